@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -93,7 +93,7 @@ def select(graph: fx.Graph, member: int) -> fx.Graph:
     for node in graph.nodes:
         new = env[node] = result.node_copy(node, env.__getitem__)
         if "arguments" in node.meta:
-            new.args, new.kwargs = map_aggregate(node.meta["arguments"], lambda item: _own(item, member, env))
+            new.args, new.kwargs = map_aggregate(node.meta["arguments"], lambda item: of_member(item, member, env))
             del new.meta["arguments"]
             new.meta.pop("members", None)
     return result
@@ -126,7 +126,7 @@ def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
             every = node.meta.get("members", node.meta["arguments"])
             picked = [row if own is None else own.index(row) for _, row in left]
             new.meta["members"] = map_aggregate(every, partial(_rows, rows=picked, env=env))
-            new.meta["arguments"] = map_aggregate(new.meta["members"], _plain)
+            new.meta["arguments"] = map_aggregate(new.meta["members"], plain)
     return result
 
 
@@ -151,7 +151,7 @@ def _gathered(
     rows: Sequence[int],
     env: dict[fx.Node, fx.Node],
 ) -> fx.Node:
-    """What `GATHER` takes for the members that are ``left``: pairs of a row now, and the row before."""
+    """Return the operand that `GATHER` reads for the members in ``left``: pairs of a new row and the row before."""
     sources, _, picks, written = node.args
     before = rows_of(node)
     pairs = list(zip(picks[::2], picks[1::2], strict=True))  # type: ignore[index, arg-type]
@@ -179,22 +179,27 @@ def _rows(item: Any, rows: Sequence[int], env: dict[fx.Node, fx.Node]) -> Any:
     return env[item] if isinstance(item, fx.Node) else item
 
 
-def _plain(item: Any) -> Any:
+def plain(item: Any) -> Any:
     """One scalar where those of all members are the same."""
     if not isinstance(item, MemberScalars):
         return item
     first = item.values[0]
-    return first if all(type(value) is type(first) and repr(value) == repr(first) for value in item.values) else item
+    return first if all(same_number(value, first) for value in item.values) else item
+
+
+def same_number(one: Any, other: Any) -> bool:
+    """Whether two are the same, of one type: a NaN is, 0.0 and -0.0 are not."""
+    return type(one) is type(other) and repr(one) == repr(other)
 
 
 def scalars(graph: fx.Graph, members: int = 0) -> list[tuple[Any, ...]]:
-    """What may differ between ``members`` of an aligned graph, scalars and who computes a node: the members' values."""
+    """Return the members' values of all that differs in an aligned graph: scalars, and which members run a node."""
     found: list[tuple[Any, ...]] = []
     for node in graph.nodes:
         rows, nest = rows_of(node), node.meta.get("members", node.meta.get("arguments"))
         values = [scalar.values for scalar in leaves(nest, MemberScalars)]
         if rows is not None:
-            # Who computes it, and what those.
+            # Which members compute the node, and the values of those.
             every = range(members)
             found.append(tuple(member in rows for member in every))
             values = [tuple(own[rows.index(m)] if m in rows else None for m in every) for own in values]
@@ -202,7 +207,8 @@ def scalars(graph: fx.Graph, members: int = 0) -> list[tuple[Any, ...]]:
     return found
 
 
-def _own(item: Any, member: int, env: dict[fx.Node, fx.Node]) -> Any:
+def of_member(item: Any, member: int, env: Mapping[fx.Node, fx.Node]) -> Any:
+    """Return one member's scalar of `MemberScalars`, the node in ``env`` for a node, and other values as they are."""
     if isinstance(item, MemberScalars):
         return item.values[member]
     return env[item] if isinstance(item, fx.Node) else item

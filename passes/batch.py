@@ -26,7 +26,7 @@ from hfusion.passes.split_rows import split_gathers
 class Emitter:
     """Writes into the graph of the array, and makes every transition between layouts once.
 
-    ``rows``: who computes the node that is written, None for all ``members``.
+    ``rows``: the members that compute the node being written, None for all ``members``.
     """
 
     graph: fx.Graph
@@ -78,7 +78,7 @@ class Emitter:
 
 
 def note_rows(node: fx.Node, rows: tuple[int, ...] | None) -> None:
-    """Note who computes a node, unless all members do."""
+    """Note which members compute a node, unless all do."""
     if rows is not None:
         node.meta["rows"] = rows
 
@@ -103,12 +103,12 @@ def batch(
     rules: RuleTable = RULES,
     choices: Mapping[fx.Node, Choice] | None = None,
 ) -> fx.GraphModule:
-    """The array's graph for a member's ``graph`` whose placeholders have ``layouts``.
+    """Build the array's graph from a member's ``graph`` whose placeholders have ``layouts``.
 
-    Arguments that differ between members stand in ``node.meta["arguments"]`` as ``(args, kwargs)`` with `MemberScalars`
-    entries. ``choices`` tell which candidate of a node is taken, by default the first. Every node of the result tells
-    its ``layout``, the member's ``example`` and its ``origin``, the member's node; every call its ``lowering``, and the
-    ``choice`` if there was one.
+    Arguments that differ between members are in ``node.meta["arguments"]`` as ``(args, kwargs)`` with `MemberScalars`
+    entries. ``choices`` selects a candidate for each node, by default the first. Every node of the result has its
+    ``layout``, the member's ``example`` and its node as ``origin`` in ``meta``; every call has its ``lowering``
+    and, if there was one, its ``choice``.
     """
     emitter = Emitter(fx.Graph(), members)
     env: dict[fx.Node, Result] = {}
@@ -121,7 +121,7 @@ def batch(
         elif node.op == "output":
             _output(emitter, node, env)
         else:
-            raise FusionError(f"{node.op} {node.target} stands in a captured graph; only calls are expected")
+            raise FusionError(f"{node.op} {node.target} is in a captured graph; only calls are expected")
     if has_variants(graph):
         split_gathers(emitter.graph, members)
     emitter.graph.lint()
@@ -159,7 +159,7 @@ def _output(emitter: Emitter, node: fx.Node, env: dict[fx.Node, Result]) -> None
 
     sources: Any = node.args[0]
     results = list(map(stacked, bind(sources, env)))
-    # A value that all members share is expanded to those who return it.
+    # A value that all members share is expanded to the members that return it.
     lowered = [
         [emitter.of_rows(rows_of(each)).lower(part) for part, each in zip(item, source, strict=True)]
         if isinstance(item, list)

@@ -1,6 +1,6 @@
-"""Which calls compute a node of a member's graph for the whole array, given the layouts of its operands.
+"""The calls that can compute a node of a member's graph for the whole array, given the layouts of its operands.
 
-A pure question, asked of layouts that are only thought of (`hfusion.passes.layouts`) and of those that came about
+Pure functions, used for hypothetical layouts (`hfusion.passes.layouts`) and for those that were chosen
 (`hfusion.passes.batch`).
 """
 
@@ -48,7 +48,7 @@ class Unbatchable(FusionError):
 
 
 def candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rules: RuleTable) -> tuple[Call, ...]:
-    """The calls that compute ``node`` of operands as they stand in ``env``; at least one. Raises Unbatchable."""
+    """Return the calls that compute ``node`` from its operands in ``env``. Raises Unbatchable if there is none."""
     try:
         return _candidates(node, env, members, rules)
     except FusionError as error:
@@ -94,7 +94,7 @@ def _check_strided(site: Site) -> None:
 
 
 def _empty(site: Site, arguments: Mapping[str, Any]) -> bool:
-    """Whether an operand has no elements: nothing to compute, and a trap for sizes that are inferred."""
+    """True if an operand of a pure call is empty: sizes cannot be inferred from it, and there is nothing to compute."""
     target = site.target
     writes = target._schema.is_mutable or target in RUNNING_STATISTICS
     if writes or target.namespace != "aten" or is_random(target, arguments) or not holds(site.example, torch.Tensor):
@@ -103,7 +103,7 @@ def _empty(site: Site, arguments: Mapping[str, Any]) -> bool:
 
 
 def result(new: fx.Node, layout: Layout, example: Any) -> Result:
-    """What stands for a node's value, ``new`` computing it in ``layout``."""
+    """Return the value of a node that ``new`` computes in ``layout``: a `Scalar` for numbers, else a `Value`."""
     number = layout is Layout.SHARED and not holds(example, torch.Tensor)
     return Scalar(new, example) if number else Value(new, layout, example)
 
@@ -114,15 +114,15 @@ def operands(arguments: Any) -> Iterator[Operand]:
 
 
 def reached(operand: Operand) -> Layout:
-    """The layout that the operand is converted to; what is packed with lower rank is a view of stacked channels."""
+    """Return the layout of the conversion; a packed operand of lower rank is a view of stacked channels."""
     lifted = operand.layout is Layout.PACKED and operand.rank is not None and operand.value.rank < operand.rank
     return Layout.STACKED if lifted else operand.layout
 
 
 def route(operand: Operand, members: int) -> Iterator[tuple[Callable[..., Any], int | None, Layout]]:
-    """How a value becomes the operand: functions, what each takes after the value, and the layout it then has.
+    """Yield the steps from a value to the operand: a function, its second argument, and the resulting layout.
 
-    ``members``: those who take it, if all members share the value, and otherwise those who have it.
+    ``members``: how many members take the value if all share it, and otherwise how many have it.
     """
     value, wanted, rank = operand.value, operand.layout, operand.rank
     convert = conversion(value, reached(operand))
@@ -135,7 +135,10 @@ def route(operand: Operand, members: int) -> Iterator[tuple[Callable[..., Any], 
 
 
 def conversion(value: Value, wanted: Layout) -> Conversion | None:
-    """What brings ``value`` to the layout ``wanted``; None where it is in it. Raises FusionError if nothing does."""
+    """Return the function that converts ``value`` to the layout ``wanted``, None if it has that layout.
+
+    Raises FusionError if there is no such conversion.
+    """
     if value.layout is wanted:
         return None
     found = CONVERSIONS.get((value.layout, wanted))
@@ -145,7 +148,7 @@ def conversion(value: Value, wanted: Layout) -> Conversion | None:
 
 
 def _writes_shared(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
-    """Whether a call on shared tensors only writes into one, once instead of once per member; its rule refuses it."""
+    """True if a call writes into a tensor; with shared operands alone it would write once, not once per member."""
     if target in RUNNING_STATISTICS:
         training = arguments.get("training", arguments.get("use_input_stats"))
         return bool(training) and arguments["running_mean"] is not None
@@ -161,7 +164,7 @@ def _getitem(args: tuple[Any, ...]) -> Call:
 
 
 def pick(value: Listed, index: int) -> Listed:
-    """Each member's ``index``-th result of an operator that gives several."""
+    """Return each member's ``index``-th result of an operator with several results."""
     return Listed(row[index] for row in value)
 
 
@@ -179,7 +182,7 @@ def by_name(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def bind(arguments: Any, env: Mapping[fx.Node, Result]) -> Any:
-    """The same nest of arguments with every node replaced by what stands for it."""
+    """Return the nest of arguments with every node replaced by its value in ``env``."""
     if isinstance(arguments, fx.Node):
         return env[arguments]
     if isinstance(arguments, Mapping):

@@ -1,7 +1,7 @@
-"""The checker: what graphs must hold after every pass.
+"""The checker of invariants that graphs must satisfy after every pass.
 
-Nothing here runs unless `hfusion.core.stages` is asked to look. Programs of arrays are run on fake tensors: every value
-must have the shape, dtype and layout that its node tells, and every view must be one.
+Nothing here runs unless `hfusion.core.stages` enables it. Programs of arrays are run on fake tensors: every value
+must have the shape, dtype and layout that its node records, and every view must be one.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def check_array(module: fx.GraphModule, members: int) -> None:
             _need(lowering is not None, node, "tells no lowering")
             _need(lowering.fn is node.target, node, f"calls {node.target}, its lowering {lowering.fn}")
             _need(lowering.layout is node.meta["layout"], node, f"is {node.meta['layout']}, not {lowering.layout}")
-            _need("origin" in node.meta or bool(node.meta.get("transition")), node, "stands for no operator")
+            _need("origin" in node.meta or bool(node.meta.get("transition")), node, "has no operator as its origin")
     if any(_reads(node) for node in graph.nodes):
         return
     with fakes():
@@ -88,7 +88,7 @@ def check_array(module: fx.GraphModule, members: int) -> None:
 
 
 def check_code(program: Program) -> None:
-    """The code of a program, in which loops are gathered, gives what the program of single calls gives."""
+    """Check that a program's code, with loops gathered, computes the same as the program of single calls."""
     _lint(program.code.graph)
     names = [[n.name for n in m.graph.nodes if n.op == "placeholder"] for m in (program.module, program.code)]
     if names[0] != names[1]:
@@ -187,7 +187,7 @@ def _kind(tensor: Tensor) -> tuple[str, int]:
 
 
 class _Fake(fx.Interpreter):
-    """Runs an array's graph on fake tensors, and compares every value with what its node tells."""
+    """Runs an array's graph on fake tensors, and compares every value with the metadata of its node."""
 
     def __init__(self, module: fx.GraphModule, members: int) -> None:
         super().__init__(module)
@@ -220,7 +220,7 @@ class _Fake(fx.Interpreter):
         _need(same, node, f"gives {found}; {layout.value} of {members} members, it must give {wanted}")
 
     def _check_view(self, node: fx.Node, value: Any) -> None:
-        """Whether the result lies in the memory of an operand where the lowering says so, and only there."""
+        """Raise unless the result shares memory with an operand exactly if the lowering declares a view."""
         view = node.meta["lowering"].view
         if view not in (View.ALWAYS, View.NEVER) or (has_effect(node.meta.get("origin", node)) and view is View.NEVER):
             return
@@ -228,9 +228,9 @@ class _Fake(fx.Interpreter):
         taken = {_storage(x) for x in leaves(operands, Tensor)}
         found = {_storage(x) for x in leaves(value, Tensor) if x.numel()}
         if view is View.NEVER:
-            _need(not taken & found, node, "lies in the memory of an operand, which its lowering denies")
+            _need(not taken & found, node, "shares memory with an operand, which its lowering denies")
         else:
-            _need(found <= taken, node, "is a copy, where its lowering tells of a view")
+            _need(found <= taken, node, "is a copy, but its lowering declares a view")
 
 
 def _opaque(node: fx.Node) -> bool:
@@ -243,7 +243,7 @@ def _reads(node: fx.Node) -> bool:
 
 
 def _sized(example: Any) -> bool:
-    """Whether all sizes are known; some follow from values of tensors."""
+    """True if all sizes are known; sizes that depend on values of tensors are not."""
     return all(hint(size) is not None for x in leaves(example, Tensor) for size in x.shape)
 
 

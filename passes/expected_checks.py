@@ -1,6 +1,6 @@
 """Checks of forward that do nothing but raise, as an assertion does.
 
-`EXPECT` stands in a graph for such a check. It is made for all members at once, and ends the run of a program where it
+`EXPECT` represents such a check in a graph. It is made for all members together, and ends the run of a program if it
 fails for one of them.
 """
 
@@ -48,7 +48,7 @@ torch.fx.node.has_side_effect(EXPECT)
 
 
 def rule(site: Site, condition: Value, truth: bool, source: str) -> Call:
-    """The check of all members at once."""
+    """Check the conditions of all members in one call."""
     operand = condition if condition.shared else condition.to(Layout.STACKED)
     layout = Layout.SHARED if condition.shared else Layout.STACKED
     return site.call(EXPECT, (operand, truth, source), layout, f"a check of all members, {source}")

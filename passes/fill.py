@@ -1,7 +1,7 @@
 """Put the numbers of further members into a graph that one of them was captured as.
 
-Nodes of a capture know by ``meta["call"]`` the operator, of those that the code called, which they stand for. A change
-is known by that and by where the number stands: the name of the argument, and the place in it where it is a list.
+Nodes of a capture have in ``meta["call"]`` the index of the operator call in the member's code that they came from. A
+change is identified by that index and by the path to the number: the name of the argument, and the index in a list.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from torch.fx.node import map_aggregate
 from hfusion.core.errors import FusionError
 from hfusion.core.tree import holds
 from hfusion.ops.rule import MemberScalars
+from hfusion.passes.align import of_member, plain, same_number
 from hfusion.passes.candidates import by_name
 
 Path: TypeAlias = tuple[Any, ...]
 Changes: TypeAlias = Mapping[int, Mapping[Path, tuple[Any, Any]]]
-"""By call and path: the number that stands in the graph, and the one to come. A tensor of numbers counts as one."""
+"""By call and path: the number in the graph, and the one to replace it. A tensor of numbers counts as one."""
 
 
 class Unexplained(FusionError):
-    """A number of a member whose place in the graph cannot be told."""
+    """A number of a member that cannot be located in the graph."""
 
 
 def fill(graph: fx.Graph, changes: Changes) -> tuple[fx.Graph, dict[str, tuple[Tensor, Tensor]]]:
-    """The graph of a member whose numbers differ by ``changes`` from those in ``graph``, which is of one member, too.
+    """Return the graph of a member whose numbers differ by ``changes`` from those of the member in ``graph``.
 
-    Also returns, by the names of placeholders, the constants that change: what they are here, and there.
+    Also returns the constants that change, by the names of placeholders: their old and new values.
 
     Raises:
-        Unexplained: a number that stands elsewhere in the graph, or is another.
+        Unexplained: a number is at another place in the graph, or has another value.
     """
     result = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -87,26 +88,13 @@ def fill_rows(
 
 
 def varying(graph: fx.Graph, changes: Changes) -> bool:
-    """Whether members of ``graph`` differ already wherever the ``changes`` are."""
+    """True if members of ``graph`` already differ in each number of ``changes``."""
     open_calls = {
         node.meta["call"]: {name for name, item in node.meta["arguments"][1].items() if holds(item, MemberScalars)}
         for node in graph.nodes
         if "arguments" in node.meta and "call" in node.meta
     }
     return all(path[0] in open_calls.get(call, ()) for call, paths in changes.items() for path in paths)
-
-
-def plain(item: Any) -> Any:
-    """One scalar where those of all members are the same."""
-    if not isinstance(item, MemberScalars):
-        return item
-    first = item.values[0]
-    return first if all(same_number(value, first) for value in item.values) else item
-
-
-def same_number(one: Any, other: Any) -> bool:
-    """Whether two are the same, of one type: a NaN is, 0.0 and -0.0 are not."""
-    return type(one) is type(other) and repr(one) == repr(other)
 
 
 def _arguments(node: fx.Node) -> tuple[Any, dict[str, Any]]:
@@ -116,12 +104,7 @@ def _arguments(node: fx.Node) -> tuple[Any, dict[str, Any]]:
 
 
 def _of_row(nest: Any, row: int, env: Mapping[fx.Node, fx.Node]) -> Any:
-    def own(item: Any) -> Any:
-        if isinstance(item, MemberScalars):
-            return item.values[row]
-        return env[item] if isinstance(item, fx.Node) else item
-
-    return map_aggregate(nest, own)
+    return map_aggregate(nest, lambda item: of_member(item, row, env))
 
 
 def _merged(every: Any, nests: Sequence[Any], env: Mapping[fx.Node, fx.Node]) -> Any:
@@ -152,7 +135,7 @@ class _Places:
     def change(
         self, node: fx.Node, named: dict[str, Any], constants: dict[str, tuple[Tensor, Tensor]]
     ) -> dict[str, Any]:
-        """The arguments with what changes in them."""
+        """Return the arguments with their changed numbers filled in."""
         call = node.meta["call"]
         self._met.add(call)
         result = dict(named)
@@ -169,7 +152,7 @@ class _Places:
         """Raise Unexplained for a number of an operator that is in the graph, and does not hold it."""
         for call, paths in self._changes.items():
             for path in paths:
-                # An operator without nodes gave what nobody needs.
+                # An operator without nodes had a result that is not used.
                 if call in self._met and (call, path) not in self._changed:
                     raise Unexplained(f"argument {path[0]} of operator {call} is not as the code gave it")
 
@@ -183,11 +166,11 @@ def _at(item: Any, path: Path) -> Any:
 
 
 def _replaces(item: Any, path: Path, old: Any) -> bool:
-    """Whether ``old`` stands there; for a tensor, whether a placeholder does, whose value the caller compares."""
-    found = _at(item, path)
+    """True if ``old`` is at ``path``; for a tensor, if a placeholder is, whose value the caller compares."""
+    present = _at(item, path)
     if isinstance(old, Tensor):
-        return isinstance(found, fx.Node) and found.op == "placeholder"
-    return same_number(found, old)
+        return isinstance(present, fx.Node) and present.op == "placeholder"
+    return same_number(present, old)
 
 
 def _replaced(item: Any, path: Path, new: Any) -> Any:

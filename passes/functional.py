@@ -2,7 +2,7 @@
 
 A write to a tensor is a new value for that tensor, for every tensor it is a view of, and for every other view of
 those. Writes to buffers stay, as one ``copy_`` of the new value into the buffer after the write. So do writes to
-parameters, which autograd does not see: what reads the parameter later reads its memory, and has its gradient.
+parameters, which autograd does not see: later reads of the parameter read its memory, and contribute to its gradient.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _write_parameter(state: Rewriting, written: fx.Node, value: fx.Node, node: f
 
 
 def _assign(state: Rewriting, written: fx.Node, value: fx.Node, node: fx.Node) -> None:
-    """From ``node`` on, ``written`` holds ``value``; so do the tensors that it is a view of, and their other views."""
+    """Make ``value`` the value of ``written`` after ``node``, and update its bases and their other views."""
     state.current[written] = value
     on_path = {written}
     below = written
@@ -121,7 +121,7 @@ def _assign(state: Rewriting, written: fx.Node, value: fx.Node, node: fx.Node) -
 
 
 def _call_members(state: Rewriting, node: fx.Node, watched: Watched) -> None:
-    """Members' own code changes its tensors where they lie; what is read of them later, is read anew."""
+    """Emit a call of the members' own code, which writes in place: later reads see the tensors it wrote."""
     changing, call = node.args[2], node.args[3]
     places = [_in_memory(state, tensor, node) for tensor in changing]  # type: ignore[union-attr, arg-type]
     state.current[node] = new = state.graph.node_copy(node, lambda n: state.current[n])
@@ -134,7 +134,7 @@ def _call_members(state: Rewriting, node: fx.Node, watched: Watched) -> None:
 
 
 def _in_memory(state: Rewriting, tensor: fx.Node, node: fx.Node) -> fx.Node:
-    """What holds the present value of ``tensor`` and may be written into: its placeholder, or a copy."""
+    """Return a node with the current value of ``tensor`` that may be written into: its placeholder, or a copy."""
     below = tensor
     while below in state.parent and (below.target in IDENTITY or writes(below)):
         below = state.parent[below]
@@ -181,7 +181,7 @@ def _copy(state: Rewriting, node: fx.Node, written: fx.Node, source: fx.Node) ->
 
 
 def _hides_whole(state: Rewriting, write: fx.Node) -> bool:
-    """Whether nothing is left of a tensor that gradients flow through."""
+    """True if ``write`` replaces all of a tensor that gradients flow through."""
     node = write.args[0]
     assert isinstance(node, fx.Node)
     while node in state.parent and shows_all(node):
@@ -212,7 +212,7 @@ def _functional_target(node: fx.Node) -> OpOverload:
 
 
 def _parameters(target: OpOverload) -> list[tuple[str, str]]:
-    """Of each argument its name and type; the first, the tensor that a write is about, goes by several names."""
+    """Return name and type of each argument; the first, the written tensor, has no fixed name and gets ``""``."""
     return [(a.name if k else "", str(a.type)) for k, a in enumerate(target._schema.arguments)]
 
 
@@ -224,7 +224,7 @@ def _used_later(state: Rewriting, view: fx.Node, write: fx.Node) -> bool:
 
 
 def _replay(state: Rewriting, view: fx.Node) -> fx.Node:
-    """The view taken anew of its parent's current value."""
+    """Take the view again, from the current value of its parent."""
     if view.target is operator.getitem:
         views, place = view.args
         assert isinstance(views, fx.Node)
@@ -237,7 +237,7 @@ def _replay(state: Rewriting, view: fx.Node) -> fx.Node:
 
 
 def _check_view(state: Rewriting, written: fx.Node, write: fx.Node) -> None:
-    """Every step from the root to the written tensor must be one that can be undone."""
+    """Raise FusionError if a step from the root to the written tensor cannot be inverted."""
     if torch.Tag.inplace_view in write.target.tags and len(state.family(written)) > 1:  # type: ignore[union-attr]
         raise FusionError(
             f"{location(write)}: {write.target} changes the shape of a tensor that has views; write it out"

@@ -1,7 +1,7 @@
-"""Rows of members: where members do different things, a value of some is taken from those of others, and written back.
+"""Gather and scatter rows of members in graphs whose nodes are not computed by all members.
 
-A node of a common graph that only some members compute names them in ``node.meta["rows"]``, in ascending order. What it
-takes comes through `GATHER` where the sources have other rows; what it writes into a buffer goes back through `PUT`.
+A node of a common graph that only some members compute names them in ``node.meta["rows"]``, in ascending order. Its
+operands come through `GATHER` if the sources have other rows; its writes into a buffer go back through `PUT`.
 """
 
 from __future__ import annotations

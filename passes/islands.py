@@ -1,9 +1,9 @@
 """Calls that run the members' own code, and what they may do to memory that the rest of a graph uses.
 
-`OPAQUE` stands in a graph for one call of a submodule. The code behind it is seen in a recorded run of one member only:
-which inputs it wrote into, and which of its results lie in the memory of its inputs, of its own tensors or of one
-another. Where a graph would be wrong because of that, `checked` refuses it. What would make it wrong, should another
-member do it at run time, `checked` gives to the call to watch for.
+`OPAQUE` represents one call of a submodule in a graph. Its code is observed in a recorded run of one member only: which
+inputs it wrote into, and which of its results share memory with its inputs, with its own tensors or with one another.
+If that makes the graph wrong, `checked` refuses it. If another member could make it wrong at run time, `checked`
+returns what the call has to watch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hfusion.core.program import source_line
 
 _library = torch.library.Library("hfusion", "DEF")
 # ``fixed`` and ``changing`` are the submodule's own tensors. ``written`` and ``links`` are what was seen: positions
-# among inputs and changing; pairs of a result and a source. ``apart`` and ``alive`` are what `checked` asks for;
+# among inputs and changing; pairs of a result and a source. ``apart`` and ``alive`` come from `checked`;
 # ``sizes`` are numbers among the arguments that vary.
 _library.define(
     "opaque(Tensor[] inputs, Tensor[] fixed, Tensor(a!)[] changing, int call, int[] written, int[] links, "
@@ -38,7 +38,7 @@ Edges = Mapping[fx.Node, Iterable[fx.Node]]
 
 @dataclass(frozen=True)
 class Watched:
-    """What a call must not do when it runs.
+    """Constraints on a call that are checked when it runs.
 
     ``apart``: flat pairs of a result and a source (inputs, fixed, changing, results, counted through) that must not
     share memory; ``alive``: positions among inputs and changing that must not change.
@@ -80,7 +80,7 @@ class _OwnCall:
                 yield one, other
 
     def possible(self) -> Iterator[tuple[int, int, fx.Node, fx.Node]]:
-        """Every pair of a result and a source, by position and as nodes."""
+        """Yield every pair of a result and a source, by position and as nodes."""
         for k, result in self.results.items():
             yield from ((k, place, result, source) for place, source in enumerate(self.sources))
             count = len(self.sources)
@@ -89,7 +89,7 @@ class _OwnCall:
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
-    """Which nodes lie in one memory: as views, as calls were seen to give back, as calls might."""
+    """The nodes that share memory: views, results that calls returned in the recorded run, and results they might."""
 
     position: Mapping[fx.Node, int]
     views: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
@@ -97,7 +97,7 @@ class _Memory:
     possible: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
 
     def read_after(self, node: fx.Node, write: _Write) -> bool:
-        """Whether what ``node`` holds matters once ``write`` has happened."""
+        """True if the value of ``node`` is used after ``write``."""
         if node.op == "placeholder" or any(self.position[user] > self.position[write.node] for user in node.users):
             return True
         return write.node.target is OPAQUE and _reads(write, node)
@@ -110,13 +110,13 @@ class _Write:
 
 
 def _reads(write: _Write, node: fx.Node) -> bool:
-    """Whether the call that writes takes ``node`` beside what it writes into."""
+    """True if the writing call also reads ``node``, in addition to the tensor that it writes into."""
     inputs: Sequence[fx.Node] = write.node.args[0]  # type: ignore[assignment]
     return inputs.count(node) > (1 if node is write.target else 0)
 
 
 def checked(graph: fx.Graph, viewed: Viewed, statistics: frozenset[Any]) -> dict[fx.Node, Watched]:
-    """What to watch at run time, for every call of members' own code in a ``graph`` with in-place operators.
+    """Return the run-time checks for each call of members' own code in a ``graph`` with in-place operators.
 
     Args:
         viewed: the node that a node is a view of.
@@ -170,7 +170,7 @@ def _written(node: fx.Node) -> fx.Node | None:
 def _writes(
     graph: fx.Graph, calls: Sequence[_OwnCall], statistics: frozenset[Any]
 ) -> tuple[list[_Write], list[_Write]]:
-    """What is written for sure, or was seen to be; and what calls might write besides: their own tensors."""
+    """Return the writes that are certain or were recorded, and those that calls might make to their own tensors."""
     surely, maybe = [], []
     for node in graph.nodes:
         if _in_place(node) and (target := _written(node)) is not None:
@@ -198,7 +198,7 @@ def _reached(edges: Edges, start: fx.Node, without: Callable[[fx.Node, fx.Node],
 
 
 def _check_written(call: _OwnCall, memory: _Memory) -> None:
-    """An input that a call writes into must be of no use afterwards: what is left in it stays with the call."""
+    """Raise if an input that a call writes into is used afterwards: the new value does not leave the call."""
     results = set(call.results.values())
     for place in call.written:
         if place < len(call.inputs):
@@ -231,7 +231,7 @@ def _check_seen(call: _OwnCall, memory: _Memory, writes: Sequence[_Write]) -> No
 def _matters(
     memory: _Memory, edges: Edges, call: fx.Node, one: fx.Node, other: fx.Node, writes: Sequence[_Write]
 ) -> bool:
-    """Whether one of ``one`` and ``other``, in one memory since ``call``, is written and the other read thereafter."""
+    """True if after ``call``, which makes two nodes share memory, one of them is written and the other read."""
 
     def without(a: fx.Node, b: fx.Node) -> bool:
         return {a, b} == {one, other}

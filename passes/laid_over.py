@@ -38,21 +38,21 @@ def signature(node: fx.Node, slots: Mapping[fx.Node, Slot]) -> Any:
     if isinstance(node.target, OpOverload):
         args, kwargs = (), by_name(node.target, args, kwargs)
 
-    def told(item: Any) -> Any:
+    def key_of(item: Any) -> Any:
         if isinstance(item, fx.Node):
             slot = slots.get(item)
             own = slot is not None and slot.kind is not Kind.CONSTANT
             return (slot.kind, slot.name, _kind(item.meta.get("val"))) if own and slot else _kind(item.meta.get("val"))
         if isinstance(item, dict):
-            return tuple((name, told(part)) for name, part in item.items())
+            return tuple((name, key_of(part)) for name, part in item.items())
         if isinstance(item, list | tuple):
-            return ("list" if isinstance(item, list) else "tuple", *map(told, item))
+            return ("list" if isinstance(item, list) else "tuple", *map(key_of, item))
         if isinstance(item, MemberScalars):
             types = set(map(type, item.values))
             return "float" if types == {float} else ("members", *map(repr, item.values))
         return "float" if type(item) is float else (type(item).__name__, repr(item))
 
-    return str(node.target), told(args), told(kwargs), _kind(node.meta.get("val"))
+    return str(node.target), key_of(args), key_of(kwargs), _kind(node.meta.get("val"))
 
 
 def _kind(value: Any) -> Any:

@@ -1,9 +1,9 @@
 """Choose how every operator of a member's graph runs for the array, so that the whole costs least.
 
-A program over the linearised graph. Its state is what matters to what follows: of every value that is still used,
-the layout, and the layouts that it was converted to already, since a conversion is made once. Every candidate of a
-node leads from a state to another; of two ways to one state the cheaper is kept. So the result is the best there is
-as long as no more than ``width`` states are alive at a time, else the best that a beam of this width finds.
+Dynamic programming over the linearised graph. The state has, for every value that is still used, its layout and the
+layouts that it was converted to already, since a conversion is made once. Every candidate of a node leads from one
+state to another; of two paths to one state the cheaper is kept. So the result is optimal as long as no more than
+``width`` states are alive at a time, else the best that a beam of this width finds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Choice:
 
 
 class Pricing(Protocol):
-    """What calls and conversions cost, backward included."""
+    """Prices of calls and conversions, backward included."""
 
     def calls(self, node: fx.Node, calls: Sequence[Call]) -> Sequence[Price]:
         """``calls``, the candidates of the member's ``node``; their operands are the member's nodes in layouts."""
@@ -121,11 +121,13 @@ def choose_graph(
     rules: RuleTable,
     price: Callable[[fx.Graph], Pricing],
 ) -> tuple[fx.Graph, dict[fx.Node, Choice]]:
-    """Whichever of two graphs that compute the same is estimated to cost less, and a choice for each of its calls.
+    """Return the cheaper of two graphs that compute the same, by estimate, and a choice for each of its calls.
 
     Args:
         together: the graph that computes for all variants what they have in common.
-        apart: the graph that computes each variant by itself.
+            price: gives the prices of a graph.
+        apart: the graph that computes each variant separately.
+            price: gives the prices of a graph.
         price: gives the prices of a graph.
     """
     first, second = (cheapest_path(graph, layouts, members, rules, price(graph)) for graph in (together, apart))
@@ -140,7 +142,7 @@ def cheapest_path(
     price: Pricing,
     width: int = WIDTH,
 ) -> Path:
-    """As `choose`, with what the choices cost in sum."""
+    """Return the result of `choose` with the total cost of the choices."""
     last = _last_uses(graph)
     # Inputs are no part of a state before they are used: a deep network has hundreds.
     waiting = dict(zip(graph.find_nodes(op="placeholder"), layouts, strict=True))
@@ -159,7 +161,7 @@ def cheapest_path(
         elif node.op == "output":
             return min(_finished(node, alive, states, price), key=lambda path: path.cost)
         else:
-            raise FusionError(f"{node.op} {node.target} stands in a captured graph; only calls are expected")
+            raise FusionError(f"{node.op} {node.target} is in a captured graph; only calls are expected")
         alive.append(node)
         keep = [k for k, value in enumerate(alive) if last.get(value, -1) > index]
         states = _cheapest(_narrowed(states, keep), width)
@@ -188,7 +190,7 @@ def _cheapest(states: dict[State, Path], width: int) -> dict[State, Path]:
 
 
 class _Asked:
-    """The options of one node for layouts of its operands, each combination asked for once."""
+    """The options of one node for layouts of its operands, each combination computed once."""
 
     def __init__(self, node: fx.Node, members: int, rules: RuleTable, price: Pricing) -> None:
         self.node = node
@@ -205,8 +207,8 @@ class _Asked:
         return self.known[layouts]
 
     def _options(self, layouts: tuple[Layout, ...]) -> Sequence[Option]:
-        stand = zip(self.inputs, layouts, strict=True)
-        env = {node: result(node, layout, node.meta.get("val")) for node, layout in stand}
+        inputs = zip(self.inputs, layouts, strict=True)
+        env = {node: result(node, layout, node.meta.get("val")) for node, layout in inputs}
         calls = candidates(self.node, env, self.members, self.rules)
         prices = self.price.calls(self.node, calls)
         return [
@@ -253,7 +255,7 @@ def _advance(node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Pat
 def _converted(
     state: State, place: Mapping[fx.Node, int], needs: Sequence[tuple[fx.Node, Layout, float]]
 ) -> tuple[State, float]:
-    """The state after the conversions that it lacks, and what these cost."""
+    """Return the state after the conversions that it lacks, and their cost."""
     cost, after = 0.0, list(state)
     for node, layout, seconds in needs:
         there = after[place[node]]

@@ -1,4 +1,4 @@
-"""One graph for members that do different things: what all do is done once, the rest by the members that do it.
+"""Merge the graphs of different members into one: common calls are made once, the rest for the members that make them.
 
 Every call of every graph is kept, in its order. Calls of several graphs that are alike become one call of all members
 of these, whose operands are gathered where they come from different calls. So a merged graph computes what the graphs
@@ -44,7 +44,7 @@ class Merged:
     """A merged graph, and its placeholders' slots.
 
     ``common``: the parameters that nodes of all members read. ``partial``: those that some
-    members lack. ``apart``: a graph of the same placeholders in which each variant is computed by itself.
+    members lack. ``apart``: a graph of the same placeholders in which each variant is computed separately.
     """
 
     graph: fx.Graph
@@ -73,7 +73,7 @@ def merge(
             if node.target is OPAQUE:
                 raise FusionError("a part of forward can only run as the members' own code, which must be the same")
             if node.op == "call_function" and has_effect(node) and not isinstance(node.target, OpOverload):
-                raise FusionError(f"forward sets autocast by itself ({node.name}), which must be the same")
+                raise FusionError(f"forward sets autocast ({node.name}), which must be the same")
     partial, inputs = _partial(variants), inputs or {}
     apart = _Merge(variants, shapes, inputs, apart=True).run(partial).graph
     return replace(_Merge(variants, shapes, inputs).run(partial), apart=apart)
@@ -108,7 +108,7 @@ def _trained(variant: VariantGraph) -> frozenset[str]:
 
 
 class _Merge:
-    """Writes the merged graph; ``env[v]`` holds what stands for the nodes of variant v's graph."""
+    """Writes the merged graph; ``env[v]`` maps the nodes of variant v's graph to those of the merged graph."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class _Merge:
         return head if len(texts) == 1 and not isinstance(head, MemberScalars) else _scalars(values, rows)
 
     def _operand(self, nodes: Operands, rows: tuple[int, ...]) -> fx.Node:
-        """What ``rows`` take, each from the node of its variant."""
+        """Return the operand of ``rows``, each taken from the node of its variant."""
         number, first = next(iter(nodes.items()))
         slot = self.slot_of[number].get(first)
         sources = {self.env[n][node]: None for n, node in nodes.items()}

@@ -38,7 +38,7 @@ def _changes(user: fx.Node, buffer: fx.Node) -> bool:
 def _keep_old_value(
     graph: fx.Graph, source: fx.Node, writes: list[fx.Node], kept: set[fx.Node], gradients: set[fx.Node]
 ) -> None:
-    """As `keep_old_values`, of what ``source`` shows of a buffer; ``kept`` are to use the buffer itself."""
+    """Apply `keep_old_values` to ``source``, a buffer or an alias; the nodes in ``kept`` use the buffer itself."""
     nodes = list(graph.nodes)
     after = nodes[nodes.index(source) :]
     first = next((place for place, node in enumerate(after) if node in writes), None)
@@ -59,7 +59,7 @@ def _read_copy(graph: fx.Graph, buffer: fx.Node, kept: set[fx.Node]) -> None:
 
 
 def _readers(node: fx.Node, kept: set[fx.Node]) -> Iterator[fx.Node]:
-    """Those who use ``node`` or a view of it, but not by way of ``kept``."""
+    """Yield the users of ``node`` and of its views, except those through ``kept``."""
     for user in node.users:
         yield user
         if user not in kept and viewed(user) is node:
@@ -76,7 +76,7 @@ def _with_gradients(graph: fx.Graph, writable: frozenset[str]) -> set[fx.Node]:
 
 
 def differentiable(state: Rewriting, node: fx.Node, writable: frozenset[str]) -> bool:
-    """Whether a gradient may flow through ``node``."""
+    """True if a gradient may flow through ``node``."""
     example = node.meta.get("val")
     if isinstance(example, Tensor) and not (example.is_floating_point() or example.is_complex()):
         return False

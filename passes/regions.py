@@ -64,13 +64,13 @@ def regions(module: fx.GraphModule, members: int) -> fx.GraphModule:
 
 
 def _depths(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """How many changes between loops and other calls lie before a node; loops of one depth can run as one."""
+    """Return for each node how often a path to it enters a loop, at most; loops of one depth can run as one."""
     depths: dict[fx.Node, int] = {}
     last: dict[fx.Node, fx.Node] = {}
     written = {root for node in nodes if _effect(node) for root in _roots(node)}
     for node in nodes:
         before = list(node.all_input_nodes)
-        # What is written, here or elsewhere, is read and written in turn.
+        # Reads and writes of a tensor that is written anywhere keep their order.
         for buffer in _roots(node) & written:
             before += [last[buffer]] if buffer in last else []
             last[buffer] = node
@@ -94,7 +94,7 @@ def _roots(node: fx.Node) -> set[fx.Node]:
 
 
 def _may_view(node: fx.Node) -> bool:
-    """Whether a value may lie in the memory of the first that it is made of."""
+    """True if a value may be a view of its first operand."""
     # A shard takes as an input what an earlier one computed.
     lowering = node.meta.get("lowering") if node.all_input_nodes else None
     return lowering is not None and lowering.view is not View.NEVER and not _effect(node)
@@ -130,7 +130,7 @@ def _borders(node: fx.Node) -> bool:
 def _gather(
     root: nn.Module, graph: fx.Graph, env: dict[fx.Node, fx.Node], group: list[fx.Node], members: int
 ) -> dict[fx.Node, fx.Node]:
-    """Write ``group`` as one region; returns what stands for those of its values that are used outside."""
+    """Write ``group`` as one region; returns the new nodes for its values that are used outside."""
     inside = set(group)
     outside = list(dict.fromkeys(i for n in group for i in n.all_input_nodes if i not in inside))
     results = [n for n in group if any(user not in inside for user in n.users)]

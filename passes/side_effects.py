@@ -26,7 +26,7 @@ def remove_dead(graph: fx.Graph) -> None:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a call matters beyond its value."""
+    """True if a call has an effect besides its value."""
     target = node.target
     if isinstance(target, OpOverload):
         return target._schema.is_mutable or target in RUNNING_STATISTICS or target is EXPECT

@@ -1,4 +1,4 @@
-"""Rows of one value that go to several variants, taken at once: so their gradients are joined once.
+"""Split one value into the rows of several variants with a single call, so that gradients are joined once.
 
 A slice for each variant is a view, but each has a gradient of the whole value, filled with zeros, and these are added.
 """
@@ -44,7 +44,7 @@ def split_gathers(graph: fx.Graph, members: int) -> None:
         if len(gathers) < 2 or len(set(taken)) < len(taken) or not _has_gradient(source):
             continue
         held = source.meta.get("rows", range(members))
-        # In the order of their first rows, which neighbours can be split in; what nobody takes is a part, too.
+        # In the order of their first rows, in which neighbours can be split; rows that are not taken are a part, too.
         gathers.sort(key=lambda gather: _rows(gather)[0])
         parts = [_rows(gather) for gather in gathers]
         rest = tuple(row for row in range(len(held)) if row not in taken)
@@ -63,7 +63,7 @@ def split_gathers(graph: fx.Graph, members: int) -> None:
 
 
 def _takes_rows(node: fx.Node) -> bool:
-    """Whether a node takes some rows of one stacked value."""
+    """True if a node takes some rows of one stacked value."""
     if node.target is not gather_stacked:
         return False
     sources, shared, _ = node.args
@@ -77,7 +77,7 @@ def _rows(gather: fx.Node) -> tuple[int, ...]:
 
 
 def _has_gradient(source: fx.Node) -> bool:
-    """Whether a value may have a gradient; buffers are written to, and read row by row."""
+    """True if a value may have a gradient; buffers have none, and are written and read row by row."""
     example = source.meta.get("example")
     if not isinstance(example, Tensor) or not example.is_floating_point():
         return False

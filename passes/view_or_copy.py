@@ -1,4 +1,4 @@
-"""Whether a graph with in-place operators computes something else for inputs with other strides.
+"""Detect graphs with in-place operators whose results depend on the strides of inputs.
 
 `reshape`, `flatten` and their like give a view where strides allow it, and a copy elsewhere. A write to one side
 of such an operator reaches the other side only through a view.
@@ -57,7 +57,7 @@ def depends_on_strides(graph: fx.Graph, was_contiguous: bool) -> bool:
 def _separates(
     node: fx.Node, write: fx.Node, neighbors: dict[fx.Node, set[fx.Node]], position: dict[fx.Node, int]
 ) -> bool:
-    """Whether ``write`` changes what is read later on the other side of ``node``, if that is a view."""
+    """True if ``write`` changes a value that is read later on the other side of ``node``, provided that is a view."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     result_side = _reachable(node, source, neighbors)

@@ -1,4 +1,4 @@
-"""Put the new value of a view back into what it is a view of."""
+"""Put the new value of a view back into its base."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Rewriting:
 
 
 def emit(state: Rewriting, origin: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
-    """A call in the new graph, told to come from where ``origin`` does."""
+    """Emit a call into the new graph, with the source location of ``origin``."""
     new = state.graph.call_function(target, args, kwargs)
     new.meta.update(
         {name: origin.meta[name] for name in ("stack_trace", "nn_module_stack", "call") if name in origin.meta}
@@ -175,7 +175,7 @@ _WHOLE = (_permute_back, _same_again, _scatter_pairs, _scatter_complex)
 
 
 def shows_all(view: fx.Node) -> bool:
-    """Whether ``view`` shows all elements of what it is a view of."""
+    """True if ``view`` contains all elements of its base."""
     if view.target is aten.real.default:
         return not view.args[0].meta["val"].is_complex()  # type: ignore[union-attr]
     return view.target in IDENTITY | RESHAPES or writes(view) or SCATTERS.get(view.target) in _WHOLE

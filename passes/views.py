@@ -1,4 +1,4 @@
-"""Which node of a captured graph is a view of which, told by the fake tensors beside it."""
+"""Find the views among the nodes of a captured graph, from their fake tensors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def writes(node: fx.Node) -> bool:
 
 
 def viewed(node: fx.Node) -> fx.Node | None:
-    """The node that ``node`` is a view of; one of several side by side is a view of what those are views of."""
+    """Return the base of ``node``, None if it is no view; an item of a list of views has the base of the list."""
     if node.target is operator.getitem:
         call = node.args[0]
         assert isinstance(call, fx.Node)
@@ -94,14 +94,14 @@ def _handed_on(call: fx.Node, result: fx.Node) -> fx.Node | None:
 
 
 def _composite(target: Any) -> bool:
-    """Whether an operator that changes nothing is made of others."""
+    """True for a composite operator that writes into no operand."""
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
 
 def handed_back(call: fx.Node) -> fx.Node | None:
-    """The operand that a call gives back itself; told with numbers for symbols, with which it may copy instead."""
+    """Return the operand that a call returns itself, if any, judged with symbols replaced by numbers."""
     if not _composite(call.target) or not isinstance(call.meta.get("val"), Tensor):
         return None
     mode = FakeTensorMode()
@@ -133,7 +133,7 @@ def _same_storage(a: Any, b: Any) -> bool:
 
 
 def _shares_storage(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a call that may give a view gives one, told by running it on the fake tensors."""
+    """True if a call that may return a view returns one when run on the fake tensors."""
     example = source.meta.get("val")
     if not isinstance(example, Tensor):
         return True

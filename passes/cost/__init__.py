@@ -1,1 +1,1 @@
-"""What calls cost."""
+"""Estimated and measured costs of calls."""

@@ -1,11 +1,11 @@
-"""What every operator of a program costs on a device: a line of steps, the storages between them, the weights.
+"""The costs of a program's operators on a device: a line of steps, the storages between them, the weights.
 
 Estimates from shapes alone, on the careful side:
 
-- An operator takes what `hfusion.passes.cost.roofline` says of its lowering. Its backward takes one product per
-  operand that gets a gradient, and twice the traffic.
-- What is saved for backward, and what is a view, the `Lowering` of every call says. Views share the storage of
-  what they view; an expanded value counts as if it were copied, since it crosses a cut as a copy.
+- `hfusion.passes.cost.roofline` estimates the time of an operator from its lowering. Its backward takes one product
+  per operand that gets a gradient, and twice the traffic.
+- The `Lowering` of every call states what is saved for backward, and what is a view. A view shares the storage of its
+  base; an expanded value counts as if it were copied, since it crosses a cut as a copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot, source_line
 from hfusion.device.calibrate import Rates
 from hfusion.ops.lowering import KeptOperands, Lowering, View
-from hfusion.passes.cost.flops import bytes_of, concrete, family, flops, more_of, products, sizes_of
+from hfusion.passes.cost.flops import bytes_of, concrete, family, floating, flops, more_of, products, sizes_of
 from hfusion.passes.cost.roofline import Seconds, Work, conversion_seconds, seconds
 
 
@@ -27,7 +27,7 @@ from hfusion.passes.cost.roofline import Seconds, Work, conversion_seconds, seco
 class OperatorCost:
     """One operator. ``where`` is for people; ``forward`` and ``backward`` are seconds.
 
-    ``saved``: bytes kept for backward beside its operands and result; ``workspace``: bytes it takes while it runs;
+    ``saved``: bytes kept for backward in addition to operands and result; ``workspace``: bytes allocated while it runs;
     ``summed``: bytes of the gradients that its backward makes and adds to others.
     """
 
@@ -57,7 +57,7 @@ class Storage:
 class Weight:
     """``size`` bytes of a parameter or buffer, the steps that use it (ascending), and whether it is trained.
 
-    ``written``: whether training changes it, as it does buffers and what is trained.
+    ``written``: whether training changes it, which is so for buffers and for trained parameters.
     """
 
     size: int
@@ -68,7 +68,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Line:
-    """A linearised program in numbers: what all members cost for one minibatch."""
+    """The costs of a linearised program: those of all members for one minibatch."""
 
     steps: tuple[OperatorCost, ...]
     storages: tuple[Storage, ...]
@@ -148,7 +148,11 @@ class _Tracing:
     def step(self, index: int, node: fx.Node) -> None:
         for source in node.all_input_nodes:
             self.use(source, index)
-        if family_of(node) != "detach" and _floating(node) and self.tracked.intersection(node.all_input_nodes):
+        if (
+            family_of(node) != "detach"
+            and floating(node.meta.get("example"))
+            and self.tracked.intersection(node.all_input_nodes)
+        ):
             self.tracked.add(node)
         self.roots[node] = root = self._root(index, node)
         self.results.append(root)
@@ -184,7 +188,7 @@ class _Tracing:
         return seconds(own, Work(calls, arithmetic, times, more, traffic, tracked, is_view), self.rates)
 
     def _converted(self, node: fx.Node) -> Seconds:
-        """Of a transition between layouts; weights have no order of memory that matters."""
+        """Return the seconds of a transition between layouts. Channels-last is not considered for weights."""
         example, convert = node.meta.get("example"), node.meta["lowering"].fn
         weight = any(self.roots[source].slot is not None for source in node.all_input_nodes)
         image = isinstance(example, Tensor) and example.dim() > 3 and not weight
@@ -192,7 +196,7 @@ class _Tracing:
         return conversion_seconds(convert, size, self.members, self.rates, tracked=node in self.tracked, image=image)
 
     def _beside(self, node: fx.Node) -> tuple[int, int]:
-        """Bytes saved beside operands and result, and bytes of temporaries."""
+        """Return the bytes saved in addition to operands and result, and the bytes of temporaries."""
         saves = lowering(node).saves
         if saves.beside is None and saves.workspace is None:
             return 0, 0
@@ -230,9 +234,9 @@ def family_of(node: fx.Node) -> str:
 
 
 def lowering(node: fx.Node) -> Lowering:
-    """How a call of a program runs."""
-    found: Lowering = node.meta["lowering"]
-    return found
+    """Return the lowering of a call of a program."""
+    lowered: Lowering = node.meta["lowering"]
+    return lowered
 
 
 def saves(node: fx.Node, tracked: set[fx.Node]) -> Sequence[fx.Node]:
@@ -267,12 +271,6 @@ def _in_order(example: object, batch: int) -> bool:
             return False
         expected *= size
     return True
-
-
-def _floating(node: fx.Node) -> bool:
-    example = node.meta.get("example")
-    parts = example if isinstance(example, list | tuple) else (example,)
-    return any(isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()) for part in parts)
 
 
 def _where(node: fx.Node) -> str:

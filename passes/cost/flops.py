@@ -32,6 +32,12 @@ def _number(expression: Any, batch: int) -> int:
     return int(expression.subs(dict.fromkeys(expression.free_symbols, batch)))
 
 
+def floating(example: Any) -> bool:
+    """Return whether a value, or a part of it, is a tensor of floating-point or complex numbers."""
+    parts = example if isinstance(example, list | tuple) else (example,)
+    return any(isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()) for part in parts)
+
+
 def bytes_of(value: Any, batch: int) -> int:
     """Bytes of one member's tensor or nest of tensors; 0 for anything else."""
     if isinstance(value, list | tuple):
@@ -67,13 +73,13 @@ def flops(node: fx.Node, batch: int) -> int:
 
 
 def more_of(lowering: Lowering, node: fx.Node, batch: int, rates: ComputeRates) -> float:
-    """Operations of a member's call by ``lowering`` beside those of products, forward and backward."""
+    """Return the operations of a member's call in addition to those of products, forward and backward."""
     count = efficiency_on(rates, lowering).more
     return 0.0 if count is None else count(sizes_of(node, batch))
 
 
 def products(node: fx.Node, trained: Sequence[Any]) -> float:
-    """How many times the forward's arithmetic the backward does; ``trained``: the operands that get a gradient."""
+    """Return the ratio of arithmetic in backward to forward. ``trained``: the operands that get a gradient."""
     if family(node) == "scaled_dot_product_attention":
         return 2.5
     return min(2, sum(isinstance(example, Tensor) and example.dim() >= 2 for example in trained))
@@ -86,7 +92,7 @@ def _shapes(node: fx.Node, batch: int) -> Shapes:
 
 
 def _shape(item: Any, batch: int) -> Any:
-    """Shapes for nodes that stand for tensors, in lists as they are nested; other arguments unchanged."""
+    """Return shapes in place of nodes with tensors, nested in lists like the arguments; the others unchanged."""
     if isinstance(item, list | tuple):
         return [_shape(part, batch) for part in item]
     value = item.meta.get("val") if isinstance(item, fx.Node) else item
@@ -98,7 +104,7 @@ def _product(sizes: Sequence[int]) -> int:
 
 
 def _times(first: str) -> Formula:
-    """Every element of the result is a sum over the last dim of the first factor."""
+    """Return a formula for products that sum over the last dim of the factor named ``first``."""
     return lambda shapes, out: 2 * math.prod(out) * int(shapes[first][-1])
 
 
@@ -107,7 +113,7 @@ def _addbmm(shapes: Shapes, out: Shape) -> int:
 
 
 def _convolution(shapes: Shapes, out: Shape) -> int:
-    """Each result meets one filter ``weight[o]``; transposed, each input meets ``weight[i]``."""
+    """Count operations: one filter ``weight[o]`` per result or, if transposed, ``weight[i]`` per input."""
     positions = shapes["input"] if shapes.get("transposed") else out
     return 2 * _product(positions) * _product(shapes["weight"][1:])
 
@@ -126,7 +132,7 @@ def _bilinear(shapes: Shapes, out: Shape) -> int:
 
 
 def _einsum(shapes: Shapes, out: Shape) -> int:
-    """Every element of the result is a sum over the letters that it lacks."""
+    """Count operations: every element of the result is a sum over the letters that the result lacks."""
     left, _, result = shapes["equation"].replace(" ", "").partition("->")
     sizes: dict[str, int] = {}
     for term, shape in zip(left.split(","), shapes["tensors"], strict=True):

@@ -1,6 +1,6 @@
-"""Prices that are measured: every candidate that is asked for runs, forward and backward, on tensors of its own.
+"""Measured prices: every candidate runs, forward and backward, on tensors of its own.
 
-What a lowering takes depends on how its operands lie in memory. So results keep the strides that a call gave them,
+The time of a lowering depends on the strides of its operands. So results keep the strides that a call gave them,
 and the operands of later calls are made with these.
 """
 
@@ -34,13 +34,13 @@ _CONVOLUTIONS = frozenset(f"conv{kind}{dims}d" for kind in ("", "_transpose") fo
 MEASURED = _CONVOLUTIONS | {"batch_norm", "instance_norm", "group_norm", "linear", "scaled_dot_product_attention"}
 RUNS = 7
 
-# How the tensors of a value lie: the strides of one, or of each in a nest.
+# The strides of a value: of one tensor, or of each in a nest.
 Strides: TypeAlias = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class TimedCall:
-    """A call on tensors of its own: ``run`` makes it, ``leaves`` get gradients, ``key`` is what its time depends on."""
+    """A call to time, with its own tensors: ``run`` makes the call, ``leaves`` get gradients, ``key`` identifies it."""
 
     run: Callable[[], Any]
     leaves: Sequence[Tensor]
@@ -49,7 +49,7 @@ class TimedCall:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Prices as of ``model``, those of measured calls beside. Conversions stay estimated.
+    """Prices of ``model``, replaced by measured times where there are some. Conversions stay estimated.
 
     ``lying``: the strides of a node's value in a layout, from the first call that gave it.
     """
@@ -77,28 +77,28 @@ class Measured:
     def _trial(self, node: fx.Node, call: Call) -> TimedCall:
         operands = _TrialTensors(self)
         args, kwargs = operands.fill(call.args), operands.fill(dict(call.kwargs))
-        return TimedCall(lambda: call.fn(*args, **kwargs), operands.leaves, self._key(node, call, operands.told))
+        return TimedCall(lambda: call.fn(*args, **kwargs), operands.leaves, self._key(node, call, operands.described))
 
     def move(self, value: Value, convert: Conversion) -> float:
         return self.model.move(value, convert)
 
-    def _key(self, node: fx.Node, call: Call, told: Sequence[str]) -> str:
+    def _key(self, node: fx.Node, call: Call, described: Sequence[str]) -> str:
         """Everything that the time depends on, but the machine."""
         kind = self.model.device.type
         rest = [repr(item) for item in _plain((call.args, dict(call.kwargs)))]
         autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
         name = f"{node.target} {getattr(call.fn, '__name__', call.fn)} B={self.model.members} {autocast}"
-        return " | ".join([name.strip(), *told, " ".join(rest)])
+        return " | ".join([name.strip(), *described, " ".join(rest)])
 
 
 class _TrialTensors:
-    """Tensors for the operands of one call: ``leaves`` of them get a gradient, ``told`` describes them."""
+    """Tensors for the operands of one call: ``leaves`` get a gradient, ``described`` has a text for each tensor."""
 
     def __init__(self, prices: Measured) -> None:
         self.prices = prices
         self.generator = torch.Generator(prices.model.device).manual_seed(0)
         self.leaves: list[Tensor] = []
-        self.told: list[str] = []
+        self.described: list[str] = []
 
     def fill(self, arguments: Any) -> Any:
         if isinstance(arguments, Value):
@@ -126,7 +126,9 @@ class _TrialTensors:
         if first is not None:
             kind = str(first.dtype).removeprefix("torch.")
             mark = " grad" if first.requires_grad else ""
-            self.told.append(f"{operand.layout.value} {kind}{list(first.shape)} strides {list(first.stride())}{mark}")
+            self.described.append(
+                f"{operand.layout.value} {kind}{list(first.shape)} strides {list(first.stride())}{mark}"
+            )
         return found
 
     def _leaf(self, x: Tensor, tracked: bool) -> Tensor:
@@ -156,7 +158,7 @@ class _TrialTensors:
             shape[1] *= members
         if lying is None and layout is Layout.SHARED:
             lying = tuple(_number(stride) for stride in example.stride())
-        # What is expanded lies in memory once; what overlaps in other ways is made anew.
+        # Expanded tensors are stored once; tensors that overlap in other ways are copied.
         sizes = shape if lying is None else [1 if stride == 0 else n for n, stride in zip(shape, lying, strict=True)]
         device, dtype = self.prices.model.device, example.dtype
         if lying is None or not _apart_in_memory(sizes, lying):
@@ -201,7 +203,7 @@ def apart(device: torch.device) -> ExitStack:
 
 
 def _runs(node: fx.Node, calls: Sequence[Call]) -> bool:
-    """Whether a node can run on any numbers: of a family that is measured, elementwise, or a view."""
+    """True if a node can run on arbitrary numbers: of a family that is measured, elementwise, or a view."""
     target, views = node.target, any(call.lowering.view.likely for call in calls)
     if views or not isinstance(target, OpOverload):
         return views
@@ -210,14 +212,14 @@ def _runs(node: fx.Node, calls: Sequence[Call]) -> bool:
 
 
 def _sized(node: fx.Node) -> bool:
-    """Whether all sizes of a value are known; some follow from values of tensors."""
+    """True if all sizes of a value are known; sizes that depend on values of tensors are not."""
     parts = pytree.tree_leaves(node.meta.get("val"))
     sizes = [size for part in parts for size in (part.shape if isinstance(part, Tensor) else (part,))]
     return all(hint(size) is not None for size in sizes if isinstance(size, int | torch.SymInt))
 
 
 def _apart_in_memory(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether no two elements share memory."""
+    """True if no two elements share memory."""
     reach = 1
     for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1):
         if stride < reach:

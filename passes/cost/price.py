@@ -1,4 +1,4 @@
-"""What the calls and conversions of one member's graph cost, from their shapes, before any is taken."""
+"""Estimated costs of the candidate calls and conversions of one member's graph, from shapes alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hfusion.core.layout import Conversion, Layout, listed_to_packed, stacked_to
 from hfusion.core.tree import leaves
 from hfusion.device.calibrate import ComputeRates, compute_rates
 from hfusion.ops.rule import Call, Operand, Value, hint
-from hfusion.passes.cost.flops import bytes_of, family, flops, more_of, products
+from hfusion.passes.cost.flops import bytes_of, family, floating, flops, more_of, products
 from hfusion.passes.cost.roofline import (
     REORDERED,
     Work,
@@ -83,18 +83,18 @@ class Model:
         return found.both * (CAUTION if convert in PACKING else 1.0)
 
     def _size(self, node: fx.Node) -> int:
-        """Bytes for all members who compute it."""
+        """Return the bytes of a value for all members that compute it."""
         return self.bytes.get(node, 0) * width(node, self.members)
 
     def _unfolding(self, node: fx.Node, call: Call) -> float:
-        """Of a view that merges the dims of images in a loop, whose order does not allow it."""
+        """Return the seconds to copy an image whose dims a view merges in a loop; channels-last makes that a copy."""
         loops = call.lowering.view.likely and call.layout is Layout.LISTED and reorders(self.rates)
         if not loops or _is_image(node) or not any(map(_is_image, node.all_input_nodes)):
             return 0.0
         return passes_seconds(0, REORDERED, self._size(node), self.rates, node in self.tracked).both
 
     def _traffic(self, node: fx.Node, call: Call) -> int:
-        """Bytes of operands and result, of all members; a loop reads what is shared once for each."""
+        """Return the bytes of operands and result for all members; a loop reads shared operands once per member."""
         total = self._size(node)
         for item in leaves((call.args, call.kwargs), (Value, Operand)):
             value = item.value if isinstance(item, Operand) else item
@@ -117,18 +117,13 @@ def _tracked(graph: fx.Graph) -> frozenset[fx.Node]:
         if node.op == "placeholder":
             if isinstance(example, Tensor) and example.requires_grad:
                 found.add(node)
-        elif family(node) != "detach" and _floating(example) and found.intersection(node.all_input_nodes):
+        elif family(node) != "detach" and floating(example) and found.intersection(node.all_input_nodes):
             found.add(node)
     return frozenset(found)
 
 
-def _floating(example: Any) -> bool:
-    parts = example if isinstance(example, list | tuple) else (example,)
-    return any(isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()) for part in parts)
-
-
 def _is_image(node: fx.Node) -> bool:
-    """Whether the value has channels and at least two more dims; what is trained has no order that matters."""
+    """True for a value with channels and at least two more dims that is no trained parameter."""
     return _rank(node) > 3 and not (node.op == "placeholder" and node.meta["val"].requires_grad)
 
 

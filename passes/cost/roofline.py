@@ -1,14 +1,14 @@
-"""What work costs: the one function that choosing lowerings, planning and simulating ask.
+"""A roofline model of operators, used to choose lowerings, to plan and to simulate.
 
     seconds = calls / rate of calls + arithmetic / rate of products + traffic / bandwidth
 
 The rates are the machine's own (`hfusion.device.calibrate`), the shares of them that a lowering reaches its
 `Efficiency`. These are fits to forward and backward of single operators, on one core with 4 and 16 members: within a
-fifth of the times of convolutions, linear layers, BatchNorm and pooling of 2^12 to 2^19 elements of a member. What they
-reproduce of whole training steps: convolutions run best for all members at once up to about 2^16 elements of a member,
-above that in a channels-last loop; a loop once begun is left for less than about 2^15; what merges the dims of images
-in a loop, or takes them out of it, costs its gradient dear. No time of a GPU went in: there all lowerings are alike but
-for the number of their calls, so that one call for all members is taken.
+fifth of the times of convolutions, linear layers, BatchNorm and pooling of 2^12 to 2^19 elements of a member. For whole
+training steps they reproduce that convolutions run best in one call up to about 2^16 elements of a member, and above
+that in a channels-last loop; that a loop is worth leaving below about 2^15 elements; and that gradients are expensive
+where a loop merges the dims of images or ends. No GPU was measured: there lowerings differ only in their number of
+calls, so that one call for all members is chosen.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ PASSES: Mapping[Conversion, tuple[int, int]] = {
     listed_to_stacked: (2, 0),
     listed_to_packed: (2, 0),
 }
-# Conversions that handle every member's tensor by itself.
+# Conversions that handle every member's tensor separately.
 LOOPING = frozenset({stacked_to_listed, packed_to_listed, listed_to_stacked, listed_to_packed})
-# The same of images, beside these: they change their order of memory, and the gradient comes in an order that the value
+# The same for images, in addition: they change their memory order, and the gradient comes in an order that the value
 # before does not have; elementwise operators take 4 ns for an element of such a pair.
 REORDERED = (2, 14)
 REORDERING = frozenset({stacked_to_listed, listed_to_stacked, stacked_to_packed})
@@ -60,7 +60,7 @@ VIEW = 1.0
 
 
 class Seconds(NamedTuple):
-    """Of all members."""
+    """Seconds that an operator takes for all members."""
 
     forward: float
     backward: float
@@ -72,12 +72,12 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What one operator does for all members.
+    """The work of one operator for all members.
 
-    ``calls`` of its function; ``flops`` of the forward, and how many times these the backward does, ``products``;
-    ``more``: operations beside them, of both; ``traffic``: bytes that the forward reads and writes, the backward twice
-    that. ``tracked``: whether there is a backward. ``view``: whether the result lies in an operand's memory: no work
-    but the call.
+    ``calls`` of its function; ``flops`` of the forward, and ``products``, the ratio of those of the backward to them;
+    ``more``: further operations of both; ``traffic``: bytes that the forward reads and writes, the backward twice
+    that. ``tracked``: whether there is a backward. ``view``: whether the result is a view of an operand, which takes no
+    work but the call.
     """
 
     calls: int
@@ -90,7 +90,7 @@ class Work:
 
 
 def seconds(lowering: Lowering, work: Work, rates: ComputeRates) -> Seconds:
-    """What an operator takes by ``lowering``."""
+    """Estimate the seconds of an operator by ``lowering``."""
     if work.view:
         return _split(work.calls * VIEW / rates.calls, work.tracked)
     efficiency = efficiency_on(rates, lowering)
@@ -107,7 +107,7 @@ def efficiency_on(rates: ComputeRates, lowering: Lowering) -> Efficiency:
 def conversion_seconds(
     convert: Conversion, size: int, members: int, rates: ComputeRates, *, tracked: bool, image: bool
 ) -> Seconds:
-    """What it takes to bring a value of ``size`` bytes, of all members, to another layout."""
+    """Estimate the seconds to convert a value of ``size`` bytes, of all members, to another layout."""
     forward, backward = PASSES.get(convert, (0, 0))
     if image and reorders(rates):
         more = REORDERED if convert in REORDERING else PIXELS if convert in BETWEEN_PIXELS else (0, 0)
@@ -116,14 +116,14 @@ def conversion_seconds(
 
 
 def passes_seconds(calls: int, passes: tuple[int, int], size: int, rates: ComputeRates, tracked: bool) -> Seconds:
-    """Of views, and passes over memory."""
+    """Estimate the seconds of ``calls`` views and of ``passes`` (forward, backward) over ``size`` bytes."""
     either = _split(calls * VIEW / rates.calls, tracked)
     backward = passes[1] * size / rates.memory if tracked else 0.0
     return Seconds(either.forward + passes[0] * size / rates.memory, either.backward + backward)
 
 
 def reorders(rates: ComputeRates) -> bool:
-    """Whether convolutions have their own order of memory, channels-last."""
+    """True if convolutions prefer channels-last on the device."""
     return rates.device == "cpu"
 
 

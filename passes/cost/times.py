@@ -19,7 +19,7 @@ _PLAUSIBLE = (1e-12, 1e6)
 
 @dataclass
 class Times:
-    """Seconds by key: what was ``known``, and what was ``found`` since."""
+    """Seconds by key: those ``known`` from the file, and those ``found`` since."""
 
     known: dict[str, float] = field(default_factory=dict)
     found: dict[str, float] = field(default_factory=dict)
@@ -30,9 +30,9 @@ class Times:
 
 @contextmanager
 def times_on(device: torch.device) -> Iterator[Times]:
-    """The times kept for ``device``; what is found is kept in turn, beside what other processes kept meanwhile.
+    """Context manager: the cached times of ``device``. New times are merged with those other processes wrote meanwhile.
 
-    A file that cannot be read or written is told by one UserWarning, and the times hold for this process alone.
+    Warns with one UserWarning if the file cannot be read or written; new times then last for this process alone.
     """
     machine = describe(device)
     path = cache_file("lowerings", machine)
@@ -47,14 +47,14 @@ def times_on(device: torch.device) -> Iterator[Times]:
             trouble = trouble or f"cannot be written: {error.strerror}"
     if trouble:
         warnings.warn(
-            f"the measured times of operators in {path} {trouble}; what is missing there is measured anew, by every "
+            f"the measured times of operators in {path} {trouble}; what is missing there is measured again, by every "
             "process if it cannot be kept. Delete the file, or let XDG_CACHE_HOME name a folder that can be written",
             stacklevel=2,
         )
 
 
 def _read(path: Path, machine: dict[str, str]) -> tuple[dict[str, float], str]:
-    """The seconds kept at ``path``, and what is wrong with it."""
+    """Read the seconds cached at ``path``; also returns what is wrong with the file, empty if nothing is."""
     try:
         kept = read_json(path)
         seconds = {str(key): number(value, *_PLAUSIBLE) for key, value in kept["seconds"].items()}

@@ -11,14 +11,14 @@ from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
-# In lower precision what lies between the operators would be rounded.
+# In lower precision the values between the operators would be rounded.
 _EXACT = (torch.float32, torch.float64)
 
 
 def bias_apart(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    """`torch.baddbmm` and `torch.addmm`: the sum is computed together with what follows.
+    """Decompose `torch.baddbmm` and `torch.addmm`, so that the sum fuses with the operators after it.
 
-    In one, the bias is copied to where the product is added to it.
+    A single call would first copy the bias into the result.
     """
     if beta != 1 or alpha != 1 or bias.dtype not in _EXACT:
         return NotImplemented
@@ -58,7 +58,7 @@ def batch_norm_in_two_passes(
 
 
 def _kept(vector: Tensor) -> Tensor:
-    """``vector [C]`` in memory: inductor would compute it anew for every value that it meets."""
+    """Store ``vector [C]`` in memory: inductor would recompute it for every element it is combined with."""
     return vector.as_strided(vector.shape, (1,))
 
 

@@ -37,7 +37,7 @@ def written_out(values: Sequence[float], shape: Sequence[int], dtype: torch.dtyp
 
 
 def _small(held: object) -> bool:
-    """Whether it is a tensor whose values can be written as numbers."""
+    """True for a small CPU tensor whose values can be written as numbers in the code."""
     return (
         isinstance(held, Tensor)
         and held.device.type == "cpu"

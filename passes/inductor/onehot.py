@@ -40,7 +40,7 @@ def chosen(index: Tensor, source: Tensor, size: int, dim: int) -> Tensor:
 
 
 def _one_per_row(node: fx.Node) -> bool:
-    """Whether ``node`` scatters into zeros, in every row of the dim one element."""
+    """True if ``node`` scatters one element into every row of a tensor of zeros."""
     if node.target is not aten.scatter.src:
         return False
     base, dim, index, source = node.args

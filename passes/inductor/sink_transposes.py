@@ -1,7 +1,7 @@
 """Pointwise operators in the memory order of their operands, for a compiler that computes in the order of the dims.
 
 Eager torch keeps the order of memory: of a transposed operand ``relu`` gives a transposed result, so that feature-major
-values stay so through a network at no cost. Inductor writes the result anew in the order of its dims, a copy at every
+values stay so through a network at no cost. Inductor writes the result in the order of its dims, a copy at every
 operator. Here ``op(transpose(x))`` becomes ``transpose(op(x))``, and transpositions that meet cancel.
 """
 
@@ -31,9 +31,9 @@ class Transposed:
 
 
 def sink_transposes(module: fx.GraphModule) -> fx.GraphModule:
-    """``module``, a graph of ATen operators with fake tensors in ``meta["val"]``.
+    """Sink transpositions below pointwise operators of ``module``, an ATen graph with fake tensors in ``meta["val"]``.
 
-    The same values, bit for bit, in the same strides: what follows was traced for them.
+    Values stay the same, bit for bit, and so do strides, for which the rest of the graph was traced.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -75,7 +75,7 @@ def _dims(node: fx.Node) -> tuple[int, int]:
 
 
 def _pointwise(node: fx.Node) -> bool:
-    """Whether ``node`` computes each element by itself, anew."""
+    """True if ``node`` is a pointwise operator that draws no random numbers and writes into no operand."""
     target: Any = node.target
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags or target._schema.is_mutable:
         return False
@@ -83,21 +83,21 @@ def _pointwise(node: fx.Node) -> bool:
 
 
 def _alike(sources: list[fx.Node], views: dict[fx.Node, Transposed]) -> bool:
-    """Whether all operands are tensors of one rank that are transposed alike."""
+    """True if all operands are tensors of one rank with the same transposition."""
     if not sources or not all(source in views for source in sources):
         return False
     return len({(views[source].dims, source.meta["val"].dim()) for source in sources}) == 1
 
 
 def _sunk(node: fx.Node, views: dict[fx.Node, Transposed]) -> FakeTensor | None:
-    """What ``node`` gives of the bases of its operands; None if that, transposed, has other strides than ``node``.
+    """Return the result of ``node`` on the bases of its operands, None if its transposition has other strides.
 
-    So it is of operators that choose an order of memory, as `aten.clone` does.
+    Strides differ for operators that choose a memory order, such as `aten.clone`.
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: views[n].base.meta["val"])
     val: FakeTensor = node.meta["val"]
     with val.fake_mode:
-        found: FakeTensor = node.target(*args, **kwargs)  # type: ignore[operator]
-        strides = found.transpose(*views[node.all_input_nodes[0]].dims).stride()
+        sunk: FakeTensor = node.target(*args, **kwargs)  # type: ignore[operator]
+        strides = sunk.transpose(*views[node.all_input_nodes[0]].dims).stride()
     same = all(equal(a, b) for a, b in zip(strides, val.stride(), strict=True))
-    return found if same else None
+    return sunk if same else None

@@ -1,7 +1,7 @@
 """Products that are read transposed, computed as the product of the transposed operands.
 
-Autograd gives the gradient of a weight that a product read transposed the other way round: ``(x^T y)^T``, which is then
-copied, or read by pointwise operators, as the weight lies. ``y^T x`` lies so by itself, and has its long side where
+The gradient of a weight that a product read transposed is ``(x^T y)^T`` in autograd. It is then copied, or read by
+pointwise operators, in the memory order of the weight. ``y^T x`` has that order already, and its long side where
 kernels want it.
 """
 
@@ -45,7 +45,7 @@ def transpose_products(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _product(node: fx.Node) -> fx.Node | None:
-    """The product that ``node`` is, transposed and read in the order of the dims, if nobody else uses it."""
+    """Return the product whose transposition ``node`` reads in the order of the dims, None if it has other users."""
     view = node
     if node.target is aten.clone.default and _val(node).is_contiguous():
         (view,) = node.all_input_nodes
@@ -66,7 +66,7 @@ def _reads_in_order(node: fx.Node) -> bool:
 
 
 def _transposes(node: fx.Node) -> bool:
-    """Whether it swaps the last two dims of a stack of matrices, or of one."""
+    """True if ``node`` swaps the last two dims of one matrix or a stack of matrices."""
     if node.target is aten.t.default:
         return _val(node).dim() == 2
     if node.target is not aten.transpose.int:

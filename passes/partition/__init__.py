@@ -1,1 +1,1 @@
-"""From a program to shards."""
+"""Partition a program into shards."""

@@ -1,8 +1,8 @@
-"""Choose where to cut a line: of some ways the one that takes the fewest seconds, as the engine foretells it.
+"""Choose where to cut a line: the candidate with the fewest seconds in a simulation by the engine.
 
 Few and large shards cut where the fewest bytes are alive, which is best where links are slow; smaller ones leave room
-to load the next shard beside the one that runs. And where the budget leaves room, the last shard is kept on the device,
-and only those before it come and go: what is kept moves never, and of all shards the last one recomputes nothing.
+to load the next shard next to the one that runs. If the budget leaves room, the last shard is kept on the device, and
+only those before it are loaded and evicted: a kept shard never moves, and the last shard recomputes nothing.
 
 Every way to cut the line into runs of steps is a path; dynamic programming finds the one with the fewest bytes alive at
 its cuts in O(n^2), and stops to extend a run as soon as it outgrows the budget (as Jia et al., "Beyond Data and Model
@@ -37,7 +37,7 @@ _STEPS = 3
 
 
 class Partition(NamedTuple):
-    """Where to cut, ascending; whether the last shard is kept on the device."""
+    """The positions of the cuts, ascending, and whether the last shard is kept on the device."""
 
     cuts: tuple[int, ...]
     kept: bool
@@ -68,7 +68,7 @@ def choose_cuts(segments: Segments, budget: int, rates: Rates, shards: _Shards, 
 
 
 def cut(segments: Segments, budget: int) -> tuple[int, ...] | None:
-    """Where to cut so that every run fits and the bytes alive at the cuts are fewest; None if none fits."""
+    """Return the cuts with the fewest bytes alive for which every run fits ``budget``; None if there are none."""
     end = segments.count
     return fewest_alive(segments.alive, range(end), _running(segments, budget), end, budget)
 
@@ -156,7 +156,7 @@ def _fewest(segments: Segments, places: Sequence[int], most: int) -> list[int]:
 
 
 def _seconds(shards: tuple[Shard, ...], kept: bool, budget: int, rates: Rates, *, carried: bool) -> float:
-    """Of some minibatches, foretold; without end where the shards do not fit."""
+    """Simulate the seconds of some minibatches; infinite if the shards do not fit ``budget``."""
     sums = 2 if carried else 1
     task = TaskPlan("task", shards, _STEPS * sums, resident=False, accumulate=sums, kept=kept)
     if task.device_bytes > budget:

@@ -1,9 +1,9 @@
 """Cut a program into shards that fit a budget: Program -> shards of a plan.
 
 Operators stay in the order in which they were captured: the gradients of a value are summed in the order of its users.
-Where branches stand side by side another order would leave fewer bytes alive at the cuts (greedy by what each operator
-makes and frees, from the front and from the back: 5 to 20% fewer for blocks of Inception and for two towers); at those
-that plans of a U-Net and a DenseNet choose, none that was found leaves a byte less.
+For parallel branches another order would leave fewer bytes alive at the cuts (greedy by the bytes each operator
+allocates and frees, from the front and from the back: 5 to 20% fewer for blocks of Inception and for two towers). At
+the cuts that plans of a U-Net and a DenseNet choose, no order that was tried leaves fewer.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def sharding(
     carried: bool = False,
     keep: bool = True,
 ) -> Sharding:
-    """Shards of ``program`` each of which trains within ``budget`` bytes when it is alone there, or with what is kept.
+    """Cut ``program`` into shards that each train within ``budget`` bytes, alone or next to a shard that is kept.
 
-    Cut as takes the fewest seconds, see `choose_cuts`.
+    The cuts take the fewest estimated seconds, see `choose_cuts`.
 
     Args:
         batch: samples of a minibatch, in place of the dim that varies.
@@ -87,7 +87,7 @@ def growth(program: Program, batch: int, larger: int, rates: Rates) -> float:
 
 
 def _sizes(costs: Line) -> list[int]:
-    """Bytes of every value, and of what every operator takes beside its operands and result."""
+    """Return the bytes of every value, and those of every operator in addition to its operands and result."""
     return [storage.size for storage in costs.storages] + [step.saved + step.workspace for step in costs.steps]
 
 
@@ -140,13 +140,13 @@ def _shard(segments: Segments, number: int, first: int, last: int, rates: Rates)
 
 
 def _borrowed(segments: Segments, places: Sequence[int]) -> list[tuple[int, ...]]:
-    """For each shard those before it that use one of its weights, too, and first."""
-    found: list[set[int]] = [set() for _ in places[1:]]
+    """Return for each shard the earlier ones that are the first to use one of its weights."""
+    owners: list[set[int]] = [set() for _ in places[1:]]
     for weight in segments.line.weights:
         users = sorted({bisect_right(places, use) - 1 for use in weight.uses})
         for user in users[1:]:
-            found[user].add(users[0])
-    return [tuple(sorted(owners)) for owners in found]
+            owners[user].add(users[0])
+    return [tuple(sorted(first)) for first in owners]
 
 
 def _infeasible(name: str, segments: Segments, budget: int) -> str:

@@ -13,17 +13,17 @@ from hfusion.passes.partition.split_program import slots, weight_views
 
 
 def match_cuts(program: Program, names: Mapping[str, str], held: Sequence[frozenset[str]], batch: int) -> list[int]:
-    """Where the run of operators of each shard ends, see `split`: every operator as early as its tensors allow.
+    """Return the end of each shard's run of operators, see `split`, with every operator as early as its tensors allow.
 
     A run may be empty.
 
     Args:
         names: from the keys of tensors to one key per tensor.
-        held: those that each shard has loaded; tensors that none has may be used anywhere.
+        held: the keys that each shard has loaded; tensors that no shard has may be used anywhere.
         batch: samples, see `split`.
 
     Raises:
-        PlanError: the tensors are used in another order than the shards have them.
+        PlanError: the tensors are used in an order other than that of the shards.
     """
     of, views, nodes = slots(program), weight_views(program, batch), operators(program)
     known = frozenset[str]().union(*held)

@@ -1,4 +1,4 @@
-"""The bytes of every run of steps of a line, were it a shard: what the ways to cut are chosen by."""
+"""The bytes that every run of steps of a line would take as a shard, from which cuts are chosen."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Segments:
 
     @cached_property
     def _during(self) -> tuple[int, ...]:
-        """Bytes alive while each step segments, with what it and its backward take for themselves."""
+        """Bytes alive while each step runs, with the workspaces of the step and its backward."""
         spans = [(storage.born, storage.last, storage.size) for storage in self.line.storages]
         own = [step.workspace + step.summed for step in self.line.steps]
         return tuple(map(sum, zip(_levels(spans, self.count), own, strict=True)))
@@ -96,9 +96,9 @@ class Segments:
         return tuple(map(tuple, found))
 
     def starting(self, first: int) -> Iterator[Segment]:
-        """The runs that begin at ``first``, the shortest first.
+        """Yield the runs that begin at ``first``, the shortest first.
 
-        What is only handed through from one cut to the other is in both cuts, and in neither workspace nor peak.
+        Values that only pass through from one cut to the other are in both cuts, and in neither workspace nor peak.
         """
         weights = frozen = gradients = 0
         through = self.alive[first]
@@ -127,7 +127,7 @@ class Segments:
             yield Segment(index + 1, weights, frozen, gradients, state, *sizes)
 
     def state(self, run: Segment) -> int:
-        """Bytes beside the weights that come and go with the run: optimizer state, gradients if they are carried."""
+        """Return the bytes that move with a run's weights: optimizer state, and gradients if they are carried."""
         return run.optimizer + (run.gradients if self.carried else 0)
 
     def shard(self, number: int, first: int, segment: Segment, forward: float, backward: float, rates: Rates) -> Shard:
@@ -150,7 +150,7 @@ class Segments:
 
 
 class _Growing:
-    """Bytes alive while each step of a growing run segments, backward and forward.
+    """Bytes alive while each step of a growing run executes, backward and forward.
 
     Backward a gradient lives from the last use of its value down to where that was made; those at the second cut, with
     which the backward begins, to its end; those of weights from their last use to the end. What is saved is alive down
@@ -169,7 +169,7 @@ class _Growing:
         return int(self._backward[: self._size].max())
 
     def workspace(self, *, keeps: bool) -> int:
-        """The most while the forward runs; if it ``keeps`` activations, beside these."""
+        """Return the peak bytes of the forward, without the activations if it ``keeps`` them."""
         return int((self._beside if keeps else self._forward)[: self._size].max())
 
     def begin(self, step: OperatorCost, during: int, made: int) -> None:
@@ -185,7 +185,7 @@ class _Growing:
         self._backward[max(0, first - self._first) : self._size] += size
 
     def ends(self, storage: Storage) -> None:
-        """The latest step is the last that uses what the run made."""
+        """Free ``storage``, created in the run and last used by the latest step."""
         born = storage.born - self._first
         self._forward[born : self._size] += storage.size
         if storage.last > storage.born:

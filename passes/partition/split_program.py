@@ -31,11 +31,11 @@ def input_names(program: Program) -> tuple[str, ...]:
 
 
 def split(program: Program, ends: Sequence[int], batch: int) -> tuple[Part, ...]:
-    """The parts of ``program``, each to before the operator numbered in ``ends``, where the next one begins.
+    """Split ``program`` into parts. A part ends before the operator numbered in ``ends``, where the next one begins.
 
-    Run one after the other they are the program, bit for bit.
-    Views of weights are taken anew in every part that uses them: a weight never crosses a cut. ``batch``: samples for
-    which it is judged whether a reshaped weight is still a view.
+    Run one after the other, the parts compute the program, bit for bit.
+    Views of weights are taken again in every part that uses them: a weight never crosses a cut. ``batch``: samples for
+    which a reshaped weight is checked to be a view.
 
     Raises:
         PlanError: a cut inside an autocast region, or ends of another program.
@@ -44,7 +44,7 @@ def split(program: Program, ends: Sequence[int], batch: int) -> tuple[Part, ...]
     if ends[-1] != len(nodes):
         raise PlanError(
             f"program {program.name} has {len(nodes)} operators, but the shards given are of one with "
-            f"{ends[-1]} operators: plan anew"
+            f"{ends[-1]} operators; make a new plan"
         )
     if len(ends) > 1 and any(node.target in _BORDERS for node in nodes):
         raise PlanError(
@@ -63,7 +63,7 @@ def split(program: Program, ends: Sequence[int], batch: int) -> tuple[Part, ...]
 
 
 def slots(program: Program) -> dict[fx.Node, Slot]:
-    """The placeholders, and what each stands for."""
+    """Return the slot of each placeholder."""
     placeholders = [node for node in program.module.graph.nodes if node.op == "placeholder"]
     return dict(zip(placeholders, program.slots, strict=True))
 
@@ -79,7 +79,7 @@ def weight_views(program: Program, batch: int) -> set[fx.Node]:
 
 
 class _Cutting:
-    """What all parts of one program need to know of it."""
+    """The facts about one program that all its parts use."""
 
     def __init__(self, program: Program, nodes: Sequence[fx.Node], batch: int) -> None:
         self.members = program.members
@@ -157,7 +157,7 @@ class _Cutting:
 
 
 def _targets(node: fx.Node, origin: fx.Node) -> Sequence[fx.Node]:
-    """What a call of the array writes to: the tensor of a copy, and what members' own code changes."""
+    """Return the nodes that a call of the array writes to: the target of a copy, or those its own code changes."""
     if origin.target is torch.ops.aten.copy_.default:
         return node.args[:1]  # type: ignore[return-value]
     return node.args[_CHANGING] if origin.target is OPAQUE else ()  # type: ignore[return-value]

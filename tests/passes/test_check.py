@@ -78,7 +78,7 @@ def no_view(module: fx.GraphModule) -> None:
         (wrong_layout, "shared of 3 members, it must give"),
         (no_lowering, "relu_default tells no lowering"),
         (another_function, "calls .*sigmoid"),
-        (denied_view, "lies in the memory of an operand"),
+        (denied_view, "shares memory with an operand"),
         (no_view, "is a copy"),
     ],
 )

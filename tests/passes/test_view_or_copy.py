@@ -73,7 +73,7 @@ def test_a_compiled_step_follows_the_layout() -> None:
     def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
         return (output[0].mean() - target) ** 2 + output[1].sum()
 
-    step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.0))
+    step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)
     target = torch.zeros((), dtype=torch.float64)
     for layout in ("contiguous", "samples last", "contiguous"):
         x = LAYOUTS[layout](torch.randn(3, 4, 6, 6, dtype=torch.float64))
