@@ -189,7 +189,7 @@ def test_a_buffer_that_some_members_share_must_not_be_written() -> None:
 def test_trained_tensors_in_the_same_memory_are_refused() -> None:
     a, b = nn.Bilinear(4, 4, 4), nn.Bilinear(4, 4, 4)
     b.weight.data = a.weight.data
-    with pytest.raises(hf.FusionError, match="weight of model 0 and weight of model 1 lie in the same memory"):
+    with pytest.raises(hf.FusionError, match="weight of model 0 and weight of model 1 share memory"):
         hf.fuse([a, b])
     first, second = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     second[1].weight = first[0].weight

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hfusion.array.joining_models import check_joining, partly_shared
+from hfusion.array.member_state import part, restructured
+from hfusion.array.moved_stacks import move_stacks
+from hfusion.array.number_buffers import NumberBuffers
 from hfusion.array.program_reuse import Kin
+from hfusion.array.regrow import regrow
 from hfusion.capture.attribute_values import modeless_fingerprint
-from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair
+from hfusion.capture.compare import Comparison
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.compiler import Compiler
 from hfusion.core.errors import FusionError
-from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.memory import has_address
-from hfusion.core.row_indices import check_once, copied, kept, moved_rows, rows_of
+from hfusion.core.row_indices import check_once, copied, kept, rows_of
 
 if TYPE_CHECKING:
     from hfusion.array.array_state import Array
@@ -42,7 +44,7 @@ class Rows(nn.Module):
 
     @property
     def stacks(self) -> dict[str, Tensor]:
-        """The array's own tensors by key, also where others stand in their places for a while."""
+        """The array's own tensors by key, also while others replace them."""
         return dict(cast("FusedModule", self)._real)
 
     @property
@@ -52,15 +54,15 @@ class Rows(nn.Module):
         return "" if split is None else f"members are computed apart: {split.why}"
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Become the array of members ``rows``, in this order, in place; the others are gone, and so is their memory.
+        """Keep only the members ``rows``, in this order, in place; the others and their memory are freed.
 
         Parameters stay the same objects, with gradients; each now holds ``[len(rows), *shape]`` in new memory. A member
-        ``fused[i]`` is found at its new row; one that is gone keeps its last values. What was captured serves the
-        members that are left. An optimizer of hf.optim follows by its own ``keep(rows)``; another optimizer that has
-        state is to be made anew.
+        ``fused[i]`` moves to its new row; one that is removed keeps its last values. Modules and parameters that only
+        removed members have are removed, too. Captured programs serve the remaining members. An optimizer of hf.optim
+        follows by its own ``keep(rows)``; another optimizer that has state must be created again.
 
         Raises:
-            ValueError: no rows, a row twice, or a row that is none.
+            ValueError: no rows, a row twice, or a row that does not exist.
         """
         rearrange(self, kept(rows, len(self)))
 
@@ -75,14 +77,22 @@ class Rows(nn.Module):
         rearrange(self, copied(src, dst, len(self)))
 
     def append(self, models: Sequence[nn.Module]) -> None:
-        """Let ``models`` join as the last members, in place; they stay as they are, their tensors are copied.
+        """Append copies of ``models`` as the last members, in place; the models themselves are unchanged.
 
-        A tensor that all members share must have the same values in them. They have no gradient until the next
-        backward. Only what differs from all members in scalars, such as dropout p, is captured. See ``keep`` for
-        parameters, views and optimizers.
+        They may differ from the members in submodules, as `hfusion.fuse` allows; parameters that only they have are
+        added to the array. A tensor that all members share must have the same values in them. They have no gradient
+        until the next backward. Only what differs from all members in scalars, such as dropout p, or in submodules is
+        captured. See ``keep`` for parameters, views and optimizers.
 
         Raises:
             FusionError: no models, or models that cannot be fused with the members; the array is as it was.
+
+        Example:
+            >>> import hfusion as hf
+            >>> fused = hf.fuse([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)])
+            >>> fused.append([nn.Sequential(nn.Linear(2, 2), nn.PReLU())])
+            >>> fused.state_dict()["1.weight"].shape  # of the only member that has it
+            torch.Size([1, 1])
         """
         rearrange(self, [*range(len(self)), *listed(models)])
 
@@ -122,8 +132,6 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     Raises:
         FusionError: a model that cannot be fused with the members; the array is as it was.
     """
-    from hfusion.array.array_state import check_one_structure
-
     fused = cast("FusedModule", array)
     if list(sources) == list(range(len(fused))):
         return
@@ -133,62 +141,25 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
                 f"{name} is a {type(tensor).__name__}, whose rows cannot be moved here: keep, copy, append and put "
                 "members before fully_shard or whatever replaced it"
             )
-    check_one_structure(fused, "keep, copy, append or put")
-    joining = _check_joining(fused, sources)
+    joining = check_joining(fused, sources)
     members = len(fused)
     fused._split()
     fused._views.settle()
-    kinds, partly = Kinds.of(fused), fused._array.comparison.partly
+    kinds, partly, before = Kinds.of(fused), fused._array.comparison.partly, fused._array
     for index, model in joining.items():
         kinds.add(index, model)
-    after = _array(fused._array, sources, kinds, partly | _partly(joining))
-    _move_tensors(fused, sources)
+    after = _array(before, sources, kinds, partly | partly_shared(joining))
+    part(fused._views, restructured(before, after, sources))
+    stacks = move_stacks(fused, sources, after)
+    if before.own_modules != after.own_modules or before.own_shapes != after.own_shapes:
+        regrow(fused, after, stacks)
     enter(fused, kinds.contents, kinds.after(sources), after)
     fused._mark()
+    if not fused.stacks.keys() >= set(fused._number_buffers.names):
+        # Programs were found by values of buffers that nobody has any more.
+        fused._number_buffers = NumberBuffers()
+        fused._forget()
     fused._views.rearranged(fused, sources, members)
-
-
-def _check_joining(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn.Module]:
-    """The models that join, by their new rows, checked against the members. Raises FusionError."""
-    joining = {index: source for index, source in enumerate(sources) if isinstance(source, nn.Module)}
-    stranger = next((s for s in sources if not isinstance(s, int | nn.Module)), None)
-    if stranger is not None:
-        raise FusionError(f"a {type(stranger).__name__} cannot join an array; give torch.nn.Modules")
-    if not joining:
-        return joining
-    first, own = fused._member(0), dict(tensors(fused))
-    for index, model in joining.items():
-        check_alone(index, model)
-        check_pair(first, index, model)
-        for name in fused._array.comparison.shared:
-            _check_shared(name, own[name], index, model)
-    return joining
-
-
-def _check_shared(name: str, own: Tensor, index: int, model: nn.Module) -> None:
-    given = dict(tensors(model))[name]
-    if own.data_ptr() == given.data_ptr() and own.stride() == given.stride():
-        return
-    if not torch.equal(own.detach(), given.detach()):
-        raise FusionError(
-            f"{name} is one tensor for all members of the array, and model {index} has another value there; give it "
-            f"the array's own, fused[0].{name}, or fuse an array anew in which members have their own"
-        )
-
-
-def _partly(joining: Mapping[int, nn.Module]) -> frozenset[str]:
-    """The buffers that are one object in several models that join. Raises FusionError for what is trained."""
-    sharing = Sharing()
-    for place, model in enumerate(joining.values()):
-        sharing.add(place, model)
-    if len(joining) > 1:
-        named = dict(next(iter(joining.values())).named_parameters(remove_duplicate=False))
-        for name in sorted(sharing.keys):
-            if name in named and named[name].requires_grad:
-                raise FusionError(
-                    f"{name} is one object in all models that join, and is trained; give each its own, by copy.deepcopy"
-                )
-    return sharing.partly | (sharing.keys if len(joining) > 1 else frozenset())
 
 
 # What forward can read of a skeleton besides tensors; it never changes.
@@ -203,7 +174,7 @@ def _content(skeleton: nn.Module) -> Any:
 
 @dataclass
 class Kinds:
-    """The members by what they are but for their tensors: ``contents[b]``, and a skeleton of each content."""
+    """The members without their tensors: ``contents[b]`` of member b, and a skeleton of each content."""
 
     contents: list[Any]
     skeletons: dict[Any, nn.Module]
@@ -259,45 +230,6 @@ def _array(array: Array, sources: Sequence[Source], kinds: Kinds, partly: frozen
     return made
 
 
-@torch.no_grad()
-def _move_tensors(fused: FusedModule, sources: Sequence[Source]) -> None:
-    shared = fused._array.comparison.shared
-    joining = {index: dict(tensors(source)) for index, source in enumerate(sources) if isinstance(source, nn.Module)}
-    met: set[int] = set()
-    for name, tensor in tensors(fused):
-        if name in shared or id(tensor) in met:
-            continue
-        met.add(id(tensor))
-        given = {index: own[name] for index, own in joining.items()}
-        grad = tensor.grad
-        tensor.grad = None
-        resize(tensor, moved_rows(tensor.detach(), sources, given), len(sources) == len(fused))
-        if grad is not None:
-            tensor.grad = _moved_grad(grad, sources, joining)
-
-
-def resize(tensor: Tensor, moved: Tensor, same: bool) -> None:
-    """Let ``tensor`` hold ``moved``, in the same memory or, of another number of members, in other memory."""
-    if not same:
-        if tensor.requires_grad:
-            # Autograd's node that accumulates into the tensor, which outputs that are still there hold, knows its
-            # old shape; torch forgets it where the dtype changes (as of 2.11 to 2.13, `VariableHooks::set_data`).
-            other = torch.float64 if tensor.dtype is torch.float32 else torch.float32
-            tensor.data = torch.empty(0, dtype=other, device=tensor.device)
-        tensor.data = moved
-    # What autograd saved of it has changed.
-    increment_version(tensor)
-
-
-def _moved_grad(grad: Tensor, sources: Sequence[Source], joining: Mapping[int, Any]) -> Tensor:
-    absent = absent_rows(grad)
-    gone = torch.tensor([False if absent is None or not isinstance(s, int) else bool(absent[s]) for s in sources])
-    gone[list(joining)] = True
-    found = moved_rows(grad, sources, dict.fromkeys(joining))
-    mark_absent(found, gone)
-    return found
-
-
 def enter(fused: FusedModule, before: Sequence[Any], after: Sequence[Any], array: Array) -> None:
     """The programs of members of contents ``after``: those of such members before, or new ones."""
     from hfusion.array.array_state import ArrayState
@@ -323,6 +255,19 @@ def written_keys(fused: FusedModule) -> frozenset[str]:
     """The keys of the tensors that forward writes to, in the programs that there are."""
     families = [family for compiler in fused._compilers() for family in compiler.families.values()]
     return frozenset(key for family in families for compiled in family for key in compiled.written)
+
+
+def changed_tensors(fused: FusedModule) -> dict[str, Tensor]:
+    """Return the tensors of an array that training may change: frozen parameters only if forward writes to them.
+
+    A tied tensor is under each of its keys.
+    """
+    written = written_keys(fused)
+
+    def is_frozen(name: str, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) and not tensor.requires_grad and name not in written
+
+    return {name: tensor for name, tensor in tensors(fused) if not is_frozen(name, tensor)}
 
 
 def _drop(fused: FusedModule, compiler: Compiler) -> None:

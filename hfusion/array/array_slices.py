@@ -53,7 +53,7 @@ class SliceViews(Views):
         return self._whole[self._chosen[row]]
 
     def heed(self, fused: FusedModule) -> Split | None:
-        """As of `Views`; what distinguishes members from one another is refused."""
+        """Apply changes made to members, see `Views`; changes that make members differ are refused."""
         from hfusion.array.array_rows import Kinds, enter
 
         if self._array_changed(fused):

@@ -165,6 +165,15 @@ def empty_stack(tensor: Tensor, members: int, shape: Sequence[int] | None = None
     return nn.Parameter(stack, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else stack
 
 
+def stack_of(rows: Sequence[Tensor | None], like: Tensor, shape: Sequence[int] | None) -> Tensor:
+    """Return the stack of ``rows``, None for a member without one. ``like``, ``shape``: as of `empty_stack`."""
+    stack = empty_stack(like, len(rows), shape)
+    for place, row in zip(stack.detach(), rows, strict=True):
+        if row is not None:
+            leading(place, row.shape).copy_(row.detach())
+    return stack
+
+
 def partly_written(name: str) -> FusionError:
     """Of a program that writes to a buffer that only some members share, or another tensor."""
     return FusionError(

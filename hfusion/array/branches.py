@@ -22,6 +22,7 @@ STATE = frozenset(
         "_array",
         "_branches",
         "_compiler",
+        "_cut",
         "_real",
         "_bound",
         "_checks",
@@ -304,18 +305,35 @@ def fixed_attributes(module: nn.Module) -> frozenset[str]:
     return frozenset(named.union(vars(module)) - _STANDARD)
 
 
-def grow(branch: Tree, skeletons: Sequence[nn.Module], stacks: Mapping[str, Tensor]) -> None:
-    """Give ``branch`` the tree of ``skeletons`` with the tensors of ``stacks``; submodules used twice stay one."""
+def grow(
+    branch: Tree,
+    skeletons: Sequence[nn.Module],
+    stacks: Mapping[str, Tensor],
+    branches: Mapping[str, Branch] | None = None,
+) -> None:
+    """Give ``branch`` the tree of ``skeletons`` with the tensors of ``stacks``; submodules used twice stay one.
+
+    ``branches``: by path those that the tree had before, which keep their modes and are filled again.
+    """
     grown: dict[tuple[int, ...], Branch] = {}
+    known = dict(branches or {})
+    free = {id(each): each for each in known.values()}
+    if not known:
+        branch.training = skeletons[0].training
     for path, modules in union_of_modules(skeletons).items():
         place: Tree = branch
-        module = modules[0]
         if path:
             parent, _, leaf = path.rpartition(".")
-            place = grown.setdefault(tuple(map(id, modules)), Branch(kinds_of(modules), fixed_of(modules)))
+            key = tuple(map(id, modules))
+            if key not in grown and (before := free.pop(id(known.get(path)), None)) is not None:
+                grown[key] = before
+            elif key not in grown:
+                grown[key] = Branch(kinds_of(modules))
+                grown[key].training = modules[0].training
+            place = grown[key]
             branch.get_submodule(parent)._modules[leaf] = place
+            place._original, place._fixed = kinds_of(modules), fixed_of(modules)
         prefix = f"{path}." if path else ""
-        place.training = module.training
         place._non_persistent_buffers_set = {name for each in modules for name in each._non_persistent_buffers_set}
         for each in modules:
             for table, own in ((place._parameters, each._parameters), (place._buffers, each._buffers)):

@@ -19,7 +19,7 @@ from hfusion.core.tracer_warnings import noted
 from hfusion.device.generators import draws_kept
 
 # Up to the caller of a per_model.
-_DEPTH = 5
+_DEPTH = 6
 
 
 def warn_of_unstacked(name: str, arguments: Arguments, members: int) -> None:
@@ -54,7 +54,7 @@ def hinting(arguments: Arguments, members: int) -> Iterator[None]:
 
 
 def _outputs(arguments: Arguments) -> set[tuple[int, ...]]:
-    """The shapes that a member sees of what is stacked; a number beside the first argument is a weight, no output."""
+    """Return shapes of stacked inputs as a member sees them, without numbers (weights) unless the first is one."""
     args, _ = arguments.of_member(0)
     firsts = {tuple(leaf.shape) for leaf in pytree.tree_leaves(args[:1]) if isinstance(leaf, Tensor)}
     found = {tuple(leaf.tensor.shape[1:]) for leaf in arguments.leaves if is_stacked(leaf)}

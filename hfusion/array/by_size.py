@@ -1,22 +1,26 @@
-"""Batches of different sizes: members of one size computed together, exactly, by a call for each size.
+"""Batches of different sizes: in one call, filled up to the largest, or by a call for each size.
 
-The arrays that compute so many members of such variants are kept for the next call, whichever members those are. Their
-programs are made of one capture.
+A call for each size is exact for any forward: members of one size are computed together. The arrays that compute so
+many members of such variants are kept for the next call, whichever members those are. Their programs are made of one
+capture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from hfusion.array.function_programs import note_call
+from hfusion.array.padded import run_padded, size_lines
 from hfusion.array.program_reuse import trust
 from hfusion.array.ragged_rows import check_ragged, rows_by_size
 from hfusion.array.split_by_mode import MemberGroup, Split, copied_rows, flags_read, part_of
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
+from hfusion.compiler.fusion_report import FusionReport
 from hfusion.compiler.program_rows import of_rows
 from hfusion.core.errors import FusionError
 from hfusion.core.functorch import in_transform
@@ -39,9 +43,10 @@ class SizedArray:
 _arrays: WeakKeyDictionary[FusedModule, dict[Any, SizedArray]] = WeakKeyDictionary()
 
 
-def sized_arrays(fused: FusedModule) -> list[FusedModule]:
-    """The arrays that have computed members of one size."""
-    return [sized.array for sized in _arrays.get(fused, {}).values()]
+def size_reports(fused: FusedModule) -> list[FusionReport]:
+    """Report how batches of different sizes have run: of the whole array, and of those for members of one size."""
+    arrays = [sized.array.report() for sized in _arrays.get(fused, {}).values()]
+    return [FusionReport((), (), size_lines(fused)), *arrays]
 
 
 def by_size(fused: FusedModule, arguments: Arguments) -> SizeGroups:
@@ -63,21 +68,29 @@ class SizeGroups:
 
     def run(self, fused: FusedModule, arguments: Arguments) -> Any:
         """Return the outputs of all members."""
+        if self.split is None:
+            outputs = run_padded(fused, arguments, partial(self._by_size, fused, arguments))
+            if outputs is not None:
+                return outputs
+        outputs = self._by_size(fused, arguments, range(len(fused)))
+        note_call(fused)
+        return outputs
+
+    def _by_size(self, fused: FusedModule, arguments: Arguments, rows: Sequence[int]) -> Any:
+        """The outputs of members ``rows``, of all where some are divided by modes, by a call for each size."""
         split = self.split
         if split is None:
             flags = flags_read(fused)
-            divided = [(list(range(len(fused))), fused.training_by_path(), flags[0] if flags else {})]
+            divided = [(list(rows), fused.training_by_path(), flags[0] if flags else {})]
         else:
             divided = [(list(group.rows), *_said(group.array)) for group in split.groups]
         groups = [
-            _group(fused, rows, modes, trained, arguments)
+            _group(fused, own, modes, trained, arguments)
             for members, modes, trained in divided
-            for rows in rows_by_size(arguments, members)
+            for own in rows_by_size(arguments, members)
         ]
         alone, why = ({}, "") if split is None else (split.alone, split.why)
-        outputs = Split(None, tuple(groups), alone, why or "batches have different sizes").run(fused, arguments)
-        note_call(fused)
-        return outputs
+        return Split(None, tuple(groups), alone, why or "batches have different sizes").run(fused, arguments)
 
 
 def _said(array: FusedModule) -> tuple[dict[str, bool], dict[str, bool]]:

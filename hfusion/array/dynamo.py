@@ -1,7 +1,7 @@
-"""The fused module under torch.compile: its program is found while Dynamo traces, and traced in its place.
+"""The fused module under torch.compile: its program is looked up while Dynamo traces, and traced in its place.
 
-Dynamo cannot follow capture or the choice of a program, but it calls a function whose result it may take for constant,
-with the real tensors. What the choice depends on, the training pattern and the sizes, is handed over as constants, on
+Dynamo cannot trace capture or the choice of a program, but it calls a function that is marked as constant with the
+real tensors. The values that determine the choice, the training pattern and the sizes, are passed as constants, on
 which Dynamo guards; so every batch size gets a trace of its own.
 """
 
@@ -60,7 +60,7 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
     names: dict[int, str] = {}
 
     def found(signature: Any, *args: Any, **kwargs: Any) -> str:
-        """``signature``: which arguments are stacked, by position and by name, and what else the choice hangs on."""
+        """Find the program. ``signature``: the positions and names of stacked arguments, then other constants."""
         places, keys = signature[0], signature[1]
         plain = [StackedInput(value) if k in places else value for k, value in enumerate(args)]
         named = {key: StackedInput(value) if key in keys else value for key, value in kwargs.items()}

@@ -1,4 +1,4 @@
-"""Functions of one member's parameters and gradients, for all members of an array at once."""
+"""Functions of one member's parameters and gradients, run for all members of an array together."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import read_state
 from hfusion.core.functorch import in_transform
 from hfusion.core.gradient_usage import absent_rows, frozen_rows
-from hfusion.core.membership import membership
+from hfusion.core.membership import has_rows, membership
 from hfusion.core.memory import has_address
 from hfusion.core.row_gradients import settle
 from hfusion.core.row_indices import check_once, rows_of
 from hfusion.device.backend import random_states_kept
 from hfusion.optim import FusedOptimizer
 
-# Changes of what a function reads by itself after which it runs member by member.
+# Changes of the values that a function reads besides its arguments after which it runs member by member.
 MAX_STATES = 16
 
 
@@ -44,7 +44,7 @@ class Members(Protocol):
 
 @dataclass(frozen=True)
 class _Vmapped:
-    """`torch.func.vmap` gives what the loop over members gives."""
+    """Calls run by `torch.func.vmap`, whose results equal those of the loop over members."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,9 @@ class _Looped:
     why: str
 
 
-_TOO_MANY = _Looped(f"what it reads by itself has changed {MAX_STATES} times: pass it as a further argument")
+_TOO_MANY = _Looped(
+    f"values it reads besides its arguments have changed {MAX_STATES} times: pass them as further arguments"
+)
 
 
 class Each:
@@ -64,7 +66,7 @@ class Each:
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._buffers = fn, buffers
         self._name = getattr(fn, "__name__", type(fn).__name__)
-        # By the kind of call, and by what the function reads by itself.
+        # By the kind of call, and by the values that the function reads besides its arguments.
         self._plans: dict[Any, dict[Any, _Vmapped | _Looped]] = {}
 
     def __repr__(self) -> str:
@@ -170,8 +172,7 @@ class Each:
     def _whole(self, named: Mapping[str, Tensor], arguments: Arguments, members: int) -> EachCall:
         stacks = {("params", name): tensor.detach() for name, tensor in named.items()}
         stacks |= {("grads", name): t.grad.detach() for name, t in named.items() if t.grad is not None}
-        marks = {name: membership(tensor) for name, tensor in named.items()}
-        shared = frozenset(key for key in stacks if (mark := marks[key[1]]) is None or not mark.stacked)
+        shared = frozenset(key for key in stacks if not has_rows(named[key[1]]))
         for leaf in arguments.leaves:
             if isinstance(leaf, StackedInput) and len(leaf.tensor) != members:
                 raise ValueError(f"hf.stacked of {len(leaf.tensor)} values for {members} members: give one for each")
@@ -209,17 +210,18 @@ class Each:
         return tensors, call.arguments.numberless_key, torch.get_default_dtype()
 
     def _choose(self, call: EachCall, state: Any) -> _Vmapped | _Looped:
-        """Compare vmap with the loop on copies of two members. Raises what the function raises."""
+        """Compare vmap with the loop on copies of two members. Raises the function's own errors."""
         positions = (0, len(call.rows) - 1)
         looped, vmapped = call.cloned(positions), call.cloned(positions)
         with random_states_kept():
             run_looped(self._fn, self._name, looped)
         if state is None:
-            return _Looped("it reads more by itself than can be compared on every call")
+            return _Looped("it reads more values besides its arguments than can be compared on every call")
         if read_state(self._fn) != state:
             raise FusionError(
-                f"{self._name} changes, in hf.each, what it reads by itself, which would be once for each member or "
-                "once for all: pass it as a further argument, hf.stacked([B, ...]) where it is each member's own"
+                f"{self._name} changes, in hf.each, a value that it reads besides its arguments, which would happen "
+                "once for each member or once for all: pass it as a further argument, hf.stacked([B, ...]) where it is "
+                "each member's own"
             )
         try:
             with random_states_kept():
@@ -253,14 +255,14 @@ def _absent(tensor: Tensor) -> Sequence[bool] | None:
 
 @functools.lru_cache(maxsize=64)
 def as_each(fn: Callable[..., Any] | Each) -> Each:
-    """Return what `each` gives for ``fn``, the same one at the next call."""
+    """Return `each` of ``fn``, the same object at every call."""
     return fn if isinstance(fn, Each) else each(fn)
 
 
 def each(fn: Callable[..., Any], *, buffers: bool = False) -> Each:
-    """Run a function of one model's parameters and gradients for all members of an array at once.
+    """Run a function of one model's parameters and gradients for all members of an array together.
 
-    For what stands between backward and step, or after a step: unit-norm decoders, projected gradients, weights that
+    For code between backward and step, or after a step: unit-norm decoders, projected gradients, weights that
     are clamped, averages of weights over time.
 
     Args:
@@ -277,12 +279,12 @@ def each(fn: Callable[..., Any], *, buffers: bool = False) -> Each:
         population, went bad or were frozen by ``fused[b].requires_grad_(False)`` stay as they are, to the bit. Further
         tensors are seen by every member, those in `hfusion.stacked` row by row; the function may write into the latter.
 
-        It runs by `torch.func.vmap` where the first call of its kind showed, on copies of two members, that this gives
-        what the loop gives; else member by member, and ``run.report()`` says why.
+        It runs by `torch.func.vmap` if the first call of its kind gave the same as the loop on copies of two members;
+        else member by member, and ``run.report()`` says why.
 
     Raises:
         ValueError: when called, ``fn`` returned something else, a name that is none, or another shape or dtype.
-        FusionError: when called, ``fn`` writes into what all members share, or into variables of its own.
+        FusionError: when called, ``fn`` writes into tensors that all members share, or into variables of its own.
 
     Example:
         >>> import torch, hfusion as hf

@@ -41,7 +41,7 @@ class EachCall:
     arguments: Arguments
 
     def cloned(self, rows: Sequence[int]) -> EachCall:
-        """Copy what the members at the positions ``rows`` get."""
+        """Copy the arguments of the members at the positions ``rows``."""
         index = list(rows)
 
         def copied(tensor: Tensor) -> Tensor:
@@ -60,13 +60,13 @@ class EachCall:
         return replace(self, rows=tuple(self.rows[k] for k in index), tensors=tensors, arguments=arguments)
 
     def common(self) -> dict[str, Tensor]:
-        """The tensors that every member sees, by what messages call them."""
+        """The tensors that every member sees, by their names in messages."""
         named = {f"{kind}[{name!r}]": self.tensors[kind, name] for kind, name in self.shared}
         leaves = enumerate(self.arguments.leaves)
         return named | {f"argument tensor {k}": leaf for k, leaf in leaves if isinstance(leaf, Tensor)}
 
     def written_tensors(self) -> list[tuple[str, Tensor]]:
-        """All stacks, which a function may write into."""
+        """Return all stacks, which a function may write into, by their names in messages."""
         named = [
             (f"{kind}[{name!r}]", t) for (kind, name), t in self.tensors.items() if (kind, name) not in self.shared
         ]
@@ -75,7 +75,7 @@ class EachCall:
 
 
 def run_vmapped(fn: Callable[..., Any], name: str, call: EachCall) -> None:
-    """Run ``fn`` once, under `torch.func.vmap`. Raises what vmap raises where it cannot."""
+    """Run ``fn`` once, under `torch.func.vmap`. Raises vmap's own errors."""
     keys, leaves = list(call.tensors), call.arguments.values
     batched = [isinstance(leaf, StackedInput) for leaf in call.arguments.leaves]
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -128,10 +128,10 @@ def run_looped(fn: Callable[..., Any], name: str, call: EachCall) -> None:
 def call_member(
     fn: Callable[..., Any], name: str, own: Mapping[Address, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[Address, Tensor]:
-    """Call ``fn`` for one member: the tensors that are to take the place of those that it got.
+    """Call ``fn`` for one member and return the tensors that replace those it was given.
 
     Raises:
-        ValueError: ``fn`` returned, or put into a dict, what is none of the member's tensors.
+        ValueError: ``fn`` returned, or put into a dict, a value for a name that the member does not have.
     """
     given = {kind: {key: t for (k, key), t in own.items() if k == kind} for kind in ("params", "grads")}
     params, grads = dict(given["params"]), dict(given["grads"])

@@ -1,4 +1,4 @@
-"""Train and eval of an array where the members' own do more than set flags; in eval mode for a while."""
+"""Train and eval of arrays whose members override them, and a context in which an array is in eval mode."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _adopt(fused: FusedModule, before: tuple[Any, ...], left: Left, members: Seq
 
 @contextmanager
 def evaluating(fused: FusedModule) -> Iterator[None]:
-    """As `FusedModule.evaluating`."""
+    """Context manager: see `FusedModule.evaluating`."""
     fused._split()
     modes = [(branch, branch.training) for branch in fused._branches]
     own = {row: member.training for row, member in fused._views.members.items()}

@@ -23,7 +23,7 @@ def exported(
 ) -> Any:
     """Return the result of a call of ``owner`` during an export, with dynamic sizes.
 
-    What the program takes for granted of the sizes is guarded.
+    The program's assumptions about sizes are guarded.
     """
     arguments = Arguments.of(args, kwargs)
     with outside_export(), apart():

@@ -1,8 +1,8 @@
-"""The programs of functions per member: of each array by themselves, made once where they are the same.
+"""The programs of functions per member, separate for each array, compiled once if they are the same.
 
-Which program serves a call depends on the calls before it: a size is left open once two values of it were seen, and
-lowerings are chosen for the sizes that a program was made with. So only calls for the same array count. Otherwise the
-last bits of a run would depend on what its process trained before.
+The program for a call depends on the calls before it: a size is dynamic once two values of it were seen, and
+lowerings are chosen for the sizes that a program was compiled with. So only calls for the same array count. Otherwise
+the last bits of a run would depend on earlier runs of its process.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class FunctionPrograms:
         """Count a new state of ``origin``, or give some credit back for one that was seen before."""
         credit = self._credits.get(origin, float(MAX_REMADE))
         if not seen and credit < 1:
-            raise FusionError(f"what it reads by itself has changed {MAX_REMADE} times")
+            raise FusionError(f"values it reads besides its arguments have changed {MAX_REMADE} times")
         self._credits[origin] = min(credit + 1 / MAX_STATES, MAX_REMADE) if seen else credit - 1
 
 
@@ -181,10 +181,10 @@ def note_call(array: FusedModule) -> None:
 
 
 def current_programs(origin: Any, arguments: Arguments) -> FunctionPrograms | None:
-    """The programs of the array whose outputs a function with ``origin`` is given, as far as that can be known.
+    """Return the programs of the array whose outputs are passed to a function with ``origin``, None if unknown.
 
-    It is the array that this thread called last, unless the function was called since, or what it is given has no
-    history. Otherwise the call may as well belong to no array, and to a later run: None.
+    It is the array that this thread called last, unless the function was called since, or its inputs have no history.
+    In these cases the call may belong to no array, and to a later run.
     """
     array = None if _last_call.array is None else _last_call.array()
     if array is None or origin in _last_call.functions:

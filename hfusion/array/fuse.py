@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.array_state import Array, empty_stack
+from hfusion.array.array_state import Array, empty_stack, stack_of
 from hfusion.array.module import FusedModule
 from hfusion.capture.attribute_values import fingerprint
 from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair, compare
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
-from hfusion.core.row_indices import leading
 from hfusion.device.allocator import keep_large_blocks
 from hfusion.device.generators import draws_kept
 
@@ -24,7 +23,7 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
 
     Args:
         models: B modules of one structure; they stay as they are, their tensors are copied. A frozen tensor that is one
-            object in all of them is used where it lies, without a copy; one that is the same object in some gets a row
+            object in all of them is used in place, without a copy; one that is the same object in some gets a row
             for each.
         verify: compare the outputs and gradients of the members with their original code, on a few samples of the
             first training batch of every signature.
@@ -35,7 +34,7 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
         A module with stacked parameters; capture happens at the first call.
 
     Raises:
-        FusionError: the models differ in more than scalars, or hold what a fused array cannot honour.
+        FusionError: the models differ in more than scalars, or have features that a fused array cannot honour.
 
     Example:
         >>> fused = fuse([nn.Linear(3, 2) for _ in range(4)])
@@ -65,17 +64,9 @@ def _stacks(rows: Sequence[dict[str, Tensor]], array: Array) -> dict[str, Tensor
         tensor = next(row for row in own if row is not None)
         if id(tensor) not in once:
             shared = name in array.comparison.shared
-            once[id(tensor)] = _keep(tensor) if shared else _stacked(own, tensor, array.row_shapes.get(name))
+            once[id(tensor)] = _keep(tensor) if shared else stack_of(own, tensor, array.row_shapes.get(name))
         stacks[name] = once[id(tensor)]
     return stacks
-
-
-def _stacked(rows: Sequence[Tensor | None], like: Tensor, shape: torch.Size | None) -> Tensor:
-    stack = empty_stack(like, len(rows), shape)
-    for place, row in zip(stack.detach(), rows, strict=True):
-        if row is not None:
-            leading(place, row.shape).copy_(row.detach())
-    return stack
 
 
 def _keep(tensor: Tensor) -> Tensor:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
-from hfusion.array.array_rows import Kinds, enter, resize, written_keys
+from hfusion.array.array_rows import Kinds, changed_tensors, enter
 from hfusion.array.member_views import Views
+from hfusion.array.moved_stacks import resize
 from hfusion.array.program_reuse import Kin, trust
-from hfusion.array.split_by_mode import part_of
+from hfusion.array.split_by_mode import copied_rows, part_of
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
@@ -36,8 +37,8 @@ class GatheredRows:
     """Members ``rows`` of ``whole`` as an array of their own.
 
     Attributes:
-        array: holds copies of the rows; a tensor that all members share lies in the memory of the whole array's.
-        rows: the row of each member of ``array`` in ``whole``. A row may come again, to fill up a block.
+        array: holds copies of the rows; a tensor that all members share uses the memory of the whole array's.
+        rows: the row of each member of ``array`` in ``whole``. A row may be repeated, to fill up a block.
         modes: the train and eval modes of the members, by path.
     """
 
@@ -46,10 +47,12 @@ class GatheredRows:
     rows: list[int]
     modes: dict[str, bool]
 
-    @staticmethod
-    def of(whole: FusedModule, rows: Sequence[int]) -> GatheredRows:
+    _room = staticmethod(copied_rows)
+
+    @classmethod
+    def of(cls, whole: FusedModule, rows: Sequence[int]) -> Self:
         """Raises FusionError as `load`."""
-        gathered = GatheredRows(whole, part_of(whole, rows, _room), list(rows), {})
+        gathered = cls(whole, part_of(whole, rows, cls._room), list(rows), {})
         gathered.array._views = GatheredViews(gathered.array)
         gathered._find_kin(gathered.array._compiler, Kinds.of(gathered.array).contents)
         gathered.load(rows)
@@ -70,21 +73,28 @@ class GatheredRows:
             FusionError: members with hooks or in different modes, or an array whose tensors are not plain.
         """
         whole, array = self.whole, self.array
-        self._check_plain()
+        self.check_plain()
         self.modes = self._modes_of(rows)
+        resized = len(rows) != len(array)
+        # All members of both are alike where there is one skeleton, the same in both.
+        if resized or len(whole._array.skeletons) > 1 or array._array.skeletons != whole._array.skeletons:
+            self._load_kinds(rows)
+        self.rows = list(rows)
+        self._load_tensors(resized)
+        for path, branch in array.named_modules(remove_duplicate=False):
+            branch.training = self.modes[path]
+
+    def _load_kinds(self, rows: Sequence[int]) -> None:
+        """Let the members have the scalars of members ``rows``."""
+        whole, array = self.whole, self.array
         before, contents = Kinds.of(array).contents, Kinds.of(whole).contents
         after = [contents[row] for row in rows]
-        resized = len(rows) != len(array)
         if after != before:
             comparison, left = whole._array.comparison.of_members(rows)
             skeletons = tuple(whole._array.skeletons[variant] for variant in left)
             smaller = replace(array._array, members=len(rows), skeletons=skeletons, comparison=comparison)
             enter(array, before, after, smaller)
             self._find_kin(array._compiler, after)
-        self.rows = list(rows)
-        self._load_tensors(resized)
-        for path, branch in array.named_modules(remove_duplicate=False):
-            branch.training = self.modes[path]
 
     @torch.no_grad()
     def _load_tensors(self, resized: bool) -> None:
@@ -121,26 +131,31 @@ class GatheredRows:
         """Write the first ``count`` members into their rows of the whole array.
 
         Raises:
-            FusionError: forward has set train or eval modes by itself.
+            FusionError: forward has set train or eval modes.
         """
+        self.check_modes()
         array = self.array
-        changed = [path for path, module in array.named_modules() if module.training != self.modes[path]]
-        if changed:
-            raise FusionError(
-                f"forward of {array._original} sets the mode of {changed[0] or 'the model'} by itself, which a step of "
-                "some rows cannot hold; step all rows, or set modes before training"
-            )
-        shared, written = array._array.comparison.shared, written_keys(array)
+        shared = array._array.comparison.shared
         stacks, visited = dict(tensors(self.whole)), set[int]()
-        for name, tensor in tensors(array):
-            fixed = isinstance(tensor, nn.Parameter) and not tensor.requires_grad and name not in written
-            if fixed or name in shared or id(tensor) in visited:
+        for name, tensor in changed_tensors(array).items():
+            if name in shared or id(tensor) in visited:
                 continue
             visited.add(id(tensor))
             index = torch.tensor(self.rows[:count], device=tensor.device)
             stacks[name].detach().index_copy_(0, index, tensor.detach()[:count])
 
-    def _check_plain(self) -> None:
+    def check_modes(self) -> None:
+        """Raise a FusionError if forward has set train or eval modes by itself."""
+        array = self.array
+        changed = [path for path, module in array.named_modules() if module.training != self.modes[path]]
+        if changed:
+            raise FusionError(
+                f"forward of {array._original} sets the mode of {changed[0] or 'the model'}, which a step of "
+                "some rows cannot hold; step all rows, or set modes before training"
+            )
+
+    def check_plain(self) -> None:
+        """Raise a FusionError if the whole array has hooks, or tensors whose rows cannot be taken out."""
         whole = self.whole
         for name, tensor in tensors(whole):
             if not has_address(tensor) and not tensor.is_meta:
@@ -189,7 +204,7 @@ class GatheredRows:
 
 
 class GatheredViews(Views):
-    """Nobody holds a member of gathered rows: only what members do not train is left out of the gradients."""
+    """Views of gathered rows, whose members are never handed out: only frozen parameters need to be tracked."""
 
     def settle(self) -> None:
         """Clear the gradients of members that do not train a parameter."""
@@ -221,9 +236,3 @@ class WholeKin:
         smaller = of_rows(program, rows, self.kin.compiler.subject)
         trust(self.whole, program, self.kin.fused, smaller)
         return smaller
-
-
-def _room(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
-    """Memory for ``rows`` of a stack; of a tensor that all members share, the same memory."""
-    values = stack.detach() if rows is None else stack.detach()[list(rows)]
-    return nn.Parameter(values, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else values

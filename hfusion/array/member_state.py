@@ -14,6 +14,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows
 
 if TYPE_CHECKING:
+    from hfusion.array.array_state import Array
     from hfusion.array.member_views import Views
     from hfusion.array.module import FusedModule
 
@@ -50,17 +51,44 @@ def rearranged(views: Views, fused: FusedModule, sources: Sequence[Any], members
 
 
 def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], said: Mapping[int, Said]) -> None:
-    """Let members that were written over be as those of whom they are copies."""
+    """Set modes, frozen parameters and hooks of overwritten members to those of the members they are copies of."""
     array, base = fused._array, Said(fused.training_by_path(), {}, {})
     for row, source in enumerate(sources):
         own = said.get(source) if isinstance(source, int) else None
         member = views.members.get(row)
-        if member is None and own is not None and own.modes != base.modes:
+        if member is None and own is not None and _modes_differ(own, base):
             member = views.add(fused, row)
         if member is not None and source != row and said.get(row, own) is not None:
             member.become(array.skeletons[array.comparison.variants[row]])
             own = base if own is None else own
             member.set(own.modes, own.trained or {n: fused.stacks[n].requires_grad for n in member.parameters})
+
+
+def restructured(before: Array, after: Array, sources: Sequence[Any]) -> list[int]:
+    """Rows of ``before`` whose members are written over by others with other modules or sizes."""
+    places = _places(sources, before.members)
+    return [row for row, place in places.items() if _structure(before, row) != _structure(after, place)]
+
+
+def part(views: Views, rows: Sequence[int]) -> None:
+    """Let the members in ``rows`` go, before others of another structure take their places."""
+    for row in rows:
+        member = views.members.pop(row, None)
+        if member is None:
+            continue
+        for tie in views.ties.values():
+            tie.untie(row)
+        for parameter in member.flat:
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        member.leave()
+        views.watched.discard(row)
+        views.index()
+
+
+def _structure(array: Array, row: int) -> Any:
+    variant = array.comparison.variants[row]
+    kinds = {path: type(module) for path, module in array.skeletons[variant].named_modules(remove_duplicate=False)}
+    return kinds, array.own_shapes[variant]
 
 
 def said(views: Views, fused: FusedModule) -> dict[int, Said]:
@@ -72,12 +100,17 @@ def said(views: Views, fused: FusedModule) -> dict[int, Said]:
     return {
         row: own
         for row, own in found.items()
-        if own.modes != base.modes or own.hooks or any(base.trained[n] != flag for n, flag in own.trained.items())
+        if _modes_differ(own, base) or own.hooks or any(base.trained[n] != flag for n, flag in own.trained.items())
     }
 
 
+def _modes_differ(own: Said, base: Said) -> bool:
+    """Return whether a member is in other modes than its array, which may have more modules."""
+    return any(base.modes[path] != mode for path, mode in own.modes.items())
+
+
 def restore(views: Views, fused: FusedModule, said: Mapping[int, Said]) -> None:
-    """Say to members what `said` has given."""
+    """Apply the settings that `said` returned to members."""
     if said:
         views.note(fused)
     for row, own in said.items():
@@ -89,7 +122,7 @@ def restore(views: Views, fused: FusedModule, said: Mapping[int, Said]) -> None:
 
 
 def repeat(views: Views, fused: FusedModule, models: Sequence[nn.Module]) -> None:
-    """Let copies of the members be in their modes, and train what they train."""
+    """Set modes and trained parameters of copies of the members to those of the members."""
     for row, own in said(views, fused).items():
         for path, module in models[row].named_modules():
             module.training = own.modes[path]
@@ -122,9 +155,9 @@ def check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:
     try:
         check_pair(like, len(fused), model)
     except FusionError as error:
-        told = str(error).replace(f"model {len(fused)}", f"member {row}").replace("model 0", "the array")
+        reason = str(error).replace(f"model {len(fused)}", f"member {row}").replace("model 0", "the array")
         raise FusionError(
-            f"what was done to member {row} of a fused {fused._original} does not fit its array: {told}. Undo it, or "
+            f"what was done to member {row} of a fused {fused._original} does not fit its array: {reason}. Undo it, or "
             "do it to all models of unfuse() and fuse them again"
         ) from error
 

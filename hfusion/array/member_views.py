@@ -1,9 +1,9 @@
-"""The members of an array as modules that live as long as their rows, and what was said to them.
+"""The members of an array as modules that live as long as their rows, and the changes made to them.
 
-There is one module for each row, made when it is first asked for. Its tensors lie in the memory of the row, gradients
-are tied (`core.row_gradients`), and `heed`, at every call of the array, takes over what somebody did to a member:
-attributes become those of its variant; modes and hooks divide the members (`split`); parameters that some members do
-not train are noted on their stack. What an array cannot hold is refused there, by name.
+There is one module for each row, created on first access. Its tensors share the memory of the row, gradients are tied
+(`core.row_gradients`), and `heed`, at every call of the array, applies the changes made to a member: attributes become
+those of its variant; modes and hooks divide the members (`split`); parameters that some members do not train are
+noted on their stack. Changes that an array cannot represent are refused there, by name.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _MODE, _TRAINED = attrgetter("training"), attrgetter("requires_grad")
 
 
 class Views:
-    """The members that somebody asked for, by row.
+    """The members that were accessed, by row.
 
     Attributes:
         split: how the array computes members that differ in modes or hooks; None where all are computed together.
-        touched: whether a member may have been told something since the last `heed`.
+        touched: whether a member may have been changed since the last `heed`.
         words: grows when an attribute or a hook of a member is set, so that a trace of the array ends.
-        watched: the rows of members that somebody holds or has read since.
+        watched: the rows of members that are referenced outside, or were read since.
     """
 
     def __init__(self, fused: FusedModule) -> None:
@@ -89,7 +89,7 @@ class Views:
                 tie.settle([row])
 
     def _called(self) -> None:
-        """A member is about to be called, maybe after its array was moved or told something."""
+        """Prepare a member for a call: its array may have been moved or changed."""
         fused = self._fused()
         if fused is not None:
             self._catch_up(fused)
@@ -187,10 +187,10 @@ class Views:
             tie.settle()
 
     def heed(self, fused: FusedModule) -> Split | None:
-        """Take over what was said to members since the last call, and return how the array computes them.
+        """Apply the changes made to members since the last call, and return how the array computes them.
 
         Raises:
-            FusionError: what was said to a member is nothing that an array can hold.
+            FusionError: an array cannot represent a change made to a member.
         """
         if self.touched or self._changed(fused):
             self._hear_all(fused)
@@ -239,17 +239,17 @@ class Views:
             member = self.members[row]
             self._hear_tensors(fused, row, member)
             if member.changed:
-                found = modeless_fingerprint(member.model)
+                fingerprint = modeless_fingerprint(member.model)
                 if member.fingerprint is None:
                     member.fingerprint = modeless_fingerprint(fused._member(row))
-                if found != member.fingerprint:
-                    contents[row] = found
+                if fingerprint != member.fingerprint:
+                    contents[row] = fingerprint
         if contents:
             self._renew(fused, contents)
         self.hear(fused, rows)
 
     def hear(self, fused: FusedModule, rows: Iterable[int]) -> None:
-        """Divide members by what was said to those of ``rows``, and note that it was heard."""
+        """Divide members by the changes made to those of ``rows``, and mark the changes as applied."""
         before = {row: self.members[row].trains for row in rows}
         for row in before:
             self.members[row].look()
@@ -265,7 +265,7 @@ class Views:
         self._release(self._watch_held(list(map(getrefcount, self._flat))))
 
     def _release(self, held: set[int]) -> None:
-        """Watch no longer whom nobody holds."""
+        """Stop watching the members that are no longer referenced outside."""
         for row in [row for row in self.watched if row not in held and not self.members[row].hard_to_watch]:
             self.watched.discard(row)
             for tie in self.ties.values():
@@ -320,7 +320,7 @@ class Views:
         self.index()
 
     def _renew(self, fused: FusedModule, changed: Mapping[int, Any]) -> None:
-        """Members ``changed`` have other attributes than before: what forward reads of them, by row."""
+        """Update members whose attributes have changed; ``changed`` has their new fingerprints, by row."""
         from hfusion.array.array_rows import Kinds, enter
 
         kinds = Kinds.of(fused)
@@ -372,7 +372,7 @@ class Views:
                 self.ties[id(stack)].watch()
 
     def to_all(self, path: str, change: Callable[[nn.Module], object]) -> None:
-        """Tell the submodule at ``path`` of every member what its array was told."""
+        """Apply ``change`` to the submodule at ``path`` of every member, as it was to the array's."""
         for member in self.own.values():
             if path in member.modules:
                 change(member.modules[path])

@@ -38,7 +38,7 @@ def method_names(model: nn.Module) -> frozenset[str]:
 
 
 def call_method(fused: FusedModule, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """As `FusedModule.call`."""
+    """Implement `FusedModule.call`."""
     check_together(fused, f"{name}() of all of them")
     array = _array_of_method(fused, name)
     array.training = fused.training
@@ -77,7 +77,7 @@ def _new_array(fused: FusedModule, name: str) -> FusedModule:
     array._array = replace(fused._array, skeletons=skeletons)
     array._prepare()
     array._real = fused._real
-    fused._own_branches()
+    fused._own_branches(fused._array)
     return array
 
 

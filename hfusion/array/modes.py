@@ -1,7 +1,7 @@
 """Train and eval of an array whose members have their own: a frozen backbone, a teacher, adapters that merge.
 
-The members' methods run on live views of the rows. What they leave is taken over: flags, which parameters are trained,
-tensors written or assigned anew, and Python attributes. What an array cannot hold is refused, and undone.
+The members' methods run on live views of the rows. The array adopts their effects: flags, which parameters are trained,
+tensors that were written or replaced, and Python attributes. Effects that it cannot represent are refused, and undone.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _own(module: nn.Module) -> bool:
 class Left:
     """Changes that a method made to the members, equal for all except ``contents``, one value per member.
 
-    ``moved``: tensors by key and member that lie elsewhere than in their row; ``written``: keys of rows written in
-    place.
+    ``moved``: tensors by key and member that are not in the memory of their row; ``written``: keys of rows written
+    in place.
     """
 
     training: dict[str, bool]
@@ -65,8 +65,7 @@ class Switch:
         """Apply ``change`` to the module at ``path`` of every member.
 
         Raises:
-            FusionError: members differ in what they leave, or it is nothing that an array can hold; rows are then as
-                before.
+            FusionError: members differ in the effects, or an array cannot represent them; rows are then as before.
         """
         try:
             left = [self._one(index, view, path, change) for index, view in enumerate(self.views)]
@@ -82,7 +81,7 @@ class Switch:
             raise
 
     def undo(self) -> None:
-        """Every row as it was."""
+        """Restore every row."""
         with torch.no_grad():
             for _, row, before in reversed(self.backups):
                 row.copy_(before)
@@ -153,7 +152,7 @@ def _shared_write(index: int, name: str) -> str:
 
 
 class _Writes(TorchDispatchMode):
-    """Keeps what is about to be overwritten of a member's rows; refuses writes into tensors of all members."""
+    """Backs up a member's rows before they are overwritten; refuses writes into tensors of all members."""
 
     def __init__(
         self,

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from hfusion.array.array_rows import Rows
 from hfusion.array.array_slices import chosen_rows, slice_of
 from hfusion.array.array_state import Array, ArrayState, mark_tensors, member_rows, partly_written, row_copy
-from hfusion.array.branches import STATE, Tree, fixed_of, grow
-from hfusion.array.by_size import by_size, sized_arrays
+from hfusion.array.branches import STATE, Branch, Tree, fixed_of, grow
+from hfusion.array.by_size import by_size, size_reports
 from hfusion.array.dynamo import finder, inline
 from hfusion.array.evaluation import evaluating
 from hfusion.array.exported import exported
@@ -51,11 +51,11 @@ from hfusion.optim import coupling
 
 
 class FusedModule(Rows, Tree):
-    """B models of one shape as one module; made by `hfusion.fuse` and `hfusion.build`.
+    """B models of one shape as one module; created by `hfusion.fuse` and `hfusion.build`.
 
-    ``fused(x)`` gives what the members give for ``x``, every output tensor with a leading dim of B. The state dict is
-    the stack of the members' state dicts: same keys, each value ``[B, *shape]``, a tensor that is one object in all
-    members once, without B.
+    ``fused(x)`` returns the members' outputs for ``x``, every tensor with a leading dim of B. The state dict is the
+    stack of the members' state dicts: same keys, each value ``[B, *shape]``; a tensor that is one object in all
+    members is there once, without B.
     """
 
     def __init__(self, array: Array, stacks: Mapping[str, Tensor]) -> None:
@@ -68,6 +68,7 @@ class FusedModule(Rows, Tree):
         """Everything that follows from the tensors and the array."""
         self._branches = [module for _, module in self.named_modules()]
         self._states: dict[Any, ArrayState] = {}
+        self._cut: dict[str, Branch] = {}  # Those of members who have left, by path.
         self._numbers = itertools.count(1)
         self._number = 0
         self._situations = Situations()
@@ -84,10 +85,10 @@ class FusedModule(Rows, Tree):
         self._methods: dict[str, tuple[Array, FusedModule]] = {}
         self._mark()
         coupling.watch(self)
-        self._own_branches()
+        self._own_branches(self._array)
 
-    def _own_branches(self) -> None:
-        modules = union_of_modules(self._array.skeletons)
+    def _own_branches(self, array: Array) -> None:
+        modules = union_of_modules(array.skeletons)
         for path, module in self.named_modules():
             # What members have left behind stays in the tree.
             own = any(map(own_modes, modules.get(path, ())))
@@ -164,7 +165,7 @@ class FusedModule(Rows, Tree):
         return self(*args, **kwargs) if method == "forward" else call_method(self, method, args, kwargs)
 
     def fingerprint(self) -> Any:
-        """All that the forward of the array hangs on besides tensors and modes, hashable: for models that hold it."""
+        """Return all that forward depends on besides tensors and modes, hashable: for models that contain an array."""
         array = self._array
         members = tuple((type(each), modeless_fingerprint(each)) for each in array.skeletons)
         return array.members, members, array.comparison
@@ -186,15 +187,15 @@ class FusedModule(Rows, Tree):
         return self._views.heed(self) if self._views else None
 
     def _leave(self, compiled: Compiled) -> None:
-        """Take over the train and eval modes that forward sets by itself."""
+        """Adopt the train and eval modes that forward sets."""
         for path, training in compiled.modes.items():
             self.get_submodule(path).training = training
 
     def steady(self, arguments: Arguments) -> Compiled:
-        """The program for such a call and for those after it, which meet the modes that it leaves.
+        """Return the program for a call and for the calls after it, in the modes that the first one leaves.
 
         Raises:
-            FusionError: forward changes modes, and what it computes with them.
+            FusionError: forward changes modes, and its results with them.
         """
         first = self.compiled(arguments)
         if not first.modes:
@@ -224,12 +225,12 @@ class FusedModule(Rows, Tree):
         return compiled
 
     def planned_for(self, device: torch.device) -> None:
-        """From here on capture calls of other sizes anew: so their programs have the operators that a plan counts.
+        """Capture calls of other sizes separately from now on, so that programs have the operators that a plan counts.
 
-        They are lowered as is best on ``device``, wherever the tensors lie by now.
+        Programs are lowered for ``device``, wherever the tensors are now.
         """
         compiler, here = self._compiler, {tensor.device.type for _, tensor in tensors(self)}
-        compiler.opens, other = False, None if here <= {device.type} else device
+        compiler.opens, other = False, None if here | {device.type} == {"cpu"} else device
         if compiler.subject.device != other:
             compiler.subject = replace(compiler.subject, device=other)
             compiler.clear()
@@ -297,8 +298,8 @@ class FusedModule(Rows, Tree):
         """Report how each operator runs, and why; one part per program that calls have created so far."""
         forward = [compiled for each in self._compilers() for family in each.families.values() for compiled in family]
         parts = [describe(c.program, self._checks.get(id(c), "self-check not run")) for c in forward]
-        arrays = [*(array for _, array in self._methods.values()), *sized_arrays(self)]
-        return joined([FusionReport(tuple(parts), tuple(self._loops)), *(array.report() for array in arrays)])
+        methods = [array.report() for _, array in self._methods.values()]
+        return joined([FusionReport(tuple(parts), tuple(self._loops)), *methods, *size_reports(self)])
 
     def _compilers(self) -> list[Compiler]:
         return [state.compiler for state in self._states.values()] or [self._compiler]
@@ -309,7 +310,7 @@ class FusedModule(Rows, Tree):
             object.__setattr__(self.get_submodule(path), "_fixed", fixed_of(modules))
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """All in eval mode inside, afterwards as before. Raises FusionError if the members' eval changes tensors."""
+        """Context manager for eval mode; restores modes. Raises FusionError if the members' eval changes tensors."""
         return evaluating(self)
 
     @overload
@@ -317,11 +318,11 @@ class FusedModule(Rows, Tree):
     @overload
     def __getitem__(self, index: slice) -> FusedModule: ...
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """Member ``index`` as a module of its own class, one object as long as its row lives.
+        """Return member ``index`` as a module of its own class, one object as long as its row lives.
 
-        Its tensors lie in the memory of the row, and gradients are those of the array's row, on both sides. What is
-        said to it (modes, requires_grad, hooks, attributes) holds for the array, or is refused at the next call. A
-        slice is an array of those members; its tensors lie in their rows, and its gradients are its own.
+        Its tensors share the memory of the row, and its gradients are those of the array's row, in both directions.
+        Changes made to it (modes, requires_grad, hooks, attributes) apply to the array, or are refused at the next
+        call. A slice is an array of those members; its tensors share their rows, and its gradients are separate.
 
         Raises:
             IndexError: out of range, or a slice of no member.
@@ -346,9 +347,9 @@ class FusedModule(Rows, Tree):
         return materialize(array.skeletons[array.comparison.variants[index]], rows, self.training_by_path())
 
     def unfuse(self) -> list[nn.Module]:
-        """B modules of the original class with their own copies of the tensors.
+        """Return B modules of the original class with their own copies of the tensors.
 
-        What was one object in all models before fusing is one object in all models again, a copy of its own.
+        A tensor that was one object in all models before fusing is one object, a copy, in all models again.
         """
         shared = self._array.comparison.shared
         once = {name: row_copy(t, None) for name, t in tensors(self) if name in shared}

@@ -1,7 +1,7 @@
 """Small buffers that forward reads in Python, as ``topk(self.k)`` does: programs hold their values as constants.
 
-A graph cannot hold what follows from such a number, but for one value of it. So a program is made for the values that
-the members have, each its own, and the values are read again at every call: another value leads to another program.
+A graph holds for one value of such a number only. So a program is compiled for the values of the members, and the
+values are read again at every call: another value leads to another program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_VALUE_SETS = 8
 # The elements of an integer buffer whose values are read.
 MAX_ELEMENTS = 16
-# What stands for values in the keys of programs that read no buffer, or leave that to the members' own code.
+# In place of values, in the keys of programs that read no buffer, or leave that to the members' own code.
 _NONE, _LEFT_OUT = 0, -1
 
 Values: TypeAlias = tuple[tuple[Any, ...], ...]
@@ -92,9 +92,9 @@ class NumberBuffers:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Context manager: programs leave what reads the buffers to the members' own code.
+        """Context manager: programs leave code that reads the buffers to the members' own code.
 
-        For callers that do not look at values before every call.
+        For callers that do not check the values before every call.
         """
         before, self._omitted = self._omitted, True
         try:
@@ -121,7 +121,7 @@ def _frozen(values: Any) -> Any:
 
 
 def compiler_of(fused: FusedModule) -> Callable[[ArraySpec, Arguments, bool, VaryingSizes], Compiled]:
-    """Return what makes the programs of ``fused``, with the values of buffers where forward reads them in Python."""
+    """Return the compiler of ``fused``, which uses the values of buffers where forward reads them in Python."""
 
     def make(subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes = UNKNOWN) -> Compiled:
         buffers = fused._number_buffers
@@ -193,7 +193,7 @@ def _written(compiled: Compiled) -> set[str]:
 
 
 def _inside(name: str, compiled: Compiled) -> bool:
-    """Return whether a tensor belongs to what runs member by member."""
+    """Return whether a tensor belongs to a submodule that runs member by member."""
     return any(not call.place or name.startswith(f"{call.place}.") for call in compiled.opaque)
 
 

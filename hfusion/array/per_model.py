@@ -42,7 +42,7 @@ class _Function(nn.Module):
         return self.function(*args, **kwargs)
 
 
-# Kinds of calls that are told at a glance.
+# Kinds of calls that are looked up directly.
 MAX_CALLS = 1024
 
 
@@ -106,7 +106,16 @@ class PerModel:
     def _programs_for(self, state: Any, arguments: Arguments) -> FunctionPrograms:
         return self._programs or current_programs(self._origin, arguments) or self._own.get(state, arguments)
 
-    def _call(self, programs: FunctionPrograms, state: Any, arguments: Arguments) -> Any:
+    def prepare(self, outputs: Any, *args: Any, **kwargs: Any) -> None:
+        """Make what such a call runs, without running it; `found` then gives it."""
+        arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
+        state = self.state()
+        self._program(self._programs_for(state, arguments), state, arguments)
+
+    def _program(
+        self, programs: FunctionPrograms, state: Any, arguments: Arguments
+    ) -> tuple[_Calls, Callable[[Arguments], Any]]:
+        """The calls so far, and how this one runs."""
         self._last_programs, key = programs, (state, arguments.key)
         calls = self._calls.get(programs)
         if calls is None:
@@ -117,6 +126,11 @@ class PerModel:
             if len(calls.programs) == MAX_CALLS:
                 calls.programs.clear()
             calls.programs[key] = program
+        return calls, program
+
+    def _call(self, programs: FunctionPrograms, state: Any, arguments: Arguments) -> Any:
+        calls, program = self._program(programs, state, arguments)
+        key = state, arguments.key
         try:
             return program(arguments)
         except FailedCheck as error:
@@ -127,7 +141,7 @@ class PerModel:
             return losses
 
     def state(self) -> Any:
-        """Everything that a program of the function hangs on besides arguments; None if that cannot be compared."""
+        """Everything that a program of the function depends on besides arguments; None if it cannot be compared."""
         found, hooks = read_state(self._function), global_hooks()
         return found if found is None or not hooks else (found, hooks)
 
@@ -151,7 +165,7 @@ class PerModel:
         except FusionError as error:
             calls.loops[state, arguments.loose_key] = str(error)
             return functools.partial(self._looped, members)
-        # In a loop over members the function warns by itself.
+        # In a loop over members the function issues its own warnings.
         warn_as_alone(self._function, arguments)
         program = bind(compiled, self._module)
         return lambda call: (
@@ -176,7 +190,9 @@ class PerModel:
             compiler = calls.compilers.get((state, len(own)))
             compiled = None if compiler is None else compiler.find(self._training, block)
             if compiled is None:
-                return calls.loops.get((state, block.loose_key), "it changes, at each call, what it reads by itself")
+                return calls.loops.get(
+                    (state, block.loose_key), "it changes, at each call, values it reads besides its arguments"
+                )
             blocks.append((own, compiled))
         if not arguments.ragged:
             return BoundProgram.of(blocks[0][1], self._module)
@@ -192,14 +208,14 @@ class PerModel:
     def _compiler(self, calls: _Calls, programs: FunctionPrograms, state: Any, arguments: Arguments) -> Compiler:
         """The compiler for the function as it is now. Raises FusionError where its state is not worth a program."""
         if state is None:
-            raise FusionError("it reads more by itself than can be compared on every call")
+            raise FusionError("it reads more values besides its arguments than can be compared on every call")
         if any(map(is_wrapped, tensors_of(state))):
-            raise FusionError("it reads by itself a tensor of a torch.func transform that is around the call")
+            raise FusionError("it reads, besides its arguments, a tensor of a torch.func transform around the call")
         members = _members(arguments)
         key = state, members
         if key not in calls.compilers:
             if len({known for known, _ in calls.compilers} | {state}) > MAX_STATES:
-                raise FusionError(f"what it reads by itself has changed {MAX_STATES} times")
+                raise FusionError(f"values it reads besides its arguments have changed {MAX_STATES} times")
             names = frozenset(name for name, _ in tensors(self._module))
             subject = ArraySpec(self._name, members, (0,) * members, names, lambda _: self._module, loops=False)
             calls.compilers[key] = programs.compiler(self._function, state, subject)
@@ -213,16 +229,16 @@ class PerModel:
 
 
 def per_model(function: Callable[..., Any]) -> PerModel:
-    """``function`` applied to each member by itself.
+    """Apply ``function`` to each member separately.
 
     Args:
         function: any functional loss, loss module or function of tensors, such as ``F.cross_entropy``.
 
             It is captured again when a value that it reads outside its arguments changes: an attribute, a closure's or
-            a global variable, train or eval mode. What cannot be captured, or changes often, runs member by member.
+            a global variable, train or eval mode. If it cannot be captured, or changes often, it runs member by member.
 
     Returns:
-        A callable. Its first argument is what a fused module gave: a tensor ``[B, *S]`` or a tree of such. Further
+        A callable. Its first argument is the output of a fused module: a tensor ``[B, *S]`` or a tree of such. Further
         arguments are seen by every member unless wrapped in `hfusion.stacked`. The result is that of ``function`` with
         a leading dim of B: a mean loss gives ``[B]``. Outputs and targets may be `Ragged`: each member's result is that
         of its own samples.

@@ -18,6 +18,7 @@ from hfusion.compiler.fill_scalars import changes_between, may_be_sizes, sizes_m
 from hfusion.compiler.program_rows import of_rows
 from hfusion.core.errors import FusionError
 from hfusion.passes.fill import Changes, Unexplained, varying
+from hfusion.passes.gather import has_variants
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
@@ -28,7 +29,7 @@ MAX_TRACES = 64
 
 @dataclass
 class TraceCache:
-    """The latest traces of an array's members, by what they are but for tensors, and by the kind of call."""
+    """The latest traces of an array's members, by their contents without tensors, and by the kind of call."""
 
     traces: OrderedDict[Any, OperatorTrace | None] = field(default_factory=OrderedDict)
 
@@ -54,9 +55,9 @@ def _apart(fused: FusedModule, row: int) -> nn.Module:
 
 @dataclass(frozen=True, eq=False)
 class Kin:
-    """Looks among the programs of an array's earlier members for one that serves the present ones.
+    """Looks among the programs of an array's earlier members for one that serves the current ones.
 
-    ``contents[b]``: what member b is but for its tensors.
+    ``contents[b]``: the fingerprint of member b without its tensors.
     """
 
     fused: FusedModule
@@ -69,6 +70,9 @@ class Kin:
             for contents, state in reversed(self.fused._states.items())
             if state.compiler is not self.compiler
         ]
+        if self.fused._array.has_variants:
+            # Rows are not chosen of a graph of variants; what they capture is cached for the process.
+            return None
         wanted = set(self.contents)
         for contents, found in self._fitting([pair for pair in earlier if wanted <= set(pair[0])], modes, arguments):
             made = of_rows(found, list(map(contents.index, self.contents)), self.compiler.subject)
@@ -83,11 +87,11 @@ class Kin:
     def _fitting(
         self, earlier: Sequence[tuple[Sequence[Any], Compiler]], modes: Any, arguments: Arguments
     ) -> Iterator[tuple[Sequence[Any], Compiled]]:
-        """The programs of ``earlier`` members for such a call, each with what these are."""
+        """Yield the programs of ``earlier`` members for such a call, each with the contents of these members."""
         for contents, compiler in earlier:
             found = compiler.fitting(modes, arguments)
             # Values of buffers belong to rows, and not to what members are besides.
-            if found is not None and not found.numbers:
+            if found is not None and not found.numbers and not has_variants(found.graph):
                 yield contents, found
 
     def _filled(self, contents: Sequence[Any], found: Compiled, modes: Any, arguments: Arguments) -> Compiled | None:

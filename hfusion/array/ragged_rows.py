@@ -1,4 +1,4 @@
-"""Members divided by the sizes of their batches, and what blocks of members give joined in the members' order."""
+"""Divide members by the sizes of their batches, and join the results of blocks in the members' order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows_by_size(arguments: Arguments, rows: Sequence[int]) -> list[list[int]]:
 
 
 def call_by_size(members: int, arguments: Arguments, call: Callable[[Arguments], Any]) -> Any:
-    """Join what ``call``, which takes arguments of several members, gives for the members of each size."""
+    """Call ``call`` with the arguments of the members of each size, and join the results."""
     check_ragged(members, arguments)
     blocks = []
     for rows in rows_by_size(arguments, range(members)):

@@ -1,8 +1,9 @@
-"""One member of an array as a module, which notices what is said to it.
+"""One member of an array as a module, which detects changes made to it.
 
-``nn.Module`` asks its table of parameters first whenever an attribute is set or deleted, and a tensor or submodule is
-read (`__setattr__`, `__delattr__` and `__getattr__` of torch 2.11 to 2.14). So the tables of a member mark it as
-touched, and an array looks only at members that were touched since its last call, or whose parameters somebody holds.
+``nn.Module`` looks into its table of parameters first whenever an attribute is set or deleted, and a tensor or
+submodule is read (`__setattr__`, `__delattr__` and `__getattr__` of torch 2.11 to 2.14). So the tables of a member
+mark it as touched, and an array checks only members that were touched since its last call, or whose parameters are
+referenced outside.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ParameterTable(dict[str, Any]):
         self.member = member
 
     def __contains__(self, name: object) -> bool:
-        # Dynamo follows this. Who sets or deletes an attribute asks as who reads one.
+        # Dynamo traces this. Setting or deleting an attribute looks up the table like reading one.
         if not torch.compiler.is_dynamo_compiling():
             self.member.touch(_getframe(1).f_code.co_name != "__getattr__")
         return super().__contains__(name)
@@ -97,15 +98,15 @@ class HookTable(OrderedDict[Any, Any]):
 
 
 class RowView:
-    """A member of an array: ``model``, around tensors that lie in the memory of its row.
+    """A member of an array: ``model``, with tensors that share the memory of its row.
 
     Attributes:
         parameters, buffers: the tensors of ``model`` that are rows of stacks, by key.
         modules: the modules of ``model``, by path.
-        touched: whether something may have been said to it since `rest`.
+        touched: whether it may have been changed since `rest`.
         flat: its parameters, each once; ``trains``: which of them were trained at `rest`.
         hooked: where it had a hook of the user at `rest`; empty where it had none.
-        fingerprint: what forward can read of it besides tensors, as of the last look; None if not known.
+        fingerprint: all that forward can read of it besides tensors, at the last check; None if not known.
     """
 
     def __init__(
@@ -185,18 +186,18 @@ class RowView:
         self.look()
 
     def look(self) -> None:
-        """See what is trained, and where hooks are."""
+        """Record which parameters are trained, and where hooks are."""
         self._state = tensor_states(self.flat)
         self.trains = self._state[0]
         self.hooked = self._find_hook()
 
     @property
     def hard_to_watch(self) -> bool:
-        """Whether parameters may be reached without the module's tables."""
+        """True if parameters may be reached without the module's tables."""
         return self._mutable
 
     def told(self) -> bool:
-        """Whether the view or its parameters may have changed since `rest`."""
+        """True if the view or its parameters may have changed since `rest`."""
         return self.touched or tensor_states(self.flat) != self._state
 
     @property
@@ -219,7 +220,7 @@ class RowView:
         return {key: dict(own) for key, table in tables.items() if (own := table.of_user())}
 
     def set(self, modes: Mapping[str, bool], trained: Mapping[str, bool]) -> None:
-        """Have these modes by path, and train these parameters by key."""
+        """Set modes by path, and requires_grad of parameters by key."""
         for path, module in self.modules.items():
             module.training = modes[path]
         for name, parameter in self.parameters.items():
@@ -227,7 +228,7 @@ class RowView:
                 parameter.requires_grad_(trained[name])
 
     def leave(self) -> None:
-        """Be a module of its own, as the row is gone."""
+        """Become an independent module, with copies of the tensors, as the row is removed."""
         for tensor in (*self.parameters.values(), *self.buffers.values()):
             tensor.data = tensor.data.clone()
         for module in self.modules.values():
@@ -237,7 +238,7 @@ class RowView:
 
     @property
     def changed(self) -> bool:
-        """Whether attributes may have changed since `rest`."""
+        """True if attributes may have changed since `rest`."""
         return self._said or self._mutable or self._attributes_differ()
 
     def _attributes_differ(self) -> bool:
@@ -245,12 +246,12 @@ class RowView:
 
     @property
     def same_modules(self) -> bool:
-        """Whether its modules are still the original ones."""
+        """True if its modules are still the original ones."""
         now = dict(self.model.named_modules(remove_duplicate=False))
         return now.keys() == self.modules.keys() and all(now[path] is module for path, module in self.modules.items())
 
     def take_modules(self) -> None:
-        """Be of the modules that the model has now."""
+        """Adopt the modules that the model has now."""
         self.modules = dict(self.model.named_modules(remove_duplicate=False))
         self._watch_tables()
 

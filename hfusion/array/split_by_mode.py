@@ -62,7 +62,7 @@ class MemberGroup:
                 parameter.data = parameter.new_zeros(()).expand(parameter.shape)
         if compiled.modes:
             raise FusionError(
-                f"forward of {array._original} sets train and eval modes by itself, and members are in different "
+                f"forward of {array._original} sets train and eval modes, and members are in different "
                 "modes; set the same modes in all members, by train() or eval() of the array"
             )
         return compiled
@@ -110,9 +110,9 @@ class Split:
         members: Mapping[int, RowView],
         parts: dict[Any, FusedModule],
     ) -> Split:
-        """Members with hooks alone, the others by their ``modes``, and by what is ``trained`` if forward asks for it.
+        """Divide members by their ``modes``, and by ``trained`` if forward reads it; those with hooks run separately.
 
-        ``parts`` are arrays of some members that were made before.
+        ``parts`` are arrays of some members that were created before.
         """
         found: dict[Any, list[int]] = {}
         for row, own in enumerate(modes):
@@ -167,7 +167,7 @@ def _why(groups: Mapping[Any, Sequence[int]], hooked: Mapping[int, str]) -> str:
         ((one, _), first), ((other, _), second) = list(groups.items())[:2]
         path = next((name for (name, a), (_, b) in zip(one, other, strict=True) if a != b), None)
         if path is None:
-            reasons.append("forward asks which parameters need a gradient, in which members differ")
+            reasons.append("forward reads which parameters need a gradient, in which members differ")
             return "; ".join(reasons)
         modes = ["train" if dict(own)[path] else "eval" for own in (one, other)]
         reasons.append(
@@ -283,7 +283,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def flags_read(fused: FusedModule) -> list[dict[str, bool]]:
-    """Return the parameters that each member trains, if members differ and forward asks; else empty."""
+    """Return the parameters that each member trains, if members differ and forward reads that; else empty."""
     frozen = {name: rows for name, stack in fused.stacks.items() if (rows := frozen_rows(stack)) is not None}
     if not frozen or not fused._situations.asks_gradients(fused._array.skeletons):
         return []
@@ -291,7 +291,7 @@ def flags_read(fused: FusedModule) -> list[dict[str, bool]]:
 
 
 def check_together(fused: FusedModule, what: str) -> None:
-    """Raise a FusionError where members differ in modes or hooks, so that ``what`` cannot hold them."""
+    """Raise FusionError if members differ in modes or hooks, so that ``what`` cannot hold them."""
     split = fused._split()
     if split is not None:
         raise FusionError(
@@ -301,7 +301,7 @@ def check_together(fused: FusedModule, what: str) -> None:
 
 
 def check_alike(fused: FusedModule, what: str) -> None:
-    """Raise a FusionError where members differ in modes, in hooks, or in what they train."""
+    """Raise FusionError if members differ in modes, in hooks, or in the parameters they train."""
     check_together(fused, what)
     for name, tensor in fused.stacks.items():
         frozen = frozen_rows(tensor)

@@ -59,7 +59,7 @@ def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str,
 
 
 def run_members(fused: FusedModule, arguments: Arguments) -> Any:
-    """Call every member with its rows of the array's tensors, or of those in their place, and stack what they give."""
+    """Call every member with its rows of the array's tensors, or of their replacements, and stack the results."""
     # Imported late, as it imports this.
     from hfusion.array.array_state import check_one_structure
 

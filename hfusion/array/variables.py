@@ -25,11 +25,11 @@ MAX_VALUES = 4
 
 
 class Situations:
-    """Numbers what the variables of files, classes, objects and closures are that forward's code names.
+    """Numbers the states of the variables of files, classes, objects and closures that forward's code names.
 
-    So it does with what else the code may ask for: settings of torch, whether parameters need a gradient, how inputs
-    lie in memory. ``looped``: what runs member by member from now on, as it names variables that change too often, each
-    with the reason; what it names is then read when it runs.
+    The states include the other properties that the code may read: settings of torch, whether parameters need a
+    gradient, strides of inputs. ``looped``: submodules that run member by member from now on, as they name variables
+    that change too often, each with the reason; their variables are then read when they run.
     """
 
     def __init__(self) -> None:
@@ -66,12 +66,12 @@ class Situations:
         return self.number
 
     def asks_gradients(self, models: Sequence[nn.Module]) -> bool:
-        """Return whether the code of ``models`` asks which parameters need a gradient."""
+        """Return whether the code of ``models`` reads which parameters need a gradient."""
         known = self._variables if self._variables is not None and self._models == models else None
         return (known or Variables(models, self._left_out)).questions.gradients
 
     def ran(self, places: Sequence[str]) -> None:
-        """After a run of members' own code at ``places``: what that has changed is read by own code only."""
+        """Handle a run of members' own code at ``places``: variables that it changed are read by own code only."""
         before = self._variables
         if before is None or before.same():
             return
@@ -102,7 +102,7 @@ class Situations:
             self._left_out |= often
             variables = Variables(models, self._left_out)
         if variables.questions.random_state:
-            self.looped.setdefault(WHOLE, "it asks for the state of random numbers, which a graph has not")
+            self.looped.setdefault(WHOLE, "it reads the state of random numbers, which a graph does not have")
         self._models, self._variables, self._around = models, variables, None
         return variables
 

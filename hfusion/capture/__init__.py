@@ -1,1 +1,1 @@
-"""From modules to one graph."""
+"""Capture modules as one graph."""

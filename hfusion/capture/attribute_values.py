@@ -30,7 +30,7 @@ _OF_GRAPH = _OWN | frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
 
 
 def fingerprint(model: nn.Module) -> Any:
-    """All that forward can read besides parameters and buffers, as a hashable value; equal means same graph.
+    """Return all that forward can read besides parameters and buffers, as a hashable value; equal means same graph.
 
     An attribute that cannot be compared by value counts as different in every model, which is always right: such
     models are captured one by one.
@@ -74,7 +74,7 @@ def _closures(model: nn.Module) -> Iterator[Any]:
 
 
 def contents(model: nn.Module) -> dict[str, Any]:
-    """Every Python attribute of ``model`` and its submodules by path, as a hashable value."""
+    """Return every Python attribute of ``model`` and its submodules by path, as hashable values."""
     return _attributes(model, lambda tensor, where: (*_digest(tensor), tensor.requires_grad))
 
 
@@ -104,7 +104,7 @@ def python_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def parameter_marks(model: nn.Module) -> dict[str, Any]:
-    """Return what users have set on the parameters of ``model``, by parameter and attribute: ``0.weight.no_decay``."""
+    """Return the attributes that users set on parameters of ``model``, keyed like ``0.weight.no_decay``."""
     return {f"{name}.{key}": value for name, p in model.named_parameters() for key, value in marks(p).items()}
 
 
@@ -129,7 +129,7 @@ class _AttributeReader:
 
     Attributes:
         registered: the names of the model's own tensors and modules, by id.
-        read_tensor: what a tensor is read as.
+        read_tensor: returns the hashable value of a tensor.
         visited: all objects read so far, which keeps cycles short and ids from being used again.
     """
 

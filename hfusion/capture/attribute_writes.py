@@ -92,7 +92,7 @@ def _sources(modules: Iterable[nn.Module]) -> _Sources:
 
 
 def _reached(methods: tuple[str, ...], sources: _Sources) -> frozenset[types.FunctionType]:
-    """The functions among ``sources``, their ``methods`` by name, and what these call by name."""
+    """Return the functions in ``sources``, the ``methods`` of classes there, and all that these call by name."""
     # Functions of single modules are not kept alive: they may hold tensors.
     search = _search_of_classes if all(isinstance(source, type) for source in sources) else _search
     return search(methods, sources)

@@ -1,7 +1,7 @@
-"""Tell what forward keeps in attributes to save work from what is state, by running copies of the member.
+"""Distinguish caches that forward keeps in attributes from state, by running copies of the member.
 
-Kept values are no state if a member that has them computes what one without them computes: for the same inputs, for
-others, for other sizes, and after the parameters have changed. Then a graph that computes them anew is exact.
+Cached values are no state if a member that has them computes the same as one without them: for the same inputs, for
+others, for other sizes, and after the parameters have changed. Then a graph that computes them again is exact.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from hfusion.core.errors import FusionError
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The result of a trial run; ``lost`` describes what a graph of it would lose, such as state in global variables.
+    """The result of a trial run; ``lost`` describes effects that a graph would lose, such as state in global variables.
 
-    ``modes``: the submodules, by path, that it left in train (True) or eval mode and had met in the other.
+    ``modes``: the submodules, by path, whose mode it changed, with the new one: train (True) or eval.
     """
 
     outcome: Outcome
@@ -127,9 +127,9 @@ def _check_gradients(module: nn.Module, called: nn.Module) -> None:
 
 
 def _asks_for_gradients(subject: _Rehearsed, outcome: Outcome) -> str:
-    """Describe what forward computes differently while gradients are off; empty if nothing.
+    """Describe the difference in forward's results while gradients are off; empty if there is none.
 
-    It may ask torch.is_grad_enabled(), or its values whether they require a gradient, and a graph knows one answer.
+    Forward may read torch.is_grad_enabled() or requires_grad of its values, and a graph holds only one answer.
     """
     try:
         without = run_without_gradients(subject.member(), subject.args, subject.kwargs)
@@ -146,7 +146,7 @@ def _asks_for_gradients(subject: _Rehearsed, outcome: Outcome) -> str:
 
 
 def _tensors_of(outcome: Outcome) -> Outcome:
-    """The tensors that forward gives and leaves, without what is about gradients."""
+    """Return the tensors that forward returns and leaves in the module, without gradients."""
     outputs = tuple(output for output in outcome.outputs if isinstance(output, Tensor))
     return Outcome(outputs, {name: value for name, value in outcome.values.items() if name.endswith(" afterwards")})
 
@@ -265,11 +265,11 @@ def _compare(subject: _Rehearsed, names: str, when: str, fresh: Outcome, warmed:
     if unlike is not None:
         raise FusionError(
             f"forward keeps values in the Python attribute {names}, with which {unlike} differs for {when} from what a "
-            f"fresh model gives{_told(warmed)}; a fused array has no such state: {REMEDY}"
+            f"fresh model gives{_failure(warmed)}; a fused array has no such state: {REMEDY}"
         )
 
 
-def _told(outcome: Outcome) -> str:
+def _failure(outcome: Outcome) -> str:
     return f" ({outcome.failed})" if outcome.failed else ""
 
 
@@ -320,7 +320,7 @@ def _dependent(subject: _Rehearsed, cached: Mapping[str, Any]) -> set[str]:
 
 
 def _check_unread(subject: _Rehearsed, names: list[str], outcome: Outcome) -> None:
-    """Results that forward leaves must be overwritten before they are read: whatever stands there, nothing changes."""
+    """Raise if forward reads results of an earlier call in attributes before it overwrites them."""
     if not names:
         return
     for value in (float("nan"), float("inf"), float("-inf"), 0.0):

@@ -20,19 +20,19 @@ from hfusion.capture.state_watch import CallState, ModelState, RunState, StateRe
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
-from hfusion.core.memory import same_values
+from hfusion.core.memory import same_values, tensors_in
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """One call of an island: what it was given, ``count`` tensors among it, and what it gave.
+    """One call of an island: its arguments, ``count`` tensors among them, and its output.
 
     ``inside`` are the numbers of the calls around it. ``written`` are the positions of the tensors that it wrote into,
-    ``wrote`` the keys of its own that it changed, ``assigned`` those of them that it assigned anew, ``links`` its
-    results that lie in the memory of something else: of the tensor at a position, of its own tensor of a key, of its
-    result k as ``-1 - k``. ``addresses``: it addressed the memory below tensors. ``attached``: autograd was off, and
-    a result needs a gradient all the same, having been there before. ``altered``: it changed a list or dict among its
-    arguments. ``state``: the module's Python state.
+    ``wrote`` the keys of its own tensors that it changed, ``assigned`` those of them that it replaced, ``links`` its
+    results that share the memory of the tensor at a position, of its own tensor of a key, or of its result k as
+    ``-1 - k``. ``addresses``: it accessed raw addresses of tensors. ``attached``: autograd was off, and a result needs
+    a gradient nevertheless, as it existed before. ``altered``: it changed a list or dict among its arguments.
+    ``state``: the module's Python state.
     """
 
     island: Island
@@ -153,20 +153,16 @@ def _recorded(
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
-    """Return what a write changes: the version, or the address if ``tensor.data`` is assigned."""
+    """Return version and address; a write changes the former, an assignment of ``tensor.data`` the latter."""
     # Not by its storage, which would count as code that addresses memory.
     return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
-def tensors_in(values: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 @dataclass
 class _CallRecorder:
-    """Notes calls; ``open`` are the numbers of those that have begun and not ended, ``failed`` what raised errors.
+    """Records calls; ``open`` are the numbers of those that have not ended, ``failed`` the islands that raised errors.
 
-    ``addressing`` are the numbers of those in which memory was addressed.
+    ``addressing`` are the numbers of the calls that accessed raw addresses.
     """
 
     reader: StateReader
@@ -184,7 +180,7 @@ class _CallRecorder:
         return [call for call in self.calls if call is not None]
 
     def address(self) -> None:
-        """Memory is addressed in all open calls, unless it is the recorder that asks."""
+        """Note an access to raw addresses in all open calls, unless the recorder itself made it."""
         if not self.noting:
             self.addressing.update(self.open)
 

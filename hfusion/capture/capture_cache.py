@@ -26,7 +26,7 @@ _captures: OrderedDict[Any, Capture] = OrderedDict()
 def capture_key(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opened: Sequence[tuple[bool, Any]]
 ) -> Any:
-    """Return the key of a capture of ``module`` for such arguments; None if what forward reads is unknown.
+    """Return the key of a capture of ``module`` for such arguments; None if forward's reads are unknown.
 
     ``opened``: for each attempt, whether the first dim varies, and which others of each leaf.
     """

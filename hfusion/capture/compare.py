@@ -29,7 +29,7 @@ class Comparison:
 
     ``variants[b]`` numbers member b's set of scalars (dropout p, eps, ...): members of one variant share a capture.
     ``shared`` are the keys of the tensors that are one object in all models, ``partly`` those of buffers that are one
-    object in some, or lie in the memory of another tensor of their model: an array keeps a row of those for each
+    object in some, or share the memory of another tensor of their model: an array keeps a row of those for each
     member and name, so none may write to them.
     """
 
@@ -76,7 +76,7 @@ def _check_list(models: Sequence[nn.Module]) -> None:
 
 
 def check_models(models: Sequence[nn.Module]) -> None:
-    """Raise a FusionError for what is no module, and for one that stands twice."""
+    """Raise FusionError for objects that are no modules, and for a module that is given twice."""
     first: dict[int, int] = {}
     for index, model in enumerate(models):
         if not isinstance(model, nn.Module):
@@ -95,7 +95,7 @@ def check_pair(model: nn.Module, index: int, other: nn.Module) -> None:
 
 
 def check_alone(index: int, model: nn.Module) -> None:
-    """Raise a FusionError where ``model`` holds what a fused array cannot honour."""
+    """Raise FusionError if ``model`` has features that a fused array cannot honour."""
     where = f"model {index}"
     if isinstance(model, torch.jit.ScriptModule | nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise FusionError(f"{where} is a {type(model).__name__}; fuse the plain module inside it")
@@ -128,7 +128,7 @@ def check_alone(index: int, model: nn.Module) -> None:
     for key, other in overlaps(named):
         if any(isinstance(t, nn.Parameter) and t.requires_grad for t in (named[key], named[other])):
             raise FusionError(
-                f"{where}: {key} and {other} lie in the same memory, so that training one changes the other, and are "
+                f"{where}: {key} and {other} share memory, so that training one changes the other, and are "
                 "two tensors, of which an array has a stack each; register one under both names, or assign a clone()"
             )
 
@@ -225,7 +225,7 @@ def _check_memory(models: Sequence[nn.Module]) -> None:
             other, owner, before = places.setdefault((parameter.device, parameter.data_ptr()), (index, name, parameter))
             if before is not parameter and other != index:
                 raise FusionError(
-                    f"{owner} of model {other} and {name} of model {index} lie in the same memory, so that training "
+                    f"{owner} of model {other} and {name} of model {index} share memory, so that training "
                     "one changes the other; give each model its own, by copy.deepcopy"
                 )
 

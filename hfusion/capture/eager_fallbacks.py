@@ -1,8 +1,8 @@
-"""Find what has to run as the members' own code: the smallest submodules that keep a model from being captured.
+"""Find the smallest submodules that keep a model from being captured, which must run as the members' own code.
 
-`Fitness` says whether a submodule can run alone, in a loop over members. `survey` finds all that raise in one trace:
-where one raises, what it gave in a recorded run stands in for it, and the trace goes on. `culprits` searches what that
-leaves, submodule by submodule.
+`Fitness` decides whether a submodule can run separately, in a loop over members. `survey` finds all that raise in one
+trace: if one raises, its results of a recorded run replace it, and the trace continues. `culprits` searches the rest,
+submodule by submodule.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.attribute_values import contents
-from hfusion.capture.call_trace import RecordedCall, Records, tensors_in
+from hfusion.capture.call_trace import RecordedCall, Records
 from hfusion.capture.export import capture, reason
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.member_memory import fills_memory
@@ -31,8 +31,9 @@ from hfusion.capture.references import references
 from hfusion.capture.variable_guards import names_of
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
+from hfusion.core.memory import tensors_in
 
-# What a call that runs per member may take and give beside tensors: values that are the same for all members.
+# The values other than tensors that a call that runs per member may take and return: they are the same for all members.
 ARGUMENTS = (
     str,
     int,
@@ -66,23 +67,21 @@ class Fitness:
     def _unfit(self, island: Island) -> str | None:
         who = f"{island} can only run in a loop over members, and"
         if island in self.records.failed:
-            return f"{who} raises an error, which forward catches; let it ask before it calls"
+            return f"{who} raises an error, which forward catches; let it check before it calls"
         for call in self.records.of(island):
             for leaf in pytree.tree_leaves(call.output):
                 if leaf is not None and not isinstance(leaf, (Tensor, *_RESULTS)):
                     return (
-                        f"{who} gives {_told(leaf)} beside tensors; let it give tensors only, in tuples, lists, dicts "
+                        f"{who} returns {_describe(leaf)}; let it return tensors only, in tuples, lists, dicts "
                         f"or classes that torch.utils._pytree knows{_registration(leaf)}"
                     )
             if call.addresses and not self._own_only(island, call):
-                return f"{who} addresses memory that it shares with tensors outside; use slices, or give it a copy"
+                return f"{who} uses the address of memory that tensors outside share; use slices, or give it a copy"
             if call.altered and island != WHOLE:
                 return f"{who} changes a list, dict or object among its arguments; return what it adds"
             for leaf in pytree.tree_leaves((call.args, call.kwargs)):
                 if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *ARGUMENTS)):
-                    return (
-                        f"{who} takes {_told(leaf)}, which may hold what is a member's own; give it tensors and numbers"
-                    )
+                    return f"{who} takes {_describe(leaf)}, which may belong to one member; give it tensors and numbers"
             if island == WHOLE and call.written:
                 return f"{who} writes into its input, which members may share; let it write into a copy"
         if island != WHOLE and (shared := self.records.state.shared(island)) is not None:
@@ -99,7 +98,7 @@ class Fitness:
         )
 
     def _own_only(self, island: Island, call: RecordedCall) -> bool:
-        """Return whether what the call was given, and what the island holds, have their memory for themselves."""
+        """Return whether the inputs of the call and the tensors of the island share memory with no other tensor."""
         registered = [tensor for _, tensor in tensors(self.model.get_submodule(island.path))]
         inputs = tensors_in((call.args, call.kwargs)) if island != WHOLE else []
         return all(map(fills_memory, (*inputs, *registered)))
@@ -155,14 +154,14 @@ def _registration(value: Any) -> str:
     return f": torch.export.register_dataclass({name}) makes it know {name}" if is_dataclass(value) else ""
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
 def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitness: Fitness) -> dict[Island, str]:
-    """Return what raises while ``model`` is traced with the ``stubs`` left out, each with the reason.
+    """Return the islands that raise while ``model`` is traced with the ``stubs`` left out, with the reasons.
 
-    Of calls in one another it is the innermost that can run by itself.
+    Of nested calls it is the innermost that can run separately.
     """
     twin = module_copy(model)
     trace = _Trace(twin, records, fitness)
@@ -175,7 +174,7 @@ def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitn
 
 
 class _Trace:
-    """``found`` is what raised so far; ``open`` are the recorded calls that the trace is in, None for others."""
+    """State of a trace: ``found`` are the islands that raised, ``open`` the recorded calls around, None for others."""
 
     def __init__(self, model: nn.Module, records: Records, fitness: Fitness) -> None:
         self.found: dict[Island, str] = {}
@@ -229,10 +228,10 @@ def culprits(
     """Return the smallest submodules that must run in a loop, and ``looped``, each with the reason.
 
     Args:
-        capture_around: captures the whole model with the islands left out; raises where that fails.
+        capture_around: captures the whole model with the islands left out; raises if that fails.
 
-    Few traces of the whole model find what raises while it is traced, however much that is. Only what is refused
-    later, for another result than that of the code, is searched for island by island, once for all that are alike.
+        A few traces of the whole model find all islands that raise while it is traced. Only those that are refused
+        later, because the graph's result differs from the code's, are searched for one by one, once for all alike.
 
     Raises:
         FusionError: not even the whole forward can run in a loop.
@@ -269,9 +268,9 @@ class _Search:
     verdicts: dict[Any, str | None] = field(default_factory=dict)
 
     def surveyed(self) -> dict[Island, str]:
-        """Return what raises in a trace with the ``fallbacks`` left out, in addition to these."""
+        """Return the islands that raise in a trace with the ``fallbacks`` left out."""
         raising = survey(self.model, self.records, self.fallbacks, self.fitness)
-        # What stands in for others may itself be the reason why the whole fails.
+        # The results that replace other islands may themselves be the reason why the whole fails.
         return {island: why for island, why in raising.items() if island != WHOLE} or raising
 
     def culprits(self, island: Island) -> dict[Island, str]:
@@ -328,7 +327,7 @@ class _Search:
         except FusionError as error:
             return str(error)
         except Exception as error:
-            return f"it cannot be run by itself: {type(error).__name__}: {error}"
+            return f"it cannot be run separately: {type(error).__name__}: {error}"
         return None
 
     def _capture_alone(self, island: Island, stubs: Mapping[Island, str]) -> None:

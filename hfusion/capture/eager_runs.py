@@ -29,7 +29,7 @@ from hfusion.device.generators import draws_kept
 
 # Relative; a graph has the operators of the code, so that rounding hardly differs. Gradients may be ten times that.
 ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-# What is computed anew may differ from what was kept by one rounding step.
+# Recomputed values may differ from cached ones by one rounding step.
 EQUAL = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 GRADIENTS = 10.0
 # Sizes of the inputs that are tried shortened.
@@ -100,7 +100,7 @@ def run_without_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapp
 
 
 def check_reads(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], restrided: bool) -> None:
-    """Raise a FusionError where forward asks of its tensors what an array cannot answer as a member would.
+    """Raise FusionError if forward reads properties of its tensors that differ in an array.
 
     ``restrided``: as of `RefusedReads`.
     """

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import zip_longest
 from typing import Any
 
@@ -36,6 +37,7 @@ from hfusion.core.copies import aliases, are_contiguous, contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import Guards
+from hfusion.core.lstm_decomposition import correct_lstm_decomposition
 from hfusion.core.program import Capture, Kind, Slot, describe_graph, of_kind, writable
 from hfusion.core.stages import stage
 from hfusion.core.tracer_warnings import silence_tracers
@@ -66,15 +68,15 @@ def capture(
     dims: Sequence[Collection[int]] = (),
     rehearsal: Rehearsal | None = None,
 ) -> Capture:
-    """The forward of ``module`` in its present training mode.
+    """Capture the forward of ``module`` in its current training mode.
 
     Args:
         varying: the first dim of every input may vary later, unless forward needs to know it.
         dims: for each leaf of the arguments, other dims that may vary, too.
-        rehearsal: what an eager run gave, if there was one.
+        rehearsal: the result of an eager run, if there was one.
 
     Raises:
-        FusionError: what keeps the module from being captured faithfully.
+        FusionError: the module cannot be captured faithfully; the message gives the reason.
     """
     with tracing:
         return _capture(module, args, kwargs, _attempts(varying, dims), rehearsal)
@@ -100,7 +102,7 @@ def _capture(
         try:
             _check_faithful(captured, module, args, kwargs, real.outcome)
         except FusionError:
-            # Forward hangs on what cannot be seen from here.
+            # Forward depends on state that cannot be seen from here.
             forget_capture(key)
         else:
             _tell(module, captured.graph, captured.slots)
@@ -203,7 +205,7 @@ def _number_calls(module: fx.GraphModule, calls: list[Any] | None = None) -> lis
 def _check_faithful(
     captured: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], real: Outcome
 ) -> None:
-    """Raise a FusionError where the graph does not give what the code gave: tracing loses what it does not see."""
+    """Raise FusionError if the graph's results differ from the code's: tracing loses effects that it does not see."""
     try:
         ours = run_graph(captured, twin(module), args, kwargs)
     except RuntimeError as error:
@@ -217,7 +219,7 @@ def _check_faithful(
 
 
 def check_faithful(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise a FusionError where a capture does not give what the code of ``module`` gives, gradients included."""
+    """Raise FusionError if the results of a capture differ from those of ``module``, gradients included."""
     with restored(module):
         real = run(twin(module), args, kwargs)
     _check_faithful(captured, module, args, kwargs, real)
@@ -245,11 +247,14 @@ def _export(
     alias: Callable[[Any], Any],
     reads: PythonReads,
 ) -> torch.export.ExportedProgram:
-    """Export with dims that vary; where forward needs to know them, with fewer of them.
+    """Export with dynamic dims, or with fewer of them if forward needs their sizes.
 
-    A trace is made with contiguous inputs, and programs serve tensors of any strides, unless forward asks for strides
+    A trace is made with contiguous inputs, and programs serve tensors of any strides, unless forward reads strides
     or ``alias`` keeps them.
     """
+    correct_lstm_decomposition()
+    # torch imports it at its first export, when its printing could not be silenced any more.
+    import_module("torch.export._trace")
     with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), counted_parts(), module_stack_unwound():
         exported = _first_export(module, args, kwargs, attempts, alias, reads)
         if reads.asked_strides and not are_contiguous((args, dict(kwargs))):
@@ -335,7 +340,7 @@ def _drawless(export: Callable[[], torch.export.ExportedProgram]) -> torch.expor
 
 @contextmanager
 def _watched() -> Iterator[None]:
-    """Refuse what a graph would silently lose: a custom backward."""
+    """Context manager: refuse custom backwards, which a graph would silently lose."""
     apply = torch.autograd.Function.__dict__["apply"]
     here = threading.get_ident()
 

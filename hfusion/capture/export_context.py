@@ -1,4 +1,4 @@
-"""Contexts around an export: what torch, the thread and the module are like while forward is traced.
+"""Contexts for an export, which set the state of torch, the thread and the module while forward is traced.
 
 torch reports an export to the whole process, where only one thread exports. Captures are made without autocast, which
 acts when their program runs, so that forward gets the answer of the caller's region. Buffers that forward assigns
@@ -32,7 +32,7 @@ _NOTES = ("_EXPORT_FLAGS", "_EXPORT_MODULE_HIERARCHY")
 
 
 class _InThisThread:
-    """True in the thread that made it; elsewhere what was true before."""
+    """A flag that is True in the thread that created it, and has its previous value in others."""
 
     def __init__(self, before: object) -> None:
         self._thread = threading.get_ident()
@@ -85,7 +85,7 @@ def _state() -> Iterator[None]:
 
 @contextmanager
 def told_here_only() -> Iterator[None]:
-    """While active, an export is one for its own thread only: others train, and draw, as without it."""
+    """Context manager: an export affects its own thread only; others train and draw as without it."""
     # Imported late: it imports Dynamo.
     from torch.export import _trace
 
@@ -121,7 +121,7 @@ def module_stack_unwound() -> Iterator[None]:
 
 @contextmanager
 def outside_export() -> Iterator[None]:
-    """While active, what exports members is not noticed by the export that this thread is in."""
+    """Context manager: hide the exports of members from an export that this thread is in."""
     from torch.export import _trace
 
     with _as_before(_trace, _NOTES), _as_before(torch.compiler, _FLAGS), tracing(None):
@@ -144,7 +144,7 @@ def transforms(module: fx.GraphModule) -> bool:
 
 @contextmanager
 def counted_parts() -> Iterator[None]:
-    """Export asks containers for the names of their parts; where a class tells none, they are counted.
+    """Context manager: number the parts of containers for which an export finds no names.
 
     Private to torch: as of 2.11 to 2.15.
     """
@@ -167,12 +167,12 @@ def _counting(node: pytree.NodeDef) -> pytree.FlattenWithKeysFunc:
 
 @contextmanager
 def told_autocast(active: Collection[str]) -> Iterator[None]:
-    """While active, this thread's code is told that autocast is on for devices of the types ``active``.
+    """Context manager: this thread's code sees autocast as enabled for devices of the types ``active``.
 
-    But in regions of its own: those within the one that a capture is made in.
+    Except in its own autocast regions, which are within that of the capture.
 
     Raises:
-        FusionError: code that was told so fails.
+        FusionError: the code fails because of that.
     """
     was_asked = False
     here, outer = threading.get_ident(), _nesting()
@@ -198,7 +198,7 @@ def told_autocast(active: Collection[str]) -> Iterator[None]:
         if not was_asked:
             raise
         raise FusionError(
-            f"forward asks torch whether autocast is on, and then computes what fails without it ({error}); let "
+            f"forward checks whether autocast is on, and then runs code that fails without it ({error}); let "
             "autocast cast what torch's operators take, or switch it on inside forward"
         ) from error
     finally:
@@ -214,7 +214,7 @@ def _nesting() -> int:
 
 @contextmanager
 def assigned_as_writes(module: nn.Module) -> Iterator[None]:
-    """While active, each call of ``module`` ends by writing what its buffers have become into what they were."""
+    """Context manager: at the end of each call of ``module``, copy assigned buffers into the original ones."""
     before: list[dict[tuple[str, str], Tensor]] = []
 
     def begin(module: nn.Module, args: Any) -> None:
@@ -252,8 +252,7 @@ def _write(module: nn.Module, path: str, name: str, old: Tensor, new: Tensor | N
     full = f"{path}.{name}" if path else name
     if new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
         raise FusionError(
-            f"forward assigns {full} anew, as something else than a tensor of the same shape, dtype and device; "
-            "write into the buffer"
+            f"forward assigns {full}, but not a tensor of the same shape, dtype and device; write into the buffer"
         )
     old.copy_(new.detach())
     module.get_submodule(path)._buffers[name] = old

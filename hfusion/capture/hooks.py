@@ -77,7 +77,7 @@ def options(hook: Any) -> Any:
 
 
 def recompute(model: nn.Module) -> None:
-    """Set the attributes that hooks set before forward, to what the tensors of ``model`` make of them."""
+    """Set the attributes that hooks set before forward, from the tensors of ``model``."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             name = _attribute(hook)

@@ -31,10 +31,10 @@ _DROPOUTS = {
 
 
 def inlined(module: fx.GraphModule, trained: Collection[str]) -> fx.Graph:
-    """The graph of ``module`` with its regions written out; ``trained`` names what may need a gradient.
+    """Return the graph of ``module`` with its regions inlined; ``trained`` names the values that may need a gradient.
 
-    Where gradients are off, a call takes its operands without their history. One that gives back its operand itself
-    (a dropout that drops nothing, ``contiguous``, ``to``) gives it back with the history, as the code does.
+    Where gradients are off, a call takes its operands detached. One that returns its operand itself (a dropout that
+    drops nothing, ``contiguous``, ``to``) returns it with its history, as the code does.
     """
     inliner = _Inliner(fx.Graph(), frozenset(trained))
     inliner.graph.output(tuple(inliner.inline(module, None, enabled=True)))
@@ -119,7 +119,7 @@ class _Inliner:
         return copied if len(tensors) > 1 else copied[0]
 
     def _attach(self, new: fx.Node, enabled: bool) -> fx.Node:
-        """Take the operands of a call without their history where gradients are off; what stands for its result."""
+        """Detach the operands of a call where gradients are off; returns the node for its result."""
         reached = any(operand in self.attached for operand in new.all_input_nodes)
         if not reached or enabled or new.target is operator.getitem:
             keeps = new.target not in LIKE

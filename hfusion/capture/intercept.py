@@ -90,7 +90,7 @@ def is_intercepted(value: Any) -> bool:
 
 
 def islands(model: nn.Module) -> Iterator[Island]:
-    """The methods of ``model`` and its submodules that compute: forward, and what a class's author wrote beside it."""
+    """Yield the methods of ``model`` and its submodules that compute: forward, and others that its class defines."""
     for path, module in model.named_modules():
         for name in _methods(type(module)):
             if name not in vars(module) or callable(vars(module)[name]):

@@ -1,6 +1,6 @@
-"""One member's graph: what cannot be captured, or not for the sizes that vary, runs as the members' own code in it.
+"""Capture one member's graph; submodules that cannot be captured run as the members' own code in it.
 
-Submodules whose code specializes a size that varies, so that a graph would hold for one size only, are among these.
+So do submodules whose code specializes a size that varies, since a graph would hold for one size only.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from hfusion.core.program import Capture
 
 @dataclass(frozen=True)
 class VaryingSizes:
-    """The dims that vary, for each leaf of the arguments, and whether they must stay open.
+    """The dims that vary, for each leaf of the arguments, and whether they must stay dynamic.
 
-    ``whole`` says why the sizes of what runs member by member cannot be inferred, so that all of forward does.
+    ``whole``: the reason why result sizes of members' own code cannot be inferred, so that all of forward is their own
+    code.
     """
 
     dims: Sequence[Collection[int]] = ()
@@ -72,13 +73,13 @@ class Member:
 def capture_member(
     member: Member, sizes: VaryingSizes, looped: Mapping[Island, str], loops: bool
 ) -> tuple[Capture, list[OpaqueCall]]:
-    """The graph of a member, and the calls in it that run in a loop over members, among them those of ``looped``.
+    """Return the graph of a member, and its calls that run in a loop over members, including those of ``looped``.
 
     Args:
         loops: whether there may be such calls.
 
     Raises:
-        FusionError: what keeps it from being captured.
+        FusionError: the member cannot be captured; the message gives the reason.
     """
     _check_reads(member)
     refusal: FusionError | None = None
@@ -111,8 +112,8 @@ def _with_loops(
 ) -> tuple[Capture, list[OpaqueCall]]:
     model, args, kwargs = member.model, member.args, member.kwargs
     if not torch.is_grad_enabled() and not names_of([model]).isdisjoint(GRADIENT_QUESTIONS):
-        # A trace is made with gradients, and what stands for a looped call cannot be compared with the code.
-        looped = {WHOLE: "it asks for gradients or their mode, and is called without gradients"}
+        # A trace is made with gradients, and the stand-in of a looped call cannot be compared with the code.
+        looped = {WHOLE: "it reads gradients or their mode, and is called without gradients"}
     if torch.is_inference_mode_enabled():
         # Trial runs count the versions of tensors, which those of inference mode do not have.
         with torch.inference_mode(False):
@@ -142,14 +143,14 @@ def _with_loops(
 
 
 def _check_reads(member: Member) -> None:
-    """Raise a FusionError where forward asks of tensors what an array cannot answer as the member would alone."""
+    """Raise FusionError if forward reads properties of tensors that differ between an array and a member alone."""
     restrided = any(is_restrided(tensor) for _, tensor in tensors(member.model))
     names = names_of([member.model])
     parameters = [k for k, leaf in enumerate(member.leaves) if isinstance(leaf, nn.Parameter)]
     if parameters and not names.isdisjoint(CLASSES):
         raise FusionError(
             f"input {parameters[0]} is an nn.Parameter, which members of an array see as a plain tensor, and forward's "
-            f"code asks for classes ({', '.join(sorted(names & CLASSES))}): give it as a tensor, such as x.view_as(x)"
+            f"code reads classes ({', '.join(sorted(names & CLASSES))}): give it as a tensor, such as x.view_as(x)"
         )
     if not names.isdisjoint(UNANSWERABLE | (STRIDE_QUESTIONS if restrided else frozenset())):
         with restored(member.model):
@@ -157,7 +158,7 @@ def _check_reads(member: Member) -> None:
 
 
 def _check_modes(modes: Mapping[str, bool], looped: Sequence[str]) -> None:
-    """Raise a FusionError where what runs member by member, at the paths ``looped``, changes its own modes."""
+    """Raise FusionError if members' own code, at the paths ``looped``, changes its own modes."""
     for name in modes:
         if any(not path or name == path or name.startswith(f"{path}.") for path in looped):
             raise FusionError(

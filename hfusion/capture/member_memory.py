@@ -64,7 +64,7 @@ def own_memory(tensor: Tensor) -> Tensor:
 
 
 def fills_memory(tensor: Tensor) -> bool:
-    """Return whether nothing but ``tensor`` lies in its memory."""
+    """Return whether ``tensor`` takes up all bytes of its storage."""
     return (
         tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     )
@@ -97,7 +97,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 class _ApartFromMemory(torch.autograd.Function):
-    """Each tensor in its own memory, with gradients as they come."""
+    """Returns tensors of separate memory, and passes gradients on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, *rows: Tensor) -> tuple[Tensor, ...]:

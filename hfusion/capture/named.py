@@ -1,4 +1,4 @@
-"""The registered tensors of a model by name: parameters and buffers, ties between them, what forward may do to them."""
+"""Registered tensors of a model by name: parameters and buffers, their ties, and checks of forward's changes."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, then buffers, of ``model`` by key; a tensor with two names comes twice."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device of a module's first tensor; the CPU if it has none."""
+    return next((tensor.device for _, tensor in tensors(module)), torch.device("cpu"))
 
 
 def is_array(module: nn.Module) -> bool:
@@ -78,7 +83,7 @@ def _shared_memory(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
 
 
 def check_registered(module: nn.Module, before: Registered, member: nn.Module) -> None:
-    """Raise a FusionError for what forward did to tensors that a stack cannot follow."""
+    """Raise FusionError for changes of tensors by forward that a stack cannot represent."""
     now, originals = dict(tensors(member)), dict(tensors(module))
     for name in {**now, **before.named}:
         if name not in now or name not in before.named:
@@ -111,6 +116,6 @@ def _check_ties(before: Registered, now: Mapping[str, str]) -> None:
     for name, first in before.ties.items():
         if now.get(name) != first:
             raise FusionError(
-                f"{first} and {name} are one tensor, and forward makes them two by assigning one of them anew; write "
+                f"{first} and {name} are one tensor, and forward makes them two by assigning one of them; write "
                 "into it, or untie them before fusing: assign a clone(), or call the models once"
             )

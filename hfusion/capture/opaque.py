@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.call_trace import RecordedCall, Records, tensors_in
+from hfusion.capture.call_trace import RecordedCall, Records
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted
 from hfusion.capture.named import tensors
 from hfusion.capture.own_code import SIZE, TENSOR, InputSize, OpaqueCall, Result, calls, run
@@ -22,7 +22,7 @@ from hfusion.capture.variable_guards import names_of
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed as fixed_size
 from hfusion.core.layout import Layout
-from hfusion.core.memory import memory_order
+from hfusion.core.memory import memory_order, tensors_in
 from hfusion.ops.rule import Call, MemberScalars, RuleTable, Site, Value
 from hfusion.ops.saved import GATES_TWICE
 from hfusion.passes.islands import OPAQUE
@@ -81,13 +81,13 @@ def stand_in(
     model: nn.Module,
     alive: list[OpaqueCall],
 ) -> Callable[..., Any]:
-    """Return what traces as one call of ``method`` that gives what ``record`` did; ``alive`` keeps the call alive."""
+    """Return a function that traces as one call of ``method`` with the results of ``record``, kept in ``alive``."""
     stub = _Stub(method, why, iter([record]), changed, [model], alive)
     return lambda *args, **kwargs: stub.trace(args, kwargs)
 
 
 class _Stub:
-    """The stand-in for a submodule while forward is traced; ``seen`` are its recorded calls in order."""
+    """Replaces a submodule while forward is traced; ``seen`` are its recorded calls in order."""
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from hfusion.capture.named import tensors
 from hfusion.capture.python_state import plain_variables, restored, variable_holders
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
+from hfusion.core.lstm_decomposition import correct_lstm_decomposition
 from hfusion.core.memory import is_plain
 from hfusion.core.tree import leaves
 from hfusion.device.backend import active_autocast
@@ -42,7 +43,7 @@ _LOOKS = frozenset({aten._local_scalar_dense.default, aten.is_nonzero.default, a
 
 @dataclass(frozen=True)
 class TensorRef:
-    """Where a tensor of a trace comes from: kind ``own``, ``input``, ``call`` or ``made``, and its place there."""
+    """The origin of a tensor of a trace: kind ``own``, ``input``, ``call`` or ``made``, and its place there."""
 
     kind: str
     place: Any
@@ -111,6 +112,7 @@ def _traced(member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     recorder = _OperatorRecorder()
     recorder.know("own", dict(tensors(member)).items())
     recorder.know("input", enumerate(pytree.tree_leaves((args, kwargs))))
+    correct_lstm_decomposition()
     with apart(member):
         random_state = python_random_state()
         with enable_python_dispatcher(), recorder:
@@ -271,9 +273,9 @@ def is_number(value: Any) -> bool:
 
 
 def differing_places(mine: OperatorTrace, other: OperatorTrace) -> dict[int, dict[tuple[Any, ...], tuple[Any, Any]]]:
-    """Of two traces of one structure: the numbers that differ, by call, and by name and place within the argument.
+    """Return the numbers that differ between two traces of one structure, by call and by path within the argument.
 
-    A tensor that was made of numbers counts as one.
+    A tensor that was created from numbers counts as one.
     """
     unlike = {
         place for place, (a, b) in enumerate(zip(mine.made, other.made, strict=True)) if not (a is b or _equal(a, b))

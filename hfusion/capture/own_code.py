@@ -1,8 +1,8 @@
 """The members' own code inside an array: one call of a submodule, run for one member after another.
 
-Each member's call gets tensors with versions and a history of their own in the memory of the array, so that what it
-does to them is seen, and reaches neither another member nor the caller's tensors. A write into an input is refused
-when it happens, except where the capture saw it and nothing else uses the input: then each member gets a copy.
+Each member's call gets tensors with versions and a history of their own in the memory of the array, so that changes
+are detected, and reach neither another member nor the caller's tensors. A write into an input is refused when it
+happens, unless the capture recorded it and nothing else uses the input: then each member gets a copy.
 """
 
 from __future__ import annotations
@@ -71,16 +71,21 @@ class Result:
 class OpaqueCall:
     """One call of a submodule in forward.
 
-    ``path`` names it, ``place`` is the submodule's path and ``method`` what is called of it. ``leaves`` are its flat
-    arguments, `TENSOR` where a tensor comes, `SIZE` where a size that varies; ``fixed`` and ``changing`` the keys of
-    its own tensors; ``results`` what one member gave, flat, values that are no tensors as they are; ``contiguous``
-    tells of each input whether it was, ``written`` are the positions of those that it writes into; ``assigned`` the
-    keys of the buffers that it assigns anew; ``changed`` the keys of its own tensors that a run of forward changed;
-    ``addresses`` whether it addresses the memory below tensors; ``grad`` whether autograd is on there, ``attached``
-    whether it is off and some result needs a gradient all the same; ``bodies`` every member's submodule;
-    ``references`` where each of these holds its own tensors a second time; ``orders`` the order in memory of the dims
-    of each input, where the code may ask for strides, None for one that is no permutation of a contiguous tensor;
-    ``open_sizes`` whether a size of an input varies, so that sizes of results are inferred.
+    Attributes:
+        path, place, method: its name in messages, the path of the submodule, and the method that is called.
+        leaves: its flat arguments, with `TENSOR` for a tensor and `SIZE` for a size that varies.
+        fixed, changing: the keys of its own tensors.
+        results: the flat results of one member; values that are no tensors are unchanged.
+        contiguous: for each input, whether it was contiguous.
+        written: the positions of the inputs that it writes into.
+        assigned, changed: the keys of the buffers that it replaces, and of its own tensors that forward changed.
+        addresses: whether it accesses raw addresses of tensors.
+        grad, attached: whether autograd is on; whether it is off and some result needs a gradient nevertheless.
+        bodies: every member's submodule.
+        references: the plain attributes in which each body holds its own tensors a second time.
+        orders: the memory order of each input's dims, if the code may read strides; None for an input that is no
+            permutation of a contiguous tensor.
+        open_sizes: whether a size of an input varies, so that sizes of results are inferred.
     """
 
     path: str
@@ -106,7 +111,7 @@ class OpaqueCall:
     _holders: dict[int, tuple[tuple[Any, str, str], ...]] = field(default_factory=dict, init=False)
 
     def holders(self, member: int) -> tuple[tuple[Any, str, str], ...]:
-        """Where a member's submodule holds its own tensors, fixed ones first: the dict, the name in it, and the key."""
+        """Return the dict, the name in it and the key of each own tensor of a member's submodule, fixed ones first."""
         if member not in self._holders:
             self._holders[member] = tuple(holder_of(self.bodies[member], key) for key in (*self.fixed, *self.changing))
         return self._holders[member]
@@ -129,7 +134,7 @@ def run(
     alive: Sequence[int],
     sizes: Sequence[int],
 ) -> list[Tensor]:
-    """The members' own code, one after another; each result stacked ``[B, *S]``.
+    """Run the members' own code one after another, and stack each result as ``[B, *S]``.
 
     Args:
         numbers: ``numbers[b]`` is member b's call in `calls`.
@@ -139,7 +144,7 @@ def run(
         sizes: numbers among the arguments that vary.
 
     Raises:
-        FusionError: a member does what it did not do when it was captured, and what this array cannot keep apart.
+        FusionError: a member does something that was not recorded when it was captured, and that mixes members.
     """
     members, watching = len(numbers), running()
     for x in (*inputs, *fixed, *changing):
@@ -279,7 +284,7 @@ def _prepared(call: OpaqueCall, place: int, x: Tensor) -> Tensor:
 def _results(
     call: OpaqueCall, member: int, output: Any, inputs: Sequence[Tensor], sizes: Sequence[int]
 ) -> list[Tensor]:
-    """The tensors among the results, checked against what the capture saw."""
+    """Return the tensors among the results, checked against those of the capture."""
     who = f"{call.path} of model {member}"
     leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
     if len(leaves) != len(call.results):
@@ -288,8 +293,8 @@ def _results(
         if not isinstance(expected, Result):
             if isinstance(leaf, Tensor) or type(leaf) is not type(expected) or leaf != expected:
                 raise (OtherSizes if call.open_sizes else FusionError)(
-                    f"{who} gave {_told(leaf)} where it gave {_told(expected)} when it was captured; results that "
-                    "depend on values must be tensors"
+                    f"{who} gave {_describe(leaf)} where it gave {_describe(expected)} when it was captured; "
+                    "results that depend on values must be tensors"
                 )
         else:
             _check_shape(call, who, leaf, expected, expected.sizes(inputs, sizes))
@@ -300,14 +305,14 @@ def _check_shape(call: OpaqueCall, who: str, leaf: Any, expected: Result, shape:
     alike = isinstance(leaf, Tensor) and leaf.dim() == len(shape)
     if alike and (expected.free or list(leaf.shape) == shape):
         return
-    description = f"a result of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else _told(leaf)
+    description = f"a result of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else _describe(leaf)
     raise (OtherSizes if alike and call.open_sizes else FusionError)(
         f"{who} gave {description}, where it gave {tuple(shape)} when it was captured; shapes that depend on "
         f"values cannot be fused. It runs member by member, since {call.why}"
     )
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
@@ -343,16 +348,16 @@ def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
 
 @contextmanager
 def _filled(call: OpaqueCall, member: int, registered: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """The member's submodule around the tensors of ``registered``; what it leaves elsewhere is written back into these.
+    """Context manager: the member's submodule with the tensors of ``registered``, into which replacements are copied.
 
-    The tensors stay when the call is over: a checkpoint runs the body again in backward.
+    The tensors stay in the submodule afterwards: a checkpoint runs the body again in backward.
     """
     body = call.bodies[member]
     places = []
     substitutes: dict[int, Tensor] = {}
     changing = frozenset(call.changing)
     for (holder, name, key), tensor in zip(call.holders(member), registered.values(), strict=True):
-        # Who assigns a buffer anew leaves the old one as it was, for backward.
+        # Code that replaces a buffer leaves the old one unchanged, for backward.
         mine = own_memory(tensor) if call.addresses or key in call.assigned else tensor
         # In its present memory, as forward may give the tensor another.
         places.append((holder, name, key, mine, _version(mine) if key in changing else 0, tensor.detach()))
@@ -374,7 +379,7 @@ def _filled(call: OpaqueCall, member: int, registered: Mapping[str, Tensor]) -> 
             # A parameter may move without a change, as those of an RNN do.
             if after is not mine or key in changing or not same_values(after, memory):
                 seen = after is not mine or (key in changing and _version(after) != version)
-                _write_back(f"{call.path} of model {member} assigns {key} anew", memory, after, seen)
+                _write_back(f"{call.path} of model {member} assigns {key}", memory, after, seen)
         if call.references:
             _put(call, member, {id(mine): registered[key] for _, _, key, mine, *_ in places})
 
@@ -388,8 +393,6 @@ def _write_back(description: str, memory: Tensor, after: Any, seen: bool) -> Non
     """``after`` into ``memory``; ``seen`` by autograd, as a tensor's ``data`` is not."""
     kinds = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in (memory, after)]
     if kinds[0] != kinds[1] or isinstance(after, nn.Parameter):
-        raise FusionError(
-            f"{description}, as something else than a buffer of the same shape, dtype and device; write into it"
-        )
+        raise FusionError(f"{description}, but not a buffer of the same shape, dtype and device; write into it")
     with torch.no_grad():
         (memory if seen else memory.data).copy_(after.detach())

@@ -113,9 +113,9 @@ _READS_ALL = frozenset({"vars", "__dict__", "getattr", "__getattribute__", "attr
 class DifferingNumbers:
     """Attributes:
     path_names: all names on the way to such numbers: attributes, and keys of mappings.
-    last_names: of each the name that stands last.
-    values: those of the first member.
-    anything: members differ in what is no number, or has no name.
+    last_names: the last name of each path.
+    values: the numbers of the first member.
+    anything: members differ in a value that is no number, or has no name.
     """
 
     path_names: frozenset[str]
@@ -184,7 +184,7 @@ class _Number:
 
 
 def _differing(names: tuple[str, ...], mine: Any, other: Any, depth: int) -> Iterator[_Number | None]:
-    """The numbers that differ within two values; None for what differs otherwise."""
+    """Yield the numbers that differ within two values; None for other differences."""
     if isinstance(mine, int | float | complex) and isinstance(other, int | float | complex):
         if type(mine) is not type(other) or repr(mine) != repr(other):
             yield _Number(names, mine)

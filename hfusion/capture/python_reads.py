@@ -1,12 +1,12 @@
 """Values that forward reads out of tensors while it is traced: Python must not compute with them.
 
-A trace knows the number of a `Tensor.item` as a symbol. Conditions on symbols that torch can decide without a value,
+In a trace the number of a `Tensor.item` is a symbol. Conditions on symbols that torch can decide without a value,
 such as ``v != v`` and ``v * 0 == 0``, leave no trace in the graph, though a NaN decides them otherwise; and a symbol's
-text is its name. So what reads a number that no graph can hold is refused where it happens, and runs as members' code.
+text is its name. So code that reads a number that no graph can hold is refused there, and runs as members' own code.
 A condition that only decides whether to raise (``assert (x > 0).all()``) becomes a call of `EXPECT` in the graph.
 
 Such conditions are recognised in the bytecode of Python 3.11 to 3.14. One that is not recognised costs a loop over
-members, and one recognised in error a second run where it fails: what is computed is right either way.
+members, and one recognised in error a second run if it fails: results are right either way.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TEXTS = frozenset({Tensor.__repr__, Tensor.__format__})
 _TRUTHS = frozenset({Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero, torch._assert})
 _NUMBERS = frozenset({Tensor.item, Tensor.tolist})
 STRIDE_QUESTIONS = frozenset({"stride", "is_contiguous", "dim_order"})
-"""The names of methods of tensors that tell how a tensor lies in memory."""
+"""The names of methods of tensors that return strides or depend on them."""
 _STRIDES = frozenset(getattr(Tensor, name) for name in STRIDE_QUESTIONS)
 _MEMORY = frozenset({Tensor.storage_offset, Tensor.untyped_storage, Tensor.storage, Tensor.storage_type})
 _REFUSED = _TEXTS | _MEMORY
@@ -94,7 +94,7 @@ def _refusal(frame: FrameType, read: str) -> FusionError:
 
 
 def _seen_inside(function: Any) -> Any:
-    """``function`` in a copy that is not given to modes as a whole, so that they see what it reads."""
+    """Return a copy of ``function`` that is not dispatched to modes as a whole, so that they see its reads."""
     asks = [name for name in function.__code__.co_names if name.startswith("has_torch_function")]
     space = {**function.__globals__, **dict.fromkeys(asks, lambda *_: False)}
     copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, function.__closure__)
@@ -107,13 +107,13 @@ _CHECKING = {function: _seen_inside(function) for function in (F.gaussian_nll_lo
 
 
 class PythonReads(TorchFunctionMode):
-    """While a forward is traced, numbers and texts of tensors' values are refused where Python uses them.
+    """While a forward is traced, refuses numbers and texts of tensors' values where Python uses them.
 
-    ``tensor.data`` is read as ``tensor.detach()``: of the former an export knows not what it is computed from. To
-    assign it is a write into the tensor, which an export does not see.
+    ``tensor.data`` is read as ``tensor.detach()``, since an export loses the inputs of the former. An assignment to it
+    is a write into the tensor, which an export does not see.
 
     Attributes:
-        asked_strides: whether forward has asked how a tensor lies in memory.
+        asked_strides: whether forward has read the strides of a tensor.
         was_contiguous: whether a call of ``contiguous()`` or its like gave the tensor itself, which leaves no node.
     """
 
@@ -149,7 +149,7 @@ def _read(frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: Mapping[st
     """Return the result of a read of a tensor by the code of ``frame``. Raises FusionError if no graph can hold it."""
     tensor = args[0]
     if func in _MEMORY:
-        raise FusionError(f"{_line(frame)} asks for the memory of a tensor ({func.__name__}), which a graph has not")
+        raise FusionError(f"{_line(frame)} reads the memory of a tensor ({func.__name__}), which a graph does not have")
     if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
         return func(*args, **kwargs)
     if func in _TEXTS:
@@ -179,9 +179,9 @@ _OF_INPUTS = dict.fromkeys(("is_leaf", "grad_fn", "retains_grad"), "ask requires
 GRADIENT_QUESTIONS = frozenset(
     {"requires_grad", "is_leaf", "grad_fn", "is_grad_enabled", "is_inference_mode_enabled", "is_inference"}
 )
-"""The names by which code asks for what depends on whether gradients are on."""
+"""The names by which code reads values that depend on whether gradients are on."""
 EXACT_CLASS = frozenset({"type", "__class__"})
-"""The names by which code asks for the exact class of an object."""
+"""The names by which code reads the exact class of an object."""
 CLASSES = EXACT_CLASS | {"Parameter"}
 """The names by which code tells parameters from other tensors."""
 UNANSWERABLE = frozenset({*_OF_ANY, *_OF_OWN, *_OF_INPUTS})
@@ -189,11 +189,11 @@ UNANSWERABLE = frozenset({*_OF_ANY, *_OF_OWN, *_OF_INPUTS})
 
 
 class RefusedReads(TorchFunctionMode):
-    """While a forward runs, raise a FusionError where it asks of tensors what differs in an array.
+    """While a forward runs, raises FusionError if it reads properties of tensors that differ in an array.
 
     Args:
-        own: the tensors that forward is given and has registered.
-        restrided: whether some of these lie otherwise in memory than the original's did, and so what follows.
+        own: the inputs of forward and its registered tensors.
+        restrided: whether strides of some of these, and so of later values, differ from those of the original.
     """
 
     def __init__(self, registered: Collection[Tensor], restrided: bool) -> None:
@@ -238,7 +238,7 @@ def _asking_frame() -> FrameType | None:
 
 
 def _is_passed(frame: FrameType) -> bool:
-    """Return whether a frame stands between a call of a function of torch and the mode that intercepts it."""
+    """Return whether a frame is between a call of a function of torch and the mode that intercepts it."""
     return frame.f_code.co_name == "__torch_function__" or _module(frame) in _BETWEEN
 
 
@@ -265,10 +265,9 @@ def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
 
 
 def truth_without_raise(frame: FrameType) -> bool | None:
-    """Return the truth of a value with which ``frame``, which asks for it now, does not raise.
+    """Return the truth of a value for which ``frame``, which now tests it, does not raise.
 
-    None if the code does anything but raise where the value has the other truth, or asks in a way that is not known
-    here.
+    None if the code does anything but raise for the other truth, or if the form of the test is not known here.
     """
     instructions = _instructions(frame.f_code)
     # A call of Python code is at the last of its inline caches.

@@ -30,12 +30,12 @@ _MISSING = object()
 
 @contextmanager
 def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
-    """Put back, at the end, the attributes of ``module`` and the variables of its classes and of the files they are in.
+    """Context manager: restore the attributes of ``module`` and the variables of its classes and their files.
 
-    Of a file only those that the code of the classes names: others may be another thread's. Tensors come back as
-    objects; their values are not kept. What ``functools.lru_cache`` took in meanwhile is dropped.
+    Only those variables of a file that the code of the classes names: others may be another thread's. Tensors are
+    restored as objects, not their values. Entries added to ``functools.lru_cache`` meanwhile are dropped.
 
-    Yields: a function that puts everything back at once.
+    Yields: a function that restores everything immediately.
     """
     undo: list[Callable[[], object]] = []
     visited: dict[int, Any] = {}
@@ -117,7 +117,7 @@ def _functions_in(holder: Any) -> list[types.FunctionType]:
 
 
 def _files(functions: list[types.FunctionType]) -> dict[Any, frozenset[str]]:
-    """The files of functions and of what these call, with the names that they use there."""
+    """Return the files of functions and of those they call, with the names that they use there."""
     names_of_files: dict[Any, set[str]] = {}
     visited: set[types.CodeType] = set()
     waiting = list(functions)
@@ -134,7 +134,7 @@ def _files(functions: list[types.FunctionType]) -> dict[Any, frozenset[str]]:
 
 
 def functions_behind(value: Any) -> Iterator[types.FunctionType]:
-    """The Python functions behind an attribute: itself, what it wraps, or those of a class."""
+    """Yield the Python functions behind an attribute: itself, those that it wraps, or those of a class."""
     value = inspect.unwrap(value) if callable(value) and not isinstance(value, nn.Module | type) else value
     if isinstance(value, types.FunctionType):
         yield value
@@ -147,7 +147,7 @@ def functions_behind(value: Any) -> Iterator[types.FunctionType]:
 
 
 def parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield what a value leads to, by name: its items, its attributes, what it is closed over."""
+    """Yield the values that a value refers to, by name: its items, its attributes, its closure."""
     if isinstance(value, Mapping):
         yield from (
             ((type(key), key if isinstance(key, PLAIN) else id(key)), part) for key, part in list(value.items())
@@ -167,10 +167,10 @@ def parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def identity(value: Any, alive: dict[int, Any]) -> Any:
-    """Return what is equal for plain values that are the same, and otherwise for one object, unchanged if a tensor.
+    """Return a key that is equal for equal plain values, and otherwise for the same object, or unchanged tensor.
 
     Args:
-        alive: keeps the objects, so that no id is used again.
+        alive: keeps the objects, so that no id is reused.
     """
     if isinstance(value, float | complex):
         # 0.0 equals -0.0, and a NaN nothing.
@@ -182,7 +182,7 @@ def identity(value: Any, alive: dict[int, Any]) -> Any:
 
 
 def comparable(value: Any, alive: dict[int, Any], depth: int = 3) -> Any:
-    """Return the `identity` of a value, and of the items of lists and the like what is in them."""
+    """Return the `identity` of a value, or of the items of lists and similar containers."""
     if not isinstance(value, CONTAINERS) or not depth or len(value) > MAX_ITEMS:
         return identity(value, alive)
     items = [(name, comparable(item, alive, depth - 1)) for name, item in parts(value)]
@@ -190,14 +190,14 @@ def comparable(value: Any, alive: dict[int, Any], depth: int = 3) -> Any:
 
 
 def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, Any], objects: bool = True) -> None:
-    """Note in ``undo`` how ``value`` and what it holds come back; ``visited`` keeps what was seen, so that ids last.
+    """Add to ``undo`` functions that restore ``value`` and its contents; ``visited`` keeps objects, so that ids last.
 
-    ``objects``: also inside of objects and closures, not of lists and the like only.
+    ``objects``: also restore the contents of objects and closures, not only of lists and similar containers.
     """
     waiting = [value]
     while waiting:
         item = waiting.pop()
-        # What stands in for a submodule notes its calls, which are no state of the model.
+        # The stand-in of a submodule records its calls, which are no state of the model.
         if id(item) in visited or isinstance(item, _ATOMS) or is_intercepted(item):
             continue
         visited[id(item)] = item

@@ -1,6 +1,6 @@
 """Registered tensors that a module holds a second time, in plain attributes: ``self.gains = {"input": self.w}``.
 
-What runs member by member has tensors of the array in the place of its own. These stand wherever the own ones stood:
+Members' own code runs with tensors of the array in place of its own. They must replace these wherever they are held:
 in lists, dicts, tuples, objects and `functools.partial`.
 """
 

@@ -1,4 +1,4 @@
-"""Members' own code twice with one result: what it draws at random depends, while `repeatable`, on its place alone."""
+"""Run members' own code twice with the same result: inside `repeatable`, its draws depend only on its place."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def repeating(model: nn.Module, islands: Iterable[Island], member: int) -> Itera
         number = next_call()
         if number is None:
             return method.original(*args, **kwargs)
-        # Not to be told what to draw, as the rest of the member is.
+        # Its draws must not be replaced, as those of the rest of the member are.
         with _disable_current_modes(), seeded(number, member):
             return method.original(*args, **kwargs)
 

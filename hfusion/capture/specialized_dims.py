@@ -1,12 +1,12 @@
-"""What specializes a size that varies while forward is traced, and what may depend on such a size.
+"""Keep sizes that vary dynamic while forward is traced, and record the code that may depend on them.
 
-To know the shapes that a recurrent layer gives, torch's tracers write out every step. Inside `open_lengths` a layer is
-one call of an operator of our own, whose shapes follow from its arguments; `original` gives back torch's. Some other
-functions take no symbols for sizes, and are written by others that do. Tried with torch 2.13.
+To infer the shapes of a recurrent layer, torch's tracers write out every step. Inside `open_lengths` a layer is one
+call of an operator of our own, whose shapes follow from its arguments; `original` returns torch's. Some other
+functions take no symbols for sizes, and are replaced by others that do. Tried with torch 2.13.
 
 `size_uses` notes where Python code computes with sizes that vary. A trace of a member at one size shows every number
 that reaches an operator, but not one that is compared with a size, or that a size is divided by: at another size, other
-operators may follow. Members that differ in what may stand there are captured each. Private to torch, tried on 2.13:
+operators may follow. Members that differ in such numbers are captured separately. Private to torch, tried on 2.13:
 the methods of ``torch.SymInt`` and ``torch.SymFloat`` for Python's operators.
 """
 
@@ -56,7 +56,7 @@ _ORIGINAL = {
 
 
 def _output(x: Tensor, state: Tensor, bidirectional: bool) -> Tensor:
-    """All steps' hidden states, whose last dim is that of ``state``."""
+    """Return an empty tensor for the hidden states of all steps, whose last dim is that of ``state``."""
     return x.new_empty(*x.shape[:2], state.shape[-1] * (2 if bidirectional else 1))
 
 
@@ -165,9 +165,9 @@ class SizeUse:
 
 @contextmanager
 def size_uses() -> Iterator[list[SizeUse]]:
-    """While active, note the numbers that code of this thread brings together with sizes that vary.
+    """Context manager: record the numbers that code of this thread combines with sizes that vary.
 
-    A number that stands in the code itself, right of the operator, is no member's own and is left out.
+    A literal in the code, right of the operator, is not specific to a member and is left out.
     """
     uses: list[SizeUse] = []
     here = threading.get_ident()

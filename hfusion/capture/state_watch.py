@@ -1,8 +1,8 @@
 """The Python state of modules while forward runs: attributes, and the lists, dicts and objects that they lead to.
 
 A submodule that runs as the members' own code keeps its Python state from call to call, as alone. That is exact only
-while nothing outside of it takes part: the rest of forward is a graph, which neither repeats what a parent assigns
-(``self.cell.state = None``) nor reads what the submodule leaves. A recorded run shows who takes part: the state is read
+while no code outside of it uses that state: the rest of forward is a graph, which neither repeats assignments of a
+parent (``self.cell.state = None``) nor reads the submodule's. A recorded run detects such use: the state is read
 whenever a call begins and ends.
 """
 
@@ -55,7 +55,7 @@ class CallState:
     Attributes:
         before: the state at the beginning.
         after: the state at the end.
-        left: the attributes, by path in the module and name, that lead to what the call changed; with their values.
+        left: the attributes, by path in the module and name, that lead to changes by the call; with their values.
     """
 
     before: State
@@ -90,7 +90,7 @@ class RunState:
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
-    """The Python state of a ``model`` in recorded runs, the second with what the first left."""
+    """The Python state of a ``model`` in two recorded runs; the second starts from the state after the first."""
 
     model: nn.Module
     reader: StateReader
@@ -141,7 +141,7 @@ def changed(before: State, after: State) -> Set[int | str]:
 
 
 class StateReader:
-    """Reads states. What was read stays alive, so that no id is used again."""
+    """Reads states. The objects read are kept alive, so that no id is reused."""
 
     def __init__(self, model: nn.Module) -> None:
         self._alive: dict[int, Any] = {}
@@ -172,9 +172,9 @@ class StateReader:
         return items_of
 
     def assignable(self, state: State) -> Set[Any]:
-        """The attributes in ``state`` of modules, and of objects whose classes are in files that define modules.
+        """Return the attributes in ``state`` of modules, and of objects whose classes are in files that define modules.
 
-        What code of forward may assign is known by names alone, and a configuration has many names.
+        Assignments in forward's code are known by names alone, and a configuration has many names.
         """
         holders = [(key, self._alive[key]) for key in state if isinstance(key, int)]
         files = {type(holder).__module__ for _, holder in holders if isinstance(holder, nn.Module)}
@@ -221,7 +221,7 @@ def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def hide(island: Island, module: nn.Module, assigned: Mapping[tuple[str, str], Any]) -> None:
-    """Put what raises when it is read into the attributes that a loop over members may set.
+    """Replace the attributes that a loop over members may set by objects that raise when they are read.
 
     Args:
         module: that of ``island``, while forward is traced.
@@ -230,7 +230,7 @@ def hide(island: Island, module: nn.Module, assigned: Mapping[tuple[str, str], A
     written = written_by_call(island, module)
     for path, part in module.named_modules():
         for name, value in python_attributes(part):
-            # Code asks whether there is a value: after a call that left None there is none.
+            # Code tests whether there is a value: after a call that left None there is none.
             if (path, name) in assigned and assigned[path, name] is None:
                 vars(part)[name] = None
             elif (path, name) in assigned or name in written:

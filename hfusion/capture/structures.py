@@ -1,4 +1,4 @@
-"""Models of one array that differ in some submodules: what they may differ in, and how their tensors share stacks.
+"""Models of one array that differ in some submodules: checks of the differences, and the layout of shared stacks.
 
 A stack ``[B, *T]`` has a row for every member. T is the largest of the members' own shapes in every dim: the tensor of
 a member is the leading part of its row, the rest is zero and no member reads it; all of it where a member has no such
@@ -20,33 +20,39 @@ from hfusion.core.errors import FusionError
 LEAST_COMMON = 0.5
 
 
-def check_structures(models: Sequence[nn.Module]) -> None:
-    """Raise a FusionError where ``models`` differ in more than an array of variants can hold."""
-    firsts: list[int] = [0]
-    for index, model in enumerate(models[1:], start=1):
-        differences = [_difference(models[first], index, model) for first in firsts]
+def check_structures(models: Sequence[nn.Module], numbers: Sequence[int] | None = None) -> None:
+    """Raise a FusionError where ``models`` differ in more than an array of variants can hold.
+
+    ``numbers``: what errors call the models, by default their positions.
+    """
+    numbers = range(len(models)) if numbers is None else numbers
+    # One model of each structure.
+    firsts = [(numbers[0], models[0])]
+    for index, model in zip(numbers[1:], models[1:], strict=True):
+        differences = [_difference(first, other, index, model) for first, other in firsts]
         if None in differences:
             continue
-        _check_variant(models[0], index, model, differences[0])
-        firsts.append(index)
+        for (_, other), difference in zip(firsts, differences, strict=True):
+            _check_variant(other, model, difference)
+        firsts.append((index, model))
     if len(firsts) > 1:
-        _check_common([models[first] for first in firsts], firsts)
+        _check_common([model for _, model in firsts], [index for index, _ in firsts])
 
 
-def _difference(model: nn.Module, index: int, other: nn.Module) -> FusionError | None:
+def _difference(first: int, model: nn.Module, index: int, other: nn.Module) -> FusionError | None:
     try:
         check_pair(model, index, other)
     except FusionError as error:
-        return error
+        return FusionError(str(error).replace("model 0", f"model {first}"))
     return None
 
 
-def _check_variant(model: nn.Module, index: int, other: nn.Module, difference: FusionError | None) -> None:
-    """Raise the ``difference`` of model 0 and ``other`` unless it is one of submodules alone."""
+def _check_variant(model: nn.Module, other: nn.Module, difference: FusionError | None) -> None:
+    """Raise the ``difference`` of two models unless it is one of submodules alone."""
     assert difference is not None
     ours, theirs = (dict(each.named_modules(remove_duplicate=False)) for each in (model, other))
     for path, module in theirs.items():
-        # Two classes of one name are told apart by nothing but their code.
+        # Two classes of one name can only be distinguished by their code.
         kinds = [_class(each) for each in (ours.get(path) or module, module)]
         if len({(kind.__module__, kind.__qualname__) for kind in kinds}) == 1 and not _alike(*kinds):
             raise difference
@@ -68,27 +74,37 @@ def _kind(tensor: Tensor) -> object:
 
 
 def _check_common(models: Sequence[nn.Module], indices: Sequence[int]) -> None:
-    """Raise a FusionError where models, one of each structure, have little in common, or what differs in kind."""
+    """Raise FusionError if models, one of each structure, have little in common, or tensors of different kinds."""
     named = [dict(tensors(model)) for model in models]
     keys = set.intersection(*(set(own) for own in named))
     common = {name for name in keys if len({own[name].shape for own in named}) == 1}
     sizes = [{name: p.numel() for name, p in own.items() if isinstance(p, nn.Parameter)} for own in named]
     shared = sum(size for name, size in sizes[0].items() if name in common)
-    if shared < LEAST_COMMON * min(sum(own.values()) for own in sizes):
-        for index, other in zip(indices[1:], models[1:], strict=True):
-            check_pair(models[0], index, other)
+    smallest = min(sum(own.values()) for own in sizes)
+    if shared < LEAST_COMMON * smallest:
+        alike = [sum(n for name, n in sizes[0].items() if _shape(own, name) == named[0][name].shape) for own in named]
+        least = min(range(1, len(models)), key=alike.__getitem__)
+        difference = _difference(indices[0], models[0], indices[least], models[least])
+        raise FusionError(
+            f"{difference}. Models of several structures need half of their parameters in common, and these have "
+            f"{shared} of {smallest} values"
+        )
     first: dict[str, tuple[int, Tensor]] = {}
     for index, own in zip(indices, named, strict=True):
         for name, tensor in own.items():
             before, known = first.setdefault(name, (index, tensor))
             if _kind(known) != _kind(tensor):
                 raise FusionError(
-                    f"{name} is {_told(known)} in model {before} and {_told(tensor)} in model {index}; let it be of "
-                    "one kind, or give it two names"
+                    f"{name} is {_describe(known)} in model {before} and {_describe(tensor)} in model {index}; "
+                    "let it be of one kind, or give it two names"
                 )
 
 
-def _told(tensor: Tensor) -> str:
+def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None
+
+
+def _describe(tensor: Tensor) -> str:
     kind = "a parameter" if isinstance(tensor, nn.Parameter) else "a buffer"
     flag = "" if tensor.requires_grad or not isinstance(tensor, nn.Parameter) else ", frozen"
     return f"{kind} {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}{flag}"

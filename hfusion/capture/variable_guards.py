@@ -47,15 +47,15 @@ class _Holder:
 
 @dataclass(frozen=True)
 class Questions:
-    """The questions that code of models may ask of torch and tensors besides values, by the names in it.
+    """The properties of torch and tensors besides values that code of models may read, by the names in it.
 
     Attributes:
         names: all names in the code, also those that it passes to getattr.
-        autocast: whether it may ask if autocast is on.
-        settings: how the settings of torch are read that it may ask for.
-        gradients: whether it may ask which tensors need a gradient.
-        strides: whether it may ask how tensors lie in memory.
-        random_state: whether it may ask for the state of random numbers.
+        autocast: whether it may read if autocast is on.
+        settings: the functions that read the settings of torch that it may use.
+        gradients: whether it may read which tensors need a gradient.
+        strides: whether it may read strides.
+        random_state: whether it may read the state of random numbers.
     """
 
     names: frozenset[str]
@@ -78,9 +78,9 @@ class Questions:
 
 
 class Variables:
-    """The variables that the code of ``models`` names, with the values they had when last looked at.
+    """The variables that the code of ``models`` names, with the values they had at the last check.
 
-    ``without`` are left out, by name. ``questions``: what else the code may ask for.
+    ``without`` are left out, by name. ``questions``: the other properties that the code may read.
     """
 
     def __init__(self, models: Sequence[nn.Module], without: frozenset[str] = frozenset()) -> None:
@@ -117,7 +117,7 @@ class Variables:
 
 
 def names_of(models: Sequence[nn.Module]) -> frozenset[str]:
-    """All names in the code that the forward of ``models`` may run, also those that it passes to getattr."""
+    """Return all names in the code that the forward of ``models`` may run, also those that it passes to getattr."""
     search = _CodeSearch(models)
     search.holders()
     return search.all_names
@@ -140,7 +140,7 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def _items(value: Any, depth: int = MAX_DEPTH) -> Iterator[tuple[Read, Any, tuple[Any, ...]]]:
-    """Yield what to compare of containers of plain values, which may be changed in place."""
+    """Yield the items to compare of containers of plain values, which may be changed in place."""
     if isinstance(value, list | dict) and _is_plain(value):
         yield _flat, value, tuple(_flat(value))
     if isinstance(value, list | dict | tuple) and depth and _is_plain(value):
@@ -180,7 +180,7 @@ def content(value: Any) -> Any:
 
 
 class _CodeSearch:
-    """Follows the code of modules from their forward on: methods, functions of files, what these name in turn."""
+    """Follows the code of modules from their forward on: methods, functions of files, and the names in these."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._parts: dict[type, set[str]] = {}
@@ -243,7 +243,7 @@ class _CodeSearch:
 
     def _class(self, kind: type, names: set[str], paths: set[str]) -> None:
         for name, value in list(vars(kind).items()):
-            # Those made anew whenever they are asked for have no identity.
+            # Bound class methods are created on each access, so `is` cannot compare them.
             if name in names and not isinstance(value, classmethod) and not name.startswith("__"):
                 self._note(f"{kind.__qualname__}.", kind, name, paths)
 
@@ -317,7 +317,7 @@ _BY_TEXT = frozenset({"globals", "vars", "eval", "exec", "__dict__", "__globals_
 
 
 def _attributes_named(function: types.FunctionType) -> set[str]:
-    """The attributes in its code, and what it asks for by getattr."""
+    """Return the attributes in its code, and those that it reads by getattr."""
     names = names_in(function.__code__)
     return {*names.attributes, *names.texts}
 

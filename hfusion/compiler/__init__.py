@@ -1,1 +1,1 @@
-"""From one graph to the program of the array."""
+"""Compile one member's graph to the program of the array."""

@@ -1,4 +1,4 @@
-"""What an array is called with, flat and hashable."""
+"""The arguments of a call of an array, flat and hashable."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ class Arguments:
 
     @property
     def loose_key(self) -> Any:
-        """As `key`, but blind to sizes: calls with one loose key may share a capture."""
+        """The `key` without sizes: calls with the same loose key may share a capture."""
         return (self.spec, *map(_loose_key, self.leaves))
 
     @property
     def numberless_key(self) -> Any:
-        """As `loose_key`, but blind to the values of numbers, too."""
+        """The `loose_key` without the values of numbers."""
         return (self.spec, *(type(leaf) if type(leaf) in (int, float) else _loose_key(leaf) for leaf in self.leaves))
 
     def of_member(self, member: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What member ``member`` is called with."""
+        """Return the positional and keyword arguments of member ``member``."""
         rows = [row_of_leaf(leaf, member) for leaf in self.leaves]
         if isinstance(self.spec, int):
             return tuple(rows), {}
@@ -76,7 +76,7 @@ class Arguments:
 
     @property
     def strides(self) -> tuple[Any, ...]:
-        """Hashable: how the leaves lie in memory as a member sees them, None for what is contiguous or no tensor."""
+        """The strides of each leaf as a member sees it, hashable; None for contiguous tensors and other values."""
         rows = [row_of_leaf(leaf, 0) for leaf in self.leaves]
         dense = [isinstance(row, Tensor) and row.layout is torch.strided for row in rows]
         return tuple(
@@ -85,16 +85,16 @@ class Arguments:
 
     @property
     def memory_orders(self) -> tuple[Any, ...]:
-        """Hashable: the order in memory of each leaf's dims as a member sees them, also for other sizes of the dims.
+        """The memory order of each leaf's dims as a member sees it, hashable and independent of sizes.
 
-        None for what is contiguous or no tensor; strides where no order of the dims is contiguous.
+        None for contiguous tensors and other values; strides if no order of the dims is contiguous.
         """
         rows = [row_of_leaf(leaf, 0) for leaf in self.leaves]
         return tuple([None if not isinstance(row, Tensor) else _memory_order(row) for row in rows])
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of the leaves as a member sees them; empty for what is no tensor."""
+        """The shapes of the leaves as a member sees them; empty for values that are no tensors."""
         return [_shape(leaf) for leaf in self.leaves]
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> Arguments:
@@ -107,7 +107,7 @@ class Arguments:
         return [leaf for leaf in self.leaves if isinstance(leaf, Ragged)]
 
     def of_rows(self, rows: Sequence[int]) -> Arguments:
-        """Those of an array of the members ``rows``, whose ragged leaves are of one size."""
+        """Return the arguments of the members ``rows``, whose ragged leaves must have one size."""
         return Arguments(tuple(_of_rows(leaf, rows) for leaf in self.leaves), self.spec)
 
     @property
@@ -118,7 +118,7 @@ class Arguments:
 
     @property
     def values(self) -> list[Any]:
-        """What the program takes."""
+        """The arguments in the form that the program takes: tensors, with stacked ones unwrapped."""
         return [leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in self.leaves]
 
 
@@ -129,7 +129,7 @@ def _memory_order(tensor: Tensor) -> Any:
 
 
 def row_of_leaf(leaf: Any, member: int) -> Any:
-    """What one member sees of a leaf."""
+    """Return one member's part of a leaf."""
     if isinstance(leaf, Ragged):
         return leaf[member]
     return leaf.tensor[member] if is_stacked(leaf) else leaf
@@ -172,7 +172,7 @@ def _loose_key(leaf: Any) -> Any:
 
 
 def is_tensors(leaf: Any) -> bool:
-    """Whether a leaf is, or holds, tensors."""
+    """True if a leaf is, or holds, tensors."""
     return isinstance(leaf, (*BATCHED, Ragged))
 
 

@@ -19,7 +19,7 @@ LIMIT = 1e-3
 
 
 class _ValueRecorder(fx.Interpreter):
-    """Runs a program and keeps every node's value, by the member's node that it stands for."""
+    """Runs a program and keeps every node's value, by the member's node that it computes."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)

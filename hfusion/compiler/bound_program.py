@@ -1,4 +1,4 @@
-"""A program with the tensors of a module: looked up at every call, so that what replaces them is seen."""
+"""A program bound to the tensors of a module, which are looked up at every call, so that they may be replaced."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BoundProgram:
 
     @property
     def looped_calls(self) -> int:
-        """How many calls of single members' operators the program makes."""
+        """The number of calls of single members' operators in the program."""
         program = self.compiled.program
         nodes = program.module.graph.nodes
         loops = [n for n in nodes if n.meta.get("layout") is Layout.LISTED and not n.meta.get("transition")]
@@ -57,7 +57,7 @@ class BoundProgram:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Of the tensors at ``places``."""
+        """The layouts of the tensors at ``places``."""
         program = self.compiled.program
         pairs = zip(program.slots, program.layouts, strict=True)
         return tuple(layout for slot, layout in pairs if slot.kind is not Kind.INPUT)

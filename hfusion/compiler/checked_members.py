@@ -1,4 +1,4 @@
-"""Which members of a large array the self-check compares: those that its numbers and variants tell apart most."""
+"""Choose the members of a large array for the self-check: those that differ most in their numbers and variants."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hfusion.passes.align import scalars
 
 # Arrays of so few members are compared whole.
 MAX_COMPARED_WHOLE = 16
-# Members of larger ones that are compared at least, and values of one kind that are told apart.
+# The least number of members compared in larger arrays, and of values of one kind that are distinguished.
 MIN_COMPARED, MAX_VALUES = 8, 8
 
 
 def checked_members(compiled: Compiled, variants: Sequence[int]) -> list[int]:
     """Return the members to compare, in ascending order, the same for the same program.
 
-    All members of a program compute the same operators, but for what `scalars` of its graph tells: the numbers of each
-    at an operator, and which operators are only those of some. Of each of these, a member for every value is compared
-    where values are few, else those with the least and the greatest. The first and the last member, and some between
-    them, are compared in any case; all members where some code runs member by member.
+    All members of a program compute the same operators, except for the differences that `scalars` of its graph returns:
+    the numbers of each member at an operator, and operators that only some members run. For each of these, one member
+    per value is compared if there are few values, else those with the least and the greatest. The first and the last
+    member, and some between them, are always compared; all members are if some code runs member by member.
 
     Args:
-        variants: of each member, which set of Python numbers it has.
+        variants: for each member, the index of its set of Python numbers.
     """
     members = compiled.program.members
     if members <= MAX_COMPARED_WHOLE or compiled.opaque:

@@ -1,4 +1,4 @@
-"""One graph for members that do the same, and an error that names who does not."""
+"""Build one graph for members with the same operators, or raise an error that names the member that differs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ LEAST_COMMON = 0.5
 
 @dataclass(frozen=True, eq=False)
 class CommonGraph:
-    """The graph of all members of an array, its placeholders' slots, and the tensors that it holds by itself.
+    """The graph of all members of an array, its placeholders' slots, and the constants that it holds.
 
-    ``differing``: the constants of which each member has its own, stacked. ``partial``, ``apart``: as of
-    `hfusion.passes.merge`; None where all members do the same.
+    ``differing``: the constants of which each member has its own, stacked. ``partial``, ``apart``: those of
+    `hfusion.passes.merge`; None if all members run the same operators.
     """
 
     graph: fx.Graph
@@ -192,7 +192,7 @@ def _shown(value: Any) -> str:
 
 
 def _alike(captures: Sequence[Capture]) -> list[list[int]]:
-    """Which variants do the same, in the order of their first ones."""
+    """Group variants that run the same operators, in the order of the first variant of each group."""
     groups: list[list[int]] = []
     for variant, capture in enumerate(captures):
         for group in groups:

@@ -51,13 +51,13 @@ UNKNOWN = VaryingSizes()
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What is compiled: ``member(b)`` gives member b as a live module.
+    """The array to compile: ``member(b)`` returns member b as a live module.
 
-    ``loops``: what cannot be captured runs in a loop over members, at the smallest submodule; otherwise it is an error.
-    ``tune``: ways to run operators are measured, not estimated. ``device``: on which they will run, where that is not
-    the one on which the tensors lie. ``looped``: what runs in a loop whatever it is, each with the reason; it may grow.
+    ``loops``: code that cannot be captured runs in a loop over members, at the smallest submodule; otherwise it is an
+    error. ``tune``: lowerings are measured, not estimated. ``device``: where the program will run, if that is not the
+    device of the tensors. ``looped``: submodules that run in a loop in any case, with the reason of each; it may grow.
     ``shapes``: the shape of a row of each stack that members' own tensors do not all fill; None for members of one
-    structure, which do the same.
+    structure, which run the same operators.
     """
 
     name: str
@@ -74,10 +74,10 @@ class ArraySpec:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program with what it was made of.
+    """A program with the graph it was compiled from.
 
-    ``graph`` is the members' common graph, ``constants`` the tensors that the program holds by itself, ``opaque`` the
-    calls that run the members' own code; ``modes`` as of `Capture`. ``partial``: the parameters that some members lack.
+    ``graph`` is the members' common graph, ``constants`` the tensors that the program holds, ``opaque`` the calls that
+    run the members' own code; ``modes`` those of `Capture`. ``partial``: the parameters that some members lack.
     """
 
     program: Program
@@ -109,7 +109,7 @@ class Compiled:
 
     @property
     def infers_sizes(self) -> bool:
-        """Whether sizes of what runs member by member are inferred from those of the inputs."""
+        """True if sizes of results of members' own code are inferred from those of the inputs."""
         return any(call.open_sizes for call in self.opaque)
 
     @property
@@ -119,7 +119,7 @@ class Compiled:
 
     @property
     def dims(self) -> list[frozenset[int]]:
-        """For each input, the dims whose sizes are left open."""
+        """The dynamic dims of each input."""
         return input_dims(self.graph, self.program.slots)
 
 
@@ -217,7 +217,7 @@ def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compile
 
 
 def of_member(compiled: Compiled, member: int) -> Compiled:
-    """What one member computes, as the program of an array of one."""
+    """Return the program of one member, as an array of one."""
     compiled = with_inputs_of(compiled, [member])
     program, graph = compiled.program, select(compiled.graph, member)
     module = batch(graph, program.layouts, 1, RULES, choose_ways(graph, program.layouts, 1, tune=False))
@@ -240,17 +240,17 @@ def with_inputs_of(compiled: Compiled, rows: Sequence[int]) -> Compiled:
 
 
 def look_at(program: Program) -> None:
-    """Let the last two stages of ``program`` be checked and written down, if that is asked for."""
+    """Check and dump the last two stages of ``program``, if that is enabled."""
     module, code = program.module, program.code
     stage(program.name, "batched", lambda: str(program), lambda: check_array(module, program.members))
-    told = partial(describe_graph, f"the code of {program.name}", code, program.members)
-    stage(program.name, "gathered", told, lambda: check_code(program))
+    text = partial(describe_graph, f"the code of {program.name}", code, program.members)
+    stage(program.name, "gathered", text, lambda: check_code(program))
 
 
 def choose_ways(
     graph: fx.Graph, layouts: Sequence[Layout], members: int, tune: bool, device: torch.device | None = None
 ) -> dict[fx.Node, Choice]:
-    """How each operator runs in an array of ``members``; on another ``device`` than the graph's nothing is measured."""
+    """Choose how each operator runs in an array of ``members``; measures only on the device of the graph."""
     model = Model.of(graph, members, None if device is None else compute_rates(device))
     if not tune or device is not None or has_variants(graph):
         return choose(graph, layouts, members, RULES, model)
@@ -304,7 +304,7 @@ def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
 
 
 def check_stackable(compiled: Compiled, what: str) -> None:
-    """Raise a FusionError where results differ in shape between members, so that ``what`` cannot take them."""
+    """Raise FusionError if results differ in shape between members, so that ``what`` cannot take them."""
     for rows in filter(None, compiled.program.result_rows):
         raise FusionError(
             f"{what} cannot take results whose shapes differ between members {list(rows[0])} and {list(rows[1])}; "

@@ -1,4 +1,4 @@
-"""From a call of an array to the program that computes it: captured when first needed, kept per signature."""
+"""Find the program for a call of an array: captured when first needed, cached per signature."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MAX_PROGRAMS = 8
 # Values of the numbers among arguments for which programs are made without a word.
 MAX_NUMBERS = 16
 
-# Kinds of calls whose program is told at a glance; those of others by its guards.
+# Kinds of calls whose program is looked up directly; those of others are found by guards.
 MAX_KEYS = 4096
 
 
 class SparseArgument(FusionError):
-    """Of a call that only the members' own code can serve."""
+    """Raised for a call with a sparse argument, which only the members' own code can take."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Met:
             dims.update(dim for dim, (a, b) in enumerate(zip(first, now, strict=True)) if a != b)
 
     def closed_in(self, compiled: Compiled) -> bool:
-        """Whether a program holds for one size only of what was met with two; that of a single one always does."""
+        """True if a program is specialized to one size of a dim that was called with two. Sizes of 1 do not count."""
         placeholders = compiled.graph.find_nodes(op="placeholder")
         pairs = zip(placeholders, compiled.program.slots, strict=True)
         examples = [node.meta.get("val") for node, slot in pairs if slot.kind is Kind.INPUT]
@@ -66,8 +66,8 @@ class Met:
 class Compiler:
     """The programs of one subject, per training pattern and signature.
 
-    The first is for the sizes that it was made for, but for the number of samples. What is met with two sizes is left
-    open in those to come, as long as the compiler ``opens`` sizes.
+    The first program is specialized to its sizes, except for the number of samples. Dims that are called with two sizes
+    are dynamic in later programs, if the compiler ``opens`` sizes.
     """
 
     subject: ArraySpec
@@ -177,7 +177,7 @@ class Compiler:
 
 
 def _in_order(compiled: Compiled, arguments: Arguments) -> bool:
-    """Whether inputs lie in memory as the program needs them to."""
+    """True if the inputs have the memory orders that the program requires."""
     return compiled.memory_orders is None or compiled.memory_orders == arguments.memory_orders
 
 

@@ -1,7 +1,7 @@
-"""Captures of many members that differ in numbers, made of a few: one is captured, and others prove it.
+"""Derive the captures of members that differ in numbers from one capture, and verify it by a few others.
 
-Every member runs once eagerly, which tells its numbers at every operator. Where they belong in the graph follows from
-the operators that the capture came from. One or two further captures must be what was made for their members.
+Every member runs once eagerly, which records its numbers at every operator. The capture's record of operators gives
+their places in the graph. One or two further captures must equal the graphs derived for their members.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class _Variants:
 def capture_variants(
     count: int, member: Callable[[int], Member], capture: Callable[[int], tuple[Capture, list[OpaqueCall]]]
 ) -> list[tuple[Capture, list[OpaqueCall]]]:
-    """The captures of variants 0 to ``count - 1``; at most `MAX_CAPTURES` of those that differ in numbers only.
+    """Return the captures of variants 0 to ``count - 1``, exporting at most `MAX_CAPTURES` that differ in numbers only.
 
     Args:
-        member: gives the member of a variant.
-        capture: captures it.
+        member: returns the member of a variant.
+        capture: captures a variant.
 
     Raises:
-        FusionError: what keeps a member from being captured.
+        FusionError: a member cannot be captured; the message gives the reason.
     """
     if count <= MAX_CAPTURES:
         return [capture(variant) for variant in range(count)]
@@ -138,7 +138,7 @@ def _capture_group(
 
 
 def _is_faithful(capture: Capture, member: Member) -> bool:
-    """Whether a capture gives what the member's code gives, gradients included."""
+    """True if a capture computes the same as the member's code, gradients included."""
     try:
         check_faithful(capture, member.model, member.args, member.kwargs)
     except FusionError:
@@ -147,7 +147,7 @@ def _is_faithful(capture: Capture, member: Member) -> bool:
 
 
 def may_be_sizes(calls: Sequence[Any], changes: Changes) -> bool:
-    """Whether a number that changes may decide on sizes: then only a capture tells what it asks of these."""
+    """True if a changed number may determine sizes, so that the guards on sizes need a capture."""
     kinds = (
         str(argument.type)
         for call, paths in changes.items()
@@ -167,7 +167,7 @@ def changes_between(calls: Sequence[Any], mine: OperatorTrace, other: OperatorTr
     place_of: dict[int, int] = {}
     start = 0
     for number, target in enumerate(calls):
-        # What an export leaves out is what nobody needs.
+        # An export leaves out only unused results.
         place = next((k for k in range(start, len(mine.calls)) if _same_target(mine.calls[k].target, target)), None)
         if place is not None:
             place_of[place], start = number, place + 1
@@ -192,7 +192,7 @@ def filled_capture(first: Capture, changes: Changes) -> Capture:
 
 
 def keyed_constants(graph: fx.Graph, slots: Sequence[Slot], named: Mapping[str, T]) -> dict[str, T]:
-    """What stands by the names of placeholders, by the keys of the constants that these are. Raises Unexplained."""
+    """Return ``named``, keyed by constants instead of placeholders. Raises Unexplained if one is no constant."""
     if not named:
         return {}
     pairs = zip(graph.find_nodes(op="placeholder"), slots, strict=True)
@@ -204,7 +204,7 @@ def keyed_constants(graph: fx.Graph, slots: Sequence[Slot], named: Mapping[str, 
 
 
 def check_constant(key: str, constant: Tensor, made: Tensor) -> None:
-    """Raise Unexplained where a constant is not what the code made."""
+    """Raise Unexplained if a constant differs from the tensor that the code created."""
     if not _equal_tensors(constant, made):
         raise Unexplained(f"the tensor {key} is not as the code gave it")
 
@@ -245,5 +245,5 @@ def _same_capture(mine: Capture, other: Capture) -> bool:
 
 
 def sizes_meet_none(uses: Sequence[SizeUse], model: Any, others: Sequence[Any]) -> bool:
-    """Whether no number in which ``others`` differ from ``model`` meets a size that varies."""
+    """True if no number in which ``others`` differ from ``model`` is combined with a size that varies."""
     return not uses or not DifferingNumbers.of(model, others).may_stand_in(uses, model)

@@ -1,4 +1,4 @@
-"""What a fused module tells of itself: which operators run how, and why."""
+"""The report of a fused module: how its operators run, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDEST = 40
 
 @dataclass
 class Cost:
-    """What some alike operators cost: seconds estimated, seconds measured, and those of the lowerings that lost."""
+    """Cost of a group of similar operators in seconds: estimated, measured, and of the rejected lowerings."""
 
     estimate: float = 0.0
     measured: float | None = None
@@ -70,16 +70,18 @@ class ProgramReport:
 class FusionReport:
     """``str(report)`` is for people, ``report.parts`` for programs; ``print(part.program)`` shows every node.
 
-    ``loops`` says what was not captured and runs in a loop over members.
+    ``loops`` lists the code that was not captured and runs in a loop over members; ``sizes`` how batches of different
+    sizes run.
     """
 
     parts: tuple[ProgramReport, ...]
     loops: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.parts and not self.loops:
             return "nothing captured yet: capture happens at the first call"
-        return "\n".join([*map(str, self.parts), *self.loops])
+        return "\n".join([*map(str, self.parts), *self.loops, *self.sizes])
 
     def __repr__(self) -> str:
         eager = sum(row.count for part in self.parts for row in part.rows if "opaque" in row.operator) + len(self.loops)
@@ -88,7 +90,7 @@ class FusionReport:
     def _repr_html_(self) -> str:
         if not self.parts and not self.loops:
             return html.paragraph(str(self))
-        return "".join([*map(_program_html, self.parts), *map(html.paragraph, self.loops)])
+        return "".join([*map(_program_html, self.parts), *map(html.paragraph, (*self.loops, *self.sizes))])
 
 
 def _program_html(part: ProgramReport) -> str:
@@ -102,11 +104,12 @@ def joined(reports: Sequence[FusionReport]) -> FusionReport:
     return FusionReport(
         tuple(part for report in reports for part in report.parts),
         tuple(loop for report in reports for loop in report.loops),
+        tuple(line for report in reports for line in report.sizes),
     )
 
 
 def describe(program: Program, check: str) -> ProgramReport:
-    """Count what ``program`` does."""
+    """Count the operators of ``program`` by the way they run."""
     alike: defaultdict[tuple[str, Lowering], list[fx.Node]] = defaultdict(list)
     for node in program.module.graph.nodes:
         if node.op == "call_function" and "origin" in node.meta and not node.meta.get("transition"):

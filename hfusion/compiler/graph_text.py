@@ -1,7 +1,7 @@
 """Graphs as JSON: calls by the names of what they call, values as they are.
 
-Nothing in a text is code. What is called is looked up among torch's operators and in the modules named in `_SOURCES`;
-what cannot be said so is refused when it is written.
+A text contains no code. Functions are looked up among torch's operators and in the modules named in `_SOURCES`; a
+graph that calls others is refused when it is written.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from hfusion.passes.regions import Region
 # The packages whose functions a graph may call.
 _SOURCES = ("hfusion", "torch", "math", "_operator")
 _PLAIN = (bool, int, float, str, type(None))
-# Values of torch that are told by their names, such as float32 and contiguous_format.
+# Values of torch that are written as their names, such as float32 and contiguous_format.
 _NAMED = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
 class Unwritable(Exception):
-    """A graph holds what has no text; the message names it."""
+    """A graph holds a value that cannot be written as text; the message names it."""
 
 
 def write_graph(graph: fx.Graph, root: nn.Module | None = None) -> list[Any]:
     """``graph`` as JSON's values: a list for each node. ``root`` holds the regions that it calls, if it calls any.
 
-    Of what stands beside the nodes (``meta``) only the scalars of members are written, and which members
-    compute a node, without which a graph is wrong.
+    Of the nodes' ``meta`` only the scalars of members are written, and the members that compute a node, without which a
+    graph is wrong.
     """
     places = {node: place for place, node in enumerate(graph.nodes)}
     return [_write_node(node, places, root) for node in graph.nodes]
 
 
 def read_graph(rows: Sequence[Any]) -> fx.GraphModule:
-    """What `write_graph` wrote. Raises LookupError, ValueError, TypeError or AttributeError for what is none."""
+    """Read the output of `write_graph`. Raises LookupError, ValueError, TypeError or AttributeError for other input."""
     root, graph = nn.Module(), fx.Graph()
     nodes: list[fx.Node] = []
     for op, name, target, args, kwargs, meta in rows:
@@ -132,7 +132,7 @@ def _named(text: str, known: type) -> Any:
 
 
 def function_name(fn: Any) -> str:
-    """Where ``fn`` is found, such as ``torch:ops.aten.add.Tensor``. Raises Unwritable for what has no such place."""
+    """Return the import path of ``fn``, such as ``torch:ops.aten.add.Tensor``. Raises Unwritable if it has none."""
     if isinstance(fn, Memberwise):
         return f"each {function_name(fn.member)}"
     if isinstance(fn, DrawnBy):

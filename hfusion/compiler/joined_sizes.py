@@ -39,7 +39,7 @@ def join_sizes(arguments: Arguments, blocks: Sequence[tuple[Sequence[int], Compi
     layouts: dict[Slot, Layout] = {}
     for number, (rows, compiled) in enumerate(blocks):
         if compiled.checks or compiled.memory_orders is not None:
-            raise FusionError("it checks values, or depends on how its arguments lie in memory")
+            raise FusionError("it checks values, or depends on the strides of its arguments")
         positions = [
             start + next(k for k, own in enumerate(part) if own is None or rows[0] in own)
             for start, part in zip(starts, parts, strict=True)

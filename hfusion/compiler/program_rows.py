@@ -34,14 +34,14 @@ def of_rows(
     subject: ArraySpec | None = None,
     changes: Mapping[int, Changes] | None = None,
 ) -> Compiled:
-    """The program of ``subject``, whose member b is what member ``rows[b]`` of ``compiled`` is but for its tensors.
+    """Return the program of ``subject``, whose member b equals member ``rows[b]`` of ``compiled`` except for tensors.
 
     Args:
-        subject: None where no member runs code of its own.
+        subject: None if no member runs code of its own.
         changes: the numbers in which a member of ``subject`` differs from that member of ``compiled``, by member.
 
     Raises:
-        Unexplained: changes whose places in the graph cannot be told.
+        Unexplained: changes that cannot be located in the graph.
     """
     compiled, before = with_inputs_of(compiled, rows), compiled.program
     program, members = compiled.program, len(rows)
@@ -75,7 +75,7 @@ def of_rows(
 
 
 def _choices(compiled: Compiled, graph: fx.Graph) -> dict[fx.Node, Choice] | None:
-    """How the operators of a program run, for ``graph``; None where members differ there in other places."""
+    """Return the choices of a program for the nodes of ``graph``; None if members differ at other nodes there."""
     chosen = {n.meta["origin"]: n.meta["choice"] for n in compiled.program.module.graph.nodes if "choice" in n.meta}
     pairs = list(zip(compiled.graph.nodes, graph.nodes, strict=True))
     if any(_varies(old.meta.get("arguments")) != _varies(new.meta.get("arguments")) for old, new in pairs):
@@ -84,7 +84,7 @@ def _choices(compiled: Compiled, graph: fx.Graph) -> dict[fx.Node, Choice] | Non
 
 
 def _varies(nest: Any) -> Any:
-    """Where members differ in the arguments of a call."""
+    """Return the nest of a call's arguments as bools: True for scalars that differ between members."""
     if isinstance(nest, dict):
         return tuple(map(_varies, nest.values()))
     if isinstance(nest, list | tuple):

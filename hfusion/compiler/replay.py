@@ -118,7 +118,7 @@ def _advanced() -> bytes:
 
 
 class _Replaced(TorchDispatchMode):
-    """Asks ``row`` for what every random operator draws."""
+    """Replaces the draws of every random operator by those of ``row``."""
 
     def __init__(self, row: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -144,7 +144,7 @@ class _Replaced(TorchDispatchMode):
 
 
 def _overwritten(func: OpOverload, row: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """What the operator gives, its own draws replaced; in place where the operator works in place."""
+    """Return the result of the operator with its draws replaced by ``row``, in place for in-place operators."""
     state = torch.get_rng_state()
     drawn: Tensor = func(*args, **kwargs)
     torch.set_rng_state(state)

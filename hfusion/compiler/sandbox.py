@@ -11,6 +11,7 @@ import torch
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hfusion.core.member_random import seeded
 from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.device.generators import draws_kept
 
@@ -19,11 +20,11 @@ from hfusion.device.generators import draws_kept
 def without_trace() -> Iterator[None]:
     """Gradients are on inside; random states and the default dtype are afterwards as before.
 
-    Warnings are not shown.
+    Warnings are not shown. Nothing is drawn from members' seeds: a step draws the same with and without a self-check.
     """
     dtype, python, numpy = torch.get_default_dtype(), random.getstate(), np.random.get_state()
     try:
-        with silence_tracers(), draws_kept(), torch.enable_grad(), apart():
+        with silence_tracers(), draws_kept(), seeded(None), torch.enable_grad(), apart():
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -33,7 +34,7 @@ def without_trace() -> Iterator[None]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """What is computed inside is none of an outer checkpoint's, dispatch mode's or `parametrize.cached`'s business.
+    """Context manager: hide computations from an outer checkpoint, dispatch mode or `parametrize.cached`.
 
     Tried on torch 2.13.
     """

@@ -15,6 +15,7 @@ from hfusion.compiler.compiled_program import RULES, Compiled, look_at
 from hfusion.compiler.graph_text import Unwritable, read_graph, write_graph, write_value
 from hfusion.core.guards import AllHold, Assumptions, fixed
 from hfusion.core.layout import Layout
+from hfusion.core.lstm_decomposition import correct_lstm_decomposition
 from hfusion.core.program import Kind, Program, Slot
 from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.passes.batch import batch
@@ -22,7 +23,7 @@ from hfusion.passes.layouts import Choice, Price
 
 
 def write_compiled(compiled: Compiled) -> dict[str, Any]:
-    """All but the values of the tensors that it holds by itself. Raises Unwritable."""
+    """Return the program as JSON's values, without the values of its constants. Raises Unwritable."""
     if compiled.opaque:
         raise Unwritable(f"{compiled.opaque[0].path or 'forward'}, which runs as the members' own code")
     program, graph = compiled.program, compiled.graph
@@ -45,7 +46,7 @@ def write_compiled(compiled: Compiled) -> dict[str, Any]:
 
 
 def assumptions(guards: Any) -> list[Assumptions]:
-    """What a program assumes of sizes. Raises Unwritable."""
+    """Return the assumptions of a program about sizes. Raises Unwritable."""
     try:
         return [part.assumptions() for part in guards.parts]
     except (AttributeError, ValueError, SyntaxError) as error:
@@ -53,10 +54,10 @@ def assumptions(guards: Any) -> list[Assumptions]:
 
 
 def read_compiled(written: Mapping[str, Any], constants: Mapping[str, Tensor]) -> Compiled:
-    """The same program around ``constants``; its outputs are a flat tuple.
+    """Read a program from the output of `write_compiled`, with these ``constants``; its outputs are a flat tuple.
 
-    Raises LookupError, ValueError, TypeError or AttributeError for what `write_compiled` did not write, and what torch
-    raises where an operator of it is not there.
+    Raises LookupError, ValueError, TypeError or AttributeError for other input, and torch's own error if an operator is
+    missing.
     """
     graph = read_graph(written["graph"]).graph
     _propagate(graph, written["inputs"])
@@ -148,6 +149,7 @@ def _propagate(graph: fx.Graph, inputs: Sequence[Any]) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+    correct_lstm_decomposition()
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with silence_tracers():
         symbols = _OpenSizes(mode)
@@ -158,7 +160,7 @@ def _propagate(graph: fx.Graph, inputs: Sequence[Any]) -> None:
 
 
 class _ExampleRun(fx.Interpreter):
-    """Runs a graph on fake tensors, and notes what each call gives."""
+    """Runs a graph on fake tensors, and records the result of each call."""
 
     def run_node(self, node: fx.Node) -> Any:
         value = super().run_node(node)

@@ -47,9 +47,9 @@ def _first(leaf: Any, example: Any) -> Any:
 
 
 def looks_up_samples(graph: fx.Graph, inputs: list[fx.Node]) -> bool:
-    """Whether integers that come from ``inputs`` may be places in something whose size varies.
+    """True if integers computed from ``inputs`` may be indices into a dim whose size varies.
 
-    So it is with the edges of a graph beside its nodes: of fewer nodes some edges would lead nowhere.
+    An example are the edges of a graph passed with its nodes: with fewer nodes some edges would be out of range.
     """
     given = set(inputs)
     for node in graph.nodes:
@@ -65,7 +65,7 @@ def looks_up_samples(graph: fx.Graph, inputs: list[fx.Node]) -> bool:
 
 
 def _looks_alike(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether the call takes the operand element by element, or views it: its values are places in nothing."""
+    """True if the call is pointwise in the operand, or views it, so that it does not use its values as indices."""
     target = node.target
     if not isinstance(target, OpOverload):
         return True
@@ -82,7 +82,7 @@ def _integers(node: fx.Node) -> bool:
 
 
 def _varies(node: fx.Node) -> bool:
-    """Whether a value has, or is, a size that varies."""
+    """True if a value has, or is, a size that varies."""
     example = node.meta.get("val")
     if isinstance(example, torch.SymInt):
         return True

@@ -1,4 +1,4 @@
-"""All submodules of a member's graph with operators that no array can compute, found in one walk over it."""
+"""Find all submodules of a member's graph with operators that cannot be batched, in one walk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hfusion.passes.candidates import Result, Unbatchable, candidates, result
 
 
 def unbatchable(graph: fx.Graph, layouts: Sequence[Layout], members: int, rules: RuleTable) -> dict[Island, str]:
-    """What must run in a loop, each with the reason. The ``layouts`` are those of the placeholders.
+    """Return the submodules that must run in a loop, with the reasons. ``layouts`` are those of the placeholders.
 
-    What follows from an operator without a rule, in its submodule or as a number or size outside of it, tells nothing:
-    once the submodule runs in a loop it may be different.
+    Operators that depend on one without a rule, in its submodule or by a number or size outside of it, are not judged:
+    they may be different once the submodule runs in a loop.
     """
     env: dict[fx.Node, Result] = {}
     unknown: dict[fx.Node, str] = {}
-    found: dict[Island, str] = {}
+    reasons: dict[Island, str] = {}
     given = iter(layouts)
     for node in graph.nodes:
         example = node.meta.get("val")
@@ -38,14 +38,14 @@ def unbatchable(graph: fx.Graph, layouts: Sequence[Layout], members: int, rules:
                 if candidates(node, env, members, rules)[0].layout is Layout.SHARED:
                     layout = Layout.SHARED
             except Unbatchable as error:
-                found.setdefault(Island(path), str(error))
+                reasons.setdefault(Island(path), str(error))
                 unknown[node] = path
         env[node] = result(node, layout, example)
-    return found
+    return reasons
 
 
 def module_path(node: fx.Node) -> str:
-    """Of the innermost submodule whose code calls ``node``; empty for the model's own code."""
+    """Return the path of the innermost submodule whose code calls ``node``; empty for the model's own code."""
     return next((path for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())), "")
 
 
@@ -58,7 +58,7 @@ def _inside(path: str, around: str) -> bool:
 
 
 def _known(node: fx.Node) -> bool:
-    """Whether its value is tensors whose sizes do not follow from values."""
+    """True if the value of ``node`` is a tensor whose sizes do not depend on values."""
     # Imported late: it imports sympy.
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 

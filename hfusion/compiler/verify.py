@@ -1,10 +1,10 @@
-"""The self-check: on the first training batch the members' original code must give what the program gives.
+"""The self-check: on the first training batch the program must agree with the members' original code.
 
 Outputs, and gradients of a random projection of them, are compared member by member, on a few samples of the batch
 where its size may vary; of large arrays a few members. Random draws of the program are replayed through the members'
-code. Where a first comparison in the models' own precision fails, both run again in float64, as rounding alone can
-change the gradients of a deep network by a tenth. Where the graph holds a narrower dtype by itself, what rounding may
-change is measured instead: the members run with parameters moved by one rounding step.
+code. If a first comparison in the models' own precision fails, both run again in float64, as rounding alone can
+change the gradients of a deep network by a tenth. If the graph itself contains a narrower dtype, the effect of
+rounding is measured instead: the members run with parameters moved by one rounding step.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ NOISE_RUNS = 3
 
 @dataclass(frozen=True)
 class CheckedArray:
-    """What is checked: the program, the tensors of the array by key, and the way to member b around other tensors.
+    """The array to check: its program, its tensors by key, and a function that returns member b with other tensors.
 
-    ``variants``: of each member, which set of Python numbers it has.
+    ``variants``: for each member, the index of its set of Python numbers.
     """
 
     compiled: Compiled
@@ -67,7 +67,7 @@ class CheckedArray:
 
     @cached_property
     def members(self) -> list[int]:
-        """Those that are compared."""
+        """The members that are compared."""
         return checked_members(self.compiled, self.variants)
 
 
@@ -76,7 +76,7 @@ Outcome = dict[str, Any]
 
 
 def verify(subject: CheckedArray) -> str:
-    """Compare the members, of large arrays some of them; returns what was found, for the report.
+    """Compare the members, of large arrays some of them, and return a summary for the report.
 
     Raises:
         FusionError: a member's output or gradient differs beyond rounding; names the member, the tensor and the node.
@@ -97,7 +97,7 @@ def verify(subject: CheckedArray) -> str:
                 return "self-check left out: members' own code gives another result at every run"
             if any(map(_asks_class, calls)):
                 raise FusionError(
-                    "forward runs member by member, where parameters are plain tensors, and asks for the class of one "
+                    "forward runs member by member, where parameters are plain tensors, and reads the class of one "
                     "by type() or __class__: ask isinstance(parameter, nn.Parameter), which holds there, too"
                 ) from error
             raise
@@ -106,14 +106,14 @@ def verify(subject: CheckedArray) -> str:
 
 
 def _asks_class(call: OpaqueCall) -> bool:
-    """Whether members' own code may tell a parameter from the plain tensor that is in its place in a loop."""
+    """True if members' own code may distinguish a parameter from the plain tensor that replaces it in a loop."""
     names = names_of(call.bodies[:1])
     return "Parameter" in names and not names.isdisjoint(EXACT_CLASS)
 
 
 @contextmanager
 def _members_restored(compiled: Compiled) -> Iterator[None]:
-    """Put back what members' own code keeps in attributes, and in variables of its classes and files."""
+    """Restore the attributes of members with their own code, and the variables of their classes and files."""
     with ExitStack() as stack:
         for call in compiled.opaque:
             stack.enter_context(restored(call.bodies[0]))
@@ -139,12 +139,12 @@ def _check(subject: CheckedArray) -> None:
 
 
 def _compare(subject: CheckedArray) -> None:
-    suspects = _suspects(subject, _limits(subject.compiled, subject.stacks), subject.members)
+    suspects = _suspects(subject, allowed_differences(subject.compiled, subject.stacks), subject.members)
     if suspects and not _agrees_wide(subject, _worst(suspects)):
         _check_noise(subject, suspects)
 
 
-def _limits(compiled: Compiled, stacks: Mapping[str, Tensor]) -> Mapping[torch.dtype, float]:
+def allowed_differences(compiled: Compiled, stacks: Mapping[str, Tensor]) -> Mapping[torch.dtype, float]:
     """Return the largest differences, relative; for float32 where TF32 computes it, those of float16, as exact."""
     graphs = compiled.graph, compiled.program.module.graph
     operators = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"}
@@ -165,13 +165,13 @@ class Suspect:
 
 
 def _worst(suspects: Sequence[Suspect]) -> list[int]:
-    """The members that differ most: float64 is slow, and what rounding explains for them it explains for all."""
+    """Return the members that differ most. float64 is slow, and if rounding explains them, it explains all."""
     ordered = sorted(suspects, key=lambda suspect: -suspect.difference)
     return list(dict.fromkeys(suspect.member for suspect in ordered))[:WORST]
 
 
 def _suspects(subject: CheckedArray, limits: Mapping[torch.dtype, float], members: Sequence[int]) -> list[Suspect]:
-    """Which of ``members``, and their tensors, whose difference from the original code is beyond ``limits``."""
+    """Return the tensors of ``members`` that differ from the original code by more than ``limits``."""
     with recording() as draws, repeatable():
         ours = _array_outcome(subject)
     found = []
@@ -194,18 +194,18 @@ def _differences(subject: CheckedArray, member: int, ours: Outcome, theirs: Outc
         none = name not in ours and name.startswith("gradient of ")
         if name in ours or none:
             row = torch.zeros_like(expected) if none else ours[name][member]
-            found[name] = _difference(leading(row, expected.shape), expected, floor)
+            found[name] = relative_difference(leading(row, expected.shape), expected, floor)
     return found
 
 
 def _floor(theirs: Outcome) -> float:
-    """What counts as nothing: a gradient that is zero but for rounding, as that of a bias before a BatchNorm."""
+    """Return the norm below which a gradient counts as zero, like that of a bias before a BatchNorm."""
     norms = [float(t.double().norm()) for name, t in theirs.items() if name.startswith("gradient of ")]
     return 1e-4 * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
 
 
 def _agrees_wide(subject: CheckedArray, members: Sequence[int]) -> bool:
-    """Whether the difference vanishes in float64. False also where the graph cannot run in float64."""
+    """True if the difference vanishes in float64. False also if the graph cannot run in float64."""
     try:
         return not _suspects(_widened(subject), {torch.float64: WIDE}, members)
     except RuntimeError:
@@ -231,7 +231,7 @@ def _wide(value: Any) -> Any:
 
 
 def _copied(arguments: Arguments) -> Arguments:
-    """The same in memory of its own: what runs on it leaves no trace."""
+    """Return copies of the arguments, so that the caller's are not written to."""
     tensors = [value for value in arguments.values if isinstance(value, Tensor)]
     own = iter(copies_in_like_memory(tensors))
     return arguments.mapped(lambda _: next(own))
@@ -246,7 +246,7 @@ def _check_noise(subject: CheckedArray, suspects: Sequence[Suspect]) -> None:
         noise = [_member_outcome(subject, member, draws, run) for run in range(1, NOISE_RUNS + 1)]
         differences = _differences(subject, member, ours, theirs)
         for name in (suspect.name for suspect in suspects if suspect.member == member):
-            allowed = NOISE_FACTOR * max(_difference(n[name], theirs[name]) for n in noise)
+            allowed = NOISE_FACTOR * max(relative_difference(n[name], theirs[name]) for n in noise)
             if differences[name] > allowed:
                 raise FusionError(
                     f"self-check: {name} of model {member} differs from its original code by {differences[name]:.2e} "
@@ -270,7 +270,7 @@ def _trained(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _left(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> Outcome:
-    """What forward leaves in buffers, and in the parameters that it writes to."""
+    """Return the values of buffers, and of the parameters that forward writes to."""
     written, stacks = subject.compiled.written, subject.stacks
     return {n: t.detach() for n, t in leaves.items() if n in written or not isinstance(stacks[n], nn.Parameter)}
 
@@ -303,15 +303,15 @@ def _outcome(
     members: int | None,
     backward: AbstractContextManager[Any],
 ) -> Outcome:
-    """Outputs, what is ``left``, and gradients of ``trained``, by name; ``members`` is None for one member alone.
+    """Return outputs, the tensors in ``left`` and gradients of ``trained``, by name. ``members``: None for one member.
 
-    Gradients of ``inputs`` are computed where the user's backward computes them, too: on the way to the parameters
-    alone, torch 2.13 ends the process in the backward of a channels_last GroupNorm.
+    Gradients of ``inputs`` are computed if the user's backward computes them, too: without them, torch 2.13 crashes in
+    the backward of a channels_last GroupNorm.
     """
     found = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Tensor) and o.is_floating_point()}
     listed = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Ragged) and o[0].is_floating_point()}
-    projected = [_projected(o, members) for o in found.values() if o.requires_grad]
-    projected += [_projected(row, None) for o in listed.values() for row in o if row.requires_grad]
+    projected = [fixed_projection(o, members) for o in found.values() if o.requires_grad]
+    projected += [fixed_projection(row, None) for o in listed.values() for row in o if row.requires_grad]
     total = sum(projected, start=torch.zeros((), device="cpu"))
     asked = [*trained.values(), *(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)]
     with backward:
@@ -326,7 +326,7 @@ def _outcome(
     return {name: t for name, t in (outcome | left).items() if isinstance(t, Ragged) or t.is_floating_point()}
 
 
-def _projected(output: Tensor, members: int | None) -> Tensor:
+def fixed_projection(output: Tensor, members: int | None = None) -> Tensor:
     """A fixed random projection, the same for every member, so that all parameters get a gradient."""
     shape = output.shape if members is None else output.shape[1:]
     generator = torch.Generator(device="cpu").manual_seed(len(shape))
@@ -337,7 +337,7 @@ def _projected(output: Tensor, members: int | None) -> Tensor:
 def _culprit(subject: CheckedArray, member: int) -> str:
     """Words for the first node where the program and the member's graph part."""
     given, _ = _program_inputs(subject)
-    return first_difference(subject.compiled.program, subject.compiled.graph, given, member, _difference)
+    return first_difference(subject.compiled.program, subject.compiled.graph, given, member, relative_difference)
 
 
 def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor], perturbation: int) -> Outcome:
@@ -362,11 +362,11 @@ def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor],
 
 
 def _repeats(subject: CheckedArray, member: int) -> bool:
-    """Whether the member's own code gives one result in two runs."""
+    """True if the member's own code returns the same result in two runs."""
     with recording() as draws, repeatable():
         _array_outcome(subject)
     first, second = (_member_outcome(subject, member, draws, 0) for _ in range(2))
-    return all(_difference(first[name], second[name]) == 0.0 for name in first)
+    return all(relative_difference(first[name], second[name]) == 0.0 for name in first)
 
 
 def _moved(tensor: Tensor, run: int) -> Tensor:
@@ -379,13 +379,13 @@ def _moved(tensor: Tensor, run: int) -> Tensor:
 
 
 def _rounding(tensor: Tensor) -> float:
-    """Of a value like these in the narrowest dtype that it is computed in: an autocast may round it further."""
+    """Return the rounding step of ``tensor`` in the narrowest dtype that it is computed in, autocast included."""
     kind = tensor.device.type
     cast = [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
     return float(max(torch.finfo(dtype).eps for dtype in (tensor.dtype, *cast)))
 
 
-def _difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
+def relative_difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
     """The norm of the difference over the norm, at least ``floor``; equal non-finite values count as equal."""
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     zero = torch.zeros_like(theirs)

@@ -202,7 +202,7 @@ def test_a_compiled_step_of_a_width_is_found_again() -> None:
     models = [Net() for _ in range(3)]
     fused, target = hf.fuse(models), normal(6, 4)
     opt = torch.optim.SGD(fused.parameters(), lr=0.1)
-    step = hf.train_step(fused, F.mse_loss, opt)
+    step = hf.train_step(fused, F.mse_loss, opt, compile=True)
 
     def compiled() -> int:
         x = normal(6, 4)

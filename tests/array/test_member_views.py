@@ -302,7 +302,7 @@ def test_a_step_leaves_rows_alone_that_a_member_does_not_train() -> None:
     fused, models = pair()
     optimizer = hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     alone = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in models]
-    step = hf.train_step(fused, nn.functional.mse_loss, optimizer)
+    step = hf.train_step(fused, nn.functional.mse_loss, optimizer, compile=True)
     x, y = inputs(), inputs(1)
     for change in (None, told, None):
         if change is not None:

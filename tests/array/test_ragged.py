@@ -138,7 +138,7 @@ def check(make: Callable[[], nn.Module], batch: Callable[[int], Any], loss: Any,
     fused = hf.fuse(models)
     opt = hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9)
     opts = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
-    step = hf.train_step(fused, loss, opt)
+    step = hf.train_step(fused, loss, opt, compile=True)
     for shift in range(3):
         now = sizes[shift:] + sizes[:shift]
         xs, ts = [batch(n) for n in now], [torch.randint(3, (n,)) for n in now]

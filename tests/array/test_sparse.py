@@ -61,7 +61,7 @@ def test_a_step_and_a_loss_with_sparse_arguments() -> None:
     array, x, edges = hf.fuse(members), torch.randn(5, 4), torch.eye(5).to_sparse()
     optimizer = hf.optim.SGD(array.parameters(), lr=0.0)
     with pytest.warns(UserWarning, match="an argument is a tensor of layout torch.sparse_coo"):
-        losses = hf.train_step(array, F.mse_loss, optimizer)((x, edges), torch.zeros(5, 3))
+        losses = hf.train_step(array, F.mse_loss, optimizer, compile=True)((x, edges), torch.zeros(5, 3))
     expected = [F.mse_loss(member(x, edges), torch.zeros(5, 3)) for member in members]
     torch.testing.assert_close(losses, torch.stack(expected).detach())
     weighted = hf.per_model(lambda y, edges: (edges @ y).sum())(torch.stack([x, x + 1]), edges)

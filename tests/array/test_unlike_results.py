@@ -138,7 +138,7 @@ def test_each_trains_as_alone_compiled(name: str, at_once: int | None) -> None:
     models, x = made(name), inputs()
     fused = hf.fuse(models)
     opt = hf.optim.SGD(fused.parameters(), lr=[0.01, 0.02, 0.03, 0.04], momentum=0.9)
-    step = hf.train_step(fused, F.cross_entropy, opt)
+    step = hf.train_step(fused, F.cross_entropy, opt, compile=True)
     step.at_once = at_once
     own = at_once is None
     target, targets = (hf.stacked(OWN_Y), OWN_Y) if own else (Y, Y.expand(4, -1))
@@ -164,7 +164,7 @@ def test_targets_have_the_shapes_of_the_results() -> None:
     targets = [torch.randn(model(x).shape, dtype=DOUBLE) for model in models]
     fused = hf.fuse(models)
     opt = hf.optim.Adam(fused.parameters(), lr=0.01)
-    step = hf.train_step(fused, F.mse_loss, opt)
+    step = hf.train_step(fused, F.mse_loss, opt, compile=True)
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
     for _ in range(3):
         losses = step(x, hf.Ragged(targets))

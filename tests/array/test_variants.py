@@ -187,7 +187,7 @@ def test_each_trains_as_alone_compiled(name: str) -> None:
     fused = hf.fuse(models)
     lrs = [0.01 * (1 + row) for row in range(len(models))]
     opt = hf.optim.SGD(fused.parameters(), lr=lrs, momentum=0.9, weight_decay=0.1)
-    step = hf.train_step(fused, F.cross_entropy, opt)
+    step = hf.train_step(fused, F.cross_entropy, opt, compile=True)
     for losses in stepped_alone(models, 3, lrs, clip=1e9):
         assert_close(step(X, Y), losses)
     assert_members_equal(fused, models)
@@ -278,8 +278,6 @@ def test_optimizers_and_saves_follow(tmp_path: Any) -> None:
 
 
 REFUSED: dict[str, Callable[[hf.FusedModule], object]] = {
-    "keep": lambda fused: fused.keep([0, 1]),
-    "append": lambda fused: fused.append([mlp(nn.ReLU())]),
     "slices": lambda fused: fused[1:3],
     "a function of one member": lambda fused: hf.each(lambda p: None)(fused),
     "a population": lambda fused: hf.Population(fused, optimizer=hf.optim.SGD, loss=F.mse_loss),

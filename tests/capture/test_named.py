@@ -222,7 +222,11 @@ def test_a_compiled_step_writes_as_well(name: str) -> None:
     models, batches = [make() for _ in range(2)], [draw() for _ in range(4)]
     fused = hf.fuse(models)
     step = hf.train_step(
-        fused, lambda y, _: y.square().mean(), hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9), parts=1
+        fused,
+        lambda y, _: y.square().mean(),
+        hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9),
+        parts=1,
+        compile=True,
     )
     for x in batches:
         step(x, x)

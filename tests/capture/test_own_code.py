@@ -340,7 +340,7 @@ def test_a_step_keeps_unused_calls() -> None:
     models: list[Any] = [make() for _ in range(2)]
     array = hf.fuse(models)
     opt = hf.optim.SGD(array.parameters(), lr=0.1)
-    step, x = hf.train_step(array, F.mse_loss, opt), torch.ones(5, 4, dtype=torch.float64)
+    step, x = hf.train_step(array, F.mse_loss, opt, compile=True), torch.ones(5, 4, dtype=torch.float64)
     with pytest.warns(UserWarning, match="inner runs in a loop over members"):
         step(x, x)
     for _ in range(2):

@@ -279,7 +279,11 @@ def fused(trial: Trial, expected: Sequence[Seen]) -> Iterator[Seen]:
                 if params
                 else SimpleNamespace(step=lambda: None, param_groups=[], zero_grad=lambda: None)
             )
-            step_fn = hf.train_step(array, trial.names["loss"], optimizer) if trial.names["JOINT"] and params else None
+            step_fn = (
+                hf.train_step(array, trial.names["loss"], optimizer, compile=True)
+                if trial.names["JOINT"] and params
+                else None
+            )
         try:
             if step.does == "forward":
                 with torch.no_grad():

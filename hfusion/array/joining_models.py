@@ -1,0 +1,86 @@
+"""Models that join an array: what they must have in common with its members."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.capture.compare import Sharing, check_alone, check_pair
+from hfusion.capture.named import tensors
+from hfusion.capture.structures import check_structures
+from hfusion.core.errors import FusionError
+
+if TYPE_CHECKING:
+    from hfusion.array.array_rows import Source
+    from hfusion.array.module import FusedModule
+
+
+def check_joining(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn.Module]:
+    """The models that join, by their new rows, checked against the members. Raises FusionError."""
+    joining = {index: source for index, source in enumerate(sources) if isinstance(source, nn.Module)}
+    stranger = next((s for s in sources if not isinstance(s, int | nn.Module)), None)
+    if stranger is not None:
+        raise FusionError(f"a {type(stranger).__name__} cannot join an array; give torch.nn.Modules")
+    if not joining:
+        return joining
+    stacks = dict(tensors(fused))
+    for index, model in joining.items():
+        check_alone(index, model)
+    members = _members_of_each_structure(fused, sources)
+    try:
+        check_structures([*members.values(), *joining.values()], [*members, *joining])
+    except FusionError as error:
+        raise FusionError(f"{error}. The array is as it was; hf.Population takes models of any structure") from error
+    for index, model in joining.items():
+        for name in fused._array.comparison.shared:
+            _check_shared(name, stacks[name], index, dict(tensors(model)).get(name))
+    return joining
+
+
+def check_one_kind(fused: FusedModule, rows: Sequence[int], models: Sequence[nn.Module]) -> None:
+    """Raise a FusionError where ``models``, which are to join in ``rows``, differ from the members in submodules."""
+    first = fused._member(0)
+    for row, model in zip(rows, models, strict=True):
+        check_pair(first, row, model)
+
+
+def _members_of_each_structure(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn.Module]:
+    """A member of each variant that stays, by its new row; member 0 where none stays."""
+    variants, found = fused._array.comparison.variants, dict[int, tuple[int, int]]()
+    for index, source in enumerate(sources):
+        if isinstance(source, int):
+            found.setdefault(variants[source], (index, source))
+    return {index: fused._member(source) for index, source in found.values() or [(0, 0)]}
+
+
+def _check_shared(name: str, own: Tensor, index: int, given: Tensor | None) -> None:
+    if given is None:
+        raise FusionError(
+            f"{name} is one tensor for all members of the array, and model {index} has none; fuse a new array in "
+            "which members have their own"
+        )
+    if own.data_ptr() == given.data_ptr() and own.stride() == given.stride():
+        return
+    if not torch.equal(own.detach(), given.detach()):
+        raise FusionError(
+            f"{name} is one tensor for all members of the array, and model {index} has another value there; give it "
+            f"the array's own, fused[0].{name}, or fuse a new array in which members have their own"
+        )
+
+
+def partly_shared(joining: Mapping[int, nn.Module]) -> frozenset[str]:
+    """The buffers that are one object in several models that join. Raises FusionError for what is trained."""
+    sharing = Sharing()
+    for place, model in enumerate(joining.values()):
+        sharing.add(place, model)
+    if len(joining) > 1:
+        named = dict(next(iter(joining.values())).named_parameters(remove_duplicate=False))
+        for name in sorted(sharing.keys):
+            if name in named and named[name].requires_grad:
+                raise FusionError(
+                    f"{name} is one object in all models that join, and is trained; give each its own, by copy.deepcopy"
+                )
+    return sharing.partly | (sharing.keys if len(joining) > 1 else frozenset())
