@@ -30,6 +30,7 @@ from hfusion.population.mixed_weights import average_mixed
 from hfusion.population.population import ArrayGroup
 from hfusion.population.population_rows import PopulationRows
 from hfusion.population.update_guard import OnNonfinite
+from hfusion.step.compile_mode import Compile
 
 T = TypeVar("T")
 
@@ -52,11 +53,10 @@ class Population(PopulationRows):
         accumulate: so many calls of `step` make one update, of the mean of their gradients; one, or one per member.
         on_nonfinite: what happens to a member whose loss or gradient is not finite. ``"freeze"``: it stays as it was
             before that step until it is stopped, copied over or thawed; ``"raise"``: a NonFiniteError that names it,
-            and all are as before the step; ``"ignore"``: nothing, and it goes on with what it has. Others are
-            never touched.
+            and all are as before the step; ``"ignore"``: it goes on with what it has. Others are never touched.
         tags: the members' names, by which checkpoints know them; made up where not given.
-        compile: as of `hfusion.train_step`, for arrays; ``"auto"`` where nobody knows how long members stay. Where
-            members train a parameter together, steps run eagerly.
+        compile, memory: as of `hfusion.train_step`, for arrays; ``memory`` is what a step of all members may take.
+            Where members train a parameter together, steps run eagerly.
 
     Raises:
         FusionError: models in different groups that train one tensor together.
@@ -86,7 +86,8 @@ class Population(PopulationRows):
         accumulate: int | Sequence[int] = 1,
         on_nonfinite: OnNonfinite = "freeze",
         tags: Sequence[str] | None = None,
-        compile: bool | str = True,
+        compile: Compile = True,
+        memory: str | int | None = None,
     ) -> None:
         given: dict[str, Any] = {
             "optimizer": optimizer,
@@ -98,12 +99,12 @@ class Population(PopulationRows):
             "accumulate": accumulate,
             "on_nonfinite": on_nonfinite,
             "compile": compile,
+            "memory": memory,
         }
         candidates = None if isinstance(models, FusedModule) else grouped(models)
         self._options: GroupOptions | None = GroupOptions.of_arguments(len(models), **given)
-        self._members: ArrayGroup | MixedMembers
         if candidates is None or len(candidates) == 1:
-            self._members = ArrayGroup(models, tags=tags, **given)
+            self._members: ArrayGroup | MixedMembers = ArrayGroup(models, tags=tags, **given)
         else:
             self._members = MixedMembers.of_models(cast(Any, models), candidates, self._options, tags)
 

@@ -15,7 +15,7 @@ from hfusion.capture.named import tensors
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save_contents import OWN, SaveWriter
 from hfusion.core.errors import CheckpointError
-from hfusion.core.membership import member_rows, membership
+from hfusion.core.membership import is_per_member, member_rows, membership
 from hfusion.core.patience import is_better, numbers
 from hfusion.core.row_indices import rows_of
 from hfusion.population.members import Roll, apart
@@ -56,8 +56,7 @@ def member_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor]]:
 def check_independent(fused: FusedModule, action: str) -> None:
     """Raise a ValueError if members train a tensor together, so that ``action`` on one would be on all of them."""
     for name, parameter in fused.named_parameters():
-        mark = membership(parameter)
-        if parameter.requires_grad and mark is not None and not mark.is_own:
+        if parameter.requires_grad and not is_per_member(parameter):
             raise ValueError(
                 f"{action}: {name} is one tensor that all members train. Freeze it, or give each member its own by "
                 "copy.deepcopy"

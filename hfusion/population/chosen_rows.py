@@ -17,6 +17,7 @@ from hfusion.core.ragged import Ragged
 from hfusion.core.row_indices import check_once, rows_of
 from hfusion.optim.gathered_state import GatheredState
 from hfusion.population.sample_weights import check_keyword
+from hfusion.step.memory_budget import state_bytes
 
 if TYPE_CHECKING:
     from hfusion.population.population import ArrayGroup
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class ChosenRows:
-    """The small population ``part`` that computes for some members of ``whole``, filled anew for each step."""
+    """The small population ``part`` that computes for some members of ``whole``, filled again at each step."""
 
     whole: ArrayGroup
     part: ArrayGroup
@@ -110,6 +111,7 @@ def step_rows(pop: ArrayGroup, rows: Any, inputs: Any, target: Any, keywords: di
     small = _small_population(pop, chosen, width)
     given = pytree.tree_map(lambda leaf: _filled(leaf, width), given, is_leaf=is_stacked)
     deferred = small.part._deferred = pop._deferred
+    small.part.elsewhere = pop.elsewhere + state_bytes(pop.fused, pop.optimizer)
     losses = small.part._step_all(*given)
     pop._drop_gradients()
     if deferred is None:

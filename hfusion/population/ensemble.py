@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
+from hfusion.capture.named import device_of
 from hfusion.population.any_models import Population
-from hfusion.population.member_groups import Group, device_of, selected_members
+from hfusion.population.member_groups import Group, selected_members
 
 _SMALL = (torch.float16, torch.bfloat16)
 

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from hfusion.array.module import FusedModule
-from hfusion.compiler.arguments import row_of_leaf
-from hfusion.core.calls import StackedInput, is_stacked
-from hfusion.core.ragged import Ragged
-from hfusion.step.train_step import call_arguments
+from hfusion.core.calls import call_arguments
+from hfusion.population.member_metrics import joined_batches, member_metrics
 
 
 @torch.no_grad()
@@ -28,46 +21,12 @@ def evaluate(
 
 
 @torch.no_grad()
-def member_metrics(
-    batches: Sequence[tuple[Any, Any]],
-    metric: Callable[..., Any],
-    members: Mapping[int, str],
-    rows: Mapping[int, int] | None = None,
-) -> dict[int, float]:
-    """``metric`` of each of ``members`` by row, from the outputs of all batches, ``[rows, ...]``, and the targets.
-
-    ``rows``: the row that errors name for each; by default the row of the outputs.
-    """
-    check_batches(batches)
-    updated = all(hasattr(metric, name) for name in ("reset", "update", "compute"))
-    apart = not updated and _any_ragged(batches)
-    parts = batches if updated or apart else [joined_batches(batches)]
-    found = {}
-    for row, tag in members.items():
-        own = [_of_member(part, row) for part in parts]
-        if apart:
-            own = [(_joined([output for output, _ in own], 0), _joined([target for _, target in own], 0))]
-        try:
-            found[row] = number(_updated(metric, own) if updated else metric(*own[0]))
-        except Exception as error:
-            error.add_note(f"This is of the metric of member {tag!r} in row {(rows or {}).get(row, row)}.")
-            raise
-    return found
-
-
-@torch.no_grad()
 def outputs(fused: FusedModule, loader: Iterable[Any]) -> tuple[Any, Any]:
     """Return the members' outputs in eval mode for all batches of ``loader``, ``[B, N, ...]``, and the targets.
 
     Raises ValueError for a loader without batches, and for batches that cannot be joined.
     """
     return joined_batches(_batches(fused, loader))
-
-
-def joined_batches(batches: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Outputs ``[rows, N, ...]`` and targets of all batches. Raises ValueError."""
-    check_batches(batches)
-    return _joined([output for output, _ in batches], 1), _joined([target for _, target in batches], 0)
 
 
 def _batches(fused: FusedModule, loader: Iterable[Any]) -> list[tuple[Any, Any]]:
@@ -81,12 +40,6 @@ def _batches(fused: FusedModule, loader: Iterable[Any]) -> list[tuple[Any, Any]]
     return batches
 
 
-def check_batches(batches: Sequence[Any]) -> None:
-    """Raise a ValueError where there is none."""
-    if not batches:
-        raise ValueError("the loader gave no batch, so that there is nothing to evaluate")
-
-
 def pair_of(batch: Any) -> tuple[Any, Any]:
     """Inputs and target of a batch. Raises ValueError."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
@@ -96,65 +49,3 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
             "are a tuple, ((x, mask), target)"
         )
     return batch[0], batch[1]
-
-
-def _updated(metric: Any, batches: Sequence[tuple[Any, Any]]) -> Any:
-    """A metric that keeps a state, such as those of torchmetrics: a copy of its own for each member."""
-    own = copy.deepcopy(metric)
-    own.reset()
-    for output, target in batches:
-        own.update(output, target)
-    return own.compute()
-
-
-def _of_member(batch: tuple[Any, Any], row: int) -> tuple[Any, Any]:
-    outputs, target = batch
-    own = pytree.tree_map(lambda leaf: leaf[row] if isinstance(leaf, Tensor | Ragged) else leaf, outputs)
-    return own, pytree.tree_map(lambda leaf: row_of_leaf(leaf, row), target, is_leaf=is_stacked)
-
-
-def _any_ragged(batches: Sequence[tuple[Any, Any]]) -> bool:
-    """Return whether members have different numbers of samples, so that their batches are joined separately."""
-    return any(isinstance(leaf, Ragged) for leaf in pytree.tree_leaves(batches))
-
-
-def _joined(parts: Sequence[Any], dim: int) -> Any:
-    """The batches as one, along ``dim``; along the next one where members have their own."""
-    flat = [pytree.tree_flatten(part, is_leaf=is_stacked) for part in parts]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_cat(column, dim) for column in columns], flat[0][1])
-
-
-def _cat(leaves: Sequence[Any], dim: int) -> Any:
-    first = leaves[0]
-    if is_stacked(first):
-        return StackedInput(torch.cat([leaf.tensor for leaf in leaves], 1))
-    if isinstance(first, Tensor) and first.dim() > dim:
-        return torch.cat(list(leaves), dim)
-    if len(leaves) == 1:
-        return first
-    raise ValueError(
-        f"batches of {type(first).__name__} cannot be joined along their samples, as evaluate does so that any metric "
-        "is exact; give it a metric with update and compute"
-    )
-
-
-def number(value: Any, source: str = "the metric", subject: str = "one member") -> float:
-    """Return a metric as ``float(value)`` does, never rounded to a narrower type. Raises ValueError."""
-    if isinstance(value, list | tuple) and len(value) == 1:
-        return number(value[0], source, subject)
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        array = value.detach() if isinstance(value, Tensor) else np.asarray(value)
-        kind = "tensor" if isinstance(value, Tensor) else type(value).__name__
-        is_real = not value.is_complex() if isinstance(value, Tensor) else value.dtype.kind in "biuf"
-        if not is_real or math.prod(array.shape) != 1:
-            shown = f"{kind} of {array.dtype} of shape {list(array.shape)}"
-            raise ValueError(f"{source} gave a {shown} for {subject}: it must give a number")
-        value = array.item()
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError("text is no number")
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
-        raise ValueError(f"{source} gave a {shown} for {subject}: it must give a number") from error

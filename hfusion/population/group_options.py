@@ -20,6 +20,7 @@ from hfusion.population.plain_member import PlainMember
 from hfusion.population.plain_module import PlainModule
 from hfusion.population.population import ArrayGroup
 from hfusion.population.update_guard import Limits, OnNonfinite
+from hfusion.step.compile_mode import Compile
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,8 @@ class GroupOptions:
     limits: Limits
     updates: Accumulation
     on_nonfinite: OnNonfinite
-    compile: bool | str
+    compile: Compile
+    memory: str | int | None = None
     begun: tuple[Mapping[str, float | None], ...] | None = None
 
     @staticmethod
@@ -60,7 +62,8 @@ class GroupOptions:
         clip_value: HyperValue | None = None,
         accumulate: int | Sequence[int] = 1,
         on_nonfinite: OnNonfinite = "freeze",
-        compile: bool | str = True,
+        compile: Compile = True,
+        memory: str | int | None = None,
     ) -> GroupOptions:
         """Raises ValueError for a list of another length than ``total``."""
         schedules = None if scheduler is None else tuple(one_for_each(scheduler, total))
@@ -69,7 +72,7 @@ class GroupOptions:
             begun.begin(total)
         limits = Limits.of(clip_norm, clip_value, total)
         updates = Accumulation.of(accumulate, total)
-        return GroupOptions(total, optimizer, loss, schedules, begun, limits, updates, on_nonfinite, compile)
+        return GroupOptions(total, optimizer, loss, schedules, begun, limits, updates, on_nonfinite, compile, memory)
 
     def with_begun(self, group: ArrayGroup) -> GroupOptions:
         """Return the options of a population whose members began with what those of ``group`` did."""
@@ -113,6 +116,7 @@ class GroupOptions:
             accumulate=self.updates.calls[list(rows)],
             on_nonfinite=self.on_nonfinite,
             compile=self.compile,
+            memory=self.memory,
         )
         group._limits = self.limits.rearranged(rows)
         self._begin(group)

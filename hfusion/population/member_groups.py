@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import tensors
-from hfusion.population.member_layout import check_entries, take_entries
+from hfusion.capture.named import device_of
+from hfusion.core.calls import take_entries
+from hfusion.population.member_layout import check_entries
 from hfusion.population.members import apart
 from hfusion.population.plain_module import PlainModule, of_row, with_row
 
@@ -129,9 +130,3 @@ def _unlike(
         f"{source}: {first} of the members in rows {live}, {other} of those in rows {other_live}. Members are averaged "
         "where they give outputs of one shape and dtype: choose such rows by weights=, or let the models give them"
     )
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Return the device of a module's first tensor; the CPU if it has none."""
-    tensor = next((tensor for _, tensor in tensors(module)), None)
-    return torch.device("cpu") if tensor is None else tensor.device

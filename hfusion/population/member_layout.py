@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from hfusion.core.calls import StackedInput, entry_counts, is_stacked, stacked
-from hfusion.core.ragged import Ragged
+from hfusion.core.calls import entry_counts
 from hfusion.population.grouping import PopulationGroup, signature
 from hfusion.population.members import key_of
 from hfusion.population.plain_member import PlainMember
@@ -64,23 +62,6 @@ class PlacedGroup:
         first = self.live[0]
         rows = [first if row is None else row for row in self.rows]
         return rows if by_row is None else [by_row[row] for row in rows]
-
-
-def take_entries(value: Any, entries: Sequence[int]) -> Any:
-    """``value``, any nest, with these entries of what is stacked in it."""
-    if isinstance(value, Tensor):
-        return value
-    return pytree.tree_map(lambda leaf: _entries_of(leaf, entries), value, is_leaf=is_stacked)
-
-
-def _entries_of(leaf: Any, entries: Sequence[int]) -> Any:
-    if isinstance(leaf, Ragged):
-        return stacked([leaf[entry] for entry in entries])
-    if not isinstance(leaf, StackedInput):
-        return leaf
-    if list(entries) == list(range(entries[0], entries[0] + len(entries))):
-        return StackedInput(leaf.tensor[entries[0] : entries[0] + len(entries)])
-    return StackedInput(leaf.tensor[torch.tensor(entries, device=leaf.tensor.device)])
 
 
 def check_entries(values: Any, rows: int) -> None:

@@ -16,7 +16,7 @@ from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import NonFiniteError
-from hfusion.core.membership import membership
+from hfusion.core.membership import is_per_member
 from hfusion.core.row_indices import check_once
 
 
@@ -310,11 +310,6 @@ def apart(fused: FusedModule, row: int) -> nn.Module:
     """A copy of a member, around the frozen base that all members have."""
     known = fused._views.members.get(row)
     model = fused._member(row) if known is None else known.model
-    own = {name for name, parameter in fused.named_parameters() if _of_members(parameter)}
+    own = {name for name, parameter in fused.named_parameters() if is_per_member(parameter)}
     frozen = [p for name, p in model.named_parameters() if name not in own and not p.requires_grad]
     return module_copy(model, {id(parameter): parameter for parameter in frozen})
-
-
-def _of_members(parameter: Tensor) -> bool:
-    found = membership(parameter)
-    return found is not None and found.is_own

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hfusion.array.each import Each
 from hfusion.checkpoint.save import Writing
+from hfusion.core.calls import take_entries
 from hfusion.core.errors import ForwardsDiffer
 from hfusion.core.exclusive import FairLock
 from hfusion.core.row_indices import check_once, is_row, pairs, rows_of
@@ -24,7 +25,7 @@ from hfusion.population.group_draws import GroupDraws
 from hfusion.population.group_options import GroupOptions, value_of
 from hfusion.population.group_updates import GroupUpdates
 from hfusion.population.grouping import TWINS, Candidates, grouped, shared_frozen
-from hfusion.population.member_layout import MemberLayout, PlacedGroup, check_entries, take_entries
+from hfusion.population.member_layout import MemberLayout, PlacedGroup, check_entries
 from hfusion.population.members import Event, Roll, What, listed
 from hfusion.population.mixed_evaluation import evaluate_mixed, mixed_outputs
 from hfusion.population.moving import MemberState, taken
@@ -33,6 +34,7 @@ from hfusion.population.population import ArrayGroup
 from hfusion.population.regroup import part, settle
 from hfusion.population.sample_weights import check_keyword, check_weights, rows_of_weights
 from hfusion.population.saving import in_turn
+from hfusion.step.memory_budget import state_bytes
 
 
 class MixedMembers:
@@ -154,6 +156,7 @@ class MixedMembers:
         if not self.groups:
             return torch.full((self.size,), math.nan)
         entries = {row: entry for entry, row in enumerate(stepping)}
+        self._note_memory()
         losses: dict[int, Tensor] = {}
         queue = deque(self.groups)
         with GroupDraws(self._device) as draws, self.updates() as updates:
@@ -175,6 +178,13 @@ class MixedMembers:
         like = next(iter(losses.values()))
         nobody = torch.full((1,), math.nan, dtype=like.dtype, device=like.device)
         return self.layout.collected([losses.get(g.number, nobody.expand(len(g.rows))) for g in self.groups])
+
+    def _note_memory(self) -> None:
+        """Let each group know what the others take of the memory of a step."""
+        if self.options.memory is not None:
+            sizes = [state_bytes(group.members.fused, group.members.optimizer) for group in self.groups]
+            for group, size in zip(self.groups, sizes, strict=True):
+                group.members.elsewhere = sum(sizes) - size
 
     def _stepping(self, rows: Sequence[int] | None, given: Any) -> list[int]:
         """The rows that have entries in stacked arguments, in their order. Raises ValueError."""

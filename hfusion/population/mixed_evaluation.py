@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.calls import StackedInput, call_arguments, is_stacked, take_entries
 from hfusion.core.errors import ForwardsDiffer
 from hfusion.core.ragged import Ragged
-from hfusion.population.evaluate import joined_batches, member_metrics, pair_of
+from hfusion.population.evaluate import pair_of
 from hfusion.population.member_groups import joined_rows
-from hfusion.population.member_layout import PlacedGroup, check_entries, take_entries
+from hfusion.population.member_layout import PlacedGroup, check_entries
+from hfusion.population.member_metrics import joined_batches, member_metrics
 from hfusion.population.regroup import part
-from hfusion.step.train_step import call_arguments
 
 if TYPE_CHECKING:
     from hfusion.population.mixed import MixedMembers

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from hfusion.array.each import Each
 from hfusion.capture.named import tensors
-from hfusion.core.membership import member_rows, membership
+from hfusion.core.calls import take_entries
 from hfusion.core.patience import numbers
 from hfusion.core.row_indices import check_once, rows_of
 from hfusion.population.average import checked_weights, weighted_mean
-from hfusion.population.best import BestMembers, BestRecord, no_best
-from hfusion.population.member_layout import check_entries, take_entries
+from hfusion.population.best import BestMembers, BestRecord, member_tensors, no_best
+from hfusion.population.member_layout import check_entries
 from hfusion.population.members import apart
 from hfusion.population.weights import check_not_underway
 
@@ -159,14 +159,7 @@ def _members(mixed: MixedMembers, rows: Any) -> list[int]:
 def _tensors(mixed: MixedMembers, row: int) -> dict[str, Tensor]:
     """A member's tensors by key, tied ones once, as views of what its group holds; without what is shared frozen."""
     group, local = mixed.layout.place(row)
-    own: dict[str, Tensor] = {}
-    visited: set[int] = set()
-    for name, tensor in tensors(group.members.fused):
-        mark = membership(tensor)
-        if mark is not None and mark.is_own and id(tensor) not in visited:
-            visited.add(id(tensor))
-            own[name] = member_rows(tensor.detach(), mark)[local]
-    return own
+    return {name: rows[local] for name, rows in member_tensors(group.members.fused)}
 
 
 def _check_alike(held: dict[int, dict[str, Tensor]]) -> None:

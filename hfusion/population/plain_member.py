@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hfusion.array.each import Each
+from hfusion.core.calls import call_arguments
 from hfusion.device.backend import active_autocast
 from hfusion.optim import FusedOptimizer
 from hfusion.population.gradients import weighted
@@ -17,7 +18,6 @@ from hfusion.population.plain_module import PlainModule, of_row
 from hfusion.population.population import ArrayGroup
 from hfusion.population.sample_weights import sample_weighted
 from hfusion.population.update_guard import all_finite
-from hfusion.step.train_step import call_arguments
 
 
 class PlainStep:
@@ -33,6 +33,8 @@ class PlainStep:
         self.keys: Tensor | None = None
         self.idle: frozenset[int] = frozenset()
         self.at_once: int | None = None
+        # A single member cannot be divided.
+        self.budget = None
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
         """Losses ``[1]`` of one step. Raises ValueError for a loss that is no single number."""

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.array_rows import rearrange as rearrange_array
+from hfusion.array.joining_models import check_one_kind
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.core.exclusive import FairLock
+from hfusion.core.membership import is_per_member
 from hfusion.core.row_indices import check_once, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
@@ -32,8 +34,10 @@ from hfusion.population.row_counts import Widths
 from hfusion.population.sample_weights import sample_weighted, weigh_samples
 from hfusion.population.saving import Saving, in_turn
 from hfusion.population.shared_training import step_together
-from hfusion.population.update_guard import Limits, OnNonfinite, bad_rows, check_common, stacked
+from hfusion.population.update_guard import Limits, OnNonfinite, bad_rows, check_common
 from hfusion.population.weights import MemberWeights
+from hfusion.step.compile_mode import Compile
+from hfusion.step.eager_step import EagerStep
 from hfusion.step.train_step import train_step
 
 
@@ -45,6 +49,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
 
     _samples = False  # whether the loss weighs samples
     _deferred: GroupUpdates | None = None  # makes the updates, where they wait for those of other groups
+    elsewhere = 0  # bytes that members of other groups take
 
     def __init__(
         self,
@@ -59,7 +64,8 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         accumulate: int | Sequence[int] | Tensor = 1,
         on_nonfinite: OnNonfinite = "freeze",
         tags: Sequence[str] | None = None,
-        compile: bool | str = True,
+        compile: Compile = True,
+        memory: str | int | None = None,
     ) -> None:
         if on_nonfinite not in ("freeze", "raise", "ignore"):
             raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')
@@ -77,8 +83,8 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         self._updates, self._on_nonfinite = Accumulation.of(accumulate, len(self.fused)), on_nonfinite
         self._roll, self._widths = Roll.of(len(self.fused), tags), Widths(len(self.fused))
         self._best: dict[str, BestRecord] = {}
-        self._function, self._compiles = loss, compile
-        self._common = any(p.requires_grad and not stacked(p) for p in self.fused.parameters())
+        self._function, self._compiles, self._memory = loss, compile, memory
+        self._common = any(p.requires_grad and not is_per_member(p) for p in self.fused.parameters())
         if self._common and self._updates.begun is None:
             raise ValueError(f"accumulate={accumulate}: members who train a parameter together make an update together")
         self._prepare(())
@@ -91,9 +97,9 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
 
     def _make_step(self, known: Iterable[str]) -> None:
         function = sample_weighted(self._function) if self._samples else self._function
-        self._loss = per_model(function)
+        self._together = EagerStep(self.fused, per_model(function))
         loss = weighted(function) if self._weighs else function
-        self._step = train_step(self.fused, loss, self.optimizer, compile=self._compiles)
+        self._step = train_step(self.fused, loss, self.optimizer, compile=self._compiles, memory=self._memory)
         self._step.update = self._computed
         self._step.at_once = self._widths.at_once(len(self))
         self._step.expected_calls |= set(known)
@@ -127,6 +133,9 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
             self._weighs = True
             self._make_step(())
         self._step.keys, self._step.idle = self._roll.keys, frozenset(self._roll.free)
+        if self._step.budget is not None:
+            summed = sum(p.nbytes for p in self.fused.parameters() if p.requires_grad)
+            self._step.budget.held = self.elsewhere + (summed if self._updates.sums_gradients else 0)
         if self._common:
             losses = step_together(self, inputs, target, keywords)
         else:
@@ -236,6 +245,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
             raise ValueError("scheduler: this population has none; give it one when it is made")
         with self._room(row) as rows:
             self._roll.check_start(rows, tags, len(models))
+            check_one_kind(self.fused, rows, models)
             limits = self._limits.with_rows(rows, clip_norm, clip_value)
             updates = self._updates.restart(rows, accumulate)
             self._drop_gradients()

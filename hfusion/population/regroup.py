@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from hfusion.array.joining_models import check_one_kind
 from hfusion.capture.attribute_values import fingerprint
 from hfusion.capture.python_differences import differing_attributes
 from hfusion.core.errors import ForwardsDiffer, FusionError
@@ -91,7 +92,9 @@ def _receive(target: PlacedGroup, states: Sequence[MemberState], rows: Sequence[
         target.rows = [*target.rows, *[None] * (len(array) - len(target.rows))]
     places = array._roll.free[: len(states)]
     array._drop_gradients()
-    array.fused.put(places, [state.model for state in states])
+    models = [state.model for state in states]
+    check_one_kind(array.fused, places, models)
+    array.fused.put(places, models)
     for place, row, state in zip(places, rows, states, strict=True):
         put(array, place, state)
         target.rows[place] = row

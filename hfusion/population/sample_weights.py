@@ -161,7 +161,7 @@ def _reduction(loss: Callable[..., Any]) -> str:
 
 
 def _class_options(loss: Callable[..., Any]) -> dict[str, Any] | None:
-    """The weights of classes and the target to ignore, of a loss whose mean hangs on these."""
+    """The weights of classes and the target to ignore, of a loss whose mean depends on them."""
     function = loss.func if isinstance(loss, functools.partial) else loss
     if isinstance(function, _CLASS_MODULES):
         return {"weight": function.weight, "ignore_index": function.ignore_index}

@@ -17,7 +17,8 @@ from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import is_stacked
 from hfusion.population.any_models import Population
-from hfusion.population.evaluate import number, outputs
+from hfusion.population.evaluate import outputs
+from hfusion.population.member_metrics import number
 
 Score = Callable[[Any, Any], Any]
 

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hfusion.step.train_step import call_arguments, check_losses
+from hfusion.compiler.arguments import Arguments
+from hfusion.core.calls import call_arguments
+from hfusion.core.member_random import keyed
+from hfusion.step.eager_step import backward
 
 if TYPE_CHECKING:
     from hfusion.population.population import ArrayGroup
@@ -20,16 +23,22 @@ def step_together(pop: ArrayGroup, inputs: Any, target: Any, keywords: dict[str,
         pop.optimizer.zero_grad()
         pop.fused.zero_grad()
     args, kwargs = call_arguments(inputs, keywords)
-    with torch.enable_grad():
-        losses = pop._loss(pop.fused(*args, **kwargs), target)
-        check_losses(losses, len(pop.fused))
-        values: Tensor = losses.detach()
-        scaled = losses if pop.scaler is None else pop.scaler.scale(losses)
-        rows = [row for row in pop._roll.live if row not in pop.frozen]
-        if not rows:
-            return values
-        with torch.autocast(losses.device.type, enabled=False):
-            (scaled[rows].sum() / int(updates.calls[0])).backward()
+    training = set(pop._roll.live).difference(pop.frozen)
+    scales = torch.ones(len(pop.fused), dtype=torch.float64)
+    scales = (scales if pop.scaler is None else pop.scaler.scale(scales)) / int(updates.calls[0])
+
+    def of_block(losses: Tensor, rows: range) -> None:
+        chosen = [row - rows.start for row in rows if row in training]
+        if chosen:
+            own = scales[rows.start : rows.stop].to(losses)
+            backward((losses * own)[chosen])
+
+    budget = pop._step.budget
+    block = None if budget is None else budget.plan(Arguments.of(args, kwargs)).block
+    with keyed(pop._step.keys):
+        values, _ = pop._together.run(args, kwargs, target, block, budget is not None, of_block)
+    if not training:
+        return values
     updates.spoilt |= ~values.isfinite().cpu()
     due = updates.count(pop._roll.alive)
     if bool((due & pop._roll.alive).any()):

@@ -14,7 +14,7 @@ from hfusion.array.array_rows import written_keys
 from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors
 from hfusion.core.errors import FusionError
-from hfusion.core.membership import member_rows, membership
+from hfusion.core.membership import is_per_member, member_rows, membership
 from hfusion.optim import clip_grad_norm_, clip_grad_value_
 from hfusion.optim.hyper import HyperValue, member_vector, plain
 from hfusion.optim.scaler import overflowing
@@ -92,7 +92,7 @@ class Limits:
 
     def clip(self, fused: FusedModule) -> None:
         """First by value, then by norm. Parameters that all members share are left as they are."""
-        params = [p for p in fused.parameters() if p.grad is not None and stacked(p)]
+        params = [p for p in fused.parameters() if p.grad is not None and is_per_member(p)]
         if not params:
             return
         if self.value is not None:
@@ -108,16 +108,10 @@ def _checked(name: str, value: HyperValue | None, rows: int) -> Tensor:
     return values
 
 
-def stacked(tensor: Tensor) -> bool:
-    """Return whether every member has a row of a tensor, or it belongs to a member outside of arrays."""
-    found = membership(tensor)
-    return found is not None and found.is_own
-
-
 def bad_rows(fused: FusedModule, losses: Tensor) -> Tensor:
     """The members whose loss or gradients are not all finite: bool ``[rows]``, on the CPU."""
     bad: Tensor = ~losses.detach().isfinite().cpu()
-    grads = [param.grad for param in fused.parameters() if param.grad is not None and stacked(param)]
+    grads = [param.grad for param in fused.parameters() if param.grad is not None and is_per_member(param)]
     if len(fused) == 1 and all_finite(grads):
         return bad
     return bad | overflowing([grad.reshape(len(fused), -1) for grad in grads], len(fused))
@@ -138,7 +132,7 @@ def all_finite(grads: Sequence[Tensor]) -> bool:
 def check_common(fused: FusedModule) -> None:
     """Raise a FusionError where a gradient that all members share is not finite."""
     for name, param in fused.named_parameters():
-        if param.grad is not None and not stacked(param) and not bool(param.grad.isfinite().all()):
+        if param.grad is not None and not is_per_member(param) and not bool(param.grad.isfinite().all()):
             raise FusionError(
                 f"the gradient of {name}, which all members train together, is not finite: who goes bad spoils it "
                 "for all, so that none can go on as if it were healthy; freeze it, or give each member its own"
@@ -163,8 +157,7 @@ class Buffers:
     def _keep(self, named: Iterable[tuple[str, Tensor]]) -> None:
         # A view of each, in which writing writes to the tensor itself.
         for name, tensor in named:
-            mark = membership(tensor)
-            if mark is not None and mark.is_own:
+            if (mark := membership(tensor)) is not None and mark.is_own:
                 rows = member_rows(tensor.detach(), mark)
                 self._before[name] = rows, rows.clone()
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned
+from hfusion.core.claimed_folder import ClaimedFolder, run_folder
 from hfusion.core.errors import SpillError
-
-_PREFIX = "hfusion-run-"
 
 
 class SpillFolder:
@@ -38,11 +35,8 @@ class SpillFolder:
     def close(self) -> None:
         """Remove the folder and all in it."""
         folder, self._folder = self._folder, None
-        # Another process may have removed it before.
-        if folder is not None and folder.path.exists():
-            shutil.rmtree(folder.path)
         if folder is not None:
-            folder.drop()
+            folder.remove()
         if self._made_parent:
             # Another run may use it by now, or have removed it.
             with suppress(OSError):
@@ -52,5 +46,4 @@ class SpillFolder:
         new = not self._parent.exists()
         self._parent.mkdir(parents=True, exist_ok=True)
         self._made_parent = new
-        remove_abandoned(self._parent, _PREFIX)
-        return ClaimedFolder(self._parent, _PREFIX, 0o700)
+        return run_folder(self._parent)

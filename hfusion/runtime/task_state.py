@@ -6,7 +6,8 @@ borrow it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -337,6 +338,30 @@ class TaskTensors:
                 for section, name in here.changed:
                     if section is Section.WEIGHTS and name not in self._trained:
                         home.views[section][name].copy_(here.copy.views[section][name])
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Context manager: the array's tensors are those at home, all in host memory, as capture needs them.
+
+        Values of buffers are up to date there, as forward may read them in Python; those of parameters may be older.
+        """
+        self.settle()
+        with self._lock:
+            away = [(shard, here) for shard, here in self._here.items() if here.bound or here.whole]
+        before = {shard: {name: self._tensors[name].data for name in self.shards[shard].own} for shard, _ in away}
+        for shard in before:
+            self._bind_weights(self._homes[shard].views[Section.WEIGHTS])
+        try:
+            yield
+        finally:
+            for shard, here in away:
+                with self._lock:
+                    if self._here.get(shard) is here:
+                        self._bind_weights(before[shard])
+
+    def _bind_weights(self, views: Mapping[str, Tensor]) -> None:
+        for name, view in views.items():
+            self._tensors[name].data = view
 
     def close(self) -> None:
         """Give every tensor its own memory again, and drop the host stores; an interrupted run keeps its progress."""

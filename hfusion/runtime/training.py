@@ -212,7 +212,7 @@ class Training:
         self._batch = source.next(self._generators.apart(device))
         recipe = source.find(self._batch)
         if recipe is None:
-            with gate.exclusive():
+            with gate.exclusive(), self.state.at_home():
                 recipe = source.make(self._batch)
         self._recipe = recipe
         return recipe

@@ -75,7 +75,7 @@ class _Lane(Thread):
         # Threads that mostly wait keep none from those that compute.
         self._copies = copies
         self._threads = torch.get_num_threads()
-        self._queue = backend(device).queue()
+        self._queue = backend(device).queue(copies)
         self._asked: deque[_Job] = deque()
         # Who waits for an accelerator to have computed: this thread may wait for others.
         self._reporter = None if copies or isinstance(self._queue, HostQueue) else _Reporter(self)
@@ -96,6 +96,7 @@ class _Lane(Thread):
             if self._reporter is not None:
                 self._reporter.asked.put(None)
                 self._reporter.join()
+            self._queue.close()
             self.ended.set()
 
     def _do(self, job: _Job) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of plans: what the tasks need, and what must come after what. Need matplotlib."""
+"""Drawings of plans: the needs of the tasks, and the dependencies between actions. Requires matplotlib."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Where in the row of its shard an action lies.
+# The position of an action in the row of its shard.
 _HEIGHTS = {"in": 0.15, "compute": 0.5, "out": 0.85}
 
 

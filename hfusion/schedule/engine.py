@@ -196,7 +196,7 @@ class Engine:
             self._advance(run.device)
 
     def _leave_visit(self, device: _DeviceState, visit: _Visit) -> None:
-        """All that a unit computes has ended: its task waits, unless it goes on here."""
+        """Handle the end of a unit's computing: its task waits, unless it continues on this device."""
         self._dispatcher.measured(visit.run.number, visit.unit, visit.seconds)
         if self._over(visit.run.number):
             self._stop(device, visit.run)
@@ -227,7 +227,7 @@ class Engine:
             device.take(device.current.actions.takes)
 
     def _wake(self) -> None:
-        """Give idle devices, the first first, what fits them."""
+        """Assign work that fits to idle devices, in their order."""
         still = []
         while self._idle and self._dispatcher.has_waiting():
             number = heappop(self._idle)
@@ -245,7 +245,7 @@ class Engine:
         return chosen is not None
 
     def _advance(self, device: _DeviceState) -> None:
-        """Begin what can begin by now."""
+        """Begin the actions of a device that are ready."""
         while True:
             self._load(device)
             if device.current is None:
@@ -281,7 +281,7 @@ class Engine:
             visit.tickets[self._begin(device, visit.run, visit.unit, action, after)] = action
 
     def _start(self, device: _DeviceState, visit: _Visit) -> None:
-        """A unit runs: choose what comes after it, and what stays loaded."""
+        """Start a unit; choose the unit after it and the shards that stay loaded."""
         visit.started, run = True, visit.run
         run.unit = self._dispatcher.begin(run.number)
         after = self._dispatcher.next(run.number)
@@ -305,7 +305,7 @@ class Engine:
         return actions.load.sections <= held.load.sections and held.load.takes + actions.beside <= device.budget
 
     def _queue(self, device: _DeviceState, run: _Run) -> None:
-        """Queue a task's next unit on a device, and load what it needs as early as possible."""
+        """Queue a task's next unit on a device, and load its shards as early as possible."""
         unit = self._dispatcher.next(run.number)
         assert unit is not None
         device.queued = visit = _Visit(run, unit, run.plan.actions_of(unit))
@@ -327,7 +327,7 @@ class Engine:
         return [run.gone[shard] for shard in shards if shard in run.gone and not run.gone[shard].done]
 
     def _load(self, device: _DeviceState) -> None:
-        """Begin to load, in order, what waits for nothing any longer."""
+        """Begin the loads that wait for nothing any longer, in order."""
         while device.loads:
             run, held = device.loads[0]
             if not all(ticket.done for ticket in held.waits) or not device.fits(held.load.takes):
@@ -337,7 +337,7 @@ class Engine:
             held.ticket = self._begin(device, run, held.unit, held.load, ())
 
     def _make_room(self, device: _DeviceState) -> None:
-        """Let parked tasks leave, the oldest first, until what the next unit's task holds and takes will fit."""
+        """Evict parked tasks, the oldest first, until the next unit's task fits."""
         if device.queued is None:
             return
         size = device.queued.run.size + device.queued.actions.extra

@@ -69,7 +69,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def svg(timeline: Timeline) -> str:
-    """Return a Gantt chart as SVG: a row per device, a colour per task, loads and evictions below what computes."""
+    """Return a Gantt chart as SVG: a row per device, a colour per task, loads and evictions below computing."""
     rows = {name: number for number, name in enumerate(timeline.devices[:MAX_SHOWN])}
     hues = {task: number * 137 % 360 for number, task in enumerate(dict.fromkeys(s.task for s in timeline.actions))}
     last = max((span.end for span in timeline.actions), default=0.0)

@@ -36,7 +36,7 @@ def graph(name: str, actions: Sequence[Action], load_rate: float, evict_rate: fl
 
 
 def earliest_ends(made: networkx.DiGraph[Any]) -> dict[Any, float]:
-    """When each action ends that begins as soon as those before it have ended."""
+    """Return the seconds at which each action ends if it starts as soon as its predecessors have ended."""
     import networkx
 
     ends: dict[Any, float] = {}

@@ -1,11 +1,11 @@
-"""From the shards of a task to the actions of one minibatch: `lower`. Bytes of shards are counted here only.
+"""Lower the shards of a task to the actions of one minibatch: `lower`. Bytes of shards are counted here only.
 
-A spilled task keeps its state in host memory: what a shard needs is loaded before it computes and evicted afterwards,
-and its backward recomputes it from what is alive at its input cut (Hydra, arXiv:2110.08633; recomputation: Chen et al.,
-arXiv:1604.06174). The last shard turns from forward to backward in place and recomputes nothing. What is pinned is
-loaded when the minibatch begins, and evicted when it ends, unless the next one begins there: all shards of a resident
-task, the last shard of a spilled one that keeps it. (A cyclic scan is cached best by keeping a part of it: Belady, IBM
-Systems Journal 5(2), 1966.)
+A spilled task keeps its state in host memory: the needs of a shard are loaded before it computes and evicted
+afterwards, and its backward recomputes it from the values alive at its input cut (Hydra, arXiv:2110.08633;
+recomputation: Chen et al., arXiv:1604.06174). The last shard turns from forward to backward in place and recomputes
+nothing. Pinned shards are loaded when the minibatch begins, and evicted when it ends, unless the next one begins there:
+all shards of a resident task, the last shard of a spilled one that keeps it. (A cyclic scan is cached best by keeping a
+part of it: Belady, IBM Systems Journal 5(2), 1966.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ENTRY = frozenset({Section.WEIGHTS, Section.BOUNDARY})
 
 @dataclass(frozen=True)
 class Resident:
-    """All shards are on the device, with all that they save for their backward."""
+    """Keeps all shards on the device, with the values that they save for backward."""
 
     def pins(self, shard: int, count: int) -> bool:
         """Return whether a shard stays on the device as long as its task of ``count`` shards."""

@@ -17,7 +17,7 @@ _SECONDS = 0.05
 
 
 class Ran(NamedTuple):
-    """When a minibatch began, was read, had its gradients, was done, and was saved, if it was."""
+    """The times at which a minibatch began, was read, had its gradients, was done, and was saved, if it was."""
 
     began: float
     read: float

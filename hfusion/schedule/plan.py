@@ -29,7 +29,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Processes:
-    """How many processes of this machine train: 1 for all devices, or as many as devices; and why."""
+    """The number of processes that train on this machine, 1 or one per device, and the reason."""
 
     count: int
     reason: str
@@ -44,8 +44,8 @@ class Plan:
     """Tasks on devices.
 
     ``devices`` maps names to budgets in bytes; ``load_rate`` and ``evict_rate`` are the bytes/s from host to
-    device and back, each device having a link of its own; ``action_seconds`` is what a device takes to begin and to end
-    an action that computes; ``processes``: which processes train, None where there is no choice. Raises PlanError for
+    device and back, each device having a link of its own; ``action_seconds`` is the overhead of an action that
+    computes; ``processes``: the processes that train, None if there is no choice. Raises PlanError for
     names that repeat, no device, numbers out of range, and a task that fits no device.
     """
 
@@ -155,7 +155,7 @@ class Plan:
 
 
 def _stays(task: TaskPlan) -> str:
-    """Describe what a task keeps on its device."""
+    """Describe the shards that a task keeps on its device."""
     return "all" if task.resident else readable(sum(map(task.host_bytes, task.pinned))) if task.pinned else "-"
 
 

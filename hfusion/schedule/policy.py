@@ -91,7 +91,7 @@ Choice = Callable[[Order, State], Candidate | None]
 class Policy:
     """``policy(state)`` is the next candidate, ``state.running`` or the first that waits, or None.
 
-    ``patient``: it lets tasks take turns on a device as rarely as it can, so what they keep there is worth keeping.
+    ``patient``: it alternates tasks on a device as rarely as it can, so that keeping a shard there pays off.
     """
 
     name: str

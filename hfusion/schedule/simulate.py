@@ -1,4 +1,4 @@
-"""Run a plan without running it: when would what happen, if every action took the seconds the plan says."""
+"""Simulate a plan: the timeline of a run in which every action takes its estimated seconds."""
 
 from __future__ import annotations
 

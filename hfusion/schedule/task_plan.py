@@ -3,9 +3,9 @@
 A spilled task keeps its state in host memory: before a unit (one phase of one shard) its needs are loaded, afterwards
 they are evicted, and the backward recomputes the shard from the values at its input cut
 (Hydra, arXiv:2110.08633; recomputation: Chen et al., arXiv:1604.06174). A resident task holds all shards with
-their saved activations on one device; should it leave in the midst of a minibatch, it takes along what is alive at
-the cuts and recomputes, which is not planned for. In between, a spilled task may keep its last shard on the device, and
-only the others come and go. Bytes are whole numbers, times are seconds.
+their saved activations on one device; if it is moved during a minibatch, the values alive at the cuts move with it and
+the rest is recomputed, which is not planned for. As a compromise, a spilled task may keep its last shard on the device
+and spill only the others. Bytes are whole numbers, times are seconds.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class UnitActions(NamedTuple):
         load: loads the shard; None if it is pinned, or loaded by the previous unit.
         waits: shards whose evictions must end before.
         needs: the shards that must be loaded before it computes.
-        beside: the most bytes on the device, besides what is loaded, until that is evicted.
+        beside: the most bytes on the device in addition to the loaded shard, until that is evicted.
         takes: bytes that it takes when it begins to compute.
-        extra: the most bytes that it has on top of all that is loaded.
+        extra: the most bytes that it has in addition to all loaded shards.
         evict: evicts the shard at the end; ``ends``: with this unit.
     """
 
@@ -325,7 +325,7 @@ class TaskPlan:
 
     @property
     def carried(self) -> bool:
-        """Whether gradients outlive their backward unit, and so move to and from the host."""
+        """True if gradients outlive their backward unit, and so move to and from the host."""
         return self.accumulate > 1 or self.clipped
 
     @property

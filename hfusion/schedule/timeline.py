@@ -62,7 +62,7 @@ class Span:
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """All actions of a run in order of start, the devices, and the least seconds any schedule needs.
+    """The timeline of a run: its actions in order of start, the devices, and a lower bound of seconds for any schedule.
 
     ``print(timeline)`` shows numbers by device and by task; ``timeline.text()`` has every action.
     """
@@ -102,11 +102,11 @@ class Timeline:
         return changes
 
     def validate(self, plan: Plan) -> None:
-        """Raises TimelineError for the first rule that is broken.
+        """Raise TimelineError for the first rule that is broken.
 
         Every unit of every task of ``plan`` runs once and in order, on one device at a time, and ends with a
-        STEP where the plan says so; what computes is loaded; a shard is in one place only, and back on the
-        host at the end; a lane does one thing at a time; no budget is exceeded.
+        STEP where the plan has one; shards that compute are loaded; a shard is in one place only, and back on the
+        host at the end; a lane does one action at a time; no budget is exceeded.
         """
         self._check_names(plan)
         by_task: dict[str, list[Span]] = {task.name: [] for task in plan.tasks}

@@ -12,7 +12,7 @@ from hfusion.schedule.shards import Unit
 class Ticket(Protocol):
     """An action that began: once it is ``done``, when it ``started`` and ``ended``, and the ``seconds`` it took.
 
-    It starts when all has ended that it waits for: what its worker takes to begin it is its own time.
+    It starts when all actions that it waits for have ended, so the worker's overhead to begin it is its own time.
     """
 
     @property
@@ -29,7 +29,7 @@ class Ticket(Protocol):
 
 
 class Worker(Protocol):
-    """Does what the engine decides. Each lane of a device does one action after the other, as they began."""
+    """Executes the actions of the engine. Each lane of a device runs one action at a time, in the order they began."""
 
     def begin(self, device: int, task: int, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
         """Begin an action for a unit, as soon as those of ``after`` have ended."""

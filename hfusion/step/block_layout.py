@@ -21,12 +21,12 @@ from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
 from hfusion.passes.cost.price import Model
 from hfusion.step.autotune import ONE_PART, NotedProgram, WayTimes
+from hfusion.step.compile_mode import AUTO
 from hfusion.step.compiled_step import MAX_LOOPED_CALLS, FusedStep, PerMemberStep, StepProgram, too_many_kinds
 from hfusion.step.cpp_block_entry import Unparted
 from hfusion.step.parallel_blocks import PartedStep
 from hfusion.step.recorded_step import recorded
 
-AUTO = "auto"
 # Of MobileNetV2's members a thread, blocks of 4 took as long as one of 8, and blocks of 2 took 1.25 of that.
 LEAST_BLOCK = 4
 
@@ -51,28 +51,33 @@ class Parting:
     direct: bool = False
 
     @staticmethod
-    def of(parts: int | str, forward: BoundProgram, loss: BoundProgram, size: int | None) -> Parting:
+    def of(
+        parts: int | str, forward: BoundProgram, loss: BoundProgram, size: int | None, most: int | None = None
+    ) -> Parting:
         """For ``parts`` at a time, or for as many as torch has threads; ``size``: where it is given.
+
+        ``most``: how many members may be computed at a time, by all threads; None where memory sets no limit.
 
         An operator that all threads compute together waits for the slowest of them, and the small ones gain nothing:
         where the array loops over members, and every thread has as much to do, parts are as good as they can be.
         Elsewhere both compute about as much, and what it takes to wake threads decides, or what is left to the last.
         """
         members, cores = forward.compiled.program.members, torch.get_num_threads()
-        threads = min(cores if isinstance(parts, str) else parts, members)
+        limit = members if most is None else most
+        threads = min(cores if isinstance(parts, str) else parts, limit)
         if threads == 1:
             direct = not _obstacle(forward, loss)
             if size is None and cores == 1 and direct and not _without_threads():
                 block = block_size(forward, 1)
                 size = None if block >= members or too_many_kinds(forward, loss, block) else block
-            return Parting(size, inner=cores, direct=direct)
-        block = block_size(forward, threads) if size is None else size
+            return Parting(_limited(size, most), inner=cores, direct=direct)
+        block = min(block_size(forward, threads) if size is None else size, limit // threads)
         why = obstacle(forward, loss) or too_many_kinds(forward, loss, block)
         if why:
-            return Parting(size, why=why)
+            return Parting(_limited(size, most), why=why)
         auto = parts == AUTO
         even = members % threads == 0 and cores % threads == 0
-        rival = auto and size is None and not (even and forward.looped_calls > MAX_LOOPED_CALLS)
+        rival = auto and size is None and most is None and not (even and forward.looped_calls > MAX_LOOPED_CALLS)
         return Parting(block, threads, max(1, cores // threads), auto, rival=rival)
 
     def chosen(self, times: WayTimes) -> Parting:
@@ -99,6 +104,11 @@ class Parting:
         return recorded(program)
 
 
+def _limited(size: int | None, most: int | None) -> int | None:
+    """The smaller of two numbers of members, where None stands for all."""
+    return size if most is None else most if size is None else min(size, most)
+
+
 def block_size(forward: BoundProgram, threads: int) -> int:
     """How many members a program computes where ``threads`` of them run at a time: a thread's share of the members, or
     a whole fraction of it, so that the largest value of a member's forward stays in a core's cache for all of these.
@@ -112,17 +122,6 @@ def block_size(forward: BoundProgram, threads: int) -> int:
     values = [size for node, size in model.bytes.items() if node.op == "call_function"]
     fit = max(LEAST_BLOCK, core_cache() // max([1, *values]))
     return -(-members // (threads * max(1, share // fit)))
-
-
-def check_parts(parts: object) -> int | str:
-    """``parts`` as `hfusion.train_step` takes it. Raises ValueError."""
-    if parts == AUTO and isinstance(parts, str):
-        return parts
-    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
-        raise ValueError(
-            f'parts is {parts!r}: give "auto", or how many shall run at the same time, an integer from 1 on'
-        )
-    return parts
 
 
 def obstacle(forward: BoundProgram, loss: BoundProgram) -> str:

@@ -6,26 +6,21 @@ compiled nothing yet another process compiles, and steps do not wait, unless the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 import torch
 
-from hfusion.device.cache import cache_file, number, read_json, write_json
 from hfusion.device.calibrate import describe
+from hfusion.device.measured_records import RecordFile, nearest
 from hfusion.device.native import cores
 
-# Rows that a file has, the latest, and those of the nearest size that an estimate is made of.
-MAX_ROWS = 128
-_NEAREST = 5
 # Seconds that a machine's first compilation takes, with torch's headers: 11 to 17 for the benchmark's MLP, CNN and
 # transformer on two cores of a Xeon.
 FIRST_COMPILATION = 10.0
 # Steps that are timed: eager ones, and compiled ones after the first, which touches memory that is cold.
 _TIMED = 3
-_PLAUSIBLE = (1e-6, 1e6)
 
 
 @dataclass(eq=False)
@@ -82,7 +77,7 @@ def judge(left: int, eager: float, size: int, looped: bool, records: Sequence[Co
     known = [record for record in records if record.looped is looped]
     cost = compile_seconds(size, looped, records, spare)
     seen = [record for record in known if record.speedup is not None]
-    faster = median(r.speedup or 1.0 for r in _nearest(seen, size)) if seen else None
+    faster = median(r.speedup or 1.0 for r in nearest(seen, size)) if seen else None
     ahead = left * eager
     told = f"{left} more steps take {ahead:.2g} s eagerly, and its compilation about {cost:.2g} s"
     if faster is not None and faster <= 1.0:
@@ -101,11 +96,7 @@ def compile_seconds(size: int, looped: bool, records: Sequence[CompileRecord], b
     if not alike:
         return FIRST_COMPILATION
     # A larger step may take more in proportion; that a smaller one takes less is not known.
-    return median(r.seconds * max(1.0, size / r.operators) for r in _nearest(alike, size))
-
-
-def _nearest(records: Sequence[CompileRecord], size: int) -> list[CompileRecord]:
-    return sorted(records, key=lambda r: max(r.operators, size) / min(r.operators, size))[:_NEAREST]
+    return median(r.seconds * max(1.0, size / r.operators) for r in nearest(alike, size))
 
 
 def spare_core() -> bool:
@@ -115,35 +106,13 @@ def spare_core() -> bool:
 
 def read_records() -> list[CompileRecord]:
     """Return the records of this machine; none if the file is unreadable or invalid."""
-    try:
-        return [_record(row) for row in read_json(_path())["steps"]]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []
+    return _records().read()
 
 
 def add_record(record: CompileRecord) -> None:
-    """Keep a row more, if the folder takes it: what is not known there is only estimated worse."""
-    rows = [*read_records(), record][-MAX_ROWS:]
-    try:
-        write_json(_path(), {"machine": _machine(), "steps": [asdict(row) for row in rows]})
-    except OSError:
-        return
+    """Keep a row more, if the folder takes it."""
+    _records().add(record)
 
 
-def _record(row: Mapping[str, Any]) -> CompileRecord:
-    speedup = row["speedup"]
-    return CompileRecord(
-        int(number(row["operators"], 1, 1e9)),
-        bool(row["looped"]),
-        bool(row["behind"]),
-        number(row["seconds"], *_PLAUSIBLE),
-        None if speedup is None else number(speedup, *_PLAUSIBLE),
-    )
-
-
-def _machine() -> dict[str, str]:
-    return describe(torch.device("cpu"))
-
-
-def _path() -> Any:
-    return cache_file("compiling", _machine())
+def _records() -> RecordFile[CompileRecord]:
+    return RecordFile(CompileRecord, "compiling", describe(torch.device("cpu")))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -16,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hfusion.core.claimed_folder import run_folder
 from hfusion.core.exclusive import compiling, tracing
 from hfusion.core.stages import BrokenProgram
 from hfusion.device.cache import cache_folder, lasts
@@ -23,7 +22,9 @@ from hfusion.device.openmp import torch_threads
 from hfusion.step import program_cache
 from hfusion.step.autotune import ONE_PART, PARTS, NotedProgram, find_times, keep_times, measure
 from hfusion.step.background_job import PendingProgram, Rival
-from hfusion.step.block_layout import AUTO, Parting, check_parts
+from hfusion.step.block_layout import Parting
+from hfusion.step.compile_limits import Unprofitable
+from hfusion.step.compile_mode import CompileMode
 from hfusion.step.compile_payoff import CompileRecord, add_record, compile_seconds, judge, read_records, spare_core
 from hfusion.step.compile_request import Order
 from hfusion.step.compile_worker import BackgroundJob, error_text
@@ -33,7 +34,6 @@ from hfusion.step.compiled_step import (
     Library,
     PerMemberStep,
     StepProgram,
-    Unprofitable,
     compile_programs,
     order_for,
     step_of,
@@ -45,71 +45,6 @@ from hfusion.step.variants import StepVariant
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
 MAX_PROGRAMS = 16
-
-
-@dataclass(frozen=True)
-class CompileMode:
-    """Whether steps are compiled, and where; ``eager_steps``, ``parts`` and ``steps`` as of `hfusion.train_step`.
-
-    Raises ValueError for what is neither.
-    """
-
-    compile: bool
-    background: bool = False
-    eager_steps: int | None = None
-    parts: int | str = AUTO
-    steps: int | None = None
-    auto: bool = False
-
-    @staticmethod
-    def of(compile: object, eager_steps: int | None, parts: object = AUTO, steps: object = None) -> CompileMode:
-        divided, auto = check_parts(parts), compile == "auto"
-        if compile not in (True, False, "now", "background", "auto"):
-            raise ValueError(f'compile is {compile!r}: give True or "now", "background", "auto", or False')
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
-            raise ValueError(f"steps is {steps!r}: give the number of steps that will be made")
-        if eager_steps is None:
-            return CompileMode(bool(compile), compile == "background", None, divided, steps, auto)
-        if steps is not None or auto:
-            one = 'compile="auto"' if auto else "steps"
-            raise ValueError(
-                f"{one} and eager_steps are both given: one leaves open when steps change over, one says it"
-            )
-        if not compile:
-            raise ValueError(
-                f"eager_steps is {eager_steps!r} where compile is False: no step will be compiled; omit it"
-            )
-        if isinstance(eager_steps, bool) or not isinstance(eager_steps, int) or eager_steps < 1:
-            raise ValueError(f"eager_steps is {eager_steps!r}: give an integer from 1 on, as the first step is eager")
-        return CompileMode(True, compile == "background", eager_steps, divided)
-
-    def __str__(self) -> str:
-        if not self.compile:
-            return "False"
-        if self.auto:
-            return '"auto"'
-        return '"background"' if self.background else "True"
-
-    @property
-    def judged(self) -> bool:
-        """Whether steps are compiled only if that pays."""
-        return self.auto or self.steps is not None
-
-    def left(self, steps: int) -> int | None:
-        """How many steps to expect after ``steps`` of a kind: where nobody said, as many as were made, and None between
-        powers of two, where an answer would hardly be another.
-        """
-        if self.steps is not None:
-            return max(0, self.steps - steps)
-        return steps if steps & (steps - 1) == 0 else None
-
-    def eager(self, steps: int) -> bool:
-        """Return whether the step after ``steps`` of its kind is eager, even if its program is compiled."""
-        return self.eager_steps is not None and steps < self.eager_steps
-
-    def due(self, steps: int) -> bool:
-        """Return whether the step after ``steps`` of its kind waits for its program."""
-        return not self.background or (self.eager_steps is not None and steps >= self.eager_steps)
 
 
 class ProgramMaker:
@@ -227,10 +162,10 @@ class ProgramMaker:
         assert way.sources is not None
         try:
             if way.parting is None:
-                way.parting = Parting.of(self.mode.parts, *way.sources, size)
+                way.parting = Parting.of(self.mode.parts, *way.sources, size, way.most)
             self._find_or_compile(way, call, way.parting, autocast, due, find_only)
         except Unparted as error:
-            way.parting = Parting(size, why=str(error))
+            way.parting = Parting(way.most if size is None else size, why=str(error))
             self._make(way, call, size, autocast, due, find_only)
         except (ProgramMismatch, BrokenProgram):
             raise
@@ -315,7 +250,7 @@ class ProgramMaker:
             self._use(way, pending.call, found, pending.rival)
         except Unparted as error:
             # It is asked for anew, as one part, at the next call.
-            way.parting = Parting(None, why=str(error))
+            way.parting = Parting(way.most, why=str(error))
         except Unprofitable as error:
             way.why = str(error)
 
@@ -375,9 +310,9 @@ class ProgramMaker:
         """Folder in which the other process stores programs."""
         if program_cache.keeping():
             return cache_folder()
-        private = tempfile.mkdtemp(prefix="hfusion-programs-")
-        weakref.finalize(self, shutil.rmtree, private, ignore_errors=True)
-        return Path(private)
+        private = run_folder()
+        weakref.finalize(self, private.remove)
+        return private.path
 
     def close(self) -> None:
         """End the processes that make programs; what they were to make is asked for anew, if it is needed."""

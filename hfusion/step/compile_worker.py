@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hfusion.core.claimed_folder import ClaimedFolder, run_folder
 from hfusion.step.compile_request import Order
 
 # It computes with what training leaves of the cores. At 5, OpenMP's threads waited for the one it had displaced:
@@ -44,16 +45,16 @@ class BackgroundJob:
         self.seconds = 0.0
         """Until it was ready, once it was waited for."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        handle, name = tempfile.mkstemp(prefix="hfusion-order-")
-        with open(handle, "w") as file:
-            file.write(order.text)
+        files = run_folder()
+        written = files.path / "order.json"
         try:
-            self._process = _started([name, str(folder)], self._log)
+            written.write_text(order.text)
+            self._process = _started([str(written), str(folder)], self._log)
         except OSError:
             self._log.close()
-            os.unlink(name)
+            files.remove()
             raise
-        self._finalizer = weakref.finalize(owner, _end, self._process, self._log, name, os.getpid())
+        self._finalizer = weakref.finalize(owner, _end, self._process, self._log, files, os.getpid())
         self.cancelled = False
 
     @property
@@ -112,7 +113,7 @@ def _started(arguments: Sequence[str], log: Any) -> subprocess.Popen[bytes]:
     )
 
 
-def _end(process: subprocess.Popen[bytes], log: Any, order: str, starter: int) -> None:
+def _end(process: subprocess.Popen[bytes], log: Any, files: ClaimedFolder, starter: int) -> None:
     """End it and what it started, unless this is a child of the one who began it."""
     if os.getpid() != starter:
         return
@@ -122,8 +123,7 @@ def _end(process: subprocess.Popen[bytes], log: Any, order: str, starter: int) -
     for file in (process.stdin, process.stdout, log):
         if file is not None:
             file.close()
-    if os.path.exists(order):
-        os.unlink(order)
+    files.remove()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -154,8 +154,9 @@ def _carried_out(content: dict[str, Any], folder: Path) -> str:
     """``done``, or why not."""
     # Not where this module is imported to start such a process.
     from hfusion.step import program_cache
+    from hfusion.step.compile_limits import Unprofitable
     from hfusion.step.compile_request import read_order
-    from hfusion.step.compiled_step import Library, Unprofitable, compile_programs
+    from hfusion.step.compiled_step import Library, compile_programs
 
     order = Order(content)
     try:

@@ -14,37 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.specialized_dims import recurrent
-from hfusion.compiler.arguments import BATCHED
 from hfusion.compiler.bound_program import BoundProgram, Place
 from hfusion.compiler.graph_text import Unwritable
 from hfusion.core.member_random import new_seeds
+from hfusion.core.row_indices import blocks_of
 from hfusion.device.team import Team
 from hfusion.passes.align import scalars
 from hfusion.passes.gather import has_variants
 from hfusion.step import program_cache
 from hfusion.step.build import build
+from hfusion.step.compile_limits import TooManyOperators, Unprofitable, check_open, check_operators
 from hfusion.step.compile_request import Order, write_order
 from hfusion.step.program_cache import KeptGraph, NoProgram, StepPrograms
-from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, captured_dims, trace, trace_rows
+from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, trace, trace_rows
 
-# Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
-MAX_OPERATORS = 4000
 # Calls in a forward's loops over members that are still compiled with the rest: 32 took 1.3 times as long in a CNN.
 MAX_LOOPED_CALLS = 16
 # Programs for members that differ in scalars, and in submodules.
 MAX_KINDS, MAX_STRUCTURES = 4, 8
-# oneDNN's kernel gives an undefined tensor in training, on which inductor's code fails when it runs.
-_NOT_COMPILED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
+
 
 Run: TypeAlias = Callable[..., Sequence[Tensor]]
-
-
-class Unprofitable(Exception):
-    """A step is not worth its compilation, or would not survive it; the message says why."""
-
-
-class TooManyOperators(Unprofitable):
-    """Fewer members at a time may have few enough of them."""
 
 
 class StepProgram(Protocol):
@@ -153,27 +143,35 @@ class PerMemberStep:
         if self.seeded:
             pairs.append((new_seeds(self.members), True))
         columns = [t.detach().split(self.size) if stacked else (t,) * len(self.kinds) for t, stacked in pairs]
-        with torch.no_grad():
-            given = [*zip(*columns, strict=True)]
-            wanted = call.wants(self.blocks)
-            rows = [
-                self.runs[kind](*own) if w else None for w, kind, own in zip(wanted, self.kinds, given, strict=True)
-            ]
-            like = next(filter(None, rows))
-            found_rows = [row or self._blank(like, own) for row, own in zip(rows, given, strict=True)]
-            losses, *grads = zip(*found_rows, strict=True)
-            for place, found in zip(self.graphs[0].trained, grads, strict=True):
-                tensor, stacked = pairs[place]
-                if len(found) == 1:
-                    tensor.grad = found[0]
-                else:
-                    tensor.grad = torch.cat(found) if stacked else torch.stack(found).sum(0)
-            return torch.cat(losses)
+        wanted = call.wants(self.blocks)
+        grads = [self._room(own[k], self.tensors.stacked[k] and all(wanted)) for k in self.trained]
+        losses: list[Tensor] = []
 
-    def _blank(self, like: Sequence[Tensor], own: Sequence[Tensor]) -> list[Tensor]:
-        """Return placeholders for the outputs of a block that is left out, shaped as ``like``."""
-        losses = like[0].new_full((len(own[self.tensors.stacked.index(True)]),), torch.nan)
-        return [losses, *(torch.zeros_like(own[k]) for k in self.trained)]
+        def take(rows: range, of_block: Tensor, *found: Tensor) -> None:
+            losses.append(of_block)
+            stacks = [k for k, place in enumerate(self.trained) if self.tensors.stacked[place]]
+            if stacks:
+                torch._foreach_copy_([grads[k][rows.start : rows.stop] for k in stacks], [found[k] for k in stacks])
+            for k in set(range(len(grads))).difference(stacks):
+                grads[k] += found[k]
+
+        with torch.no_grad():
+            # The gradients of a block are freed before the next one runs.
+            for rows, kind, w, given in zip(self.blocks, self.kinds, wanted, zip(*columns, strict=True), strict=True):
+                if w:
+                    take(rows, *self.runs[kind](*given))
+                else:
+                    losses.append(torch.full((len(rows),), torch.nan))
+        for place, grad in zip(self.trained, grads, strict=True):
+            own[place].grad = grad
+        known = next(of_block for of_block, w in zip(losses, wanted, strict=True) if w)
+        return torch.cat([of_block.to(known) for of_block in losses])
+
+    @staticmethod
+    def _room(tensor: Tensor, filled: bool) -> Tensor:
+        """Memory for a gradient; ``filled``: all of it will be written."""
+        made = torch.empty_like if filled else torch.zeros_like
+        return made(tensor.detach(), memory_format=torch.contiguous_format)
 
 
 @dataclass(eq=False)
@@ -255,8 +253,8 @@ def _compile(
         if size is not None:
             return each(forward, loss, call, tensors, library, kind, min(size, members))
         graph = trace(forward, loss, call)
-        _check_open(graph, forward, loss, call)
-        _check(graph)
+        check_open(graph, forward, loss, call)
+        check_operators(graph)
     except TooManyOperators:
         # Some calls are many operators, such as a recurrent layer's.
         if not looped or size == 1:
@@ -312,8 +310,8 @@ def each(
         known = library.blocks.get(key)
         if known is None or not known[0].fits(its_call.batch()):
             graph = trace_rows(forward, loss, call, rows)
-            _check_open(graph, forward, loss, call)
-            _check(graph)
+            check_open(graph, forward, loss, call)
+            check_operators(graph)
             library.count += 1
             known = library.blocks[key] = graph, build(graph, own, its_call.batch())
         found.append(known)
@@ -360,41 +358,7 @@ def traits(tensors: Sequence[Tensor]) -> Any:
     return tuple((tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors)
 
 
-def blocks_of(members: int, size: int) -> list[range]:
-    """Neighbouring members, ``size`` of them; the last block has those that are left."""
-    return [range(start, min(start + size, members)) for start in range(0, members, size)]
-
-
 def scalars_of(forward: BoundProgram, loss: BoundProgram, rows: range) -> tuple[Any, ...]:
     """For each of ``rows``, that in which members differ; blocks with equal ones share a program."""
     values = [v for own in (forward.compiled, loss.compiled) for v in scalars(own.graph, own.program.members)]
     return tuple(tuple(repr(each[member]) for each in values) for member in rows)
-
-
-def _check_open(graph: StepGraph, forward: BoundProgram, loss: BoundProgram, call: StepCall) -> None:
-    """Refuse a step that would hold for one length only, where many are met; few numbers of samples are."""
-    found = captured_dims(forward, loss, call)
-    # Other sizes of a target alone may be those of other arrays with the same loss.
-    if not any(dims - {0} for dims in found[: sum(isinstance(leaf, BATCHED) for leaf in call.inputs.leaves)]):
-        return
-    rows = zip(found, call.stacked, graph.dims, strict=True)
-    closed = [
-        f"dim {dim} of {call.batch()[k].dtype} {list(call.batch()[k].shape)}"
-        for k, (dims, stacked, left) in enumerate(rows)
-        for dim in sorted(dim + stacked for dim in dims if dim)
-        if dim not in left
-    ]
-    if closed:
-        raise Unprofitable(
-            f"its sizes vary, and a program would hold for one size only of {' and of '.join(closed)}, "
-            "which an operator needs to know"
-        )
-
-
-def _check(graph: StepGraph) -> None:
-    operators = graph.operators
-    refused = sorted(str(operator) for operator in _NOT_COMPILED & set(operators))
-    if refused:
-        raise Unprofitable(f"inductor cannot call {', '.join(refused)}, by which recurrent layers run")
-    if len(operators) > MAX_OPERATORS:
-        raise TooManyOperators(f"the step has {len(operators)} operators, and compilation pays up to {MAX_OPERATORS}")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from threading import RLock
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
+from torch import Tensor
 from torch.optim import Optimizer
 
 from hfusion.array.function_programs import FunctionPrograms, programs_of
@@ -23,29 +20,39 @@ from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram, Place
 from hfusion.compiler.compiler import MAX_KEYS
+from hfusion.core.calls import call_arguments
 from hfusion.core.exclusive import compiling
-from hfusion.core.member_random import keyed, new_seeds, seeded
+from hfusion.core.member_random import keyed
 from hfusion.device.backend import active_autocast, random_states_kept, without_autocast
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
 from hfusion.step.checked_step import checked_step
-from hfusion.step.compile_service import CompileMode, ProgramMaker
+from hfusion.step.compile_mode import Compile, CompileMode
+from hfusion.step.compile_service import ProgramMaker
 from hfusion.step.compiled_step import StepProgram
+from hfusion.step.eager_step import EagerStep
+from hfusion.step.memory_budget import MemoryBudget, MemoryPlan
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import (
     CallReport,
     StepReport,
     StepVariant,
-    any_hooks,
     family,
+    hooked,
     no_program,
+    obstacle_to_program,
     shared_variants,
     traits_of,
 )
 
 
 class PreparedStep(NamedTuple):
-    """A call of a step. ``way``: how it runs; None: eagerly, and from that it is to be seen for those to come."""
+    """A call of a step.
+
+    Attributes:
+        way: how it runs; None: eagerly, and from that it is to be seen for those to come.
+        block: how many members are computed at a time; None for all.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -53,15 +60,25 @@ class PreparedStep(NamedTuple):
     call: StepCall | None = None
     situation: Any = None
     way: StepVariant | None = None
+    block: int | None = None
 
 
 class TrainStep:
     """A training step; see `train_step`."""
 
-    def __init__(self, fused: FusedModule, loss_fn: Callable[..., Any], opt: Optimizer, mode: CompileMode) -> None:
+    def __init__(
+        self,
+        fused: FusedModule,
+        loss_fn: Callable[..., Any],
+        opt: Optimizer,
+        mode: CompileMode,
+        memory: str | int | None = None,
+    ) -> None:
         self._fused, self._loss_fn, self._optimizer = fused, loss_fn, opt
         self._mode = mode
         self._loss = PerModel(loss_fn, programs_of(fused) if mode.eager_steps is None else FunctionPrograms())
+        self._by_autograd = EagerStep(fused, self._loss)
+        self.budget = None if memory is None else MemoryBudget(memory, fused, opt)
         # Tells of calls of a kind, in words, why they run eagerly; a caller may put its own in place.
         self.tell: Callable[[str, str], object] = self._warn
         # Makes the update, with the losses known; a caller may put its own in place.
@@ -76,7 +93,8 @@ class TrainStep:
         self.at_once: int | None = None
         self._ways: dict[Any, list[StepVariant]] = {}
         self._known: dict[Any, StepVariant] = {}
-        self._ragged: dict[str, CallReport] = {}
+        self._uncompiled: dict[str, CallReport] = {}
+        self._memory: dict[str, MemoryPlan] = {}
         self._warned: set[str] = set()
         self._maker = ProgramMaker(mode, self._ways)
         self._turn = RLock()  # Gradients and parameters are those of one step at a time.
@@ -88,20 +106,30 @@ class TrainStep:
     def prepare(self, inputs: Any, target: Any, **keywords: Any) -> PreparedStep:
         """All of a step that comes before it computes, such as to compile it; `run` does the rest, once."""
         args, kwargs = call_arguments(inputs, keywords)
-        if not self._mode.compile:
+        if not self._mode.compile and self.budget is None:
             return PreparedStep(args, kwargs, target)
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
-        if call.ragged:
+        block = None
+        if self.budget is not None:
+            memory = self._memory[call.text] = self.budget.plan(call.inputs)
+            block = memory.block
+        if call.ragged or not self._mode.compile:
             which = "batches" if call.inputs.ragged else "targets"
-            self._ragged[call.text] = CallReport(call.text, "eager", f"members' {which} have different sizes")
-            return PreparedStep(args, kwargs, target)
-        situation = (self._fused._pattern(call.inputs), self._loss.state(), active_autocast(), self._mode.parts)
+            why = f"members' {which} have different sizes" if self._mode.compile else "compile=False"
+            self._uncompiled[call.text] = CallReport(call.text, "eager", why)
+            return PreparedStep(args, kwargs, target, block=block)
+        situation = (
+            self._fused._pattern(call.inputs),
+            self._loss.state(),
+            active_autocast(),
+            (self._mode.parts, block),
+        )
         way = self._find(call, situation)
         if way is None and call.text in self.expected_calls:
-            way = self._foreseen(call, situation, args, kwargs, target)
+            way = self._foreseen(PreparedStep(args, kwargs, target, call, situation, None, block))
         if way is not None and not self._ready(way, call):
             way = None
-        return PreparedStep(args, kwargs, target, call, situation, way)
+        return PreparedStep(args, kwargs, target, call, situation, way, block)
 
     def run(self, prepared: PreparedStep) -> Tensor:
         """The step that was prepared."""
@@ -109,16 +137,16 @@ class TrainStep:
             return self._run(prepared)
 
     def _run(self, prepared: PreparedStep) -> Tensor:
-        args, kwargs, target, call, situation, way = prepared
+        _, _, target, call, situation, way, block = prepared
         if call is None or way is None:
-            losses, outputs = self._eager(args, kwargs, target)
+            losses, outputs = self._eager(prepared)
             if call is not None:
-                self._note(call, situation, outputs, target)
+                self._note(call, situation, outputs, target, block)
             return losses
         began = perf_counter()
-        if way.program is None or _hooked(self._fused):
+        if way.program is None or hooked(self._fused):
             with self._maker.eager_threads(way):
-                losses = self._eager(args, kwargs, target)[0]
+                losses = self._eager(prepared)[0]
             way.clock.note_eager(perf_counter() - began)
             return losses
         if self.idle and not way.draws_together:
@@ -126,7 +154,7 @@ class TrainStep:
         with without_autocast(situation[2]):
             computed = checked_step(way, call, self._fused.buffers())
         if computed is None:
-            return self._eager(args, kwargs, target)[0]
+            return self._eager(prepared)[0]
         with helped_by(way.program.team):
             self.update(computed)
         if way.clock.note_compiled(perf_counter() - began):
@@ -142,18 +170,20 @@ class TrainStep:
         """The kinds of calls that would not be eager at their next."""
         return {way.call for ways in self._ways.values() for way in ways if not way.why} | self.expected_calls
 
-    def _foreseen(
-        self, call: StepCall, situation: Any, args: Sequence[Any], kwargs: dict[str, Any], target: Any
-    ) -> StepVariant | None:
+    def _foreseen(self, prepared: PreparedStep) -> StepVariant | None:
         """Determine how such a call runs, by a forward without side effects."""
+        args, kwargs, target, call, situation, _, block = prepared
+        assert call is not None
         self.expected_calls.discard(call.text)
         with compiling(), random_states_kept(), torch.enable_grad():
             written = self._fused.compiled(call.inputs).written
             kept = [(t, t.detach().clone()) for name, t in tensors(self._fused) if name in written]
-            self._loss(outputs := self._fused(*args, **kwargs), target)
+            outputs = self._by_autograd.outputs(args, kwargs, block)
+            if block is None:
+                self._loss(outputs, target)
         for tensor, before in kept:
             tensor.detach().copy_(before)
-        self._note(call, situation, outputs, target)
+        self._note(call, situation, outputs, target, block)
         return self._find(call, situation)
 
     @property
@@ -169,29 +199,25 @@ class TrainStep:
 
     def report(self) -> StepReport:
         """Return which calls run compiled, which eagerly, and why."""
-        if not self._mode.compile:
+        if not self._mode.compile and self.budget is None:
             return StepReport((CallReport("every call", "eager", "compile=False"),))
-        ways = [way for ways in self._ways.values() for way in ways]
-        return StepReport((*(way.row() for way in ways), *self._ragged.values()))
+        rows = [*(way.row() for ways in self._ways.values() for way in ways), *self._uncompiled.values()]
+        memory = self._memory
+        return StepReport(tuple(replace(r, how=f"{r.how}, {memory[r.call]}") if r.call in memory else r for r in rows))
 
-    def _eager(self, args: Sequence[Any], kwargs: dict[str, Any], target: Any) -> tuple[Tensor, Any]:
-        """The step by autograd: losses and outputs."""
+    def _eager(self, prepared: PreparedStep) -> tuple[Tensor, Any]:
+        """The step by autograd: losses, and outputs as of `EagerStep.run`."""
         self._optimizer.zero_grad()
         self._fused.zero_grad()
-        with torch.enable_grad():
-            with self._seeded():
-                losses = self._loss(outputs := self._fused(*args, **kwargs), target)
-            check_losses(losses, len(self._fused))
-            # As torch advises, and as it is when a step's autocast ends before its backward.
-            with without_autocast(active_autocast()):
-                losses.sum().backward()
-        self.update(losses.detach())
-        return losses.detach(), outputs
+        losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, self._draws_by_seeds())
+        self.update(losses)
+        return losses, outputs
 
-    def _seeded(self) -> AbstractContextManager[None]:
-        """In which an eager step draws as its program will, where it is to have one and members have keys."""
-        drawn = self.keys is not None and self._mode.compile and all(p.is_cpu for p in self._fused.parameters())
-        return seeded(partial(new_seeds, len(self._fused))) if drawn else nullcontext()
+    def _draws_by_seeds(self) -> bool:
+        """Return whether members of an eager step have seeds of their own: as they will have in its program, where it
+        is to have one and members have keys, and where blocks are not to show in what members draw.
+        """
+        return self.budget is not None or (self.keys is not None and self._mode.compile)
 
     def _find(self, call: StepCall, situation: Any) -> StepVariant | None:
         """Return how such a call runs; None if an eager step must show it first."""
@@ -232,8 +258,10 @@ class TrainStep:
                 self._refused(way)
         return True
 
-    def _note(self, call: StepCall, situation: Any, outputs: Any, target: Any) -> None:
+    def _note(self, call: StepCall, situation: Any, outputs: Any, target: Any, block: int | None) -> None:
         """Decide about the next call of this kind, after an eager one."""
+        if block is not None:
+            self._loss.prepare(outputs, target)
         way = self._way(situation, call, self._loss.found(outputs, target))
         ways = self._ways.setdefault(family(call, situation), [])
         if not any(other.program is None and other.why == way.why and other.like(way) for other in ways):
@@ -255,7 +283,7 @@ class TrainStep:
             return self._refused(StepVariant(call.text, situation, places, traits_of(places), why=why))
         sources = BoundProgram.of(forward, self._fused), loss
         places += [place for source in sources for place in source.places]
-        why = _obstacle(sources, places, call)
+        why = obstacle_to_program(sources, places, call)
         way = StepVariant(call.text, situation, places, traits_of(places), sources, why=why)
         return self._refused(way) if why else way
 
@@ -277,52 +305,16 @@ class TrainStep:
         return self._maker.programs()
 
 
-def call_arguments(inputs: Any, keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments for ``inputs``: a tuple or list of arguments, a dict of keywords, or one value."""
-    if isinstance(inputs, Tensor):
-        return (inputs,), keywords
-    if isinstance(inputs, Mapping):
-        return (), {**inputs, **keywords}
-    return tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,), keywords
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Return whether calls of ``module`` run hooks in addition to its forward."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or has_global_hooks()
-
-
-def _obstacle(sources: Sequence[BoundProgram], places: Sequence[Place], call: StepCall) -> str:
-    """Return the reason against a program without autograd; empty if there is none."""
-    forward, loss = sources
-    if forward.compiled.opaque:
-        path = forward.compiled.opaque[0].path
-        return f"{path or 'forward'} runs in a loop over members: {forward.compiled.opaque[0].why}"
-    if any(tensor.requires_grad for tensor in call.batch()):
-        return "an input requires grad, and a program gives gradients of parameters only; detach it"
-    if any(holder[name].requires_grad for holder, name in loss.places):
-        return "the loss has parameters of its own that require grad; freeze them, or train them apart"
-    if any_hooks([holder[name] for holder, name in places]):
-        return "a parameter has hooks, which a program does not call; use hooks of the optimizer's step"
-    return ""
-
-
-def check_losses(losses: Any, members: int) -> None:
-    """Raise a ValueError unless there is one number per member."""
-    if not isinstance(losses, Tensor) or losses.shape != (members,):
-        found = f"[B, ...] = {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(f"loss_fn must give one number for each of {members} members, it gave {found}; take its mean")
-
-
 def train_step(
     fused: FusedModule,
     loss_fn: Callable[..., Any],
     opt: Optimizer,
     *,
-    compile: bool | str = True,
+    compile: Compile = None,
     eager_steps: int | None = None,
     parts: int | str = "auto",
     steps: int | None = None,
+    memory: str | int | None = None,
 ) -> TrainStep:
     """One training step of all members as a callable: ``losses = step(inputs, target)``, losses ``[B]``, detached.
 
@@ -343,12 +335,15 @@ def train_step(
             a UserWarning says why, as does ``step.report()``. On an accelerator that can (CUDA graphs) the program is
             recorded for each size of batch, up to four; gradients then lie in the same memory at every step.
 
-            ``True`` (or ``"now"``) compiles while the second call waits. ``"background"`` has another process do it
-            while steps run eagerly; the first step after that is compiled. That process ends with its work, with this
-            one, and with the step. On an accelerator, and where its order cannot be written, it is as ``"now"``. Either
-            way programs for CPUs are kept in the user's cache folder, for all processes. ``"auto"`` takes programs that
-            are kept, and compiles others only once that would pay if as many steps are to come as were made, see
-            ``steps``: where nobody knows how many will be.
+            None, the default, takes programs that are kept, and compiles others only if that pays within ``steps``;
+            where these are not given, once it would pay if as many steps are to come as were made. It goes by what
+            compilations and their steps took on this machine before; another process compiles where steps leave it a
+            core, or where nothing is known yet. Without a program two steps at least are eager. On an accelerator the
+            second call compiles. ``True`` always compiles, while the second call waits, and False never.
+            ``"background"`` always has another process do it while steps run eagerly; the first step after that is
+            compiled. That process ends with its work, with this one, and with the step. On an accelerator, and where
+            its order cannot be written, it is as ``True``. Programs for CPUs are kept in the user's cache folder, for
+            all processes.
         eager_steps: how many steps of a kind run eagerly; then they are compiled, with whatever wait that takes. So two
             runs with ``"background"`` change over at the same step, and agree to the bit. Not given: one, or with
             ``"background"`` as many as there are before the program.
@@ -359,9 +354,10 @@ def train_step(
             several blocks, each of what stays in a core's cache. Which members stand in a block may show in the last
             bit, the threads that compute it do not. What cannot be divided, such as members that share a trained
             parameter, runs in one part, and ``step.report()`` says so.
-        steps: how many steps will be made, if that is known. They are compiled only if it pays: if a program is there
-            already, or by what compilations and their steps took on this machine before; by another process where steps
-            leave it a core, or where nothing is known yet. Without a program two steps at least are eager.
+        steps: how many steps will be made, if that is known: what ``compile=None`` goes by.
+        memory: bytes that a step may take, such as ``"2GiB"``: weights, gradients, optimizer state and what forward and
+            backward compute. Forward, loss and backward run for as many members at a time as are estimated to fit, and
+            the optimizer then updates all; ``step.report()`` says how many. None computes all members at a time.
 
     Returns:
         A callable ``step(inputs, target, **keywords)``. Inputs are the one argument of the fused module, a tuple or
@@ -372,7 +368,9 @@ def train_step(
         ValueError: ``fused`` is no array, or ``opt`` holds parameters that are none of it; ``compile``,
             ``eager_steps``, ``parts`` or ``steps`` is none of the above; at a step, a loss that is not one number per
             member.
-        FusionError: ``opt`` is one that would couple the members, such as torch.optim.LBFGS.
+        PlanError: ``memory`` is no number of bytes; at a step, it is less than a step of one member at a time takes.
+        FusionError: ``opt`` is one that would couple the members, such as torch.optim.LBFGS; at a step, members that
+            cannot be computed in blocks, where ``memory`` asks for that.
 
     Example:
         >>> import torch, torch.nn.functional as F, hfusion as hf
@@ -395,4 +393,4 @@ def train_step(
             "make it of fused.parameters()"
         )
     coupling.check(opt)
-    return TrainStep(fused, loss_fn, opt, CompileMode.of(compile, eager_steps, parts, steps))
+    return TrainStep(fused, loss_fn, opt, CompileMode.of(compile, eager_steps, parts, steps), memory)

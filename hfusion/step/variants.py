@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from hfusion.array.module import FusedModule
 from hfusion.compiler.arguments import Arguments
@@ -114,6 +115,12 @@ class StepVariant:
     """Seconds that its compilation is expected to take, with a core to itself."""
     _seen: Seen | None = None
 
+    @property
+    def most(self) -> int | None:
+        """How many members may be computed at a time; None for all."""
+        most: int | None = self.situation[-1][1]
+        return most
+
     @cached_property
     def draws_together(self) -> bool:
         """Whether members draw from one generator in turn, so that all of them must be computed."""
@@ -176,3 +183,24 @@ def no_program(inputs: Arguments) -> str:
     if inputs.sparse is not None:
         return f"an argument is a tensor of layout {inputs.sparse}, which no program takes; give to_dense()"
     return "forward changes variables that it names, of files or objects, whose values a program keeps"
+
+
+def hooked(module: nn.Module) -> bool:
+    """Return whether calls of ``module`` run hooks in addition to its forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or has_global_hooks()
+
+
+def obstacle_to_program(sources: Sequence[BoundProgram], places: Sequence[Place], call: StepCall) -> str:
+    """Return the reason against a program without autograd; empty if there is none."""
+    forward, loss = sources
+    if forward.compiled.opaque:
+        path = forward.compiled.opaque[0].path
+        return f"{path or 'forward'} runs in a loop over members: {forward.compiled.opaque[0].why}"
+    if any(tensor.requires_grad for tensor in call.batch()):
+        return "an input requires grad, and a program gives gradients of parameters only; detach it"
+    if any(holder[name].requires_grad for holder, name in loss.places):
+        return "the loss has parameters of its own that require grad; freeze them, or train them apart"
+    if any_hooks([holder[name] for holder, name in places]):
+        return "a parameter has hooks, which a program does not call; use hooks of the optimizer's step"
+    return ""

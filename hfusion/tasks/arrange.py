@@ -26,17 +26,18 @@ from hfusion.optim.base import FusedOptimizer
 from hfusion.passes.partition.cut_shards import Sharding, growth, sharding, shards_at
 from hfusion.runtime.recipe import Recipe
 from hfusion.schedule.plan import Plan, TaskPlan
-from hfusion.tasks.reading import generators, reading
+from hfusion.tasks.minibatch import Minibatch
+from hfusion.tasks.reading import generators, length, reading
 from hfusion.tasks.sharing import check_loaders, check_tensors
-from hfusion.tasks.source import Evaluated, Minibatch, Stream, Trained
-from hfusion.tasks.task import Task, length, optimizer_of, shapes
+from hfusion.tasks.source import Evaluated, Stream, Trained
+from hfusion.tasks.task import Task, optimizer_of, shapes
 
 Turn: TypeAlias = AbstractContextManager[Any] | None
 
 
 @dataclass(frozen=True, eq=False)
 class First:
-    """The first minibatches, as the loaders of a task give them."""
+    """Minibatches of the loaders of a task that memory is planned for: the first, or of a list the largest."""
 
     trained: Any
     evaluated: Any
@@ -75,7 +76,7 @@ class Arrangement:
     def seconds_on(self, room: Room) -> float | None:
         """Estimated seconds of all minibatches on another device; None where it does not fit."""
         minibatch = self.minibatch()
-        program, members = self.array.compiled(minibatch.arguments).program, len(self.members)
+        program, members = self.array.compiled(minibatch.arguments_for(self.array)).program, len(self.members)
         samples = minibatch.samples, self.evaluated_samples
         try:
             plan = _plan(self.task, program, samples, self.optimizer, room, self.plan.name, members)
@@ -140,15 +141,16 @@ def checked_plan(given: Plan, made: Plan) -> Plan:
         for what in _SAME:
             if getattr(theirs, what) != getattr(ours, what):
                 raise PlanError(
-                    f"the plan given has the task {theirs.name!r} where {ours.name!r} is to be trained: plan anew "
-                    f"({what} was {getattr(theirs, what)!r}, and is {getattr(ours, what)!r})"
+                    f"the plan given has the task {theirs.name!r} where {ours.name!r} is to be trained: make a new "
+                    f"plan ({what} was {getattr(theirs, what)!r}, and is {getattr(ours, what)!r})"
                 )
     if len(given.tasks) != len(made.tasks) or set(given.devices) != set(made.devices):
-        raise PlanError("the plan given has other tasks or devices than those of this call: plan anew")
+        raise PlanError("the plan given has other tasks or devices than those of this call: make a new plan")
     for name, budget in given.devices.items():
         if budget > made.devices[name]:
             raise PlanError(
-                f"the plan given takes {budget:,} bytes of device {name!r}, which has {made.devices[name]:,}: plan anew"
+                f"the plan given takes {budget:,} bytes of device {name!r}, which has {made.devices[name]:,}: make "
+                "a new plan"
             )
     return given
 
@@ -210,10 +212,10 @@ def _alike(
     whole = fuse([models[index] for index in group])
     whole.planned_for(room.device)
     try:
-        whole.compiled(Minibatch.of(task, first.trained, group).arguments)
+        whole.compiled(Minibatch.of(task, first.trained, group).arguments_for(whole))
         if task.eval_loader is not None:
             with whole.evaluating():
-                whole.compiled(Minibatch.of(task, first.evaluated, group).arguments)
+                whole.compiled(Minibatch.of(task, first.evaluated, group).arguments_for(whole))
     except ForwardsDiffer as error:
         for part in error.groups:
             yield from _alike(task, models, [group[member] for member in part], first, room)
@@ -261,7 +263,7 @@ def _width(task: Task, whole: FusedModule, group: Sequence[int], first: First, r
     """
     minibatch = Minibatch.of(task, first.trained, group)
     whole.planned_for(room.device)
-    program = whole.compiled(minibatch.arguments).program
+    program = whole.compiled(minibatch.arguments_for(whole)).program
     samples = minibatch.samples, _evaluated_samples(task, first, group)
     optimizer = optimizer_of(task, whole, group)
     best: tuple[float, int] | None = None
@@ -296,7 +298,7 @@ def _arranged(
 ) -> Arrangement:
     minibatch = Minibatch.of(task, first.trained, members)
     array.planned_for(room.device)
-    program = array.compiled(minibatch.arguments).program
+    program = array.compiled(minibatch.arguments_for(array)).program
     optimizer = optimizer_of(task, array, members)
     samples = minibatch.samples, _evaluated_samples(task, first, members)
     plan = _plan(task, program, samples, optimizer, room, name, len(members))
@@ -363,7 +365,10 @@ def _first(task: Task) -> First:
 
 
 def _begin(task: Task, role: str, loader: Iterable[Any]) -> Any:
-    """The first minibatch of a loader."""
+    """Return the minibatch of a loader that memory is planned for: of a list the largest, otherwise the first."""
+    if isinstance(loader, list | tuple) and loader:
+        everyone = range(task.members)
+        return max(loader, key=lambda item: Minibatch.of(task, item, everyone).samples)
     with reading(loader) as given:
         if given is loader:
             raise PlanError(

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.array.array_rows import written_keys
+from hfusion.array.array_rows import changed_tensors
 from hfusion.array.module import FusedModule
 from hfusion.core.errors import PlanError
-from hfusion.core.membership import membership
+from hfusion.core.membership import has_rows, is_per_member
 from hfusion.core.patience import Patience
 from hfusion.tasks.task import Task
 
@@ -37,8 +37,7 @@ class BestWeights:
         self._weights: list[Mapping[str, Tensor] | None] = [None] * len(array)
         self.epochs, self.evaluated = [NEVER] * len(array), 0
         for name, param in array.named_parameters():
-            mark = membership(param)
-            if param.requires_grad and mark is not None and not mark.is_own and len(array) > 1:
+            if param.requires_grad and not is_per_member(param) and len(array) > 1:
                 raise PlanError(
                     f"task {task.name!r} has patience or restore_best, which are of each member, but {name!r} is one "
                     "tensor that all members train: freeze it, or give each member its own"
@@ -100,8 +99,6 @@ class BestWeights:
 
     def _stacks(self) -> dict[str, Tensor]:
         """The stacks ``[B, *shape]`` that training changes, by key, tied ones once."""
-        parameters, written = dict(self._array.named_parameters()), written_keys(self._array)
-        changed = {name: param for name, param in parameters.items() if param.requires_grad or name in written}
-        tensors = {**changed, **dict(self._array.named_buffers())}
-        marks = {name: membership(tensor) for name, tensor in tensors.items()}
-        return {name: tensors[name].detach() for name, mark in marks.items() if mark is not None and mark.stacked}
+        changed = [item for item in changed_tensors(self._array).items() if has_rows(item[1])]
+        first = {id(tensor): name for name, tensor in reversed(changed)}
+        return {name: tensor.detach() for name, tensor in changed if first[id(tensor)] == name}

@@ -18,6 +18,7 @@ from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save_contents import OWN, SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.core.text import file_name
+from hfusion.runtime.whole_minibatch import WholeTraining
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.best_weights import BestWeights
@@ -227,6 +228,7 @@ def _progress(border: Border) -> dict[str, Any]:
         "seed": training.generators.seed,
         "random": training.generators.states,
         "calls": training.known_calls,
+        "compiled": isinstance(training, WholeTraining),
         "positions": [dict(vars(position)) for position in positions],
         "stopped": [*border.stopped.steps.items()],
         "best": None if border.stopped.best is None else border.stopped.best.state(),

@@ -207,3 +207,8 @@ def _here(items: Iterator[T], within: AbstractContextManager[Any]) -> Callable[[
             return next(items)
 
     return read
+
+
+def length(loader: Iterable[Any]) -> int:
+    """Return the number of minibatches of a loader with a length."""
+    return len(loader)  # type: ignore[arg-type]

@@ -30,62 +30,10 @@ from hfusion.passes.partition.match_cuts import match_cuts
 from hfusion.passes.partition.split_program import input_names, split
 from hfusion.runtime.recipe import Batch, Recipe
 from hfusion.schedule.plan import Shard
+from hfusion.tasks.minibatch import Minibatch
 from hfusion.tasks.position import Position, rereading
-from hfusion.tasks.reading import Reader, end_workers, reading
-from hfusion.tasks.task import Task, length
-
-
-@dataclass(frozen=True)
-class Minibatch:
-    """One minibatch as a call of the array, with the target for its loss."""
-
-    arguments: Arguments
-    target: Any
-
-    @staticmethod
-    def of(task: Task, found: Any, members: Sequence[int]) -> Minibatch:
-        """Return a loader's item for ``members`` only. Raises PlanError for an item of another form."""
-        pair: list[Any] = list(found) if isinstance(found, list | tuple) else []
-        if len(pair) != 2:
-            form = f"{len(pair)} values" if pair else type(found).__name__
-            raise PlanError(
-                f"task {task.name!r}: a minibatch of the loader is {form}; it must be a pair (inputs, target), inputs "
-                "a tensor, a tuple of arguments or a dict of keyword arguments"
-            )
-        inputs, target = pair[0], pair[1]
-        if len(members) != task.members:
-            inputs, target = _rows((inputs, target), members)
-        if isinstance(inputs, Mapping):
-            return Minibatch(Arguments.of((), inputs), target)
-        return Minibatch(Arguments.of(tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,), {}), target)
-
-    @property
-    def samples(self) -> int:
-        """The size of the first dim that members see; 1 where no tensor has one."""
-        for leaf in self.arguments.leaves:
-            shape: Any = leaf.tensor.shape[1:] if isinstance(leaf, StackedInput) else getattr(leaf, "shape", ())
-            if len(shape):
-                return int(shape[0])
-        return 1
-
-    @property
-    def key(self) -> Any:
-        """Hashable; minibatches with one key have one recipe."""
-        if isinstance(self.target, Tensor):
-            return self.arguments.key, ((tuple(self.target.shape), self.target.dtype),)
-        leaves = pytree.tree_leaves(self.target, is_leaf=is_stacked)
-        tensors = [leaf.tensor if is_stacked(leaf) else leaf for leaf in leaves]
-        shapes = tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t) for t in tensors)
-        return self.arguments.key, shapes
-
-
-def _rows(values: Any, members: Sequence[int]) -> Any:
-    """Select the rows of these members from stacked values."""
-
-    def rows(leaf: Any) -> Any:
-        return StackedInput(leaf.tensor[list(members)]) if is_stacked(leaf) else leaf
-
-    return pytree.tree_map(rows, values, is_leaf=is_stacked)
+from hfusion.tasks.reading import Reader, end_workers, length, reading
+from hfusion.tasks.task import Task
 
 
 class CutPrograms(Protocol):
@@ -110,8 +58,9 @@ class Trained:
 
     def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
         """Captured, and checked against the members."""
-        compiled = self.array.steady(minibatch.arguments)
-        self.array.check(compiled, minibatch.arguments)
+        arguments = minibatch.arguments_for(self.array)
+        compiled = self.array.steady(arguments)
+        self.array.check(compiled, arguments)
         self._check_same(compiled.program)
         return compiled, split(compiled.program, [shard.last for shard in self._shards], self._samples)
 
@@ -140,7 +89,7 @@ class Evaluated:
     def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
         """Captured; the array is then in the mode that it was in."""
         with self.array.evaluating():
-            compiled = self.array.compiled(minibatch.arguments)
+            compiled = self.array.compiled(minibatch.arguments_for(self.array))
         ends = match_cuts(compiled.program, self.names, self.held, self.samples)
         return compiled, split(compiled.program, ends, self.samples)
 
@@ -239,7 +188,8 @@ class Stream:
         if minibatch.samples > self._samples:
             raise PlanError(
                 f"task {self._task.name!r}: a minibatch has {minibatch.samples} samples, but the plan counts with "
-                f"{self._samples}, those of the first minibatch: let the first one of each loader be the largest"
+                f"{self._samples}, those of the first minibatch: let the first one of each loader be the largest, or "
+                "give a list of minibatches"
             )
         compiled, parts = self._programs.make(minibatch)
         program = compiled.program

@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import Arguments
-from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.calls import is_stacked
 from hfusion.runtime.recipe import Batch
-from hfusion.schedule.plan import TaskPlan
 from hfusion.step.step_graph import StepCall
 from hfusion.step.train_step import PreparedStep, train_step
 from hfusion.step.variants import CallReport
 from hfusion.tasks.arrange import Arrangement
-from hfusion.tasks.source import Minibatch
+from hfusion.tasks.minibatch import Minibatch, moved
 
 
 class ArrayStep:
@@ -28,15 +27,18 @@ class ArrayStep:
     def __init__(self, one: Arrangement, name: str) -> None:
         self._name = name
         task = one.task
-        steps = one.plan.steps if task.compile == "auto" else None
-        self._step = train_step(
-            one.array, task.loss, one.optimizer, compile=task.compile, parts=task.parts, steps=steps
-        )
+        # That it pays is decided, see `hfusion.tasks.compile_choice`.
+        compile = True if task.compile is None else task.compile
+        self._step = train_step(one.array, task.loss, one.optimizer, compile=compile, parts=task.parts)
+        self._asked = task.compile is not None
         self._step.tell = self._tell
         # What the kinds of calls that were known to the run that is gone on with have in common.
         self._before: set[str] = set()
 
     def _tell(self, call: str, why: str) -> None:
+        if not self._asked:
+            # The report says why.
+            return
         warnings.warn(eagerly(self._name, f"with ({call}), {why}"), stacklevel=2)
 
     def prepare(self, batch: Batch, device: torch.device) -> PreparedStep:
@@ -86,33 +88,16 @@ def eagerly(name: str, why: str) -> str:
 def _on(minibatch: Minibatch, device: torch.device) -> tuple[Any, Any]:
     """A minibatch on a device, as a step takes it."""
     arguments = minibatch.arguments
-    leaves = [_moved(leaf, device) for leaf in arguments.leaves]
+    leaves = [moved(leaf, device) for leaf in arguments.leaves]
     target = minibatch.target
     if not isinstance(target, Tensor):
-        target = pytree.tree_map(lambda leaf: _moved(leaf, device), target, is_leaf=is_stacked)
+        target = pytree.tree_map(lambda leaf: moved(leaf, device), target, is_leaf=is_stacked)
     else:
-        target = _moved(target, device)
+        target = moved(target, device)
     if isinstance(arguments.spec, int):
         return tuple(leaves), target
     args, kwargs = pytree.tree_unflatten(leaves, arguments.spec)
     return kwargs or args, target
-
-
-def _moved(leaf: Any, device: torch.device) -> Any:
-    if isinstance(leaf, StackedInput):
-        return StackedInput(_moved(leaf.tensor, device))
-    if not isinstance(leaf, Tensor) or (leaf.device == device and not leaf.requires_grad):
-        return leaf
-    return leaf.detach().to(device, non_blocking=True)
-
-
-def obstacle(plan: TaskPlan) -> str:
-    """Why a task that is to be compiled runs eagerly; empty if nothing keeps it from being compiled."""
-    if not plan.resident:
-        return f"it is spilled, in {len(plan.shards)} shards, which run one by one"
-    if len(plan.shards) > 1:
-        return f"its plan cuts it into {len(plan.shards)} shards, which run one by one"
-    return ""
 
 
 def any_samples(call: str) -> str:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hfusion.array.array_rows import written_keys
+from hfusion.array.array_rows import changed_tensors
 from hfusion.array.module import FusedModule
 from hfusion.checkpoint.save_contents import member_stacks
 from hfusion.core.errors import PlanError
-from hfusion.core.membership import membership
+from hfusion.core.membership import has_rows
 from hfusion.optim.base import FusedOptimizer
 from hfusion.tasks.best_weights import BestWeights
 from hfusion.tasks.task import Evaluation, Step, Task
@@ -135,8 +135,7 @@ class StoppedMembers:
 
     def _check_apart(self, members: Sequence[int]) -> None:
         for name, param in self._array.named_parameters():
-            found = membership(param)
-            if param.requires_grad and found is not None and not found.stacked:
+            if param.requires_grad and not has_rows(param):
                 raise PlanError(
                     f"on_result stops members {members} alone, but {name!r} is one tensor that all members train: stop "
                     "all of them (True), freeze it, or give each member its own"
@@ -144,8 +143,6 @@ class StoppedMembers:
 
     def _stacks(self) -> dict[str, Tensor]:
         """Return the stacked tensors that training changes, by the keys of a save."""
-        named = self._array.named_parameters(remove_duplicate=False)
-        written = written_keys(self._array)
-        frozen = {f"module/{name}" for name, p in named if not p.requires_grad and name not in written}
-        found = member_stacks(self._array, self._optimizer)
-        return {key: stack for key, stack in found.items() if key not in frozen}
+        changed = {f"module/{name}" for name in changed_tensors(self._array)}
+        stacks = member_stacks(self._array, self._optimizer)
+        return {key: stack for key, stack in stacks.items() if key in changed or not key.startswith("module/")}

@@ -19,7 +19,8 @@ from hfusion.core.patience import Patience
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import HyperValue, MemberVector
 from hfusion.optim.lr_scheduler import Make, PerMember
-from hfusion.step.compile_service import CompileMode
+from hfusion.step.compile_mode import Compile, CompileMode
+from hfusion.tasks.reading import length
 
 Factory: TypeAlias = Callable[[list[nn.Parameter]], FusedOptimizer]
 
@@ -68,7 +69,8 @@ class Task:
             read under the task's own random state.
         epochs: passes over the loader.
         eval_loader: minibatches like those of ``loader``, which may have more samples; after every epoch their losses
-            are computed in eval mode, without gradients. Of each loader the first minibatch is the largest.
+            are computed in eval mode, without gradients. The first minibatch of a loader that is no list or tuple must
+            be its largest.
         name: one word.
         clip: the largest gradient norm, one value or one per member, as `hfusion.optim.clip_grad_norm_`.
         accumulate: minibatches per optimizer step; their losses are divided by it. The last group of an epoch may be
@@ -80,12 +82,12 @@ class Task:
         scheduler_interval: when it steps: after every ``"epoch"``, and its evaluation, as in torch's examples; or after
             every ``"step"`` of the optimizer. A ReduceLROnPlateau is told the member's mean loss of the evaluation, or
             of the epoch where there is none; or the loss of the last minibatch.
-        compile: a minibatch is a step of `hfusion.train_step`, forward and backward by one program, where the task
-            stays on its device and can be compiled; else it runs eagerly, and a UserWarning says why, as does the
-            report. Compiled, results are those of a loop over `hfusion.train_step`, and those of the plain loop but
-            for rounding, and for other random draws, as of dropout. False: bit for bit those of the plain loop.
-            ``True``, ``"now"`` and ``"background"`` are those of `hfusion.train_step`; ``"auto"`` compiles where that
-            pays within the minibatches of the task, as ``hfusion.train_step(steps=...)``.
+        compile: as of `hfusion.train_step`: a minibatch is such a step, forward and backward by one program, where the
+            task stays on its device and can be compiled; else it runs eagerly, and the report says why, with ``True``
+            and ``"background"`` a UserWarning, too. Compiled, results are those of a loop over `hfusion.train_step`,
+            and those of the plain loop but for rounding, and for other random draws, as of dropout. False: bit for bit
+            those of the plain loop. None decides before the first minibatch, by the estimated time of all of them; it
+            compiles nothing that draws random numbers, and checkpoints hold the choice.
         parts: as of `hfusion.train_step`, where the task is compiled.
         patience: a member stops whose mean loss of an evaluation has not improved for so many epochs in a row, as
             `hfusion.Patience` counts, on its own. With the ``restore_best`` of that, as with the one below.
@@ -112,7 +114,7 @@ class Task:
     seed: int | None = None
     scheduler: Make | Sequence[Make] | lr_scheduler.LRScheduler | None = None
     scheduler_interval: Literal["epoch", "step"] = "epoch"
-    compile: bool | str = False
+    compile: Compile = None
     parts: int | str = "auto"
     patience: Patience | None = None
     restore_best: bool = False
@@ -230,11 +232,6 @@ class Task:
 def _whole(count: object) -> bool:
     """Return whether a value is a whole number."""
     return isinstance(count, Integral) and not isinstance(count, bool)
-
-
-def length(loader: Iterable[Any]) -> int:
-    """Return the number of minibatches of a loader with a length."""
-    return len(loader)  # type: ignore[arg-type]
 
 
 def shapes(models: Sequence[nn.Module]) -> list[list[int]]:

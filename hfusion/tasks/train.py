@@ -9,16 +9,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfusion.array.function_programs import FunctionPrograms
 from hfusion.array.per_model import PerModel
-from hfusion.capture.named import tensors
+from hfusion.capture.named import device_of, tensors
 from hfusion.core.errors import HFusionError
 from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
+from hfusion.runtime.recipe import Recipe
 from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.task_state import Holding, TaskTensors, holdings
 from hfusion.runtime.training import Training
@@ -34,12 +36,13 @@ from hfusion.tasks.arrange import Arrangement, arrange_one
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.checkpoints import Checkpoints, interval, saving
 from hfusion.tasks.checkpoints import resume as resume_from
+from hfusion.tasks.compile_choice import eager_reason, shards_obstacle
 from hfusion.tasks.gradient_limits import clip_limits
 from hfusion.tasks.minibatch_border import Border, all_heard
 from hfusion.tasks.scheduling import TaskScheduler
 from hfusion.tasks.sharing import turns
 from hfusion.tasks.source import Stream
-from hfusion.tasks.stepping import ArrayStep, eagerly, obstacle
+from hfusion.tasks.stepping import ArrayStep, eagerly
 from hfusion.tasks.stopping import OnResult, StoppedMembers
 from hfusion.tasks.task import Task
 from hfusion.tasks.training_report import ArrayReport, Report, TaskReport, epochs_in_order, in_order
@@ -96,13 +99,19 @@ def train_arranged(
     """Train arrays by a plan in this process, see `hfusion.train`; ``checkpoint`` was looked at by `check_folder`."""
     made = saving(made, every, saves=checkpoint is not None)
     with ExitStack() as stack:
+        for one in arrangements:
+            # Training leaves tensors in host memory.
+            stack.callback(one.array.to, device_of(one.array))
         saves = None
         if checkpoint is not None:
             most = [interval(task, every) for task in made.tasks]
             saves = Checkpoints(checkpoint, arrangements, most, len(made.devices))
             stack.callback(saves.close)
         run = _TrainRun(arrangements, made, machine, stack, saves, on_result, leaves)
-        for index, why in run.refused.items():
+        for index, why in run.eager.items():
+            if not arrangements[index].task.compile:
+                # It was not to be compiled, or where that pays only.
+                continue
             warnings.warn(eagerly(made.tasks[index].name, why), stacklevel=3)
         bars = None
         if progress:
@@ -129,8 +138,8 @@ class _TrainRun:
         self._on_result, self._asking, self._leaves = on_result, Lock(), leaves
         self.plan = plan
         self._steps: dict[int, ArrayStep] = {}
-        # Why arrays run eagerly that were to be compiled.
-        self.refused: dict[int, str] = {}
+        # Why arrays run eagerly, each that does.
+        self.eager: dict[int, str] = {}
         self._devices = {device.name: device.physical for device in machine.devices}
         folder = SpillFolder(machine.disk)
         stack.callback(folder.close)
@@ -188,7 +197,8 @@ class _TrainRun:
         streams = [stream] if evaluation is None else [stream, evaluation]
         for each in streams:
             each.forget_stale()
-        training = self._training(index, state, names, streams, limits, seed if kept is None else kept["seed"])
+        eager = self._eager_reason(index, recipe, kept)
+        training = self._training(index, state, names, streams, limits, seed if kept is None else kept["seed"], eager)
         if index in self._steps:
             stack.callback(self._steps[index].close)
         asked = self._on_result, self._asking, self._leaves
@@ -206,6 +216,16 @@ class _TrainRun:
         self.plan = replace(self.plan, tasks=tuple(tasks))
         return tasks[index]
 
+    def _eager_reason(self, index: int, recipe: Recipe, kept: Mapping[str, Any] | None) -> str:
+        """Return why an array runs eagerly; with ``compile=None`` a run that is gone on with has decided already."""
+        one, plan = self.arrangements[index], self.plan.tasks[index]
+        if one.task.compile is None and kept is not None:
+            # Saves made before tasks could leave it open have no such entry.
+            compiled = kept.get("compiled", False)
+            return shards_obstacle(plan) if compiled else "it was eager before its checkpoint, and goes on so"
+        accelerator = any(device.type != "cpu" for device in self._devices.values())
+        return eager_reason(one, plan, accelerator=accelerator, draws=recipe.random)
+
     def _training(
         self,
         index: int,
@@ -214,13 +234,13 @@ class _TrainRun:
         streams: Sequence[Stream],
         limits: Tensor | None,
         seed: int,
+        eager: str,
     ) -> Training:
-        """Return the training of an array: compiled steps if requested and possible."""
+        """Return the training of an array; ``eager``: why its minibatches are not compiled steps, empty if they are."""
         one, plan, (stream, *evaluation) = self.arrangements[index], self.plan.tasks[index], streams
         given = (plan, state, names, stream, evaluation[0] if evaluation else None, limits, seed)
-        why = obstacle(plan)
-        if not one.task.compile or why:
-            self.refused |= {index: why} if one.task.compile else {}
+        if eager:
+            self.eager[index] = eager
             return Training(*given)
         self._steps[index] = ArrayStep(one, plan.name)
         return WholeTraining(*given, step=self._steps[index], slices=Slices.of(plan, alone=len(self.arrangements) == 1))
@@ -321,4 +341,4 @@ class _TrainRun:
         one, plan, step = self.arrangements[index], self.plan.tasks[index], self._steps.get(index)
         calls = () if step is None else step.calls
         members, shards = one.members, len(plan.shards)
-        return ArrayReport(plan.name, members, plan.resident, shards, calls, self.refused.get(index, ""))
+        return ArrayReport(plan.name, members, plan.resident, shards, calls, self.eager.get(index, ""))

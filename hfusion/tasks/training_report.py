@@ -23,7 +23,7 @@ class ArrayReport:
     """How the members of one array were computed.
 
     ``calls``: how each kind of minibatch ran that was a step of `hfusion.train_step`; empty where all ran eagerly,
-    bit for bit as the plain loop, ``why``: since it was asked for otherwise.
+    bit for bit as the plain loop, for the reason ``why``.
     """
 
     name: str

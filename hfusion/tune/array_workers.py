@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from torch import nn
 
-from hfusion.cluster.node import DeviceInfo
+from hfusion.cluster.messages import DeviceInfo
 from hfusion.device.machine import Machine
 from hfusion.tune.space import ArrayChoices, TrialModel
 from hfusion.tune.spread_trials import SpreadTrials, TrialSpread
 from hfusion.tune.sweep_recipe import SweepRecipe
-from hfusion.tune.trial_rows import TrialRows
+
+if TYPE_CHECKING:
+    from hfusion.tune.trial_rows import TrialRows
 
 # A method of `TrialRows`, and what it is given.
 RowsCall: TypeAlias = tuple[str, tuple[Any, ...]]
@@ -64,7 +66,8 @@ class LocalWorkers:
         rates = machine.calibrate()[device.name]
         self.devices: Sequence[DeviceInfo] = [DeviceInfo(device.name, device.physical, device.memory, rates, 0.0)]
         self.gone: Collection[int] = ()
-        self._recipe, self._rows = recipe, dict[str, TrialRows | SpreadTrials]()
+        self._recipe = recipe
+        self._rows: dict[str, TrialRows | SpreadTrials] = {}
         self._spread = TrialSpread(recipe, processes)
 
     @property
@@ -75,6 +78,9 @@ class LocalWorkers:
         if plain:
             self._rows[name] = self._spread.open(name, choices)
         else:
+            # Arrays need the compiler, which a sweep of plain trials does not import.
+            from hfusion.tune.trial_rows import TrialRows
+
             self._rows[name] = TrialRows(self._recipe, choices, lambda: False)
 
     def send(self, name: str, method: str, *args: Any) -> None:

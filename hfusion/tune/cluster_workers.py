@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from hfusion.cluster.driver import GLANCE, DeviceLost
+from hfusion.cluster.driver import GLANCE
 from hfusion.cluster.executor import Executor
-from hfusion.cluster.node import Answered, ArrayTrainer, DeviceInfo, Lost, Raised
+from hfusion.cluster.messages import Answered, DeviceInfo, DeviceLost, Lost, Raised
+from hfusion.cluster.node import ArrayTrainer
 from hfusion.cluster.serialization import pack, unpack
 from hfusion.tune.array_workers import RowsCall
 from hfusion.tune.plain_trials import PlainTrials

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 
-from hfusion.cluster.node import DeviceInfo
+from hfusion.cluster.messages import DeviceInfo
 from hfusion.cluster.rates import Ratios
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.shape_array import Shape, ShapeArray

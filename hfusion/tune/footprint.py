@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +12,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.fuse import fuse
-from hfusion.cluster.node import DeviceInfo
+from hfusion.cluster.messages import DeviceInfo
 from hfusion.compiler.arguments import Arguments
+from hfusion.core.calls import call_arguments
 from hfusion.passes.partition.cut_shards import shards_at
 from hfusion.schedule.plan import TaskPlan
-from hfusion.step.train_step import call_arguments
 from hfusion.tune.chosen_optimizer import MakeOptimizer
-from hfusion.tune.plain_footprint import PlainFootprint
 
-# Of the estimated time of a member in the width where that is least: narrower arrays that reach it are preferred, as
-# samplers and pruners then know of more trials when they choose. As in `hfusion.tasks.arrange`, but for the gain.
-_NEAR = 1.05
 # A step's forward, backward and update: beside their operators `Population.step` takes 0.31 ms where a call of one
 # takes 2 us, three times what an action is counted with.
 _ACTIONS = 3
@@ -86,12 +82,6 @@ class Footprint:
         capture = _CAPTURING * self._plan(1).device_bytes
         return max(self._plan(rows).device_bytes - held, update, capture, self._outputs * rows, self._copies * held)
 
-    def fastest(self, most: int) -> int:
-        """The fewest rows, of 1, 2, 4, ..., ``most``, in which a member takes about the least time."""
-        widths = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
-        seconds = {rows: self.seconds(rows) / rows for rows in widths}
-        return min(rows for rows in widths if seconds[rows] <= _NEAR * min(seconds.values()))
-
     def seconds(self, rows: int) -> float:
         """Of a step of so many rows."""
         return self._plan(rows).step_seconds + _ACTIONS * self._rates.action_seconds if rows else 0.0
@@ -102,13 +92,6 @@ class Footprint:
             whole = shards_at(program, (), self._samples, self._rates, self._stacks)
             self._plans[rows] = TaskPlan("sweep", whole, 1, True, rows)
         return self._plans[rows]
-
-
-def fits(budget: int, sizes: Iterable[tuple[Footprint | PlainFootprint, int]]) -> bool:
-    """Return whether arrays fit a device together: all state is held, and temporaries are used in turn."""
-    found = list(sizes)
-    held = sum(footprint.held(rows) for footprint, rows in found)
-    return held + max((footprint.passing(rows) for footprint, rows in found), default=0) <= budget
 
 
 def _samples(leaves: Sequence[Any]) -> int:

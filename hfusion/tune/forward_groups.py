@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfusion.array.fuse import fuse
 from hfusion.capture.attribute_values import fingerprint
 from hfusion.capture.named import tensors
-from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.sandbox import without_trace
+from hfusion.core.calls import call_arguments
 from hfusion.core.errors import FusionError
 from hfusion.device.thread_draws import seen_in_modes
-from hfusion.step.train_step import call_arguments
 
 
 class SameForward:
@@ -62,6 +60,10 @@ class SameForward:
         return traces
 
     def _same_graphs(self, model: nn.Module) -> bool:
+        # The compiler is imported only if a model needs it: most sweeps of few epochs do not.
+        from hfusion.array.fuse import fuse
+        from hfusion.compiler.arguments import Arguments
+
         args, kwargs = call_arguments(self._inputs(), {})
         arguments = Arguments.of(args, kwargs)
         try:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from hfusion.population.evaluate import number
+from hfusion.population.member_metrics import number
 from hfusion.tune.exploit import PBT
 
 

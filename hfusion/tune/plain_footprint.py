@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.capture.named import tensors
-from hfusion.cluster.node import DeviceInfo
+from hfusion.cluster.messages import DeviceInfo
+from hfusion.core.calls import call_arguments
+from hfusion.core.memory import tensors_in
 from hfusion.device.generators import draws_kept
 from hfusion.device.thread_draws import seen_in_modes
-from hfusion.step.train_step import call_arguments
+
+if TYPE_CHECKING:
+    from hfusion.tune.footprint import Footprint
 
 # Forward and backward take so many times what forward takes.
 _PASSES = 3
 # As in `hfusion.tune.footprint`, where these are explained.
-_NEAR, _ACTIONS, _SAVING, _UPDATING, _ASIDE = 1.05, 3, 2, 4, 4
+_ACTIONS, _SAVING, _UPDATING, _ASIDE = 3, 2, 4, 4
+# Of the estimated time of a member in the width where that is least: narrower arrays that reach it are preferred, as
+# samplers and pruners then know of more trials when they choose. As in `hfusion.tasks.arrange`, but for the gain.
+_NEAR = 1.05
 
 
 class PlainFootprint:
@@ -47,8 +53,8 @@ class PlainFootprint:
         trained = [_bytes(param) for param in model.parameters() if param.requires_grad]
         self._gradients, self._largest = sum(trained), max(trained, default=0)
         self._optimizer = int(stacks * self._gradients)
-        self._activations = costs.saved + sum(map(_bytes, _tensors(outputs)))
-        self._outputs = 2 * evaluated * sum(map(_bytes, _tensors(outputs)))
+        self._activations = costs.saved + sum(map(_bytes, tensors_in(outputs)))
+        self._outputs = 2 * evaluated * sum(map(_bytes, tensors_in(outputs)))
         self._copies = _SAVING if saved and device.physical.type == "cpu" else 0
         self.operators = max(1, costs.calls)
         rates = device.rates
@@ -67,15 +73,26 @@ class PlainFootprint:
         step = self._gradients + max(2 * self._activations, _UPDATING * self._largest, self._outputs)
         return max(step, self._copies * self.held(rows))
 
-    def fastest(self, most: int) -> int:
-        """The fewest rows of an array, of 1, 2, 4, ..., ``most``, in which a member takes about the least time."""
-        widths = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
-        seconds = {rows: self.seconds(rows) / rows for rows in widths}
-        return min(rows for rows in widths if seconds[rows] <= _NEAR * min(seconds.values()))
-
     def seconds(self, rows: int) -> float:
         """Of a step of an array of so many rows."""
         return self._call + rows * self._row if rows else 0.0
+
+
+def fits(budget: int, sizes: Iterable[tuple[Footprint | PlainFootprint, int]]) -> bool:
+    """Return whether arrays fit a device together: all state is held, and temporaries are used in turn."""
+    found = list(sizes)
+    held = sum(footprint.held(rows) for footprint, rows in found)
+    return held + max((footprint.passing(rows) for footprint, rows in found), default=0) <= budget
+
+
+def fastest_width(seconds: Callable[[int], float], most: int) -> int:
+    """Return the fewest rows, of 1, 2, 4, ..., ``most``, in which a member takes about the least time.
+
+    ``seconds``: of a step of an array of so many rows.
+    """
+    widths = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+    times = {rows: seconds(rows) / rows for rows in widths}
+    return min(rows for rows in widths if times[rows] <= _NEAR * min(times.values()))
 
 
 class _OperatorCosts(TorchDispatchMode):
@@ -108,7 +125,7 @@ class _OperatorCosts(TorchDispatchMode):
         if func.is_view:
             return outputs
         self.calls += 1
-        operands: Sequence[Tensor] = [*_tensors((args, kwargs)), *_tensors(outputs)]
+        operands: Sequence[Tensor] = [*tensors_in((args, kwargs)), *tensors_in(outputs)]
         self.moved += sum(map(_bytes, operands))
         self.flops += _flops(func.overloadpacket, operands, outputs)
         return outputs
@@ -126,10 +143,6 @@ def _flops(operator: Any, operands: Sequence[Tensor], outputs: Any) -> int:
     if operator is aten.convolution:
         return 2 * int(outputs.numel()) * operands[1][0].numel()
     return 0
-
-
-def _tensors(nest: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:

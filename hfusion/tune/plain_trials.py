@@ -18,11 +18,11 @@ from hfusion.capture.named import tensors
 from hfusion.checkpoint import files
 from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.checkpoint.packed import PackedSave
+from hfusion.core.calls import call_arguments
 from hfusion.core.membership import Membership, mark
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import read
-from hfusion.population.evaluate import member_metrics
-from hfusion.step.train_step import call_arguments
+from hfusion.population.member_metrics import member_metrics
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.objectives import MetricValues, check_plateaus

@@ -12,8 +12,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.core.errors import PlanError
 from hfusion.device.generators import draws_kept
-from hfusion.tasks.reading import generators, reading, restart_workers
-from hfusion.tasks.task import length
+from hfusion.tasks.reading import generators, length, reading, restart_workers
 
 
 @contextmanager

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hfusion.core import html
-from hfusion.schedule.plan import Processes
 from hfusion.tune.objectives import Best
 from hfusion.tune.trials import SUGGESTED, as_trained
 
 if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
+
+    from hfusion.schedule.plan import Processes
 
 # The printed result fits a screen.
 _BEST, _WIDTH = 10, 100

@@ -6,18 +6,20 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hfusion.capture.compare import check_pair
-from hfusion.cluster.node import DeviceInfo
+from hfusion.cluster.messages import DeviceInfo
 from hfusion.core.errors import FusionError
 from hfusion.population.row_counts import Widths
 from hfusion.tune.array_costs import ArrayCosts, ArrayRecord
 from hfusion.tune.epoch_result import EpochResult
-from hfusion.tune.footprint import Footprint
 from hfusion.tune.forward_groups import SameForward
-from hfusion.tune.plain_footprint import PlainFootprint
+from hfusion.tune.plain_footprint import PlainFootprint, fastest_width
 from hfusion.tune.space import Suggestion, TrialModel
+
+if TYPE_CHECKING:
+    from hfusion.tune.footprint import Footprint
 
 
 @dataclass
@@ -191,10 +193,10 @@ class Shape:
         return self._footprints[kind]
 
     def fastest(self, device: DeviceInfo, most: int) -> int:
-        """See `Footprint.fastest`."""
+        """See `fastest_width`."""
         kind = _kind(device), self.is_array
         if kind not in self._fastest:
-            self._fastest[kind] = self.footprint(device).fastest(most)
+            self._fastest[kind] = fastest_width(self.footprint(device).seconds, most)
         return self._fastest[kind]
 
 

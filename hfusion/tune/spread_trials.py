@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from hfusion.capture.named import tensors
 from hfusion.checkpoint.packed import PackedSave
-from hfusion.device.cache import cache_file, number, read_json, write_json
 from hfusion.device.calibrate import describe
+from hfusion.device.measured_records import RecordFile, TimeRecord
 from hfusion.device.native import cores
 from hfusion.device.openmp import torch_threads
 from hfusion.tune.epoch_result import EpochResult
@@ -249,7 +249,7 @@ class TrialSpread:
         for process in self._workers:
             process.ask(StatesRequest((), leaving=False))
         if self._workers:
-            _note_start(time.perf_counter() - began)
+            _start_records().add(TimeRecord(time.perf_counter() - began))
             _log.info("plain trials are trained in %d processes", len(self._workers))
 
     def _balance(self, trials: Sequence[tuple[SpreadTrials, str]]) -> None:
@@ -317,23 +317,15 @@ def _why_no_readers(recipe: SweepRecipe) -> str:
 
 def _start_seconds() -> float:
     """Return the seconds to start the workers, as last measured on this machine; of a bare fork if never."""
-    try:
-        return number(read_json(_cache_path())["seconds"], 1e-6, 1e6)
-    except (OSError, ValueError, LookupError, TypeError):
-        began = time.perf_counter()
-        child = os.fork()
-        if not child:
-            os._exit(0)
-        os.waitpid(child, 0)
-        return time.perf_counter() - began
+    if records := _start_records().read():
+        return records[-1].seconds
+    began = time.perf_counter()
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return time.perf_counter() - began
 
 
-def _note_start(seconds: float) -> None:
-    try:
-        write_json(_cache_path(), {"seconds": seconds})
-    except OSError:
-        return
-
-
-def _cache_path() -> Path:
-    return cache_file("trial-processes", describe(torch.device("cpu")))
+def _start_records() -> RecordFile[TimeRecord]:
+    return RecordFile(TimeRecord, "trial-processes", describe(torch.device("cpu")))

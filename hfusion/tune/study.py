@@ -25,7 +25,7 @@ def import_optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise ImportError("hf.sweep needs Optuna: pip install 'hfusion[sweep]'") from error
+        raise ImportError("hf.sweep needs Optuna: pip install optuna (extra: hfusion[sweep])") from error
     return optuna
 
 

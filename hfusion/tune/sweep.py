@@ -10,21 +10,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from hfusion.cluster.cluster import Cluster
 from hfusion.core.errors import CheckpointError
 from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
-from hfusion.schedule.plan import Processes
-from hfusion.step.compile_service import CompileMode
+from hfusion.step.compile_mode import Compile, check_compile
 from hfusion.tune.array_workers import LocalWorkers, largest
 from hfusion.tune.chosen_optimizer import MakeOptimizer
-from hfusion.tune.cluster_workers import ClusterWorkers
 from hfusion.tune.exploit import PBT
 from hfusion.tune.heartbeat import Beats, dead_runs
 from hfusion.tune.loaders import Loaders
@@ -33,11 +30,15 @@ from hfusion.tune.result import SweepResult
 from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
 from hfusion.tune.study import Draws, check_outlives, import_optuna, listening, open_study
 from hfusion.tune.sweep_folder import SweepFolder
-from hfusion.tune.sweep_processes import several_devices
 from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.sweep_recipe import SweepRecipe
 from hfusion.tune.sweep_runner import Conductor, Extent
 from hfusion.tune.trials import Callback, Trials, Verdict
+
+if TYPE_CHECKING:
+    from hfusion.cluster.cluster import Cluster
+    from hfusion.schedule.plan import Processes
+    from hfusion.tune.cluster_workers import ClusterWorkers
 
 
 def sweep(
@@ -69,7 +70,7 @@ def sweep(
     catch: type[BaseException] | tuple[type[BaseException], ...] = (),
     callbacks: Iterable[Callback] = (),
     pbt: PBT | None = None,
-    compile: bool | str = False,
+    compile: Compile = False,
     progress: bool = False,
     processes: int | None = None,
 ) -> SweepResult:
@@ -115,7 +116,7 @@ def sweep(
         accumulate: minibatches of an update, as `hfusion.Task` has it: losses are divided by it, and the last update of
             an epoch may be of fewer.
         timeout: seconds after which no more trials are asked, as study.optimize has it; those that train are trained
-            to their end. A sweep that goes on begins to count anew.
+            to their end. A resumed sweep starts counting again.
         catch: errors of ``space`` and ``make_model`` that fail their trial, as study.optimize has it; others end the
             sweep.
         callbacks: are called with the study and each trial that was told, as study.optimize has it, with the params
@@ -123,7 +124,7 @@ def sweep(
             asked then.
         pbt: population based training among the trials of each array; by default no pruner goes with it. Params of the
             result are those that trials were trained with last.
-        compile: as of `hfusion.train_step`. Each shape wants up to three programs: ``"auto"`` makes them once the steps
+        compile: as of `hfusion.train_step`. Each shape wants up to three programs: None makes them once the steps
             of an array have taken as long as that, ``True`` at once, for long sweeps of few shapes.
         progress: show a bar of the trials that have finished, as study.optimize(show_progress_bar=True) does. The
             logger ``hfusion`` gets a line after every round, at level INFO.
@@ -157,7 +158,7 @@ def sweep(
     check_objectives(len(directions or [direction]), metric, pruner, pbt)
     if pbt is not None and pruner is None and study is None:
         pruner = import_optuna().pruners.NopPruner()
-    CompileMode.of(compile, None)
+    check_compile(compile)
     machine = machine or Machine.detect()
     directory = resume_folder("sweep") if directory is None else directory
     if directory is not None:
@@ -190,7 +191,7 @@ def sweep(
         bar = SweepProgress(found, trials, shown=progress)
         stack.callback(bar.close)
         conductor = Conductor(asked, maker, recipe, extent, workers, folder, beats, bar)
-        if isinstance(workers, ClusterWorkers):
+        if not isinstance(workers, LocalWorkers):
             workers.place = conductor.rooms.moved
         try:
             if before is None:
@@ -222,7 +223,12 @@ def _check_kinds(
         raise ValueError(f"metric={metric!r}: give a function of outputs and targets, or None")
     if scheduler is not None and not callable(scheduler):
         raise ValueError(f"scheduler={scheduler!r}: give a function of an optimizer that makes a scheduler, or None")
-    if not isinstance(machine, Machine | Cluster | None):
+    if machine is None or isinstance(machine, Machine):
+        return
+    # It is imported already by whoever has made one.
+    from hfusion.cluster.cluster import Cluster
+
+    if not isinstance(machine, Cluster):
         raise ValueError(f"machine={machine!r}: give an hf.Machine, an hf.Cluster, or None for this machine")
 
 
@@ -280,12 +286,17 @@ def _workers(
     Where that is this process, models are made on its device from now on, and at most ``plain_processes`` more train
     plain trials.
     """
-    if isinstance(machine, Cluster):
+    # A sweep in one process imports neither clusters nor what trains on them.
+    if not isinstance(machine, Machine):
+        from hfusion.tune.cluster_workers import ClusterWorkers
+
         executor = machine._open()
         stack.callback(executor.close)
         return ClusterWorkers(executor, recipe, maker.models, machine._max_failures), recipe, None
     processes = None
     if len(machine.devices) > 1:
+        from hfusion.tune.sweep_processes import several_devices
+
         workers, processes = several_devices(machine, maker, recipe, extent, here, known, stack)
         if workers is not None:
             return workers, recipe, processes

@@ -13,17 +13,18 @@ import torch
 
 from hfusion.cluster.driver import GLANCE
 from hfusion.cluster.executor import Executor
-from hfusion.cluster.node import Answered, ArrayTrainer, DeviceInfo, Lost, Raised
+from hfusion.cluster.messages import Answered, DeviceInfo, Lost, Raised
+from hfusion.cluster.node import ArrayTrainer
 from hfusion.cluster.process_choice import MAX_FAILURES, devices_at_once
 from hfusion.cluster.process_executor import ProcessExecutor, begin_seconds
 from hfusion.cluster.rates import DIFFERS
 from hfusion.cluster.reachable import copy_obstacle
-from hfusion.cluster.serialization import unpack
+from hfusion.cluster.serialization import pack, unpack
+from hfusion.core.calls import call_arguments
 from hfusion.core.errors import HFusionError
 from hfusion.device.generators import draws_kept
 from hfusion.device.machine import Machine
 from hfusion.schedule.plan import Processes
-from hfusion.step.train_step import call_arguments
 from hfusion.tune.array_workers import largest
 from hfusion.tune.cluster_workers import SWEEP_PARCEL, ClusterWorkers
 from hfusion.tune.reading_epochs import first_inputs
@@ -101,12 +102,13 @@ class FirstForward:
     """Calls the model of a trial in another process: whether it has all that this one has."""
 
     kept: Any
-    sample: TrialModel
+    sample: bytes
 
     def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> None:
         recipe, _ = unpack(part(self.kept))
-        cpu, suggestion = torch.device("cpu"), self.sample.suggestion
-        model = replace(self.sample.maker, device=cpu).model(self.sample.number, suggestion)
+        sample: TrialModel = unpack(self.sample)
+        cpu, suggestion = torch.device("cpu"), sample.suggestion
+        model = replace(sample.maker, device=cpu).model(sample.number, suggestion)
         args, kwargs = call_arguments(first_inputs(recipe.loaders.loader(suggestion.choices.loader), cpu), {})
         with draws_kept(), torch.no_grad():
             model(*args, **kwargs)
@@ -139,7 +141,7 @@ def several_devices(
                 opened.callback(executor.close)
                 workers = ClusterWorkers(executor, recipe, maker.models, MAX_FAILURES)
                 if sample is not None:
-                    _check_first(executor, FirstForward(workers.kept, sample))
+                    _check_first(executor, FirstForward(workers.kept, pack("a trial", sample, {})))
                 stack.push(opened.pop_all())
         except Exception as error:
             trouble = f"processes could not begin: {type(error).__name__}: {error}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hfusion.step.compile_mode import Compile
 from hfusion.tune.loaders import Loaders
 from hfusion.tune.space import ArrayChoices, MakeScheduler
 
@@ -28,7 +29,7 @@ class SweepRecipe:
     eval_loader: Iterable[Any] | None
     metric: Callable[..., Any] | None
     device: torch.device
-    compile: bool | str
+    compile: Compile
     scheduler: MakeScheduler | None = None
     every_step: bool = False
     objectives: int = 1

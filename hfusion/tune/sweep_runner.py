@@ -127,7 +127,7 @@ class Conductor:
                 self._workers.send(array.name, "collect")
 
     def _move(self) -> None:
-        """Let arrays go on where rounds end sooner; nothing of what they train hangs on that."""
+        """Continue arrays whose rounds end sooner, which changes no result."""
         there = {array.name: array for array in self.rooms.arrays}
         targets = self.rooms.moves(
             lambda array: max(seat.suggestion.epochs - seat.epochs for seat in array.seats.values())

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hfusion.cluster.node import Raised, portable
+from hfusion.cluster.messages import Raised
 from hfusion.core.errors import HFusionError
 from hfusion.device.backend import accelerators
 from hfusion.tune.plain_trials import PlainTrials, TrainedEpoch
@@ -185,7 +185,7 @@ def _serve(pipe: Connection, others: Sequence[Connection], recipe: SweepRecipe, 
             except BaseException as error:
                 if is_orphan():
                     return
-                reply = Raised(portable(error))
+                reply = Raised(error)
             pipe.send_bytes(pickle.dumps(reply))
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hfusion.cluster.node import DeviceInfo
+from hfusion.cluster.messages import DeviceInfo
 from hfusion.tune.chosen_optimizer import optimizer_with, sample_optimizer
-from hfusion.tune.footprint import Footprint
 from hfusion.tune.forward_groups import SameForward
 from hfusion.tune.loaders import same_values
 from hfusion.tune.plain_footprint import PlainFootprint
@@ -20,6 +19,9 @@ from hfusion.tune.reading_epochs import first_inputs, minibatches
 from hfusion.tune.shape_array import PlainForm, Shape, ShapeArray
 from hfusion.tune.space import ArrayChoices, ModelMaker, TrialModel
 from hfusion.tune.sweep_recipe import SweepRecipe
+
+if TYPE_CHECKING:
+    from hfusion.tune.footprint import Footprint
 
 
 class Shapes:
@@ -35,7 +37,7 @@ class Shapes:
         self, models: ModelMaker, recipe: SweepRecipe, waves: float, *, saved: bool, may_be_plain: bool
     ) -> None:
         self._models, self._recipe, self._waves, self._saved = models, recipe, waves, saved
-        self._may_be_plain = may_be_plain and recipe.compile in (False, "auto")
+        self._may_be_plain = may_be_plain and not recipe.compile
         self._inputs: list[tuple[Mapping[str, Any], Any]] = []
 
     def shape(self, candidate: TrialModel, arrays: Iterable[ShapeArray]) -> Shape:
@@ -89,6 +91,9 @@ class Shapes:
         )
 
     def _footprint(self, first: TrialModel, device: DeviceInfo) -> Footprint:
+        # The compiler is imported once a shape becomes an array.
+        from hfusion.tune.footprint import Footprint
+
         # Models that differ by their seed only have the same shape, and share the same tensors.
         models = [self._models.model(first.number, first.suggestion) for _ in range(2)]
         choices, judges = first.suggestion.choices, self._recipe.evaluates

@@ -136,7 +136,7 @@ class Trials:
         return trial
 
     def _take_over(self, found: FrozenTrial) -> Trial:
-        """A trial that was asked before the sweep was killed; what it had suggested is drawn anew, and left."""
+        """A trial that was asked before the sweep was killed; its suggestions are drawn again, and dropped."""
         trial: Trial = self.optuna.Trial(self.study, found._trial_id)
         if RUN not in found.user_attrs:
             trial.set_user_attr(RUN, self.run)

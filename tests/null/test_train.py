@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -85,3 +86,34 @@ def test_constants_are_copied_once() -> None:
 
     pageable(SHORT)
     assert pageable(LONG) - pageable(SHORT) <= 2
+
+
+def test_runs_that_follow_take_no_further_memory() -> None:
+    """cuBLAS keeps a workspace for each stream that it has met."""
+    machine, left = hf.Machine([hf.Device("cuda:0", memory="1GiB")]), []
+    for _ in range(4):
+        hf.train([compiled(SHORT, None)], machine)
+        gc.collect()
+        left.append(torch.cuda.memory_allocated())
+    # A workspace is of 32 MiB. Programs that are kept for later runs may have small constants.
+    assert left[3] - left[1] < 1 << 20
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("loader_device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("array_device", ["cpu", "cuda:0"])
+def test_arrays_and_loaders_may_be_anywhere(array_device: str, loader_device: str, compile: bool) -> None:
+    array = hf.fuse([nn.Linear(8, 3) for _ in range(3)], verify=False).to(array_device)
+    x, target = torch.zeros(6, 8, device=loader_device), torch.zeros(6, dtype=torch.int64, device=loader_device)
+    task = hf.Task(
+        array,
+        losses_of,
+        lambda params: hf.optim.SGD(params, lr=0.1),
+        [(x, target)] * 3,
+        eval_loader=[(x, target)],
+        compile=compile,
+    )
+    reset()
+    hf.train([task], hf.Machine([hf.Device("cuda:0", memory="1GiB")]))
+    assert since_reset().refused == ()
+    assert {str(tensor.device) for tensor in array.state_dict().values()} == {array_device}

@@ -44,6 +44,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (8,)),
     "cnn": (cnn, (3, 8, 8)),
     "transformer": (Attentive, (5, 8)),
+    "transformer of many tokens": (Attentive, (96, 8)),
 }
 
 
@@ -53,7 +54,7 @@ def test_a_step_is_recorded(name: str, dtype: torch.dtype) -> None:
     make, shape = MODELS[name]
     fused = hf.fuse([make() for _ in range(MEMBERS)], verify=False).cuda()
     opt = hf.optim.AdamW(fused.parameters(), lr=[0.1, 0.2, 0.3, 0.4])
-    step = hf.train_step(fused, losses_of, opt)
+    step = hf.train_step(fused, losses_of, opt, compile=True)
     inputs, target = torch.zeros(6, *shape, device="cuda"), torch.zeros(6, dtype=torch.int64, device="cuda")
 
     def train() -> None:
@@ -74,7 +75,7 @@ def test_a_step_is_recorded(name: str, dtype: torch.dtype) -> None:
 def test_after_members_left_and_joined() -> None:
     fused = hf.fuse([mlp() for _ in range(MEMBERS)], verify=False).cuda()
     opt = hf.optim.AdamW(fused.parameters(), lr=0.1)
-    step = hf.train_step(fused, losses_of, opt)
+    step = hf.train_step(fused, losses_of, opt, compile=True)
     inputs, target = torch.zeros(6, 8, device="cuda"), torch.zeros(6, dtype=torch.int64, device="cuda")
     for rows in ([0, 1, 2, 3], [0, 2, 3], [1, 2]):
         fused.keep(rows)

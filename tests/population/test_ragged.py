@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.passes.cost.padding import SizeCosts
 
 SIZES = [3, 5, 64]
 
@@ -70,10 +71,29 @@ def test_twenty_steps_equal_members_alone(make: Callable[[], nn.Module], name: s
             torch.testing.assert_close(pop.models[b].state_dict()[key], tensor, rtol=1e-9, atol=1e-10)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("make", [plain, normed])
+@pytest.mark.parametrize("padded", [True, False])
+def test_sizes_and_accumulation_of_each_member(
+    make: Callable[[], nn.Module], padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SizeCosts, "padded", lambda *_: 0.0 if padded else 1e9)
+    models, counts = [make() for _ in SIZES], [1, 2, 4]
+    pop = hf.Population(models, optimizer=partial(hf.optim.Adam, lr=0.01), loss=F.cross_entropy, accumulate=counts)
+    batches = [[(torch.randn(n, 4), torch.randint(3, (n,))) for _ in range(20)] for n in SIZES]
+    for minibatch in zip(*batches, strict=True):
+        xs, ts = zip(*minibatch, strict=True)
+        pop.step(hf.stacked(xs), hf.stacked(ts))
+    for b, model in enumerate(models):
+        alone(model, batches[b], counts[b])
+        for key, tensor in model.state_dict().items():
+            torch.testing.assert_close(pop.models[b].state_dict()[key], tensor, rtol=1e-9, atol=1e-10)  # type: ignore[union-attr]
+    assert ("in one call" in str(pop.fused.report())) == (padded and make is plain)
+
+
 def test_ragged_and_equal_steps_in_turn() -> None:
     models = [normed() for _ in SIZES]
     fused = hf.fuse(models)
-    step = hf.train_step(fused, F.cross_entropy, hf.optim.Adam(fused.parameters(), lr=0.01))
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.Adam(fused.parameters(), lr=0.01), compile=True)
     batches: list[list[tuple[Tensor, Tensor]]] = [[] for _ in SIZES]
     for k in range(6):
         sizes = SIZES if k % 2 else [7] * 3

@@ -128,8 +128,9 @@ class Queues:
             self.taken = getattr(self, "taken", [0] * DEVICES)
             self.peak = list(self.taken)
             self.events: dict[int, Mark] = {}
-            # Those of other runs are no more.
-            self.streams = {-1 - device: device for device in range(DEVICES)}
+            # Streams outlive runs: hf.train lends them again.
+            self.streams = getattr(self, "streams", {-1 - device: device for device in range(DEVICES)})
+            self.trace += [("stream", stream) for stream in self.streams if stream >= 0]
             self.items: dict[int, deque[Item]] = {stream: deque() for stream in (*self.streams, _ELSEWHERE)}
             self.number: int = getattr(self, "number", 0)
             self.errors: list[BaseException] = []

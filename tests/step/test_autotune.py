@@ -36,7 +36,7 @@ def member() -> nn.Module:
 def made(parts: int | str = "auto", count: int = 3, **settings: Any) -> TrainStep:
     fused = hf.build(member, seeds=range(count))
     optimizer = hf.optim.Adam(fused.parameters(), lr=[0.1 * (1 + row) for row in range(count)])
-    return hf.train_step(fused, F.cross_entropy, optimizer, parts=parts, **settings)
+    return hf.train_step(fused, F.cross_entropy, optimizer, parts=parts, **{"compile": True, **settings})
 
 
 def advance(step: TrainStep, times: int = 3) -> list[Tensor]:

@@ -83,7 +83,7 @@ def two_at_a_time(array: hf.FusedModule, opt: Any) -> Callable[..., None]:
 @pytest.mark.parametrize("around", [clipped, scaled, two_at_a_time])
 def test_what_stands_around_a_step(around: Callable[..., Callable[..., None]]) -> None:
     results = []
-    for settings in ({"compile": False}, {"parts": 1}, {"parts": 3}):
+    for settings in ({"compile": False}, {"compile": True, "parts": 1}, {"compile": True, "parts": 3}):
         array, opt = make()
         step = hf.train_step(array, F.cross_entropy, opt, **settings)
         step.update = around(array, opt)
@@ -118,7 +118,7 @@ def test_a_batch_that_members_share_is_not_written_to(parts: int) -> None:
         return output.mean() * target.clone().mean()
 
     array, opt = make()
-    step = hf.train_step(array, loss, opt, parts=parts)
+    step = hf.train_step(array, loss, opt, parts=parts, compile=True)
     with pytest.raises(hf.FusionError, match="loss writes into its arguments"):
         step(data()[0], torch.ones(5, dtype=torch.float64))
 
@@ -128,7 +128,7 @@ def test_ctrl_c_ends_between_steps_and_steps_go_on() -> None:
     torch.manual_seed(0)
     array = hf.fuse([nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 3)) for _ in range(4)])
     opt = hf.optim.SGD(array.parameters(), lr=0.0)
-    step = hf.train_step(array, F.cross_entropy, opt, parts=2)
+    step = hf.train_step(array, F.cross_entropy, opt, parts=2, compile=True)
     given = torch.randn(64, 256), torch.randint(3, (64,))
     expected = [step(*given) for _ in range(4)][-1]
     (program,) = step._programs()
@@ -154,7 +154,7 @@ def test_threads_that_call_one_step_take_turns() -> None:
     results = []
     for count in (1, 4):
         array, opt = make()
-        step = hf.train_step(array, F.cross_entropy, opt, parts=2)
+        step = hf.train_step(array, F.cross_entropy, opt, parts=2, compile=True)
         step(*data())
 
         def advance(step: Any = step, times: int = 24 // count) -> None:
@@ -174,7 +174,7 @@ def test_blocks_on_one_thread_leave_gradients_where_they_belong() -> None:
     """As on threads: nothing is copied together, and the bits are those of the program called block by block."""
     array = hf.fuse([nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)) for _ in range(3)])
     opt = hf.optim.SGD(array.parameters(), lr=0.0)
-    step = hf.train_step(array, F.cross_entropy, opt, parts=1)
+    step = hf.train_step(array, F.cross_entropy, opt, parts=1, compile=True)
     step.at_once = 2
     given = torch.randn(5, 4), torch.randint(2, (5,))
     losses, places = [], []
@@ -215,7 +215,7 @@ def test_blocks_of_one_thread_are_those_of_the_whole(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(block_layout, "core_cache", lambda: 1)
     (array, opt), (other, its_opt) = make(8), make(8)
     with torch_threads(1):
-        step = hf.train_step(array, F.cross_entropy, opt)
+        step = hf.train_step(array, F.cross_entropy, opt, compile=True)
         plain = hf.train_step(other, F.cross_entropy, its_opt, compile=False)
         for _ in range(4):
             torch.testing.assert_close(step(*data()), plain(*data()), **CLOSE)

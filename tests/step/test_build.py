@@ -30,7 +30,7 @@ def other_strides(results: list[Tensor]) -> list[Tensor]:
 def steps(count: int) -> tuple[list[Tensor], str]:
     torch.manual_seed(0)
     fused = hf.fuse([nn.Linear(4, 3) for _ in range(4)])
-    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2)
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2, compile=True)
     losses = [step(torch.ones(5, 4), torch.tensor([0, 1, 2, 1, 0])) for _ in range(count)]
     return losses, str(step.report())
 

@@ -33,7 +33,7 @@ class _Wrong(CustomGraphPass):
 def _steps(model: Callable[[], nn.Module], batch: Sequence[Tensor], count: int = 3) -> tuple[list[Tensor], str]:
     torch.manual_seed(0)
     fused = hf.fuse([model() for _ in range(2)])
-    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.01))
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.01), compile=True)
     return [step(*batch) for _ in range(count)], str(step.report())
 
 

@@ -48,7 +48,7 @@ def check_step(step: Callable[..., Tensor], models: list[Checked], x: Tensor, ta
 def test_a_step_with_checks_is_compiled_and_raises_as_a_member(parts: int) -> None:
     models = [Checked() for _ in range(4)]
     fused, alone = hf.fuse(models), copy.deepcopy(models)
-    step = hf.train_step(fused, checked_loss, hf.optim.SGD(fused.parameters(), lr=0.1), parts=parts)
+    step = hf.train_step(fused, checked_loss, hf.optim.SGD(fused.parameters(), lr=0.1), parts=parts, compile=True)
     x, target = normal(6, 4), normal(6, 3).abs()
     for _ in range(3):
         check_step(step, alone, x, target)

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hfusion.step import compile_payoff, compile_service
+from hfusion.device.measured_records import MAX_ROWS
+from hfusion.step import compile_service
+from hfusion.step.compile_mode import CompileMode
 from hfusion.step.compile_payoff import CompileRecord, StepClock, Worth, add_record, judge, read_records
-from hfusion.step.compile_service import CompileMode
 from tests.step.test_compile_service import _kept as _kept
 from tests.step.test_compile_service import advance, made
 
@@ -67,11 +68,11 @@ def test_verdicts(left: int, eager: float, size: int, records: list[Any], spare:
 def test_rows_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert read_records() == []
-    for number in range(compile_payoff.MAX_ROWS + 2):
+    for number in range(MAX_ROWS + 2):
         add_record(CompileRecord(number + 1, True, False, 0.5, None if number % 2 else 2.0))
     found = read_records()
-    assert len(found) == compile_payoff.MAX_ROWS
-    assert found[-1] == CompileRecord(compile_payoff.MAX_ROWS + 2, True, False, 0.5, None)
+    assert len(found) == MAX_ROWS
+    assert found[-1] == CompileRecord(MAX_ROWS + 2, True, False, 0.5, None)
     (path,) = (tmp_path / "hfusion").glob("compiling-*.json")
     for content in ("{", "[]", '{"steps": [{"operators": "many"}]}', '{"steps": [{"operators": 1, "looped": 0}]}'):
         path.write_text(content)
@@ -125,7 +126,7 @@ def test_steps_whose_number_nobody_knows_are_compiled_once_they_took_as_long(mon
 
     monkeypatch.setattr(compile_service, "judge", verdict)
     torch.manual_seed(0)
-    step = made(compile="auto")
+    step = made(compile=None)
     losses = [one for count in (6, 2) for one in advance(step, count)]
     assert f"eager: {unpaid(4, 1, 9).why}" in str(step.report())
     losses += advance(step, 3)
@@ -135,7 +136,7 @@ def test_steps_whose_number_nobody_knows_are_compiled_once_they_took_as_long(mon
     for ours, theirs in zip(losses, [one for n in (6, 2, 3) for one in advance(plain, n)], strict=True):
         torch.testing.assert_close(ours, theirs)
     # What is kept is not judged.
-    again = made(compile="auto")
+    again = made(compile=None)
     advance(again, 3)
     assert "program of" in str(again.report())
     assert asked == [2, 4, 8]
@@ -148,7 +149,6 @@ def test_wrong_numbers_of_steps(steps: Any) -> None:
 
 
 def test_when_to_compile_is_said_once() -> None:
-    with pytest.raises(ValueError, match="both given"):
-        CompileMode.of(True, 3, steps=10)
-    with pytest.raises(ValueError, match='compile="auto" and eager_steps are both given'):
-        CompileMode.of("auto", 3)
+    with pytest.raises(ValueError, match="compile is None, which leaves open when"):
+        CompileMode.of(None, 3, steps=10)
+    assert CompileMode.of(True, 3, steps=10).eager(2)

@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import hfusion as hf
 from hfusion.device.openmp import torch_threads
 from hfusion.step import compile_payoff, compile_service
-from hfusion.step.compile_service import CompileMode
+from hfusion.step.compile_mode import CompileMode
 from hfusion.step.train_step import TrainStep
 from tests.step.test_train_step import needs_compiler
 
@@ -49,7 +49,7 @@ def advance(step: TrainStep, count: int) -> list[Tensor]:
 @needs_compiler
 @pytest.mark.usefixtures("_kept")
 def test_the_change_is_where_it_is_asked_for() -> None:
-    background, now, found = (made(compile=way, eager_steps=3) for way in ("background", "now", "background"))
+    background, now, found = (made(compile=way, eager_steps=3) for way in ("background", True, "background"))
     eager = advance(made(compile=False), 6)
     ours, here, again = (advance(step, 6) for step in (background, now, found))
     for k in range(6):
@@ -89,7 +89,7 @@ class Nothing(CustomGraphPass):
 )
 def test_settings_of_inductor_reach_the_other_process(settings: dict[str, Any], compilations: list[int]) -> None:
     with torch._inductor.config.patch(settings):
-        steps = [made(compile="background", eager_steps=1), made(compile="now")]
+        steps = [made(compile="background", eager_steps=1), made(compile=True)]
         ours, here = (advance(step, 3) for step in steps)
     for k in range(3):
         assert k == 0 or torch.equal(ours[k], here[k])
@@ -204,12 +204,14 @@ def test_it_ends_with_the_process(how: str) -> None:
 @pytest.mark.parametrize(
     ("compile", "steps", "match"),
     [
-        ("later", None, 'compile is \'later\': give True or "now", "background", "auto", or False'),
-        (None, None, "compile is None"),
+        ("later", None, "compile is 'later': give None to compile where that pays"),
+        (1, None, "compile is 1"),
+        ("auto", None, "compile is 'auto'"),
+        (None, 3, "compile is None, which leaves open when steps change over"),
         (False, 3, "no step will be compiled; omit it"),
         (True, 0, "an integer from 1 on"),
         ("background", 1.5, "an integer from 1 on"),
-        ("now", True, "an integer from 1 on"),
+        (True, True, "an integer from 1 on"),
     ],
 )
 def test_wrong_arguments(compile: Any, steps: Any, match: str) -> None:

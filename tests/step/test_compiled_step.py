@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.step import compiled_step as step_program
+from hfusion.step import compile_limits
 from tests.step.test_step_graph import arrays, loss_of
 from tests.step.test_train_step import Pair, batch, needs_compiler, pair
 from tests.zoo import Model, normal
@@ -50,7 +50,7 @@ def test_member_by_member() -> None:
     ours, theirs = arrays(model, 12)
     # One rate: the base is trained, and the same for all.
     opt, other = (hf.optim.Adam(array.parameters(), lr=0.01, eps=1e-4) for array in (ours, theirs))
-    both = Pair(hf.train_step(ours, loss_of, opt), ours, theirs, hf.per_model(loss_of), other)
+    both = Pair(hf.train_step(ours, loss_of, opt, compile=True), ours, theirs, hf.per_model(loss_of), other)
     for step, size in enumerate([4, 4, 3, 3, 5]):
         both.advance(*batch(model, size), f"after step {step}")
     rows = both.step.report().rows
@@ -62,10 +62,10 @@ def test_member_by_member() -> None:
 @needs_compiler
 def test_member_by_member_where_the_whole_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few calls, as of a recurrent layer, may be many operators."""
-    monkeypatch.setattr(step_program, "MAX_OPERATORS", 130)
+    monkeypatch.setattr(compile_limits, "MAX_OPERATORS", 130)
     model = Model("sloped", Sloped, normal(4))
     ours, _ = arrays(model, 6)
-    step = hf.train_step(ours, loss_of, hf.optim.SGD(ours.parameters(), lr=0.1))
+    step = hf.train_step(ours, loss_of, hf.optim.SGD(ours.parameters(), lr=0.1), compile=True)
     for _ in range(2):
         step(*batch(model, 4))
     assert "called once per member" in step.report().rows[0].how
@@ -78,7 +78,7 @@ def test_blocks_of_one_where_more_members_are_too_large(
 ) -> None:
     # What is refused here is not to be found by others.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(step_program, "MAX_OPERATORS", 300)
+    monkeypatch.setattr(compile_limits, "MAX_OPERATORS", 300)
     model = Model("gated", Gated, normal(2, 4))
     both = pair(model, compile=True, count=4, parts=parts)
     for step in range(3):

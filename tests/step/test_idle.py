@@ -49,7 +49,7 @@ def test_others_do_not_notice(make: type[nn.Module], size: int | None, parts: in
         torch.manual_seed(0)
         fused = hf.fuse([make() for _ in range(MEMBERS)])
         opt = hf.optim.AdamW(fused.parameters(), lr=0.01)
-        step, losses = hf.train_step(fused, F.cross_entropy, opt, parts=parts), []
+        step, losses = hf.train_step(fused, F.cross_entropy, opt, parts=parts, compile=True), []
         step.at_once = size
         for number in range(8):
             if number == 4 and resting:

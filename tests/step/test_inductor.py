@@ -35,7 +35,7 @@ def test_a_step_fills_the_table_of_dtypes_once_and_precompiles_its_headers(monke
     monkeypatch.setattr(codecache, "_precompile_header", seen)
     # Compiled by no other test.
     fused = hf.fuse([nn.Sequential(nn.Linear(4, 7), nn.Softplus(), nn.Linear(7, 3)) for _ in range(3)])
-    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=1)
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=1, compile=True)
     with torch._inductor.config.patch(force_disable_caches=True):
         for _ in range(2):
             step(torch.ones(5, 4), torch.zeros(5, dtype=torch.long))

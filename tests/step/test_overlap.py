@@ -46,7 +46,7 @@ def test_values_are_read_before_they_are_overwritten(count: int) -> None:
     torch.manual_seed(0)
     members = [Puts().double() for _ in range(count)]
     fused = hf.fuse(copy.deepcopy(members))
-    step = hf.train_step(fused, loss_of, hf.optim.SGD(fused.parameters(), lr=0.01))
+    step = hf.train_step(fused, loss_of, hf.optim.SGD(fused.parameters(), lr=0.01), compile=True)
     x, target = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     alone = [torch.optim.SGD(member.parameters(), lr=0.01) for member in members]
     for _ in range(3):

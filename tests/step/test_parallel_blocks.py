@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.ops import attention_dropout
 from hfusion.step.parallel_blocks import TURNS, PartedStep, ThreadTrial
 from tests.step.test_step_graph import arrays, loss_of
 from tests.step.test_train_step import ATTENTION, TINY, Pair, batch, needs_compiler
@@ -28,7 +29,7 @@ def adam(array: hf.FusedModule) -> hf.optim.Adam:
 
 def parted(model: Model, count: int, parts: int) -> Pair:
     ours, theirs = arrays(model, count)
-    step = hf.train_step(ours, loss_of, adam(ours), parts=parts)
+    step = hf.train_step(ours, loss_of, adam(ours), parts=parts, compile=True)
     return Pair(step, ours, theirs, hf.per_model(loss_of), adam(theirs))
 
 
@@ -62,7 +63,7 @@ def classifier(count: int, **settings: Any) -> Any:
     torch.manual_seed(1)
     models = [nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)) for _ in range(count)]
     fused = hf.fuse(models)
-    return hf.train_step(fused, F.cross_entropy, adam(fused), **settings)
+    return hf.train_step(fused, F.cross_entropy, adam(fused), **{"compile": True, **settings})
 
 
 def data(count: int = 0) -> tuple[Any, Tensor]:
@@ -140,7 +141,7 @@ def test_threads_show_in_no_bit_of_kernels_that_divide_their_work(make: Any, sha
     for threads in (2, 1, "auto"):
         torch.manual_seed(4)
         fused = hf.fuse([make() for _ in range(4)])
-        step = hf.train_step(fused, F.cross_entropy, adam(fused), parts=2 if threads == 1 else threads)
+        step = hf.train_step(fused, F.cross_entropy, adam(fused), parts=2 if threads == 1 else threads, compile=True)
         given = torch.randn(shape), torch.randint(3, shape[:1])
         advance(step, *given, times=2)
         (way,) = (way for ways in step._ways.values() for way in ways)
@@ -237,7 +238,7 @@ def test_an_error_of_one_part_is_raised_after_all_have_ended() -> None:
 def test_a_trained_parameter_of_all_members_is_one_part() -> None:
     base = nn.Linear(4, 4)
     fused = hf.fuse([nn.Sequential(base, nn.Linear(4, 3)) for _ in range(4)])
-    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2)
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2, compile=True)
     advance(step, *data())
     assert "in one part: all members share the trained 0.weight" in str(step.report())
 
@@ -249,7 +250,7 @@ def test_a_frozen_base_is_in_all_parts() -> None:
     for parts in (1, 2):
         torch.manual_seed(3)
         fused = hf.fuse([nn.Sequential(base, nn.ReLU(), nn.Linear(4, 3)) for _ in range(4)])
-        step = hf.train_step(fused, F.cross_entropy, adam(fused), parts=parts)
+        step = hf.train_step(fused, F.cross_entropy, adam(fused), parts=parts, compile=True)
         results.append([step(*data()) for _ in range(4)])
     torch.testing.assert_close(results[0], results[1])
     assert "on 2 threads" in str(step.report())
@@ -369,7 +370,7 @@ def test_draws_of_a_member_are_the_same_in_any_part() -> None:
         torch.manual_seed(5)
         members = [Dropping().double() for _ in range(4)][:count]
         fused = hf.fuse(members)
-        step = hf.train_step(fused, loss_of, hf.optim.SGD(fused.parameters(), lr=0.0), parts=parts)
+        step = hf.train_step(fused, loss_of, hf.optim.SGD(fused.parameters(), lr=0.0), parts=parts, compile=True)
         x, target = torch.randn(6, 1, 4, 4, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
         step(x, target)
         step(x, target)
@@ -386,6 +387,35 @@ def test_draws_of_a_member_are_the_same_in_any_part() -> None:
     torch.testing.assert_close(results[3][0], results[0][0][:2], rtol=1e-9, atol=1e-12)
 
 
+class Attending(nn.Linear):
+    """Attention with dropout over the 6 values of a sample, as many tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x.unsqueeze(-1))
+        return F.scaled_dot_product_attention(h, h, h, dropout_p=0.3, is_causal=True).mean(1)
+
+
+@needs_compiler
+def test_attention_by_blocks_of_queries_compiles_to_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    # One block of 6 queries, then blocks of 3.
+    for limit in (1 << 30, 3 * 2 * 4 * 6 * 4):
+        monkeypatch.setattr(attention_dropout, "BLOCK_BYTES", limit)
+        monkeypatch.setattr(attention_dropout, "KEPT_BYTES", limit)
+        torch.manual_seed(5)
+        fused = hf.fuse([Attending(1, 2) for _ in range(2)])
+        step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)
+        x, target = torch.randn(4, 6), torch.randn(4, 2)
+        step(x, target)
+        torch.manual_seed(6)
+        losses = [step(x, target) for _ in range(3)]
+        results.append([*losses, *(param.grad.clone() for param in fused.parameters())])
+        assert ("by blocks of queries" in str(fused.report())) == (limit < 1 << 30)
+        assert "one program" in str(step.report())
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 @needs_compiler
 def test_what_has_no_draws_of_a_member_is_one_part() -> None:
     class Shuffled(nn.Linear):
@@ -393,7 +423,7 @@ def test_what_has_no_draws_of_a_member_is_one_part() -> None:
             return super().forward(x[:, torch.randperm(4)])
 
     fused = hf.fuse([Shuffled(4, 2) for _ in range(4)], verify=False)
-    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2)
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), parts=2, compile=True)
     for _ in range(3):
         step(torch.randn(3, 4), torch.tensor([0, 1, 1]))
     assert "in one part: aten.randperm.default draws" in str(step.report())

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram, Place
-from hfusion.step.compiled_step import FusedStep, PerMemberStep, StepProgram, blocks_of, scalars_of
+from hfusion.core.row_indices import blocks_of
+from hfusion.step.compiled_step import FusedStep, PerMemberStep, StepProgram, scalars_of
 from hfusion.step.step_graph import StepCall, Tensors, trace, trace_rows, written_inputs
 from tests.zoo import MODELS, Model, normal
 

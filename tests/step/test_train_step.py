@@ -166,7 +166,7 @@ class Tempered(nn.Module):
 def test_an_input_without_dims_is_read_at_each_step() -> None:
     models = [Tempered().double() for _ in range(2)]
     fused = hf.fuse(models)
-    step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.0))
+    step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)
     x, target = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
     for temperature in torch.tensor([0.5, 2.0, 1.5], dtype=torch.float64):
         expected = torch.stack([F.mse_loss(model(x, temperature), target) for model in models])
@@ -181,7 +181,7 @@ def test_arrays_of_other_widths_share_a_loss() -> None:
 
     for width in (3, 5, 2):
         fused = hf.fuse([nn.Linear(4, width).double() for _ in range(2)])
-        step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.0))
+        step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)
         x, target = (torch.randn(3, n, dtype=torch.float64) for n in (4, width))
         expected = torch.stack([loss(model(x), target) for model in fused.unfuse()])
         for _ in range(2):
@@ -260,7 +260,7 @@ class Twins(nn.Module):
 def test_gradients_of_their_own_and_fresh_draws() -> None:
     fused = hf.fuse([Twins() for _ in range(3)])
     opt = torch.optim.SGD(fused.parameters(), lr=0.0)
-    step = hf.train_step(fused, lambda output, target: (output * target).sum(), opt)
+    step = hf.train_step(fused, lambda output, target: (output * target).sum(), opt, compile=True)
     x = torch.ones(100, 64)
     a, b = fused.get_parameter("a"), fused.get_parameter("b")
     found = []
@@ -291,7 +291,7 @@ def test_an_optimizer_of_torch_with_schedule_clipping_and_gradients_left_over() 
     schedules = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.5) for opt in opts]
     for opt in opts:
         opt.register_step_pre_hook(clip)
-    step, loss = hf.train_step(ours, loss_of, opts[0]), hf.per_model(loss_of)
+    step, loss = hf.train_step(ours, loss_of, opts[0], compile=True), hf.per_model(loss_of)
     for number in range(5):
         x, target = batch(TINY, 4)
         for array in (ours, theirs):
@@ -378,12 +378,12 @@ def test_errors_of_the_loss_are_raised() -> None:
 
     fused, _ = arrays(TINY, 2)
     with pytest.raises(Mine):
-        hf.train_step(fused, broken, adam(fused))(*batch(TINY, 4))
+        hf.train_step(fused, broken, adam(fused), compile=True)(*batch(TINY, 4))
 
 
 def test_a_loss_must_be_one_number_per_member() -> None:
     fused, _ = arrays(TINY, 2)
-    step = hf.train_step(fused, lambda output, target: output.mean(1), adam(fused))
+    step = hf.train_step(fused, lambda output, target: output.mean(1), adam(fused), compile=True)
     with pytest.raises(
         ValueError, match=re.escape("must give one number for each of 2 members, it gave [B, ...] = [2, 4]")
     ):
@@ -393,13 +393,13 @@ def test_a_loss_must_be_one_number_per_member() -> None:
 def test_an_optimizer_of_other_parameters() -> None:
     one, other = arrays(TINY, 2)
     with pytest.raises(ValueError, match="4 parameters of the Adam belong to no member of the fused Sequential"):
-        hf.train_step(one, loss_of, adam(other))
+        hf.train_step(one, loss_of, adam(other), compile=True)
 
 
 WITHOUT_COMPILER = """
 import warnings, torch, hfusion as hf
 fused = hf.build(lambda: torch.nn.Linear(2, 1), seeds=[0, 1])
-step = hf.train_step(fused, torch.nn.functional.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1))
+step = hf.train_step(fused, torch.nn.functional.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=True)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     losses = [step(torch.ones(4, 2), torch.ones(4, 1)) for _ in range(3)]
@@ -469,7 +469,7 @@ def test_new_lengths_need_no_new_program() -> None:
         both.advance(torch.randn(n, t, 4).double(), torch.rand(n, t).double(), f"length {t}")
     assert sum("program" in row.how for row in both.step.report().rows) == 1
     # Another step with a loss of its like has no need to begin anew.
-    again = hf.train_step(both.ours, lambda out, y: F.mse_loss(out, y), adam(both.ours))
+    again = hf.train_step(both.ours, lambda out, y: F.mse_loss(out, y), adam(both.ours), compile=True)
     assert again(torch.randn(3, 11, 4).double(), torch.rand(3, 11, 2).double()).shape == (2,)
 
 

@@ -104,7 +104,7 @@ def other_plan(made: Plan, **values: Any) -> Plan:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"name": "yours"}, "the plan given has the task 'yours' where 'mine' is to be trained: plan anew"),
+        ({"name": "yours"}, "the plan given has the task 'yours' where 'mine' is to be trained: make a new plan"),
         ({"steps": 2, "epoch": 2}, "the plan given has the task 'mine'"),
         ({"width": 1}, "the plan given has the task 'mine'"),
         ({"accumulate": 2}, "the plan given has the task 'mine'"),
@@ -127,7 +127,9 @@ def test_a_plan_of_more_tasks_or_other_devices() -> None:
 
 
 def test_a_plan_for_more_memory() -> None:
-    with pytest.raises(PlanError, match=r"takes 2,097,152 bytes of device 'cpu:0', which has 1,048,576: plan anew"):
+    with pytest.raises(
+        PlanError, match=r"takes 2,097,152 bytes of device 'cpu:0', which has 1,048,576: make a new plan"
+    ):
         hf.train(task(), machine(memory="1MiB"), plan=hf.plan(task(), machine(memory="2MiB")))
 
 
@@ -147,7 +149,7 @@ def test_a_plan_of_another_program() -> None:
         theirs = replace(hf.plan([other], machine()).tasks[0], width=mine.members)
         given = replace(hf.plan([mine], machine()), tasks=(theirs,))
         with pytest.raises(
-            PlanError, match=r"has \d operators, but the shards given are of one with \d operators: plan anew"
+            PlanError, match=r"has \d operators, but the shards given are of one with \d operators; make a new plan"
         ):
             hf.train([mine], machine(), plan=given)
 

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import hfusion as hf
 from hfusion.array.per_model import PerModel
 from hfusion.core.errors import PlanError
 from hfusion.runtime.recipe import Recipe
 from hfusion.tasks.arrange import arrange
-from hfusion.tasks.source import Minibatch, Stream
+from hfusion.tasks.minibatch import Minibatch
+from hfusion.tasks.source import Stream
 from tests.trained import machine
 
 X, Y = torch.arange(12.0).view(4, 3), torch.tensor([0, 1, 1, 0])
@@ -149,7 +151,7 @@ LATER: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("kind", LATER)
 def test_what_a_later_minibatch_cannot_be(kind: str) -> None:
     pair, words = LATER[kind]
-    made, _ = stream(task([(X, Y), pair]))
+    made, _ = stream(task(DataLoader([(X, Y), pair], batch_size=None)))
     made.next()
     with pytest.raises(PlanError, match=f"task 'mine': {words}"):
         made.make(made.next())

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import hfusion as hf
 from hfusion.bench.policies import COMPARED
@@ -309,8 +310,24 @@ def test_what_cannot_be_evaluated_in_shards_is_refused() -> None:
         hf.train([one], machine(), plan=planned([one], machine(), [2], [False]))
     large = [(torch.zeros(n, 6, dtype=torch.float64), torch.zeros(n, dtype=torch.int64)) for n in (7, 8)]
     with pytest.raises(hf.TrainError) as raised:
-        hf.train([task(array, Way(), loader, eval_loader=large)], machine())
+        hf.train([task(array, Way(), loader, eval_loader=DataLoader(large, batch_size=None))], machine())
     assert "has 8 samples, but the plan counts with 7, those of the first" in str(raised.value.__cause__)
+
+
+def test_any_minibatch_of_a_list_may_be_the_largest() -> None:
+    full = batches(torch.float64, 3)
+    loader = [(x[:n], y[:n]) for (x, y), n in zip(full, (2, 5, 3), strict=True)]
+    held_out = [(x[:n], y[:n]) for (x, y), n in zip(full, (1, 7, 4), strict=True)]
+    array, way = fused(), Way(adamw)
+    before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
+    expected, after = plain(array, way, loader)
+    for shards, resident in ((1, True), (3, False)):
+        array.load_state_dict(before)
+        one = task(array, way, loader, eval_loader=held_out)
+        report = hf.train([one], machine(), plan=planned([one], machine(), [shards], [resident]))
+        assert torch.equal(report["task"].losses, expected)
+        for name, tensor in array.state_dict().items():
+            assert torch.equal(tensor, after[name])
 
 
 def test_this_machine_is_the_one_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

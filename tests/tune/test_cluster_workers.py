@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import hfusion as hf
-from hfusion.cluster.node import Answered, ArrayTrainer, DeviceInfo, Lost, Message
+from hfusion.cluster.messages import Answered, DeviceInfo, Lost
+from hfusion.cluster.node import ArrayTrainer, Message
 from hfusion.tune.cluster_workers import ClusterWorkers
 from hfusion.tune.loaders import Loaders
 from hfusion.tune.space import ArrayChoices, ModelMaker, Suggestion, TrialModel

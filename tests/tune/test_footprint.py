@@ -10,9 +10,10 @@ from torch import nn
 
 import hfusion as hf
 from hfusion.bench.sweep import cnn
-from hfusion.cluster.node import DeviceInfo
+from hfusion.cluster.messages import DeviceInfo
 from hfusion.device.calibrate import Rates
 from hfusion.tune.footprint import Footprint
+from hfusion.tune.plain_footprint import fastest_width
 
 # As measured on two cores of an Intel Xeon.
 RATES = Rates(173e9, 11.3e9, 490e3, 7.1e9, 7.6e9, 1.1e9, 1.2e9)
@@ -21,7 +22,8 @@ RATES = Rates(173e9, 11.3e9, 490e3, 7.1e9, 7.6e9, 1.1e9, 1.2e9)
 def rows(make: Callable[[], nn.Module], x: torch.Tensor) -> int:
     device = DeviceInfo("cpu", torch.device("cpu"), 1 << 33, RATES, 0.0)
     models = [make(), make()]
-    return Footprint(models, lambda p: hf.optim.AdamW(p, lr=1e-3), x, device, evaluated=1, saved=False).fastest(64)
+    found = Footprint(models, lambda p: hf.optim.AdamW(p, lr=1e-3), x, device, evaluated=1, saved=False)
+    return fastest_width(found.seconds, 64)
 
 
 @pytest.mark.parametrize(

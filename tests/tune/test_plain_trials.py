@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.device.calibrate import Rates
-from hfusion.tune.plain_footprint import PlainFootprint
+from hfusion.tune.plain_footprint import PlainFootprint, fastest_width
 from hfusion.tune.plain_trials import torch_optimizer
 from hfusion.tune.spread_trials import TrialSpread
 from hfusion.tune.trial_process import why_no_fork
@@ -165,7 +165,7 @@ def test_a_footprint_counts_what_one_trial_takes() -> None:
     assert found.held(3) == 4 * weights + 3 * 3 * weights
     assert weights < found.passing(1) < 10 * weights
     assert found.seconds(0) == 0 < found.seconds(1) < found.seconds(2) < 2 * found.seconds(1)
-    assert 1 < found.fastest(10**6) < 10**6
+    assert 1 < fastest_width(found.seconds, 10**6) < 10**6
 
 
 def test_loops_say_what_is_wrong_with_a_loss() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hfusion.cluster.node import DeviceInfo
+from hfusion.cluster.messages import DeviceInfo
 from hfusion.device.calibrate import Rates
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray

@@ -1,0 +1,51 @@
+"""Limits of compiled steps: too many operators, operators that Inductor cannot call, sizes that vary."""
+
+from __future__ import annotations
+
+import torch
+
+from hfusion.compiler.arguments import BATCHED
+from hfusion.compiler.bound_program import BoundProgram
+from hfusion.step.step_graph import StepCall, StepGraph, captured_dims
+
+# Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
+MAX_OPERATORS = 4000
+# oneDNN's kernel gives an undefined tensor in training, on which inductor's code fails when it runs.
+_NOT_COMPILED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
+
+
+class Unprofitable(Exception):
+    """A step is not worth its compilation, or would not survive it; the message says why."""
+
+
+class TooManyOperators(Unprofitable):
+    """Fewer members at a time may have few enough of them."""
+
+
+def check_open(graph: StepGraph, forward: BoundProgram, loss: BoundProgram, call: StepCall) -> None:
+    """Refuse a step that would hold for one length only, where many are met; few numbers of samples are."""
+    found = captured_dims(forward, loss, call)
+    # Other sizes of a target alone may be those of other arrays with the same loss.
+    if not any(dims - {0} for dims in found[: sum(isinstance(leaf, BATCHED) for leaf in call.inputs.leaves)]):
+        return
+    rows = zip(found, call.stacked, graph.dims, strict=True)
+    closed = [
+        f"dim {dim} of {call.batch()[k].dtype} {list(call.batch()[k].shape)}"
+        for k, (dims, stacked, left) in enumerate(rows)
+        for dim in sorted(dim + stacked for dim in dims if dim)
+        if dim not in left
+    ]
+    if closed:
+        raise Unprofitable(
+            f"its sizes vary, and a program would hold for one size only of {' and of '.join(closed)}, "
+            "which an operator needs to know"
+        )
+
+
+def check_operators(graph: StepGraph) -> None:
+    operators = graph.operators
+    refused = sorted(str(operator) for operator in _NOT_COMPILED & set(operators))
+    if refused:
+        raise Unprofitable(f"inductor cannot call {', '.join(refused)}, by which recurrent layers run")
+    if len(operators) > MAX_OPERATORS:
+        raise TooManyOperators(f"the step has {len(operators)} operators, and compilation pays up to {MAX_OPERATORS}")

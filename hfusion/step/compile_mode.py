@@ -1,0 +1,93 @@
+"""The argument ``compile`` of every function that takes it: what it may be, and what it means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+AUTO = "auto"
+
+Compile: TypeAlias = bool | Literal["background"] | None
+"""None compiles where that pays, True always, False never; "background" always, by another process."""
+
+
+def check_compile(compile: object) -> None:
+    """Raise ValueError unless ``compile`` is a `Compile`."""
+    if compile is not None and not isinstance(compile, bool) and compile != "background":
+        raise ValueError(
+            f'compile is {compile!r}: give None to compile where that pays, True to compile always, "background" to do '
+            "so in another process, or False to compile never"
+        )
+
+
+def check_parts(parts: object) -> int | str:
+    """``parts`` as `hfusion.train_step` takes it. Raises ValueError."""
+    if parts == AUTO and isinstance(parts, str):
+        return parts
+    if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
+        raise ValueError(
+            f'parts is {parts!r}: give "auto", or how many shall run at the same time, an integer from 1 on'
+        )
+    return parts
+
+
+@dataclass(frozen=True)
+class CompileMode:
+    """When steps are compiled, and by which process.
+
+    Attributes:
+        compile: whether steps may be compiled.
+        background: whether another process compiles them.
+        eager_steps, parts, steps: as of `hfusion.train_step`.
+        judged: whether steps are compiled only where that pays, see `hfusion.step.compile_payoff`.
+    """
+
+    compile: bool
+    background: bool = False
+    eager_steps: int | None = None
+    parts: int | str = AUTO
+    steps: int | None = None
+    judged: bool = False
+
+    @staticmethod
+    def of(compile: object, eager_steps: int | None, parts: object = AUTO, steps: object = None) -> CompileMode:
+        """Read the arguments of `hfusion.train_step`. Raises ValueError for values that they cannot have."""
+        check_compile(compile)
+        divided, judged = check_parts(parts), compile is None
+        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
+            raise ValueError(f"steps is {steps!r}: give the number of steps that will be made")
+        if eager_steps is None:
+            return CompileMode(compile is not False, compile == "background", None, divided, steps, judged)
+        if compile is False:
+            raise ValueError(
+                f"eager_steps is {eager_steps!r} where compile is False: no step will be compiled; omit it"
+            )
+        if isinstance(eager_steps, bool) or not isinstance(eager_steps, int) or eager_steps < 1:
+            raise ValueError(f"eager_steps is {eager_steps!r}: give an integer from 1 on, as the first step is eager")
+        if judged:
+            raise ValueError(
+                f"eager_steps is {eager_steps!r} where compile is None, which leaves open when steps change over: give "
+                'compile=True or "background" as well'
+            )
+        return CompileMode(True, compile == "background", eager_steps, divided, steps)
+
+    def __str__(self) -> str:
+        if self.judged or not self.compile:
+            return "None" if self.judged else "False"
+        return '"background"' if self.background else "True"
+
+    def left(self, steps: int) -> int | None:
+        """How many steps to expect after ``steps`` of a kind: where nobody said, as many as were made, and None between
+        powers of two, where an answer would hardly be another.
+        """
+        if self.steps is not None:
+            return max(0, self.steps - steps)
+        return steps if steps & (steps - 1) == 0 else None
+
+    def eager(self, steps: int) -> bool:
+        """Return whether the step after ``steps`` of its kind is eager, even if its program is compiled."""
+        return self.eager_steps is not None and steps < self.eager_steps
+
+    def due(self, steps: int) -> bool:
+        """Return whether the step after ``steps`` of its kind waits for its program."""
+        return not self.background or (self.eager_steps is not None and steps >= self.eager_steps)

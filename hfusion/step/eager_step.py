@@ -1,0 +1,154 @@
+"""A training step by autograd: all members together, or one block of members after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.array.member_block import BlockGradients, MemberBlock
+from hfusion.array.module import FusedModule
+from hfusion.array.per_model import PerModel
+from hfusion.array.program_reuse import trust
+from hfusion.compiler.arguments import Arguments
+from hfusion.core.calls import take_entries
+from hfusion.core.errors import FusionError
+from hfusion.core.member_random import new_seeds, seeded
+from hfusion.core.row_indices import blocks_of
+from hfusion.device.backend import active_autocast, without_autocast
+
+
+class EagerStep:
+    """Forward, losses and gradients of an array by autograd."""
+
+    def __init__(self, fused: FusedModule, loss: PerModel) -> None:
+        self._fused, self._loss = fused, loss
+        # By their number of members.
+        self._blocks: dict[int, MemberBlock] = {}
+
+    def run(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        target: Any,
+        size: int | None,
+        seeds: bool,
+        of_block: Callable[[Tensor, range], object] | None = None,
+    ) -> tuple[Tensor, Any]:
+        """Add the gradients of a step to those that there are; return losses ``[B]``, detached, and outputs.
+
+        Args:
+            size: members of a block; None for all members together. Outputs are then those of the first block, which
+                stand for all: ``[B, ...]`` without memory of their own.
+            seeds: on a CPU, members draw random numbers from seeds of their own, which depend on no block.
+            of_block: computes the gradients from the losses of neighbouring members; by default those of their sum.
+        """
+        members, of_block = len(self._fused), of_block or (lambda losses, _: backward(losses))
+        seeds = seeds and all(param.is_cpu for param in self._fused.parameters())
+        draws = partial(new_seeds, members) if seeds else None
+        if size is not None and size < members:
+            return self._run_blocks(args, kwargs, target, size, draws, of_block)
+        with torch.enable_grad():
+            with nullcontext() if draws is None else seeded(draws):
+                losses = self._loss(outputs := self._fused(*args, **kwargs), target)
+            check_losses(losses, members)
+            of_block(losses, range(members))
+        return losses.detach(), outputs
+
+    def _run_blocks(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        target: Any,
+        size: int,
+        draws: Callable[[], Tensor] | None,
+        of_block: Callable[[Tensor, range], object],
+    ) -> tuple[Tensor, Any]:
+        fused, gradients = self._fused, BlockGradients(self._fused)
+        seeds: list[Tensor] = []
+
+        def seeds_of(rows: range) -> Tensor:
+            if not seeds and draws is not None:
+                seeds.append(draws())
+            return seeds[0][rows.start : rows.stop]
+
+        losses, outputs = list[Tensor](), None
+        for rows in blocks_of(len(fused), size):
+            block = self._block(rows, size)
+            given, named, goal = (take_entries(value, rows) for value in (tuple(args), kwargs, target))
+            with torch.enable_grad():
+                with nullcontext() if draws is None else seeded(partial(seeds_of, rows)):
+                    value = self._loss(found := block.array(*given, **named), goal)
+                check_losses(value, len(rows))
+                block.check_modes()
+                of_block(value, rows)
+            gradients.take(block)
+            losses.append(value.detach())
+            if outputs is None:
+                outputs = _expanded(found, len(fused))
+                _trust_whole(fused, block, Arguments.of(given, named), Arguments.of(tuple(args), kwargs))
+            # The next block does not need their memory.
+            del found, value
+        return torch.cat(losses), outputs
+
+    def outputs(self, args: Sequence[Any], kwargs: dict[str, Any], size: int | None) -> Any:
+        """The outputs of a forward, as of `run`."""
+        if size is None:
+            return self._fused(*args, **kwargs)
+        rows = range(size)
+        given, named = take_entries(tuple(args), rows), take_entries(kwargs, rows)
+        return _expanded(self._block(rows, size).array(*given, **named), len(self._fused))
+
+    def _block(self, rows: range, size: int) -> MemberBlock:
+        """The array of members ``rows``. Raises FusionError where they cannot be computed by themselves."""
+        try:
+            block = self._blocks.get(len(rows))
+            if block is None or not block.fits():
+                block = self._blocks[len(rows)] = MemberBlock.of(self._fused, rows)
+            else:
+                block.load(rows)
+        except FusionError as error:
+            raise FusionError(
+                f"memory= lets a step compute {size} of {len(self._fused)} members at a time, which cannot be done "
+                f"here. {error}; or give more memory"
+            ) from error
+        return block
+
+
+def backward(losses: Tensor) -> None:
+    """Compute the gradients of the sum of losses."""
+    # As torch advises, and as it is when a step's autocast ends before its backward.
+    with without_autocast(active_autocast()):
+        losses.sum().backward()
+
+
+def check_losses(losses: Any, members: int) -> None:
+    """Raise a ValueError unless there is one number per member."""
+    if not isinstance(losses, Tensor) or losses.shape != (members,):
+        found = f"[B, ...] = {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise ValueError(f"loss_fn must give one number for each of {members} members, it gave {found}; take its mean")
+
+
+def _expanded(outputs: Any, members: int) -> Any:
+    """The first member's outputs as those of all members."""
+
+    def first(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.detach()[:1].expand(members, *leaf.shape[1:]).requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(first, outputs)
+
+
+def _trust_whole(fused: nn.Module, block: MemberBlock, given: Arguments, whole: Arguments) -> None:
+    """Spare the program of all members, and those of further blocks, the self-check that a block has passed."""
+    if given.ragged or whole.ragged:
+        return
+    checked, program = block.array.find(given), block.whole.find(whole)
+    if checked is not None and program is not None:
+        trust(block.array, checked, block.whole, program)

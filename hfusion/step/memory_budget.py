@@ -1,0 +1,164 @@
+"""How many members a training step computes at a time, so that its memory stays within a budget."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hfusion.array.module import FusedModule
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled_program import Compiled
+from hfusion.core.calls import StackedInput
+from hfusion.core.errors import FusionError, PlanError
+from hfusion.core.program import Program
+from hfusion.core.ragged import Ragged
+from hfusion.core.text import readable
+from hfusion.device.calibrate import Rates, standard_rates
+from hfusion.device.machine import parse_bytes
+from hfusion.optim import FusedOptimizer
+from hfusion.passes.cost.cost import line
+from hfusion.passes.partition.segments import Segments
+
+# Stacks like a parameter that an optimizer keeps where nobody knows: those of Adam.
+_STATE_STACKS = 2
+# What a loss takes, in units of the outputs: what it saves of them, and their gradients.
+_LOSS = 2
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """A step of ``members``, ``size`` at a time.
+
+    Attributes:
+        peak: estimated bytes at the peak of a step.
+        budget: bytes that it may take.
+    """
+
+    members: int
+    size: int
+    peak: int
+    budget: int
+
+    @property
+    def block(self) -> int | None:
+        """The number of members of a block; None where all are computed together."""
+        return None if self.size >= self.members else self.size
+
+    def __str__(self) -> str:
+        whole = "all members at a time" if self.block is None else f"{self.size} of {self.members} at a time"
+        return f"{whole}, at an estimated peak of {readable(self.peak)} of memory={readable(self.budget)}"
+
+
+class MemoryBudget:
+    """Bytes that a training step of ``fused`` may take: weights, gradients, optimizer state and activations.
+
+    Attributes:
+        held: bytes besides these that belong to the step, such as gradients of earlier calls.
+    """
+
+    def __init__(self, memory: str | int, fused: FusedModule, optimizer: Optimizer) -> None:
+        self.bytes = parse_bytes(memory)
+        self.held = 0
+        self._fused, self._optimizer = fused, optimizer
+        self._plans: dict[Any, MemoryPlan] = {}
+        # Members per block, of calls that may share a program: fewer samples need no other program.
+        self._sizes: dict[Any, int] = {}
+
+    def plan(self, inputs: Arguments) -> MemoryPlan:
+        """The plan of calls like this one. It makes the program of all members if there is none.
+
+        Raises:
+            PlanError: the step of one member at a time takes more than the budget.
+            FusionError: there is no program of all members.
+        """
+        fused, largest = self._fused, _largest(inputs)
+        compiled = fused.compiled(largest)
+        state = state_bytes(fused, self._optimizer) + self.held
+        key = compiled.origin, largest.key, len(fused), state
+        if key not in self._plans:
+            self._check_written(compiled)
+            kind = largest.loose_key, len(fused)
+            plan = self._new_plan(compiled.program, _samples(largest), state, self._sizes.get(kind, len(fused)))
+            self._plans[key], self._sizes[kind] = plan, plan.size
+        return self._plans[key]
+
+    def _new_plan(self, program: Program, samples: int, state: int, most: int) -> MemoryPlan:
+        """The plan with at most ``most`` members per block."""
+        members = len(self._fused)
+
+        def peak(size: int) -> int:
+            return state + block_bytes(program, size, samples)
+
+        if peak(1) > self.bytes:
+            raise PlanError(self._too_little(state, peak(1)))
+        # Blocks are as even as they can be.
+        sizes = sorted({-(-members // blocks) for blocks in range(1, members + 1)})
+        size = max(size for size in sizes if size <= most and peak(size) <= self.bytes)
+        return MemoryPlan(members, size, peak(size), self.bytes)
+
+    def _too_little(self, state: int, peak: int) -> str:
+        return (
+            f"a training step of {len(self._fused)} members of {self._fused._original} takes an estimated "
+            f"{readable(peak)} with one member at a time: {readable(state)} for weights, gradients and the optimizer's "
+            f"state of all, {readable(peak - state)} for what one member computes. memory={readable(self.bytes)} is "
+            "less; give more memory, fewer samples, or fewer members"
+        )
+
+    def _check_written(self, compiled: Compiled) -> None:
+        shared = sorted(self._fused._array.comparison.shared & compiled.written)
+        if shared:
+            raise FusionError(
+                f"all members of a fused {self._fused._original} share {shared[0]}, which forward writes to, and "
+                "memory= computes them in blocks: give each member a tensor of its own, or no memory="
+            )
+
+
+def least_bytes(fused: FusedModule, optimizer: Optimizer, inputs: Arguments) -> int:
+    """Estimate the peak of a step that computes one member at a time, as the loop over the models does."""
+    return state_bytes(fused, optimizer) + block_bytes(fused.compiled(inputs).program, 1, _samples(inputs))
+
+
+def state_bytes(module: nn.Module, optimizer: Optimizer) -> int:
+    """Bytes of weights, buffers, gradients and optimizer state."""
+    stacks = optimizer.state_stacks if isinstance(optimizer, FusedOptimizer) else _STATE_STACKS
+    trained = sum(param.nbytes for param in module.parameters() if param.requires_grad)
+    held = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    return held + (1 + stacks) * trained
+
+
+def block_bytes(program: Program, size: int, samples: int) -> int:
+    """Estimate the bytes of forward, loss and backward of ``size`` members besides their weights.
+
+    Their gradients are included: they are there until those of the block are in the stacks of all.
+    """
+    costs = line(replace(program, members=size), samples, _rates())
+    *_, run = Segments(costs, 0).starting(0)
+    results = sum(value.size for value in costs.storages if value.last == len(costs.steps) and value.born)
+    return max(run.peak, run.activations + run.workspace) + _LOSS * results
+
+
+def _rates() -> Rates:
+    """Rates for estimates of bytes, which depend on none."""
+    return Rates(**asdict(standard_rates(torch.device("cpu"))), load=1.0, evict=1.0, read=1.0, write=1.0)
+
+
+def _largest(inputs: Arguments) -> Arguments:
+    """The arguments with the largest batch, where those of members differ in size, as that of every member."""
+    if not inputs.ragged:
+        return inputs
+    first = inputs.ragged[0]
+    member = max(range(len(first)), key=lambda row: first[row].numel())
+
+    def even(leaf: Any) -> Any:
+        return StackedInput(leaf[member].expand(len(leaf), *leaf[member].shape)) if isinstance(leaf, Ragged) else leaf
+
+    return Arguments(tuple(map(even, inputs.leaves)), inputs.spec)
+
+
+def _samples(inputs: Arguments) -> int:
+    """The number of samples: the first size of the first tensor, as a member sees it."""
+    return next((shape[0] for shape in inputs.shapes if shape), 1)

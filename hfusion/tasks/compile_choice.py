@@ -1,0 +1,48 @@
+"""Whether an array is compiled whose task leaves that open: decided before its first minibatch, from estimates."""
+
+from __future__ import annotations
+
+from hfusion.compiler.bound_program import BoundProgram
+from hfusion.core.member_random import draws_random
+from hfusion.schedule.plan import TaskPlan
+from hfusion.step.compile_payoff import judge, read_records
+from hfusion.step.compiled_step import MAX_LOOPED_CALLS
+from hfusion.tasks.arrange import Arrangement
+
+
+def shards_obstacle(plan: TaskPlan) -> str:
+    """Return why the shards of a plan keep an array from being compiled; empty if they do not."""
+    if not plan.resident:
+        return f"it is spilled, in {len(plan.shards)} shards, which run one by one"
+    if len(plan.shards) > 1:
+        return f"its plan cuts it into {len(plan.shards)} shards, which run one by one"
+    return ""
+
+
+def eager_reason(one: Arrangement, plan: TaskPlan, *, accelerator: bool, draws: bool = False) -> str:
+    """Return why an array runs eagerly; empty if its minibatches are steps of `hfusion.train_step`.
+
+    With ``compile=None`` the estimated seconds of all its minibatches are judged against those of a compilation, once:
+    a switch between minibatches would depend on time, and with it the last bits of the results.
+
+    Args:
+        accelerator: it is not a CPU that trains the array.
+        draws: forward or the loss is known to draw random numbers, or to run code that may.
+    """
+    if one.task.compile is False:
+        return "compile=False"
+    obstacle = shards_obstacle(plan)
+    if obstacle or one.task.compile is not None:
+        return obstacle
+    source = BoundProgram.of(one.array.compiled(one.minibatch().arguments_for(one.array)), one.array)
+    if source.compiled.opaque:
+        part = source.compiled.opaque[0]
+        return f"{part.path or 'forward'} runs in a loop over members: {part.why}"
+    nodes = source.compiled.graph.nodes
+    if draws or any(draws_random(node.target) for node in nodes):
+        return "it may draw random numbers, and a program draws others than the plain loop; compile=True compiles it"
+    # The first minibatch waits for its program, so that no core is spared for its compilation.
+    looped = source.looped_calls > MAX_LOOPED_CALLS
+    # What compilations took before is known of CPUs only.
+    records = [] if accelerator else read_records()
+    return judge(plan.steps, plan.step_seconds, len(nodes), looped, records, spare=False).why

@@ -1,0 +1,87 @@
+"""A minibatch of a loader, as a call of an array."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hfusion.array.module import FusedModule
+from hfusion.capture.named import device_of
+from hfusion.compiler.arguments import Arguments
+from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.errors import PlanError
+from hfusion.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One minibatch as a call of the array, with the target for its loss."""
+
+    arguments: Arguments
+    target: Any
+
+    @staticmethod
+    def of(task: Task, found: Any, members: Sequence[int]) -> Minibatch:
+        """Return a loader's item for ``members`` only. Raises PlanError for an item of another form."""
+        pair: list[Any] = list(found) if isinstance(found, list | tuple) else []
+        if len(pair) != 2:
+            form = f"{len(pair)} values" if pair else type(found).__name__
+            raise PlanError(
+                f"task {task.name!r}: a minibatch of the loader is {form}; it must be a pair (inputs, target), inputs "
+                "a tensor, a tuple of arguments or a dict of keyword arguments"
+            )
+        inputs, target = pair[0], pair[1]
+        if len(members) != task.members:
+            inputs, target = _rows((inputs, target), members)
+        if isinstance(inputs, Mapping):
+            return Minibatch(Arguments.of((), inputs), target)
+        return Minibatch(Arguments.of(tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,), {}), target)
+
+    def arguments_for(self, array: FusedModule) -> Arguments:
+        """Return the arguments where the tensors of ``array`` are, to capture with: loaders may give others."""
+        device, given = device_of(array), self.arguments
+        if all(value.device == device for value in given.values if isinstance(value, Tensor)):
+            return given
+        return Arguments(tuple(moved(leaf, device) for leaf in given.leaves), given.spec)
+
+    @property
+    def samples(self) -> int:
+        """The size of the first dim that members see; 1 where no tensor has one."""
+        for leaf in self.arguments.leaves:
+            shape: Any = leaf.tensor.shape[1:] if isinstance(leaf, StackedInput) else getattr(leaf, "shape", ())
+            if len(shape):
+                return int(shape[0])
+        return 1
+
+    @property
+    def key(self) -> Any:
+        """Hashable; minibatches with one key have one recipe."""
+        if isinstance(self.target, Tensor):
+            return self.arguments.key, ((tuple(self.target.shape), self.target.dtype),)
+        leaves = pytree.tree_leaves(self.target, is_leaf=is_stacked)
+        tensors = [leaf.tensor if is_stacked(leaf) else leaf for leaf in leaves]
+        shapes = tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t) for t in tensors)
+        return self.arguments.key, shapes
+
+
+def moved(leaf: Any, device: torch.device) -> Any:
+    """Return a tensor, or a stacked input, on ``device`` and without gradient; other values as they are."""
+    if isinstance(leaf, StackedInput):
+        return StackedInput(moved(leaf.tensor, device))
+    if not isinstance(leaf, Tensor) or (leaf.device == device and not leaf.requires_grad):
+        return leaf
+    return leaf.detach().to(device, non_blocking=True)
+
+
+def _rows(values: Any, members: Sequence[int]) -> Any:
+    """Select the rows of these members from stacked values."""
+
+    def rows(leaf: Any) -> Any:
+        return StackedInput(leaf.tensor[list(members)]) if is_stacked(leaf) else leaf
+
+    return pytree.tree_map(rows, values, is_leaf=is_stacked)

@@ -1,0 +1,140 @@
+"""Tasks that leave open whether they are compiled: estimates decide once, and results stay exact."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.step.compile_payoff import CompileRecord, add_record
+from hfusion.tasks.arrange import arrange
+from hfusion.tasks.compile_choice import eager_reason
+from tests.step.test_train_step import needs_compiler
+from tests.tasks.test_stepping import Normed, array, assert_equal, stepped
+from tests.tasks.test_unused import Skipping
+from tests.tasks.test_unused import loader as skipped
+from tests.trained import Dropping, Way, batches, cross_entropy, machine, plain, planned, task
+
+pytestmark = needs_compiler
+
+# A machine that compiles within a microsecond, and one that takes for ever.
+PAYS = CompileRecord(10_000, False, False, 1e-6, 100.0)
+NEVER = CompileRecord(1, False, False, 1e5, 2.0)
+
+
+@pytest.fixture(autouse=True)
+def _silent() -> Iterator[None]:
+    """Whoever leaves it open is not warned of what is decided."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[CompileRecord], None]:
+    """Let this be all that the machine knows of compilations."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def records(record: CompileRecord) -> None:
+        for path in (tmp_path / "cache").glob("hfusion/compiling-*.json"):
+            path.unlink()
+        add_record(record)
+
+    return records
+
+
+def trained(one: hf.FusedModule, loader: Any, **options: Any) -> tuple[list[Tensor], str]:
+    """Losses and the state after a run, and how its array ran."""
+    run = {name: options.pop(name) for name in ("plan", "checkpoint", "every") if name in options}
+    report = hf.train(task(one, Way(), loader, **options), machine(), **run)
+    (row,) = report["task"].arrays
+    return [report["task"].losses, *one.state_dict().values()], str(row).partition("resident, ")[2] or str(row)
+
+
+def looped(one: hf.FusedModule, loader: Any, loss: Any = cross_entropy) -> list[Tensor]:
+    losses, state = plain(one, Way(), loader, loss)
+    return [losses, *state.values()]
+
+
+def test_a_task_that_pays_is_compiled_from_its_second_minibatch_on(measured: Callable[..., None]) -> None:
+    measured(PAYS)
+    loader = batches(torch.float64)
+    found, how = trained(array(), loader)
+    assert "one program of" in how
+    assert_equal(found, stepped(array(), loader))
+
+
+@pytest.mark.parametrize(
+    ("make", "record", "loader", "loss", "why"),
+    [
+        (Normed, NEVER, batches(torch.float64), cross_entropy, "eager: 10 more steps take"),
+        (Dropping, PAYS, batches(torch.float64), cross_entropy, "eager: it may draw random numbers"),
+        (Skipping, PAYS, skipped(), F.mse_loss, "eager: exit runs in a loop over members"),
+    ],
+)
+def test_one_that_does_not_is_the_plain_loop_bit_for_bit(
+    make: Any, record: CompileRecord, loader: Any, loss: Any, why: str, measured: Callable[..., None]
+) -> None:
+    measured(record)
+    found, how = trained(array(make), loader, loss=loss)
+    assert how.startswith(why)
+    assert_equal(found, looped(array(make), loader, loss))
+
+
+def test_shards_are_not_compiled(measured: Callable[..., None]) -> None:
+    measured(PAYS)
+    loader = batches(torch.float64)
+    plan = planned([task(array(), Way(), loader)], machine(), [3], [False])
+    found, how = trained(array(), loader, plan=plan)
+    assert how.endswith("spilled in 3 shards, eager: it is spilled, in 3 shards, which run one by one")
+    assert_equal(found, looped(array(), loader))
+
+
+def test_what_the_user_says_needs_no_estimate(measured: Callable[..., None]) -> None:
+    loader = batches(torch.float64)
+    measured(NEVER)
+    assert "one program of" in trained(array(), loader, compile=True)[1]
+    measured(PAYS)
+    found, how = trained(array(), loader, compile=False)
+    assert how == "eager: compile=False"
+    assert_equal(found, looped(array(), loader))
+
+
+@pytest.mark.parametrize(("first", "then"), [(PAYS, NEVER), (NEVER, PAYS)])
+def test_a_run_that_goes_on_repeats_the_choice(
+    first: CompileRecord, then: CompileRecord, measured: Callable[..., None], tmp_path: Path
+) -> None:
+    """Whatever the machine has learnt meanwhile."""
+    loader = batches(torch.float64)
+    measured(first)
+    expected, how = trained(array(), loader)
+
+    def fail(heard: Any) -> None:
+        if isinstance(heard, hf.Step) and (heard.epoch, heard.step) == (1, 1):
+            raise OSError("cut off")
+
+    # The run has added what its compilation took.
+    measured(first)
+    with pytest.raises(hf.TrainError, match="cut off"):
+        trained(array(), loader, callbacks=[fail], checkpoint=tmp_path / "run", every=2)
+    measured(then)
+    found, again = trained(array(), loader, checkpoint=tmp_path / "run", every=2)
+    assert_equal(found, expected)
+    assert again.startswith("eager: it was eager before its checkpoint") == how.startswith("eager")
+
+
+def test_compilations_of_an_accelerator_are_not_those_of_the_processor(measured: Callable[..., None]) -> None:
+    measured(PAYS)
+    (one,), made = arrange([task(array(), Way(), batches(torch.float64))], machine())
+    assert eager_reason(one, made.tasks[0], accelerator=False) == ""
+    assert "its compilation about 10 s" in eager_reason(one, made.tasks[0], accelerator=True)
+    long = hf.Task(nn.Linear(2, 2), F.mse_loss, hf.optim.SGD, [(torch.ones(1, 2), torch.ones(1, 2))], 10**9)
+    (one,), made = arrange([long], machine())
+    assert eager_reason(one, made.tasks[0], accelerator=True) == ""
