@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from hfusion.array.module import FusedModule
+from hfusion.capture.named import tensors
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.jobs import ClusterArrays, PlacedArray, SharedParts
-from hfusion.cluster.node import ArrayDone, ArrayLeft, Lost, Message, Raised, StopQuery, Told, loader_generators
+from hfusion.cluster.messages import DeviceLost, Lost, Raised
+from hfusion.cluster.node import ArrayDone, ArrayLeft, Message, StopQuery, Told, loader_generators
 from hfusion.cluster.placement import Placement, lower_bound
 from hfusion.core.errors import HFusionError
 from hfusion.optim.base import FusedOptimizer
@@ -24,10 +25,6 @@ from hfusion.tasks.training_report import Report, TaskReport, joined
 
 # Seconds from one look at the devices to the next while none tells anything.
 GLANCE = 1.0
-
-
-class DeviceLost(HFusionError):
-    """The processes of an array were lost more often than its cluster allows."""
 
 
 class Drive:
@@ -190,17 +187,17 @@ class Drive:
 
     def _part(self, one: PlacedArray, done: ArrayDone) -> tuple[tuple[int, ...], TaskReport]:
         """Return the report of an array, and write its state into the user's, as if trained here."""
-        found, models = done.report[one.task.name], one.task.models
+        found = done.report[one.task.name]
         for generator, state in zip(loader_generators(one.task), done.generators, strict=True):
             generator.set_state(state)
-        if isinstance(models, FusedModule):
-            ((members, theirs),) = found._arrays
-            with torch.no_grad():
-                models.load_state_dict(theirs.state_dict())
-            if isinstance(one.task.optimizer, FusedOptimizer) and done.optimizer is not None:
-                one.task.optimizer.load_state_dict(done.optimizer.state_dict())
-            found = replace(found, _arrays=((members, models),))
-        return one.members, found
+        array = one.trained_array()
+        with torch.no_grad():
+            for name, tensor in tensors(array):
+                if name in done.tensors:
+                    tensor.copy_(done.tensors[name])
+        if isinstance(one.task.optimizer, FusedOptimizer) and done.optimizer is not None:
+            one.task.optimizer.load_state_dict(done.optimizer)
+        return one.members, replace(found, _arrays=((one.members, array),))
 
     def _plan(self) -> Plan:
         devices = self._executor.devices

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from hfusion.cluster.node import ArrayJob, CallJob, DeviceInfo, Message
+from hfusion.cluster.messages import DeviceInfo
+from hfusion.cluster.node import ArrayJob, CallJob, Message
 
 
 class Executor(Protocol):
@@ -34,7 +35,7 @@ class Executor(Protocol):
         """Wait for messages of devices; return without any after ``seconds``."""
 
     def revive(self, device: int) -> bool:
-        """Start the process of a device anew that is lost; whether it is there again."""
+        """Restart the lost process of a device; return whether it runs again."""
 
     def close(self) -> None:
         """Nothing is left of it: neither processes nor files."""

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors
 from hfusion.cluster.executor import Executor
-from hfusion.cluster.node import ArrayJob, DeviceInfo
+from hfusion.cluster.messages import DeviceInfo
+from hfusion.cluster.node import ArrayJob
 from hfusion.cluster.placement import Load
 from hfusion.cluster.serialization import pack
 from hfusion.core.errors import PlanError
@@ -50,6 +52,7 @@ class PlacedArray:
     Attributes:
         sent: the task as it goes there.
         plan: as it is trained; None: the process plans.
+        array: of this process, for the results; None: it is fused for them.
     """
 
     task: Task
@@ -58,6 +61,7 @@ class PlacedArray:
     sent: Task
     options: RunOptions
     plan: TaskPlan | None = None
+    array: FusedModule | None = None
 
     def job(self, parts: SharedParts) -> ArrayJob:
         parcel, options = pack(f"the task {self.task.name!r}", self.sent, parts.keys), self.options
@@ -73,6 +77,16 @@ class PlacedArray:
             options.asks,
             bool(self.task.callbacks),
         )
+
+    def trained_array(self) -> FusedModule:
+        """Return the array of this process into which results are written."""
+        if self.array is not None:
+            return self.array
+        models = self.task.models
+        if isinstance(models, FusedModule):
+            return models
+        listed = [models] if isinstance(models, nn.Module) else models
+        return fuse([listed[index] for index in self.members])
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +136,8 @@ def planned(
     for one, task_plan in zip(arrangements, plan.tasks, strict=True):
         seconds = tuple(task_plan.seconds if task_plan.device_bytes <= each.budget else None for each in devices)
         load = Load(task_plan.name, seconds, one.task.name, one.task.steps)
-        arrays.append(PlacedArray(one.task, one.members, load, seeded_task(sent_task(one)), options, task_plan))
+        sent = seeded_task(sent_task(one))
+        arrays.append(PlacedArray(one.task, one.members, load, sent, options, task_plan, one.array))
     return ClusterArrays(
         tuple({id(one.task): one.task for one in arrangements}.values()), tuple(arrays), kinds, plan.processes
     )

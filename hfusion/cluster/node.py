@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,9 +12,11 @@ from threading import Event
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
-from hfusion.cluster.serialization import pack_message, unpack, unpack_message
-from hfusion.device.calibrate import Rates
+from hfusion.array.array_rows import changed_tensors
+from hfusion.cluster.messages import Answered, DeviceInfo, Lost, Raised
+from hfusion.cluster.serialization import unpack
 from hfusion.device.machine import Device, Machine
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import TaskPlan
@@ -27,17 +28,6 @@ from hfusion.tasks.training_report import Report
 
 # Seconds from one telling of results to the next, and from one look at whether it ends to the next.
 _TELL, _LOOK = 0.2, 1.0
-
-
-@dataclass(frozen=True)
-class DeviceInfo:
-    """A device of the cluster as its process found it; ``now``: seconds on its clock."""
-
-    name: str
-    physical: torch.device
-    budget: int
-    rates: Rates
-    now: float
 
 
 @dataclass(frozen=True)
@@ -104,17 +94,21 @@ class StopQuery:
 
 @dataclass(frozen=True, eq=False)
 class ArrayDone:
-    """An array is trained.
+    """An array is trained. The driver writes what it has become into its own array and optimizer.
 
     Attributes:
+        report: without the array.
+        tensors: of the array, by name, but frozen ones, which the driver has.
+        optimizer: the state dict of the task's optimizer, if that came as an object.
         begun: when its timeline begins, on the clock of its process.
         generators: the states of those that the loaders draw from, after the training.
     """
 
     report: Report
-    optimizer: FusedOptimizer | None
+    tensors: dict[str, Tensor]
+    optimizer: dict[str, Any] | None
     begun: float
-    generators: tuple[torch.Tensor, ...] = ()
+    generators: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,27 +118,6 @@ class ArrayLeft:
     timeline: Timeline
     peak: Mapping[str, int]
     begun: float
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The answer to a `CallJob`."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Raised:
-    """Training raised ``error``."""
-
-    error: BaseException
-
-
-@dataclass(frozen=True)
-class Lost:
-    """The process is gone, or cannot be reached."""
-
-    reason: str
 
 
 # What a job ends with.
@@ -192,7 +165,7 @@ class ArrayTrainer:
             tell(self._trained(job, part, tell) if isinstance(job, ArrayJob) else Answered(job.call(self, part)))
         except BaseException as error:
             cause = error.__cause__ if isinstance(error, TrainError) and error.__cause__ is not None else error
-            tell(Raised(portable(cause)))
+            tell(Raised(cause))
 
     def _trained(
         self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]
@@ -252,23 +225,16 @@ class ArrayTrainer:
         found = report[task.name]
         if len(found.losses) < task.steps and len(found.stopped) < len(job.members):
             return ArrayLeft(report.timeline, report.peak, begun)
-        return ArrayDone(report, optimizer, begun, tuple(each.get_state() for each in loader_generators(task)))
+        ((_, array),) = found._arrays
+        return ArrayDone(
+            replace(report, tasks={task.name: replace(found, _arrays=())}),
+            {name: tensor.detach().cpu() for name, tensor in changed_tensors(array).items()},
+            None if optimizer is None else optimizer.state_dict(),
+            begun,
+            tuple(each.get_state() for each in loader_generators(task)),
+        )
 
 
 def loader_generators(task: Task) -> list[torch.Generator]:
     """Return the generators that reading the loaders of a task draws from."""
     return [each for loader in (task.loader, task.eval_loader) for each in generators(loader)]
-
-
-def portable(error: BaseException) -> BaseException:
-    """An error that other processes can read, with its traceback as a note."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        found: BaseException = unpack_message(pack_message(error))
-        right = type(found) is type(error) and str(found) == str(error)
-    except Exception:
-        right = False
-    if not right:
-        found = RuntimeError(f"{type(error).__name__}: {error}")
-    found.add_note(f"on the node:\n{text}")
-    return found

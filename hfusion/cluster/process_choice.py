@@ -12,7 +12,7 @@ from hfusion.device.native import cores
 from hfusion.passes.partition.cut_shards import shards_at
 from hfusion.schedule.plan import Processes, TaskPlan, Unit
 from hfusion.tasks.arrange import Arrangement
-from hfusion.tasks.stepping import obstacle
+from hfusion.tasks.compile_choice import eager_reason
 
 # How often the process of an array may be lost, as of a cluster.
 MAX_FAILURES = 3
@@ -39,14 +39,17 @@ class ArraySeconds:
     def of(one: Arrangement, plan: TaskPlan, rates: Rates) -> ArraySeconds:
         """Return those of an array by the rates of a device, which hold the measured seconds of a call of Python."""
         minibatch = one.minibatch()
-        program, cuts = one.array.compiled(minibatch.arguments).program, [shard.first for shard in plan.shards[1:]]
+        program, cuts = (
+            one.array.compiled(minibatch.arguments_for(one.array)).program,
+            [shard.first for shard in plan.shards[1:]],
+        )
 
         def step_seconds(rates: Rates) -> float:
             shards = shards_at(program, cuts, minibatch.samples, rates, one.optimizer.state_stacks)
             return replace(plan, shards=shards).step_seconds
 
-        compiled = bool(one.task.compile) and not obstacle(plan)
-        calls = 0.0 if compiled else step_seconds(replace(rates, flops=_FREE, memory=_FREE))
+        eager = eager_reason(one, plan, accelerator=rates.device != "cpu")
+        calls = 0.0 if not eager else step_seconds(replace(rates, flops=_FREE, memory=_FREE))
         units = [(count, Unit(plan.name, 0, *sort)) for sort, count in plan.counts.items()]
         actions = sum(count * len(plan.actions_of(unit).computes) for count, unit in units) / plan.steps
         computing = step_seconds(replace(rates, calls=_FREE))

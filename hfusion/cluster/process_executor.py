@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,13 +16,15 @@ from threading import Lock, Thread
 from types import ModuleType
 from typing import Any
 
-from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, DeviceInfo, Lost, Message, Raised
+from hfusion.cluster.messages import DeviceInfo, Lost, Raised
+from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, Message
 from hfusion.cluster.process_settings import ProcessSettings
 from hfusion.cluster.serialization import pack, pack_message, unpack, unpack_message
+from hfusion.core.claimed_folder import run_folder
 from hfusion.core.errors import HFusionError
-from hfusion.device.cache import cache_file, number, read_json, write_json
 from hfusion.device.calibrate import describe
 from hfusion.device.machine import Device, Machine
+from hfusion.device.measured_records import RecordFile, TimeRecord
 
 # Seconds that a process has to end by itself.
 _GRACE = 5.0
@@ -34,28 +35,12 @@ _swaps = Lock()
 
 def begin_seconds(machine: Machine) -> float:
     """Return the least that processes of a machine took to begin; an estimate where they never did."""
-    measured = _measured_begin(machine)
-    return _BEGIN if measured is None else measured
+    return min((record.seconds for record in _begin_records(machine).read()), default=_BEGIN)
 
 
-def _measured_begin(machine: Machine) -> float | None:
-    try:
-        return number(read_json(_begin_file(machine))["seconds"], 0.0, 1e5)
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-
-
-def _note_begin(machine: Machine, seconds: float) -> None:
-    before = _measured_begin(machine)
-    if before is None or seconds < before:
-        # What cannot be kept is estimated next time.
-        with suppress(OSError):
-            write_json(_begin_file(machine), {"seconds": seconds})
-
-
-def _begin_file(machine: Machine) -> Path:
+def _begin_records(machine: Machine) -> RecordFile[TimeRecord]:
     device = machine.devices[0].physical
-    return cache_file("processes", {**describe(device), "count": str(len(machine.devices))})
+    return RecordFile(TimeRecord, "processes", {**describe(device), "count": str(len(machine.devices))})
 
 
 class ProcessExecutor:
@@ -68,7 +53,7 @@ class ProcessExecutor:
 
     def __init__(self, machine: Machine, *, with_main: bool = True) -> None:
         self._machine, self._with_main = machine, with_main
-        self._folder = tempfile.TemporaryDirectory(prefix="hfusion-cluster-")
+        self._folder = run_folder()
         self._kept = 0
         count = len(machine.devices)
         self._pipes: list[Connection | None] = [None] * count
@@ -82,7 +67,7 @@ class ProcessExecutor:
             for device in range(count):
                 self._start(device)
             self.devices = [self._info(device) for device in range(count)]
-            _note_begin(machine, time.monotonic() - began)
+            _begin_records(machine).add(TimeRecord(time.monotonic() - began))
         except BaseException:
             self.close()
             raise
@@ -117,7 +102,7 @@ class ProcessExecutor:
 
     def put(self, value: Any) -> Any:
         self._kept += 1
-        path = Path(self._folder.name, str(self._kept))
+        path = self._folder.path / str(self._kept)
         path.write_bytes(pack("what the tasks share", value, {}))
         return path
 
@@ -185,7 +170,7 @@ class ProcessExecutor:
                 stop.close()
         for device in range(len(self._processes)):
             self._end(device)
-        self._folder.cleanup()
+        self._folder.remove()
 
 
 def _send(pipe: Connection, message: Any) -> None:

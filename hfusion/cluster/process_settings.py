@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class ProcessSettings:
         torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
         for flag, value in self.flags.items():
             if (flag, value) not in _first_readable((flag,)):
-                setattr(_holder(flag[0]), flag[1], value)
+                setattr(attrgetter(flag[0])(torch.backends), flag[1], value)
         random.setstate(self.python_state)
         np.random.set_state(self.numpy_state)
 
@@ -73,12 +74,5 @@ _FLAGS: tuple[tuple[tuple[str, str], ...], ...] = (
 def _first_readable(flags: Sequence[tuple[str, str]]) -> list[tuple[tuple[str, str], Any]]:
     for holder, name in flags:
         with suppress(RuntimeError, AttributeError):
-            return [((holder, name), getattr(_holder(holder), name))]
+            return [((holder, name), getattr(attrgetter(holder)(torch.backends), name))]
     return []
-
-
-def _holder(name: str) -> Any:
-    found: Any = torch.backends
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found

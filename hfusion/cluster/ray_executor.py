@@ -10,7 +10,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, DeviceInfo, End, Lost, Message, Raised
+from hfusion.cluster.messages import DeviceInfo, Lost, Raised
+from hfusion.cluster.node import ArrayJob, ArrayTrainer, CallJob, End, Message
 from hfusion.cluster.serialization import pack_message, unpack_message
 from hfusion.core.errors import PlanError
 from hfusion.device.machine import Device, Machine
@@ -33,7 +34,7 @@ class DeviceActor:
         return self._trainer.info()
 
     def train(self, job: ArrayJob | CallJob) -> Iterator[bytes]:
-        """Messages as bytes: Ray's own pickle would make classes again that the driver has sent."""
+        """Yield messages as bytes, in which classes go by name: Ray would send copies of those of a script."""
         import ray
 
         told: SimpleQueue[Message] = SimpleQueue()

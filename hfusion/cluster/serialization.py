@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 import types
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 from hfusion.core.errors import PlanError
@@ -77,69 +78,34 @@ def unpack(data: bytes, part: Callable[[str], Any] = _no_parts) -> Any:
 
 
 def pack_message(message: Any) -> bytes:
-    """A message from one process to another as bytes, with the classes and functions that only one of them has."""
-    data: bytes = _cloudpickle().dumps(message)
-    return data
+    """A message of one process to another as bytes: numbers, tensors, and objects of classes that the other one has.
+
+    Classes and functions that are not found here by their names, as cloudpickle recreates those of a script, are
+    looked up by name where the message is read.
+    """
+    target = io.BytesIO()
+    _MessagePickler(target).dump(message)
+    return target.getvalue()
 
 
 def unpack_message(data: bytes) -> Any:
-    """The message of `pack_message`.
-
-    Objects of classes that this process has sent are of these very classes, and functions read the variables of their
-    modules here.
-    """
-    return _MessageUnpickler(data).load()
+    """The message of `pack_message`. Raises AttributeError or ImportError for names that this process lacks."""
+    return pickle.loads(data)
 
 
-class _MessageUnpickler(pickle.Unpickler):
-    """Keeps the classes and functions of this process as they are.
+class _MessagePickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, type | types.FunctionType):
+            module, name = value.__module__, value.__qualname__
+            try:
+                is_original = _named(module, name) is value
+            except (AttributeError, ImportError):
+                is_original = False
+            if not is_original:
+                return _named, (module, name)
+        return NotImplemented
 
-    cloudpickle knows a class again that it has sent, but writes its attributes over, and functions come back as copies
-    with copies of the global variables that they read. The names are private to cloudpickle, tried on 3.1.
-    """
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        internal = _cloudpickle().cloudpickle
-        self._known = set(internal._DYNAMIC_CLASS_TRACKER_BY_CLASS)
-        self._internal = internal
-        # By id: an original has its state, and a function that reads a module here must not write into it.
-        self._originals: dict[int, Any] = {}
-        self._bound: dict[int, Any] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        replaced = {
-            "_class_setstate": self._set_class_state,
-            "_make_function": self._make_function,
-            "_function_setstate": self._set_function_state,
-        }
-        return (
-            replaced[name]
-            if module == self._internal.__name__ and name in replaced
-            else super().find_class(module, name)
-        )
-
-    def _set_class_state(self, kind: type, state: Any) -> Any:
-        return kind if kind in self._known else self._internal._class_setstate(kind, state)
-
-    def _make_function(self, code: types.CodeType, variables: dict[str, Any], *more: Any) -> Any:
-        module = sys.modules.get(variables.get("__name__", ""))
-        if module is None:
-            return self._internal._make_function(code, variables, *more)
-        original: Any = module
-        for part in code.co_qualname.split("."):
-            original = getattr(original, part, None)
-        if isinstance(original, types.FunctionType) and original.__code__ == code and not code.co_freevars:
-            self._originals[id(original)] = original
-            return original
-        function = self._internal._make_function(code, vars(module), *more)
-        self._bound[id(function)] = function
-        return function
-
-    def _set_function_state(self, function: Any, state: Any) -> None:
-        if id(function) in self._originals:
-            return
-        attributes, slots = state
-        if id(function) in self._bound:
-            slots = {**slots, "__globals__": {}}
-        self._internal._function_setstate(function, (attributes, slots))
+def _named(module: str, name: str) -> Any:
+    """Return the class or function of this process with this module and qualified name."""
+    return attrgetter(name)(import_module(module))

@@ -42,7 +42,7 @@ def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
     """Plan the training of one or several tasks: which members together, resident or spilled, in how many shards.
 
     Also in one process or one for each device (``plan.processes``), which ``dataclasses.replace`` changes:
-    ``replace(plan, processes=None)`` is decided anew, ``replace(plan.processes, count=1)`` is one.
+    ``replace(plan, processes=None)`` is decided again, ``replace(plan.processes, count=1)`` is one.
 
     ``machine``: by default this one (`Machine.detect`). Captures the models, but trains nothing. Raises PlanError and
     FusionError.

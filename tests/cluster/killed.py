@@ -53,7 +53,7 @@ class Killer(Thread):
         self.began, self.killed, self.over = 0.0, 0, False
 
     def run(self) -> None:
-        while not any(self.temporary.glob("hfusion-cluster-*/*")):
+        while not any(self.temporary.glob("hfusion-run-*/*")):
             time.sleep(0.01)
         self.began = time.monotonic()
         if self.seconds is None:

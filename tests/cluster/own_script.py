@@ -56,6 +56,25 @@ def local_class() -> Callable[[int], nn.Module]:
     return Local
 
 
+BASE = nn.Linear(3, 3).requires_grad_(False)
+
+
+class Plain(nn.Module):
+    """Which torch.save can write: without closures. With a base of all members, and buffers."""
+
+    batches: Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.base, self.norm, self.linear = BASE, nn.BatchNorm1d(3), nn.Linear(3, 2)
+        self.register_buffer("batches", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches.add_(1)
+        return self.linear(self.norm(self.base(x)))
+
+
 class Loss(nn.Module):
     def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(outputs, target) * SCALE
@@ -80,11 +99,11 @@ def note(result: Any) -> None:
     STEPS.append(result)
 
 
-def check_models(cluster: hf.Cluster) -> None:
-    global SCALE
-    local = local_class()
-    forward, fused = Net.forward, hf.fuse([Net(0), Net(1)])
-    makers: dict[str, Callable[[int], nn.Module]] = {"own": Net, "local": local}
+MAKERS: dict[str, Callable[[int], nn.Module]] = {"own": Net, "local": local_class(), "plain": Plain}
+
+
+def made() -> list[hf.Task]:
+    fused = hf.fuse([Net(0), Net(1)])
     tasks = [
         hf.Task(
             [make(0), make(1)],
@@ -94,13 +113,41 @@ def check_models(cluster: hf.Cluster) -> None:
             name=name,
             callbacks=(note,),
         )
-        for name, make in makers.items()
+        for name, make in MAKERS.items()
     ]
     optimizer = OwnSGD(fused.parameters(), lr=0.1)
-    tasks.append(hf.Task(fused, Loss(), optimizer, DataLoader(Samples(), batch_size=4), name="fused"))
-    report = hf.train(tasks, cluster, progress=False)
-    assert all(type(model) is Net for name in ("own", "fused") for model in report[name].models)
-    assert all(type(model) is local for model in report["local"].models)
+    return [*tasks, hf.Task(fused, Loss(), optimizer, DataLoader(Samples(), batch_size=4), name="fused")]
+
+
+def check_same(report: hf.Report, expected: hf.Report) -> None:
+    """On one machine models are the user's; those of a cluster are the same, bit for bit."""
+    assert list(report) == list(expected)
+    for name in expected:
+        assert torch.equal(report[name].losses, expected[name].losses)
+        for ours, theirs in zip(report[name].models, expected[name].models, strict=True):
+            assert type(ours) is type(theirs) is MAKERS.get(name, Net)
+            own = dict([*ours.named_parameters(), *ours.named_buffers()])
+            for key, value in [*theirs.named_parameters(), *theirs.named_buffers()]:
+                assert torch.equal(own[key], value), (name, key)
+
+
+def check_models(cluster: hf.Cluster, machine: hf.Machine) -> None:
+    global SCALE
+    forward, base = Net.forward, BASE.weight.clone()
+    torch.manual_seed(1)
+    expected = hf.train(made(), machine)
+    STEPS.clear()
+    torch.manual_seed(1)
+    report = hf.train(made(), cluster)
+    check_same(report, expected)
+    model = report["plain"].models[0]
+    assert torch.equal(BASE.weight, base)
+    with tempfile.TemporaryFile() as file:
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+    assert type(loaded) is Plain
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     model = report["own"].models[0]
     assert Net.forward is forward
     assert model.kind is Kind.WIDE
@@ -109,15 +156,19 @@ def check_models(cluster: hf.Cluster) -> None:
     x = torch.ones(1, 3)
     expected = (model.linear(x.tanh() * 3) * 3) ** 2 * 3
     torch.testing.assert_close(model(x), expected)
-    assert len(STEPS) == 4
+    assert len(STEPS) == 2 * len(MAKERS)
 
 
 def main() -> None:
-    if sys.argv[1:] == ["--ray"]:
-        check_models(hf.Cluster())
-    else:
-        devices = [hf.Device(f"cpu:{number}", memory="256MiB") for number in range(2)]
-        check_models(hf.Cluster(hf.Machine(devices, host="1GiB", disk=tempfile.gettempdir())))
+    one, two = (
+        hf.Machine(
+            [hf.Device(f"cpu:{number}", memory="256MiB") for number in range(count)],
+            host="1GiB",
+            disk=tempfile.gettempdir(),
+        )
+        for count in (1, 2)
+    )
+    check_models(hf.Cluster() if sys.argv[1:] == ["--ray"] else hf.Cluster(two), one)
     print("all classes are the script's")
 
 

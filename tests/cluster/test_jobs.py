@@ -11,7 +11,7 @@ from torch import nn
 
 import hfusion as hf
 from hfusion.cluster.jobs import RunOptions, arranged
-from hfusion.cluster.node import DeviceInfo
+from hfusion.cluster.messages import DeviceInfo
 from hfusion.core.text import file_name
 from tests.trained import RATES
 

@@ -121,7 +121,7 @@ def data_parallel(kind: str, rank: int, world: int) -> Any:
     opt = hf.optim.Adam(fused.parameters(), lr=RATES)
     if world > 1:
         with pytest.raises(ValueError, match="train_step got a DistributedDataParallel"):
-            hf.train_step(wrapped, F.cross_entropy, opt)
+            hf.train_step(wrapped, F.cross_entropy, opt, compile=True)
     loss = hf.per_model(F.cross_entropy)
     for x, y in zip(*data(), strict=True):
         opt.zero_grad()
@@ -169,7 +169,7 @@ def on_sharded_base(world: int) -> Any:
     if world > 1:
         fully_shard(fused, mesh=init_device_mesh("cpu", (world,)), ignored_params=set(own))
     opt = hf.optim.Adam(own, lr=RATES[mine])
-    step = hf.train_step(fused, F.cross_entropy, opt)
+    step = hf.train_step(fused, F.cross_entropy, opt, compile=True)
     for x, y in zip(*data(), strict=True):
         step(x, y)
     held = sum(getattr(param, "to_local", lambda param=param: param)().numel() for param in fused.base.parameters())

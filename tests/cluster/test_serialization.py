@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,20 @@ from torch import Tensor, nn
 
 cloudpickle = pytest.importorskip("cloudpickle")
 
+import hfusion as hf  # noqa: E402
+from hfusion.cluster.messages import Raised  # noqa: E402
 from hfusion.cluster.serialization import pack_message, unpack_message  # noqa: E402
 
-FACTOR = 2.0
+
+class Refused(Exception):
+    """Is made with other arguments than its message."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"refused with {code}")
 
 
-def doubled(x: Tensor) -> Tensor:
-    return x * FACTOR
+class Known(Exception):
+    pass
 
 
 class Color(enum.Enum):
@@ -31,69 +40,78 @@ class Color(enum.Enum):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.function, self.color = nn.Linear(2, 2), doubled, Color.RED
-        power = 2
-        self.last = lambda x: x**power * FACTOR
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.function(self.linear(x)))
+        self.linear, self.color = nn.Linear(2, 2), Color.RED
 
 
-class Refused(Exception):
-    pass
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
 
 
-def local() -> nn.Module:
-    class Local(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * FACTOR
+def copied(name: str) -> Any:
+    """A second class or function of this module with this name, as another process has that was sent it by value."""
+    space = dict(globals())
+    exec(inspect.getsource(space[name]), space)
+    return space[name]
 
-    return Local()
+
+@pytest.mark.parametrize("name", ["Net", "Color", "doubled"])
+def test_classes_and_functions_come_back_as_those_of_this_process(name: str) -> None:
+    there, here = copied(name), globals()[name]
+    assert there is not here
+    assert unpack_message(pack_message(there)) is here
 
 
-@pytest.fixture(autouse=True)
-def _by_value() -> Any:
-    """Send this module's classes and functions as those of a script or a notebook are sent."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    yield
-    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+def test_objects_come_back_with_the_classes_of_this_process() -> None:
+    sent = copied("Net")()
+    sent.color = copied("Color").RED
+    back = unpack_message(pack_message(sent))
+    assert type(back) is Net
+    assert back.color is Color.RED
+    assert torch.equal(back.linear.weight, sent.linear.weight)
+
+
+def test_what_this_process_lacks_is_an_error() -> None:
+    def local() -> None:
+        pass
+
+    with pytest.raises(AttributeError, match="<locals>"):
+        unpack_message(pack_message(local))
+
+
+def local_error() -> Exception:
+    class Local(Exception):
+        pass
+
+    return Local("no")
 
 
 @pytest.mark.parametrize(
-    "value",
-    [Net(), local(), Refused("no"), Color.RED, doubled, Net],
-    ids=["model", "local class", "error", "enum", "function", "class"],
+    ("error", "kind", "text"),
+    [
+        (KeyError("no"), KeyError, "'no'"),
+        (hf.PlanError("no"), hf.PlanError, "no"),
+        (copied("Known")("no"), Known, "no"),
+        (Refused(3), RuntimeError, "Refused: refused with 3"),
+        (local_error(), RuntimeError, "Local: no"),
+        (ValueError(threading.Lock()), RuntimeError, "ValueError: <unlocked"),
+    ],
+    ids=["builtin", "package", "script", "other arguments", "local", "lock"],
 )
-def test_what_was_sent_comes_back_as_what_it_is(value: Any) -> None:
-    names = dict(vars(type(value)))
-    back = unpack_message(pack_message(value))
-    assert type(back) is type(value)
-    assert dict(vars(type(value))) == names
-    if not isinstance(value, nn.Module | Refused):
-        assert back is value
-
-
-def test_functions_read_the_variables_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after these have changed, and functions that have no name here."""
-    model = unpack_message(pack_message(Net()))
-    assert model.function is doubled
-    assert FACTOR == 2.0
-    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
-    x = torch.ones(1, 2)
-    torch.testing.assert_close(model(x), (model.linear(x) * 3) ** 2 * 3)
-
-
-def test_a_function_of_the_same_name_with_other_code_is_another() -> None:
-    space: dict[str, Any] = {"__name__": __name__}
-    exec("def doubled(x):\n    return x * 7", space)
-    assert unpack_message(pack_message(space["doubled"]))(1) == 7
+def test_errors_come_back_with_their_traceback(error: Exception, kind: type[Exception], text: str) -> None:
+    back: BaseException = unpack_message(pack_message(Raised(error))).error
+    assert type(back) is kind
+    assert str(back).startswith(text)
+    assert back.__notes__[-1].startswith("on the node:\n")
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("way", ["file", "-c"])
-def test_a_script_trains_what_it_defines(way: str) -> None:
+@pytest.mark.parametrize("variant", ["file", "-c", "ray"])
+def test_a_script_trains_what_it_defines(variant: str) -> None:
+    """Classes of the script and of a function, closures: models are those of one machine, bit for bit."""
+    if variant == "ray":
+        pytest.importorskip("ray")
     script = Path(__file__).with_name("own_script.py")
-    command = [str(script)] if way == "file" else ["-c", script.read_text()]
-    place = {**os.environ, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"}
+    command = {"file": [str(script)], "-c": ["-c", script.read_text()], "ray": [str(script), "--ray"]}[variant]
+    place = {**os.environ, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
     done = subprocess.run([sys.executable, *command], env=place, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1:] == ["all classes are the script's"], done.stderr

@@ -1,0 +1,72 @@
+"""What the processes of a cluster report to the driver, whatever they train."""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hfusion.cluster.serialization import pack_message, unpack_message
+from hfusion.core.errors import HFusionError
+from hfusion.device.calibrate import Rates
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """A device of the cluster as its process found it; ``now``: seconds on its clock."""
+
+    name: str
+    physical: torch.device
+    budget: int
+    rates: Rates
+    now: float
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer to a `CallJob`."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Raised:
+    """Training raised ``error``.
+
+    In the driver it has the traceback as a note, and is a RuntimeError if it cannot be sent, or its class is not found
+    there.
+    """
+
+    error: BaseException
+
+    def __reduce__(self) -> Any:
+        try:
+            data = pack_message(self.error)
+        except Exception:
+            data = None
+        return _raised, (data, type(self.error).__name__, str(self.error), traceback.format_exception(self.error))
+
+
+def _raised(data: bytes | None, kind: str, text: str, lines: list[str]) -> Raised:
+    error: BaseException = RuntimeError(f"{kind}: {text}")
+    # Classes may be read by other arguments than they were made with.
+    with suppress(Exception):
+        found = None if data is None else unpack_message(data)
+        if isinstance(found, BaseException) and type(found).__name__ == kind and str(found) == text:
+            error = found
+    error.add_note("on the node:\n" + "".join(lines))
+    return Raised(error)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The process is gone, or cannot be reached."""
+
+    reason: str
+
+
+class DeviceLost(HFusionError):
+    """The processes of an array were lost more often than its cluster allows."""
