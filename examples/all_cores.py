@@ -42,7 +42,7 @@ def train(members: int, given: Sequence[tuple[Tensor, Tensor]], parts: int | str
     """The last losses ``[B]``, milliseconds of a step, the first half of them left out, and how they ran."""
     fused = hf.build(network, seeds=range(members))
     optimizer = hf.optim.AdamW(fused.parameters(), lr=[1e-3 * 1.1**member for member in range(members)])
-    step = hf.train_step(fused, F.cross_entropy, optimizer, parts=parts)
+    step = hf.train_step(fused, F.cross_entropy, optimizer, parts=parts, compile=True)
     half = len(given) // 2
     for x, y in given[:half]:
         step(x, y)

@@ -12,7 +12,7 @@ import torch
 
 from hfusion.core.text import aligned, readable
 from hfusion.device.cache import cache_folder
-from hfusion.device.native import compiler, processor
+from hfusion.device.native import compiler, processor_name
 
 # Packages that a page of the documentation needs, with the extra that installs them.
 OPTIONAL = {
@@ -41,19 +41,12 @@ def describe(hfusion_version: str) -> str:
         ("torch", torch.__version__),
         ("optional packages", ", ".join(optional) or "none"),
         ("not installed", ", ".join(absent) or "none"),
-        ("processor", f"{_processor_name()}, torch uses {torch.get_num_threads()} threads"),
+        ("processor", f"{processor_name()}, torch uses {torch.get_num_threads()} threads"),
         ("C compiler", shlex.join(command) if command else "none: compiled steps and C kernels are off (set CC)"),
         ("accelerator", str(accelerator) if accelerator else "none"),
         ("cache", _cache_summary(cache_folder())),
     ]
     return "\n".join(aligned(rows, left=2))
-
-
-def _processor_name() -> str:
-    """Return the processor's model where the system tells it, else its architecture."""
-    described = dict(line.partition(":")[::2] for line in processor().splitlines())
-    names = {key.strip(): value.strip() for key, value in described.items()}
-    return names.get("model name") or platform.machine()
 
 
 def _version(package: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -67,6 +69,55 @@ def test_a_system_without_owners_locks_and_signals(tmp_path: Path) -> None:
     assert loaded == []
     assert (kept, steps) == ("content", 1)
     assert left == ["hfusion"]
+
+
+# Prints what is loaded after `import hfusion`, and then after a sweep that no array can pay for.
+SHORT_SWEEP = f"""
+import json, sys, torch, optuna
+from torch import nn
+before = set(sys.modules)
+import hfusion as hf
+imported = sorted(set(sys.modules) - before)
+# An update of torch's own imports Dynamo, and with it sympy and others.
+model = nn.Linear(3, 2)
+model(torch.randn(8, 3)).sum().backward()
+torch.optim.AdamW(model.parameters(), fused=True).step()
+before = set(sys.modules)
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+x = torch.randn(8, 3)
+loader = [(x, torch.zeros(8, 2))] * 2
+
+def make_model(width):
+    return nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 2))
+
+def space(trial):
+    return {{"width": trial.suggest_categorical("width", [4, 8]), "lr": trial.suggest_float("lr", 1e-3, 1e-2)}}
+
+hf.sweep(make_model, space, nn.functional.mse_loss, loader, trials=8, epochs=2, eval_loader=loader)
+rooms = sorted({{name.split(".")[1] for name in sys.modules if name.startswith("hfusion.")}})
+heavy = [name for name in {[*HEAVY, "torch.export._trace"]} if name in sys.modules and name not in before]
+print(json.dumps([imported, rooms, heavy]))
+"""
+
+
+def test_a_short_sweep_imports_no_compiler(tmp_path: Path) -> None:
+    environment = {**os.environ, "HFUSION_RATES": "standard", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_SWEEP], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr
+    imported, rooms, heavy = json.loads(done.stdout)
+    assert [name for name in imported if name.startswith(("hfusion", "torch"))] == ["hfusion"]
+    assert not {"array", "ops", "passes", "runtime", "schedule", "adapters"} & set(rooms)
+    assert heavy == []
+
+
+def test_type_checkers_see_the_names_that_are_imported_late() -> None:
+    tree = ast.parse((ROOT / "hfusion" / "__init__.py").read_text())
+    block = next(statement for statement in tree.body if isinstance(statement, ast.If))
+    found = {alias.name: part.module for part in block.body if isinstance(part, ast.ImportFrom) for alias in part.names}
+    assert found == hf._MODULES | {"optim": "hfusion"}
+    assert set(found) == set(hf.__all__)
 
 
 def test_the_version_is_told_in_one_place() -> None:

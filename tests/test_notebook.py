@@ -42,7 +42,7 @@ def array(kind: Callable[[], nn.Module]) -> hf.FusedModule:
 
 def step_report(calls: int) -> object:
     fused = hf.fuse([nn.Linear(4, 3) for _ in range(2)])
-    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1))
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), compile=True)
     for _ in range(calls):
         step(X, TARGET)
     return step.report()

@@ -109,11 +109,20 @@ def compare_eval(fused: nn.Module, models: list[nn.Module], x: Tensor) -> None:
     compare_states(fused, models, "in eval mode")
 
 
+def on_gpu(model: nn.Module) -> nn.Module:
+    """Move a model to CUDA, with tensors that are plain attributes, which `torch.nn.Module.cuda` leaves."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor):
+                setattr(module, name, value.cuda())
+    return model.cuda()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_three_steps_on_a_gpu(model: Model) -> None:
     """In float64, against the loop on the same GPU; kernels may add up in another order there."""
-    alone = [m.cuda() for m in members(model, 3)]
+    alone = [on_gpu(m) for m in members(model, 3)]
     fused = hf.fuse(copy.deepcopy(alone))
     ours = hf.optim.SGD(fused.parameters(), lr=[0.01, 0.02, 0.03], momentum=0.9)
     theirs = [torch.optim.SGD(m.parameters(), lr=0.01 * (b + 1), momentum=0.9) for b, m in enumerate(alone)]

@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 def console() -> Console:
-    """Where results go: stdout, wide enough for the table when it is no terminal."""
+    """Return a console on stdout, wide enough for the table if stdout is no terminal."""
     return Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL, highlight=False)
 
 
@@ -88,7 +88,7 @@ def print_names(out: Console) -> None:
 
 
 def collect(results: Iterable[T]) -> tuple[list[T], bool]:
-    """All results, or those that came before the user interrupted; and whether that happened."""
+    """Return the results, up to an interruption by the user, and whether there was one."""
     found: list[T] = []
     try:
         for result in results:
@@ -100,10 +100,10 @@ def collect(results: Iterable[T]) -> tuple[list[T], bool]:
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """What a sub-benchmark prints and writes.
+    """The output of a sub-benchmark.
 
-    ``rows``: dataclasses. ``wrong``: contenders that compute other losses than serial. ``kind``: what the rows are
-    called in the JSON file.
+    ``rows``: dataclasses. ``wrong``: contenders whose losses differ from those of serial. ``kind``: the name of the
+    rows in the JSON file.
     """
 
     shown: Table
@@ -115,7 +115,7 @@ class BenchmarkResult:
 
 
 def run_fuse(parsed: argparse.Namespace) -> BenchmarkResult:
-    """Run the sub-benchmark ``fuse`` and draw the plots that were asked for; or what is asked for instead of times."""
+    """Run the sub-benchmark ``fuse`` and draw its plots, or measure startup or memory instead, as selected."""
     chosen = fuse_settings(parsed)
     if parsed.startup:
         return run_startup(chosen)
@@ -132,7 +132,7 @@ def run_fuse(parsed: argparse.Namespace) -> BenchmarkResult:
 
 
 def run_startup(chosen: fuse.FuseSettings) -> BenchmarkResult:
-    """What arrays cost before they train."""
+    """Measure the time that arrays need before they train."""
     with meter(startup.pieces(chosen)) as bar:
         rows, interrupted = collect(startup.run(chosen, bar))
     shown, footnotes = startup.table(rows)
@@ -140,7 +140,7 @@ def run_startup(chosen: fuse.FuseSettings) -> BenchmarkResult:
 
 
 def run_memory(chosen: fuse.FuseSettings) -> BenchmarkResult:
-    """What contenders take of memory for each member."""
+    """Measure the memory that contenders need for each member."""
     with meter(memory.pieces(chosen)) as bar:
         found, interrupted = collect(memory.run(chosen, bar))
     rows = [row for group in found for row in group]
@@ -197,7 +197,7 @@ def run_train(parsed: argparse.Namespace) -> BenchmarkResult:
 
 
 def run_sweep(parsed: argparse.Namespace) -> BenchmarkResult:
-    """Run the sub-benchmark ``sweep``, or what is asked for instead of it."""
+    """Run the sub-benchmark ``sweep``, on the spaces of ``--space`` if there are any."""
     if parsed.space:
         return run_spaces(space_settings(parsed))
     chosen = sweep_settings(parsed)
@@ -244,10 +244,10 @@ RUN: dict[str, Callable[[argparse.Namespace], BenchmarkResult]] = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what ``arguments`` ask for.
+    """Run the sub-benchmark that ``arguments`` select.
 
-    Returns the exit status: 0; 1 if a contender computes wrong losses; 130 after an interruption, when what
-    was measured until then is still shown and written.
+    Returns the exit status: 0; 1 if a contender computes wrong losses; 130 after an interruption, when the
+    measurements so far are still shown and written.
     """
     if arguments and arguments[0] in SEPARATE:
         status = importlib.import_module(f"hfusion.bench.{arguments[0]}").main(arguments[1:])

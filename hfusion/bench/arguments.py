@@ -71,14 +71,14 @@ N = TypeVar("N", bound=Named)
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage around it."""
+    """A parser that reports an error in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """All options; what was not given is None, so that ``--quick`` only fills gaps."""
+    """Return the parser of all options. Their default is None, so that ``--quick`` only fills gaps."""
     names = ", ".join(SUB_BENCHMARKS)
     made = OneLineParser(
         prog="python -m hfusion.bench", description="Fused against unfused training.", allow_abbrev=False
@@ -145,7 +145,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_belonging(made: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    """Every option that was given belongs to the sub-benchmark, and to the others."""
+    """Report an error for an option that does not belong to the sub-benchmark, or to the other options."""
     for name in ("models", "contenders", "plot", "amp", "startup", "memory"):
         if parsed.benchmark not in CHOSEN_BY.get(name, ("fuse",)) and getattr(parsed, name):
             made.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
@@ -170,7 +170,7 @@ def _check_belonging(made: argparse.ArgumentParser, parsed: argparse.Namespace) 
 
 
 def _check_paths(made: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    """What is to be written can be."""
+    """Report an error for an output file that cannot be written."""
     for name, paths in {"json": [parsed.json] if parsed.json else [], "plot": parsed.plot or []}.items():
         for path in paths:
             if not path.absolute().parent.is_dir():
@@ -183,7 +183,7 @@ def _check_paths(made: argparse.ArgumentParser, parsed: argparse.Namespace) -> N
 
 
 def fuse_settings(parsed: argparse.Namespace) -> fuse.FuseSettings:
-    """The settings of the sub-benchmark ``fuse``; a choice that was made stands, also with ``--quick``."""
+    """Return the settings of the sub-benchmark ``fuse``; explicit options override those of ``--quick``."""
     cases, entrants = parsed.cases, parsed.entrants
     if parsed.quick:
         cases = cases if parsed.models else named(CASES, QUICK_MODELS)
@@ -300,7 +300,7 @@ def choose(kind: str, names: str | None, options: Sequence[N]) -> tuple[N, ...]:
 
 
 def choose_names(kind: str, names: str | None, valid: Sequence[str]) -> tuple[str, ...]:
-    """As ``choose``, for options that are their names."""
+    """Return the chosen names of ``kind``, all ``valid`` ones by default; see ``choose``."""
     if names is None:
         return tuple(valid)
     wanted = tuple(name.strip() for name in names.split(","))

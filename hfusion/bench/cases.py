@@ -1,4 +1,4 @@
-"""What the sub-benchmark ``fuse`` trains: models with batches of random data."""
+"""The cases of the sub-benchmark ``fuse``: models with batches of random data."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class FuseCase:
 
     ``make_batch`` returns (inputs, target); ``loss(output, target)`` is a scalar; ``tolerance`` is the
     relative difference of a loss, after a few float32 Adam steps, that still counts as agreement. ``make_base``
-    makes what all members share, frozen; it is handed to ``make_model``, which takes nothing otherwise. ``attention``:
-    whether the model calls it.
+    creates the frozen base that all members share, which is passed to ``make_model``; without it, ``make_model`` takes
+    no argument. ``attention``: whether the model calls attention.
     """
 
     name: str

@@ -135,7 +135,7 @@ def choose(every: Sequence[ContactItem], only: str | None) -> list[ContactItem]:
 
 @contextmanager
 def interrupted_by_termination() -> Iterator[None]:
-    """Let SIGTERM be as Ctrl-C in the block: processes end, and the table shows what there is."""
+    """Context manager: treat SIGTERM like Ctrl-C, so that processes end and the table shows the results so far."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -144,7 +144,7 @@ def interrupted_by_termination() -> Iterator[None]:
 
 
 def table(rows: Sequence[ContactRow]) -> Table:
-    """Return a row for each check: how it ended, and its figures or what is wrong."""
+    """Return a row for each check: its status, and its figures or the fault."""
     shown = Table(title="first contact with this machine")
     shown.add_column("check", no_wrap=True)
     shown.add_column("result", no_wrap=True)
@@ -158,7 +158,7 @@ def table(rows: Sequence[ContactRow]) -> Table:
 
 
 def footnotes(rows: Sequence[ContactRow]) -> list[str]:
-    """Return how many checks ended how, and what that means where the device computes nothing."""
+    """Return the number of checks by status, and what it means on a device that computes nothing."""
     counts = Counter(row.status for row in rows)
     lines = [", ".join(f"{count} {status}" for status, count in counts.items())]
     return [*lines, NOT_COMPUTED] if counts[ContactStatus.NOT_COMPUTED.value] else lines

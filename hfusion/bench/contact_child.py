@@ -52,7 +52,7 @@ def write(result: CheckResult) -> str:
 
 
 def read(text: str) -> CheckResult:
-    """Return what `write` wrote."""
+    """Return the result that `write` wrote as ``text``."""
     fields = json.loads(text)
     return CheckResult(ContactStatus(fields["status"]), fields["reason"], fields["summary"], fields["values"])
 

@@ -1,4 +1,4 @@
-"""What ``contact`` asks of the machine: versions, the device, its links; and the tests that need a GPU."""
+"""Facts about the machine for ``contact``: versions, the device, its links; and the tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _QUERY = ("nvidia-smi", "--query-gpu=name,driver_version,pstate,compute_mode", "
 
 
 def fact_items(quick: bool) -> Iterator[ContactItem]:
-    """Yield the check that only asks, and the run of the tests marked ``gpu``, where the tests are."""
+    """Yield the check that only collects facts, and, if the tests are there, the run of those marked ``gpu``."""
     yield ContactItem("facts", describe_machine, limit=90.0)
     if _TESTS.is_dir():
         yield ContactItem("pytest -m gpu", partial(run_gpu_tests, quick), Need.CUDA, limit=300.0)

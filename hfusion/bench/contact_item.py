@@ -14,7 +14,7 @@ from hfusion.bench.workload import Disagreement, check_agreement
 
 
 class ContactStatus(StrEnum):
-    """How a check ended."""
+    """The status of a check that has ended."""
 
     OK = "ok"
     # The values are not those of the members alone.
@@ -43,9 +43,9 @@ class CheckResult:
     """The outcome of a check.
 
     Attributes:
-        status: how it ended.
+        status: OK, or the kind of fault.
         reason: the fault, or why the check was left out; empty for neither.
-        summary: the figures that stand in the table.
+        summary: the figures shown in the table.
         values: all figures, for the line of JSON.
     """
 
@@ -66,7 +66,7 @@ class ContactItem:
     """A check with a unique name. Its function can be pickled: it runs in another process.
 
     Attributes:
-        name: the kind of check, then what is checked.
+        name: the kind of check, then its subject.
         run: makes the check on a device.
         need: the kind of device that it needs.
         limit: seconds until its process is killed.
@@ -80,7 +80,7 @@ class ContactItem:
     alone: bool = False
 
     def missing(self, device: torch.device) -> str:
-        """Return what ``device`` lacks for the check, empty for nothing."""
+        """Return the requirement of the check that ``device`` does not meet; empty if it meets all."""
         return self.need.value if self.need is Need.CUDA and device.type != "cuda" else ""
 
 

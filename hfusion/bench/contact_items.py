@@ -1,4 +1,4 @@
-"""All checks of ``contact``, the timed ones last, and each kind with the most telling first."""
+"""The checks of ``contact``: the most informative first, timed ones last, and the longest at the end."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from hfusion.bench.contact_training import training_items
 
 def items(quick: bool = False) -> tuple[ContactItem, ...]:
     """Return the checks in the order in which they start; ``quick``: of each kind some, which are small."""
-    groups = (fact_items, step_items, optimizer_items, training_items, speed_items, lowering_items)
+    groups = (fact_items, step_items, optimizer_items, training_items, lowering_items, speed_items)
     return tuple(item for group in groups for item in group(quick))

@@ -40,7 +40,10 @@ class ContactRow:
 
 @dataclass(frozen=True)
 class ContactRun:
-    """What all checks of a run share. ``until``: a time of `time.monotonic`. ``stopped``: set to end all processes."""
+    """State shared by all checks of a run.
+
+    ``until``: a time of `time.monotonic`. ``stopped``: set to end all processes.
+    """
 
     device: torch.device
     until: float

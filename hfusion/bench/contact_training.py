@@ -24,7 +24,7 @@ _SPILLED_PART = 4
 
 @dataclass(frozen=True)
 class TrainMode:
-    """How hf.train runs.
+    """The settings of a run of hf.train.
 
     Attributes:
         name: of the check.

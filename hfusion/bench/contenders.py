@@ -14,6 +14,12 @@ from torch import Tensor
 import hfusion as hf
 from hfusion.bench import cuda_graph, processes, serial, vmapped
 from hfusion.bench.workload import Contender, Running, Workload
+from hfusion.compiler.arguments import Arguments
+from hfusion.core.calls import call_arguments
+from hfusion.step.memory_budget import least_bytes
+
+# Of the loop's memory, what blocks of members may take.
+MEMORY = 1.3
 
 
 def start_serial_compiled(workload: Workload, fused: bool = False) -> Running:
@@ -54,11 +60,28 @@ def eager_step(workload: Workload, fused: hf.FusedModule, optimizer: hf.optim.Ad
     return step
 
 
+def start_hfusion_blocks(workload: Workload) -> Running:
+    """Eager steps by blocks of members, within `MEMORY` times what the loop is estimated to take."""
+    fused = hf.fuse(workload.models())
+    optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
+    inputs, target = workload.batch()
+    args, kwargs = call_arguments(inputs, {})
+    with workload.autocast():
+        memory = round(MEMORY * least_bytes(fused, optimizer, Arguments.of(args, kwargs)))
+    train = hf.train_step(fused, workload.case.loss, optimizer, compile=False, memory=memory)
+
+    def step() -> Tensor:
+        with workload.autocast():
+            return train(inputs, target)
+
+    return Running(step)
+
+
 def start_hfusion_compiled(workload: Workload, parts: int | str = "auto") -> Running:
     """The public way in one call: forward, losses and backward as programs, then the fused optimizer."""
     fused = hf.fuse(workload.models())
     optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
-    train = hf.train_step(fused, workload.case.loss, optimizer, parts=parts)
+    train = hf.train_step(fused, workload.case.loss, optimizer, parts=parts, compile=True)
     inputs, target = workload.batch()
 
     def step() -> Tensor:
@@ -78,19 +101,19 @@ def start_hfusion_compiled(workload: Workload, parts: int | str = "auto") -> Run
 
 
 def start_hfusion_one_part(workload: Workload) -> Running:
-    """All members at once, each operator on all threads."""
+    """Compute all members as one block, each operator on all threads."""
     return start_hfusion_compiled(workload, parts=1)
 
 
 def start_jax(workload: Workload) -> Running:
-    """JAX, which is imported only when it is asked for."""
+    """Start JAX, which is imported only when it is selected."""
     from hfusion.bench.optional import jaxed
 
     return jaxed.start(workload)
 
 
 def start_model_batch(workload: Workload) -> Running:
-    """The package modelbatch, which is imported only when it is asked for."""
+    """Start the package modelbatch, which is imported only when it is selected."""
     from hfusion.bench.optional import model_batch
 
     return model_batch.start(workload)
@@ -129,6 +152,7 @@ CONTENDERS = (
     *(contender for present, contender in OPTIONAL if present),
     Contender("hfusion", "hf.fuse, hf.per_model, hf.optim.Adam", start_hfusion),
     Contender("hfusion-tuned", "the same, ways to run operators measured: hf.fuse(tune=True)", start_hfusion_tuned),
+    Contender("hfusion-blocks", f"hf.train_step(memory={MEMORY} times the loop's), eager", start_hfusion_blocks),
     Contender("hfusion-compiled", "the same by hf.train_step: programs and the optimizer", start_hfusion_compiled),
     Contender("hfusion-one-part", "the same, parts=1: operators divided among threads", start_hfusion_one_part),
 )

@@ -6,6 +6,7 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#whole-network-capture
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,18 @@ from hfusion.bench.workload import Running, Unavailable, Workload
 WARM_UP = 3
 
 
+@dataclass(frozen=True)
+class RecordedMember:
+    """The graph of a member's step, and the tensor that holds the loss after a replay.
+
+    A graph holds only addresses. ``reads``: the owners of that memory, kept alive so that it is not reused.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    loss: Tensor
+    reads: tuple[object, ...]
+
+
 def start(workload: Workload) -> Running:
     """Capture the step of each member. Raises Unavailable for another device."""
     if workload.device.type != "cuda":
@@ -24,15 +37,15 @@ def start(workload: Workload) -> Running:
     captured = [_capture(loop, model, rate) for model, rate in zip(loop.models, workload.rates, strict=True)]
 
     def step() -> list[Tensor]:
-        for graph, _ in captured:
-            graph.replay()
-        return [loss for _, loss in captured]
+        for member in captured:
+            member.graph.replay()
+        return [member.loss for member in captured]
 
     return Running(step)
 
 
-def _capture(loop: SerialLoop, model: nn.Module, rate: float) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of one step, and where it leaves the loss; model and optimizer are as before the first step."""
+def _capture(loop: SerialLoop, model: nn.Module, rate: float) -> RecordedMember:
+    """Record one step; model and optimizer are as before the first step."""
     optimizer = torch.optim.Adam(trained(model), lr=rate, capturable=True)
     before = copy.deepcopy(model.state_dict())
 
@@ -50,7 +63,7 @@ def _capture(loop: SerialLoop, model: nn.Module, rate: float) -> tuple[torch.cud
             step()
     torch.cuda.current_stream().wait_stream(side)
 
-    # Without gradients before it, backward writes them anew at every replay, in the graph's own memory.
+    # Without gradients before it, backward creates them at every replay, in the graph's own memory.
     optimizer.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -61,4 +74,4 @@ def _capture(loop: SerialLoop, model: nn.Module, rate: float) -> tuple[torch.cud
     for state in optimizer.state.values():
         for tensor in state.values():
             tensor.zero_()
-    return graph, loss
+    return RecordedMember(graph, loss, (loop, model, optimizer))

@@ -1,4 +1,4 @@
-"""The sub-benchmark ``foretold``: what `hfusion.simulate` says of fresh plans, and what their runs take."""
+"""The sub-benchmark ``foretold``: times that `hfusion.simulate` predicts for new plans, and those of their runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 12
 
 @dataclass(frozen=True)
 class ForetoldSettings:
-    """What is trained, and how often, after a run that warms up."""
+    """The cases, and the number of rounds after a warm-up."""
 
     cases: tuple[FuseCase, ...]
     members: tuple[int, ...]
@@ -35,7 +35,7 @@ class ForetoldSettings:
 
 @dataclass(frozen=True)
 class ForetoldRow:
-    """Seconds of ``steps`` minibatches: ``said`` before they ran, the median of what they took, and its ``ratio``."""
+    """Seconds of ``steps`` minibatches: predicted (``said``), the median of those measured, and their ``ratio``."""
 
     model: str
     members: int
@@ -46,7 +46,7 @@ class ForetoldRow:
 
 
 def pieces(settings: ForetoldSettings) -> int:
-    """How many pieces of work ``run`` reports."""
+    """Return the number of pieces of work that ``run`` reports."""
     return len(settings.cases) * len(settings.members)
 
 

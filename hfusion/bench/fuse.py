@@ -28,7 +28,7 @@ AGREEMENT_STEPS = 4
 
 @dataclass(frozen=True)
 class FuseSettings:
-    """What is compared. ``slot`` is the least time in seconds that a contender runs in a round."""
+    """Settings of the comparison. ``slot`` is the least time in seconds that a contender runs in a round."""
 
     cases: tuple[FuseCase, ...]
     members: tuple[int, ...]
@@ -41,7 +41,7 @@ class FuseSettings:
 
 
 def pieces(settings: FuseSettings) -> int:
-    """How many pieces of work ``run`` reports: one to prepare each contender, and one per round."""
+    """Return the number of pieces of work that ``run`` reports: one to prepare each contender, and one per round."""
     workloads = len(settings.cases) * len(settings.members)
     return workloads * len(settings.contenders) * (1 + settings.rounds)
 
@@ -102,7 +102,7 @@ def prepare(contender: Contender, workload: Workload, expected: Tensor) -> Runni
 
 
 def reason_of(error: Exception) -> str:
-    """Return the error in one line, as it stands under a table."""
+    """Return the error in one line, for the notes under a table."""
     if isinstance(error, Unavailable):
         return str(error)
     lines = str(error).strip().splitlines()

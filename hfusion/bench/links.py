@@ -1,8 +1,8 @@
 """The sub-benchmark ``links``: the cases of ``shard``, and larger ones, on a simulated accelerator.
 
-What a plan is worth depends on how fast the device computes beside how fast its link copies, and a CPU has the one
-ratio that it has. Here the shards are chosen for the rates of a data sheet, and their schedule is simulated: spilled
-arrays as hf.train trains them, with no shard that stays on the device, and with one unit in memory at a time.
+The value of a plan depends on the ratio of the device's computing speed to that of its link, and a CPU has only one
+such ratio. Here the shards are chosen for the rates of a data sheet, and their schedule is simulated: spilled arrays
+as hf.train trains them, with no shard that stays on the device, and with one unit in memory at a time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LinksRow:
 
 
 def rates(link: float) -> Rates:
-    """Those of the accelerator behind a link of so many bytes per second each way."""
+    """Return the rates of the accelerator with a link of ``link`` bytes per second each way."""
     return Rates(FLOPS, MEMORY, CALLS, link, link, DISK, DISK, device=types()[0])
 
 
@@ -68,7 +68,7 @@ def planned(workload: ShardWorkload, budget: int, link: float, *, keep: bool) ->
 
 
 def rows_of(case: ShardCase, meter: Meter) -> Iterator[LinksRow]:
-    """Every link, budget and way of a case."""
+    """Yield a row for every link, budget and contender of a case."""
     workload = ShardWorkload(case, STEPS, torch.device("cpu"))
     for link in LINKS:
         need = planned(workload, 1 << 62, link, keep=True).tasks[0].device_bytes
@@ -99,7 +99,7 @@ def _row(head: LinksRow, plan: Plan) -> LinksRow:
 
 
 def pieces(cases: Sequence[ShardCase]) -> int:
-    """How many rows there are."""
+    """Return the number of rows."""
     return len(LINKS) * sum(3 * len(case.parts) - 2 * (1 in case.parts) for case in cases)
 
 
@@ -122,7 +122,7 @@ def table(rows: Sequence[LinksRow]) -> Table:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run what ``arguments`` ask for."""
+    """Run the benchmark with the command line ``arguments``."""
     made = argparse.ArgumentParser(prog="python -m hfusion.bench links", description=__doc__, allow_abbrev=False)
     made.add_argument("--quick", action="store_true", help="few cases")
     made.add_argument("--json", metavar="FILE", type=Path, help="write the rows to FILE")

@@ -48,7 +48,7 @@ class LoraCase:
     classes: int | None = None
 
     def batches(self, members: int) -> tuple[Tensor, Tensor]:
-        """Each member's ``[members, batch, ...]``, always the same."""
+        """Return inputs and targets ``[members, batch, ...]``, the same at every call."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(VOCABULARY, (members, BATCH, LENGTH), generator=generator)
         if self.classes is None:

@@ -1,31 +1,21 @@
-"""What a result depends on besides the code: the machine and the versions, without its name."""
+"""Describe the machine and the versions that a result depends on, without the machine's name."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import platform
-from pathlib import Path
 
 import torch
 
 from hfusion.device.backend import backend
-
-
-def _cpu_model() -> str:
-    """The processor's own name where the system tells it (Linux), else what Python knows of it."""
-    listing = Path("/proc/cpuinfo")
-    if listing.exists():
-        for line in listing.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+from hfusion.device.native import processor_name
 
 
 def describe(device: torch.device) -> dict[str, str | int]:
     """Processor, cores, threads of torch, versions, system, today's date; with an accelerator its name too."""
     facts: dict[str, str | int] = {
-        "cpu": _cpu_model(),
+        "cpu": processor_name(),
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

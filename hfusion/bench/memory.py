@@ -33,7 +33,7 @@ from hfusion.device.backend import backend
 STEPS = 2
 STEADY = "steady steps"
 # What torch's allocator in this process does not see.
-_PROCESSES = "its tensors lie in other processes"
+_PROCESSES = "its tensors are in other processes"
 ELSEWHERE = {"processes": _PROCESSES, "processes-compiled": _PROCESSES, "jax": "its arrays are not torch's"}
 
 
@@ -51,7 +51,7 @@ class MemoryRow:
 
 
 def pieces(settings: FuseSettings) -> int:
-    """How many pieces of work ``run`` reports."""
+    """Return the number of pieces of work that ``run`` reports."""
     return len(settings.cases) * len(settings.members) * len(settings.contenders)
 
 
@@ -90,13 +90,13 @@ Prepare = Callable[[], Running | Cell]
 
 
 def _counted(device: torch.device, start: Prepare) -> tuple[Running | Cell, int]:
-    """What ``start`` gives, and the most bytes that were allocated in its steps, beside what was there before."""
+    """Return the result of ``start``, and the peak of bytes that its steps allocated in addition to those before."""
     if device.type == "cpu":
         return _on_host(start)
-    asked = backend(device)
-    before = asked.allocated(lambda: None)
+    device_backend = backend(device)
+    before = device_backend.allocated(lambda: None)
     prepared = start()
-    most = asked.allocated(lambda: _steady(prepared) if isinstance(prepared, Running) else None)
+    most = device_backend.allocated(lambda: _steady(prepared) if isinstance(prepared, Running) else None)
     return prepared, most - before
 
 
@@ -138,7 +138,7 @@ def peak_of(events: Sequence[Mapping[str, Any]]) -> int:
 
 
 def table(rows: Sequence[MemoryRow], contenders: Sequence[str]) -> tuple[Table, list[str]]:
-    """A row for each model and number of members: MiB per member, and what part of the serial loop's that is."""
+    """Return a row for each model and number of members: MiB per member, and the ratio to the serial loop's."""
     footnotes = Footnotes()
     shown = Table(title="MiB per member at the peak of a step", show_lines=True)
     shown.add_column("model", no_wrap=True)

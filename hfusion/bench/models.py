@@ -178,7 +178,7 @@ class PointNet(nn.Module):
 def attend(qkv: Tensor, heads: int, mask: Tensor | None = None) -> Tensor:
     """Self-attention of queries, keys and values [N, T, 3 * width] -> [N, T, width].
 
-    ``mask``, broadcast to [N, heads, T, T], says who is seen; without one it is causal.
+    ``mask``, broadcast to [N, heads, T, T], selects the tokens to attend to; without one attention is causal.
     """
     batch, length, width = qkv.shape
     parts = qkv.view(batch, length, 3, heads, width // 3 // heads).unbind(2)

@@ -1,4 +1,4 @@
-"""What one could do without hfusion's runtime: shards loaded, computed and evicted by hand, and torch's FSDP2."""
+"""Alternatives to hfusion's runtime: shards loaded, computed and evicted by hand, and torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class _Clock:
 
     @property
     def lanes(self) -> StepTimes:
-        """Those of a steady step."""
+        """Return the lanes of a steady step."""
         return StepTimes.middle([StepTimes(**step) for step in self.steps[warm(len(self.steps)) :]])
 
 
 class LoadComputeEvict:
     """The shards of a plan trained one after the other: a shard is copied to the device, computed, copied back.
 
-    As Hydra without its double buffering: nothing is loaded ahead, and the computing waits for every copy. A shard that
-    the plan keeps on the device is kept, so no other one may use its weights. What crosses a cut goes through the host,
-    a backward computes its shard again; that is right only for models that draw no random numbers.
+    Like Hydra without its double buffering: nothing is loaded ahead, and the computing waits for every copy. A shard
+    that the plan keeps on the device is kept, so no other one may use its weights. Values at a cut go through the host,
+    and a backward recomputes its shard, which is right only for models that draw no random numbers.
     """
 
     def __init__(self, one: Arrangement, plan: TaskPlan, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class LoadComputeEvict:
         self._moved = 0
 
     def run(self) -> Sample:
-        """All steps of the plan."""
+        """Run all steps of the plan."""
         ends, losses = [], []
         for _ in range(self._plan.steps):
             self._clock.begin()
@@ -194,10 +194,10 @@ class LoadComputeEvict:
 
 
 class ComputeOnly(LoadComputeEvict):
-    """The same computing while everything stays on the device: what a step would take if copies took no time.
+    """The same computing with everything on the device: the time of a step if copies took none.
 
-    In the loop above a copy leaves its tensor in the cache of the processor that computes with it next; who loads ahead
-    cannot have that.
+    In the loop above a copy leaves its tensor in the cache of the processor that computes with it next, an advantage
+    that loading ahead does not have.
     """
 
     def __init__(self, one: Arrangement, plan: TaskPlan, device: torch.device) -> None:
@@ -205,7 +205,7 @@ class ComputeOnly(LoadComputeEvict):
         self._home = {name: param.data.to(device) for name, param in self._params.items()}
 
     def _keep(self, home: Tensor, data: Tensor) -> None:
-        """It is there already."""
+        """Do nothing, since the data is on the device already."""
 
     def _copied(self, value: Any, device: torch.device | str) -> Any:
         return value.to(self._device) if isinstance(value, Tensor) else value
@@ -229,7 +229,7 @@ def fsdp_offload(alone: Alone, steps: int, device: torch.device) -> Sample:
     but all is offloaded. The host's memory is pinned only where there is an accelerator.
 
     Raises:
-        Unavailable: what torch said when it could not.
+        Unavailable: torch cannot run it; the message is torch's.
     """
     if dist.is_initialized():
         raise Unavailable("a process group exists already")
@@ -238,7 +238,7 @@ def fsdp_offload(alone: Alone, steps: int, device: torch.device) -> Sample:
         dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=0, world_size=1)
         try:
             with warnings.catch_warnings():
-                # Models that return views may not be written to from outside; nobody does.
+                # Views that models return may not be written to from outside, which no code here does.
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
                 return _fsdp_run(alone, steps, device, CPUOffloadPolicy(pin_memory=backend(device).pins))
         finally:

@@ -1,8 +1,8 @@
 """The sub-benchmark ``optim``: the step of an optimizer alone, over B members with B learning rates.
 
-hfusion's way is a kernel of its own that makes one pass over the stacks, or the optimizer's formula over the stacks
-where that one cannot run (``hfusion.optim.native_kernels``, ``gpu``). It is compared with what a user could do
-instead, and with the bound: torch's fused kernel over the whole stack, which knows only one learning rate.
+hfusion runs its own kernel with one pass over the stacks, or the optimizer's formula over the stacks where the kernel
+cannot run (``hfusion.optim.native_kernels``, ``gpu``). It is compared with the user's alternatives, and with the
+bound: torch's fused kernel over the whole stack, which takes only one learning rate.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OptimCase:
 
 @dataclass(frozen=True)
 class OptimSettings:
-    """What is compared. ``slot`` is the least time in seconds that a contender runs in a round."""
+    """Settings of the comparison. ``slot`` is the least time in seconds that a contender runs in a round."""
 
     cases: tuple[OptimCase, ...]
     members: tuple[int, ...]
@@ -210,13 +210,13 @@ ABOUT = {
 
 
 def form(device: torch.device) -> str:
-    """What hfusion runs on ``device``, and why if it is no kernel of its own."""
-    found = (native_kernels if device.type == "cpu" else gpu).library()
-    return f"formula: {found}" if isinstance(found, str) else "native"
+    """Return the implementation that hfusion runs on ``device``, with the reason if it is not the native kernel."""
+    library = (native_kernels if device.type == "cpu" else gpu).library()
+    return f"formula: {library}" if isinstance(library, str) else "native"
 
 
 def pieces(settings: OptimSettings) -> int:
-    """How many pieces of work ``run`` reports: one per contender and round."""
+    """Return the number of pieces of work that ``run`` reports: one per contender and round."""
     return len(OPTIMIZERS) * len(settings.cases) * len(settings.members) * len(CONTENDERS) * settings.rounds
 
 

@@ -1,6 +1,6 @@
-"""Placing arrays on the devices of a cluster, simulated: what a decision costs, and how far the end is from the least.
+"""Simulated placement of arrays on the devices of a cluster: the cost of a decision, and the makespan over its bound.
 
-What an array takes is up to a third more or less than was estimated, so that devices take from one another in the end.
+An array takes up to a third more or less time than estimated, so that devices take arrays from one another at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STEPS = 1000
 
 
 class Placed(NamedTuple):
-    """``lower_bound``: by what arrays really took."""
+    """The result of a placement. ``lower_bound``: computed from the real times of the arrays."""
 
     makespan: float
     lower_bound: float
@@ -34,10 +34,10 @@ class VirtualClock:
 
 @dataclass(frozen=True)
 class RealCluster:
-    """What arrays really take: ``seconds[array][device]``.
+    """The real times of arrays: ``seconds[array][device]``.
 
-    ``startup``: seconds until an array trains, on each device on which it begins; ``leaving``: until one has left that
-    was asked to. ``told``: seconds between two messages of how far an array is; None: nothing is told.
+    ``startup``: seconds until an array trains, on each device on which it begins; ``leaving``: seconds from the request
+    to leave a device until it has left. ``told``: seconds between two progress messages of an array, None without them.
     """
 
     seconds: Sequence[Sequence[float]]
@@ -86,7 +86,7 @@ class SimulatedRun:
                 self._clock.now = now
                 self._hear(what, device, run)
                 if what != "told":
-                    # Who found nothing before finds nothing now, but for who goes on with what has left.
+                    # Devices that found no work before find none now, except for one that continues an array that left.
                     idle = [each for each in self._placement.idle if what == "left" or each == device]
 
     def _decide(self, ask: Any, *args: Any) -> Any:
@@ -143,5 +143,5 @@ def placed(arrays: int, devices: int, *, alike: bool, seed: int = 0) -> Placed:
 
 
 def loaded(number: int, seconds: Sequence[float], task: str | None = None) -> Load:
-    """An array by itself, or one of a task."""
+    """Return the load of an independent array, or of one array of a task."""
     return Load(f"array{number}", tuple(seconds), task or f"task{number}", _STEPS)

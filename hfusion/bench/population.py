@@ -1,4 +1,4 @@
-"""What it takes to let members stop, start and be copied, and what a population costs that loses its members.
+"""Measure how long members take to stop, start and be copied, and how long steps take after members were lost.
 
 ``python -m hfusion.bench.population``: CPU time of one thread, the least of several repeats, so that other work on the
 machine does not count.
@@ -27,7 +27,7 @@ def _milliseconds(act: Callable[[], object]) -> float:
 
 
 def _large() -> nn.Module:
-    """Of a million parameters."""
+    """Return a model with a million parameters."""
     return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 448), nn.ReLU(), nn.Linear(448, 32))
 
 
@@ -70,7 +70,7 @@ def rows(repeats: int) -> dict[str, float]:
 
 
 def leaving(counts: list[int], repeats: int, compile: bool) -> dict[int, tuple[float, float]]:
-    """For numbers of members: ms of a step of a population of 64 that has lost the others, and of an array of them."""
+    """Return ms per step by number of members: of a population of 64 that lost the others, and of a new array."""
     x, y = torch.randn(32, 64), torch.randint(10, (32,))
     pop, found = _population([_small() for _ in range(64)], compile), {}
     for count in counts:

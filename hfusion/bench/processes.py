@@ -52,7 +52,7 @@ class _Workers:
         try:
             return pipe.recv()  # type: ignore[no-any-return]
         except EOFError:
-            raise RuntimeError("a worker process ended early; its own error stands above") from None
+            raise RuntimeError("a worker process ended early; see its error above") from None
 
     def step(self) -> Tensor:
         for pipe in self.pipes:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @dataclass(frozen=True)
 class Meter:
-    """``say`` names what is being done, ``advance`` counts finished pieces of the total."""
+    """A progress meter: ``say`` names the current work, ``advance`` counts finished pieces of the total."""
 
     say: Callable[[str], None]
     advance: Callable[[int], None]

@@ -1,7 +1,7 @@
-"""Plans of a cluster made anew by what is measured, simulated, against first plans and plans that knew it all before.
+"""Simulate plans of a cluster that are revised by measurements, against first plans and plans with perfect estimates.
 
-In ``wrong`` cases every task takes 0.3 to 3 times what was estimated, and so does every device; in ``right`` ones both
-take what was estimated. Each move costs the seconds until an array has left, and those until it trains again.
+In ``wrong`` cases tasks and devices take 0.3 to 3 times their estimated seconds; in ``right`` ones the estimates are
+correct. Each move costs the seconds until an array has left, and those until it trains again.
 """
 
 from __future__ import annotations

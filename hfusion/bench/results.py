@@ -1,4 +1,4 @@
-"""What the sub-benchmark ``fuse`` finds: cells, comparisons, and their rows; and how the rows of all are written."""
+"""Results of the sub-benchmark ``fuse``: cells, comparisons and their rows; and the JSON output of all of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hfusion.bench import timing
 
 BASELINE = "serial"
 OURS = ("hfusion", "hfusion-compiled")
-# Ours, but not what a user gets who asks for nothing: compared with nothing.
-BESIDE = ("hfusion-one-part", "hfusion-tuned")
+# Variants of hfusion that are no default, so that they are not compared with others.
+BESIDE = ("hfusion-one-part", "hfusion-tuned", "hfusion-blocks")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class FuseRow:
-    """A cell as it stands in the JSON file.
+    """A cell as a row of the JSON file.
 
     ``ms`` is the median wall time of a step of all members; ``speedup`` over the serial loop and ``spread``
     (quartile distance over median) have no unit; ``cores`` counts the cores kept busy. Without a time,
@@ -51,7 +51,7 @@ class FuseRow:
 
 @dataclass(frozen=True)
 class ModelResult:
-    """All contenders on one model and one number of members."""
+    """The results of all contenders on one model and one number of members."""
 
     model: str
     members: int
@@ -59,7 +59,7 @@ class ModelResult:
     cells: tuple[Cell, ...]
 
     def cell(self, contender: str) -> Cell | None:
-        """The cell of ``contender`` if it was asked for."""
+        """Return the cell of ``contender``, None if it was not selected."""
         return next((cell for cell in self.cells if cell.contender == contender), None)
 
     def speedup(self, cell: Cell) -> float | None:
@@ -70,7 +70,7 @@ class ModelResult:
         return timing.speedup(baseline.seconds, cell.seconds)
 
     def oversubscription(self, cell: Cell) -> float:
-        """How many times the cores of the others this contender used."""
+        """Return the ratio of the cores that this contender used to those of the others."""
         return max(1.0, cell.cores / self.threads)
 
     def versus_best(self) -> tuple[str, float] | None:
@@ -106,9 +106,9 @@ class ModelResult:
 
 
 def kept_rows(path: Path) -> list[FuseRow]:
-    """The rows of a JSON file of an earlier run.
+    """Read the rows of a JSON file of an earlier run.
 
-    Raises ValueError that says what is wrong with the file.
+    Raises ValueError with the fault of the file.
     """
     try:
         return [FuseRow(**row) for row in json.loads(path.read_text())["rows"]]

@@ -1,9 +1,9 @@
 """The sub-benchmark ``schedule``: the makespan of policies over the lower bound, in simulation.
 
 Hydra's study (arXiv:2110.08633): many tasks on few devices, all alike or of different lengths and sizes. A load
-takes less than the computing it is hidden behind, so what is lost is lost by the policy. The rows of ``placement`` are
+takes less than the computing it is hidden behind, so all losses are due to the policy. The rows of ``placement`` are
 of a cluster, where arrays are placed on the devices of nodes, and each device trains one after the other. In those of
-``first plan``, ``made anew`` and ``rates known`` what was estimated is wrong, or right: means of 20 cases each.
+``first plan``, ``made anew`` and ``rates known`` the estimates are wrong, or right: means of 20 cases each.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DECISIONS = 2_000
 
 @dataclass(frozen=True)
 class ScheduleCase:
-    """So many tasks on so many devices."""
+    """A number of tasks and of devices."""
 
     tasks: int
     devices: int
@@ -66,7 +66,7 @@ REPLANNED_SEEDS = 20
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """What is compared."""
+    """Settings of the comparison."""
 
     cases: tuple[ScheduleCase, ...]
     policies: tuple[Policy, ...]
@@ -76,7 +76,7 @@ class ScheduleSettings:
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """One policy: seconds, ``ratio`` of them, and what one decision costs."""
+    """The results of one policy: seconds, their ``ratio``, and the cost of one decision."""
 
     tasks: int
     devices: int
@@ -129,7 +129,7 @@ def _task(name: str, seconds: float, count: int, steps: int, resident: bool) -> 
 
 
 def us_per_decision(plan: Plan, policy: Policy) -> float:
-    """Mean microseconds to begin a unit, choose what its device does next and let the task it leaves wait."""
+    """Return the mean microseconds to begin a unit, choose the device's next one and queue the task that it left."""
     dispatcher = Dispatcher(plan, policy)
     running = [dispatcher.choose(budget, None) for budget in plan.devices.values()]
     start = time.perf_counter()
@@ -145,7 +145,7 @@ def us_per_decision(plan: Plan, policy: Policy) -> float:
 
 
 def pieces(settings: ScheduleSettings) -> int:
-    """How many pieces of work ``run`` reports: one per case, mix and policy."""
+    """Return the number of pieces of work that ``run`` reports: one per case, mix and policy."""
     placed = len(settings.placements) + len(settings.replanned)
     return (len(settings.cases) * len(settings.policies) + placed) * len(MIXES)
 

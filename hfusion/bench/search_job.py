@@ -26,7 +26,7 @@ Minibatches = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class SearchJob:
-    """What one process does.
+    """The job of one process.
 
     Attributes:
         contender: a key of ``SEARCHES``.
@@ -53,7 +53,7 @@ class SearchJob:
 
 @dataclass(frozen=True)
 class SearchReport:
-    """What the process prints as JSON.
+    """The report that the process prints as JSON.
 
     Attributes:
         seconds: wall time from the end of the imports to the last value.
@@ -266,7 +266,7 @@ def run(job: SearchJob) -> SearchReport:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """Return the processor seconds of this process and of its children that have ended."""
     import resource
 
     children = resource.getrusage(resource.RUSAGE_CHILDREN)

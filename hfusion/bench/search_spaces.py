@@ -57,7 +57,7 @@ QUICK_CELLS = (SearchCell(6, 1),)
 
 @dataclass(frozen=True)
 class SpaceSettings:
-    """Every contender runs once in each of ``rounds``, on ``cores`` cores, for each space and cell."""
+    """Settings: every contender runs once in each of ``rounds``, on ``cores`` cores, for each space and cell."""
 
     spaces: tuple[str, ...]
     cells: tuple[SearchCell, ...]
@@ -109,7 +109,7 @@ class SearchFailed(Exception):
 
 @dataclass(frozen=True)
 class CommandTime:
-    """What a command took, and its report."""
+    """The times of a command, and its report."""
 
     seconds: float
     cpu_seconds: float
@@ -118,7 +118,7 @@ class CommandTime:
 
 @dataclass(frozen=True)
 class Checked:
-    """Contenders of a cell: the largest relative difference of their values to the loop's, or what went wrong."""
+    """The contenders of a cell: the largest relative difference of their values from the loop's, or the fault."""
 
     differences: dict[str, float] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Checked:
 
 
 def pieces(settings: SpaceSettings) -> int:
-    """How many pieces of work ``run`` reports: a check and all rounds for each cell."""
+    """Return the number of pieces of work that ``run`` reports: a check and all rounds for each cell."""
     return len(settings.spaces) * len(settings.cells) * (1 + settings.rounds)
 
 
@@ -189,7 +189,7 @@ def check(job: SearchJob, caches: Path) -> Checked:
 
 
 def largest_difference(report: SearchReport, alone: SearchReport) -> float:
-    """Of values, relative to those of the trials alone; infinite where trials or configurations are others."""
+    """Return the largest relative difference of values from those of separate trials; infinite if trials differ."""
     lengths = [len(values) for values in report.values]
     if report.params != alone.params or lengths != [len(values) for values in alone.values]:
         return math.inf
@@ -213,7 +213,7 @@ def run_command(job: SearchJob, caches: Path) -> CommandTime:
         "XDG_CACHE_HOME": str(caches),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
     }
-    # Files beside a script that is run by its path must not shadow other packages: -P.
+    # With -P, files next to a script that is run by its path do not shadow other packages.
     command = [sys.executable, "-P", search_job.__file__, json.dumps(asdict(job))]
     cpu_started, started = timing.children_cpu_seconds(), time.perf_counter()
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)

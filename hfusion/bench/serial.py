@@ -1,4 +1,4 @@
-"""Members trained one after the other: what everybody writes first, and the measure of the others."""
+"""Members trained one after the other: the usual code, and the baseline of the comparisons."""
 
 from __future__ import annotations
 

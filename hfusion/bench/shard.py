@@ -57,7 +57,7 @@ TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """What is compared, in runs of ``steps`` minibatches, the first of which are not counted."""
+    """Settings of the comparison, in runs of ``steps`` minibatches, the first of which are not counted."""
 
     cases: tuple[ShardCase, ...]
     rounds: int
@@ -172,7 +172,7 @@ class ShardWorkload:
         return fsdp_offload(alone, self.steps, self.device)
 
     def entries(self) -> list[Entry]:
-        """Who is compared; the plain loop first, since the others' losses are compared with its."""
+        """Return the contenders; the plain loop is first, since its losses are the reference."""
         found = [Entry("1/1", PLAIN, self.plain, equal=True)]
         for part in self.case.parts:
             name, budget = f"1/{part}", self.need // part
@@ -190,7 +190,7 @@ def without_prefetch(plan: Plan) -> Plan:
 
 
 def read(timeline: Timeline, plan: Plan) -> Sample:
-    """What the timeline of one task says of its steady steps; it knows no losses."""
+    """Read the times of the steady steps of one task from its timeline, which has no losses."""
     (task,) = plan.tasks
     # The last step writes back what no other step does, and loads nothing ahead.
     first = warm(task.steps)
@@ -208,7 +208,7 @@ def read(timeline: Timeline, plan: Plan) -> Sample:
 
 
 def _moved(timeline: Timeline, task: TaskPlan) -> list[int]:
-    """Bytes that each step of a task that is not clipped copies, by the plan: what is loaded counts when it is used."""
+    """Return the planned bytes that each step of an unclipped task copies; a load counts in the step that uses it."""
     moved = [0] * task.steps
     loading: set[int] = set()
     ran: dict[int, UnitActions] = {}
@@ -229,7 +229,7 @@ def _moved(timeline: Timeline, task: TaskPlan) -> list[int]:
 
 
 def pieces(settings: ShardSettings) -> int:
-    """How many pieces of work ``run`` reports: one per contender, budget and round."""
+    """Return the number of pieces of work that ``run`` reports: one per contender, budget and round."""
     return settings.rounds * sum(4 * len(case.parts) - 3 * (1 in case.parts) + 2 for case in settings.cases)
 
 
@@ -242,7 +242,7 @@ def run(settings: ShardSettings, meter: Meter) -> Iterator[list[ShardRow]]:
 
 
 def compare(workload: ShardWorkload, entries: Sequence[Entry], rounds: int, meter: Meter) -> list[ShardRow]:
-    """The rows of ``entries``; what cannot run, or computes other losses than the first, has a reason instead."""
+    """Return the rows of ``entries``; those that cannot run, or whose losses differ from the first, have a reason."""
     samples: list[list[Sample]] = [[] for _ in entries]
     failed: dict[int, Exception] = {}
     for _ in range(rounds):

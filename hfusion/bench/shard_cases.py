@@ -1,4 +1,4 @@
-"""What the sub-benchmark ``shard`` trains: arrays of large models, and adapters of one frozen base."""
+"""The cases of the sub-benchmark ``shard``: arrays of large models, and adapters of one frozen base."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hfusion.bench.models import TransformerLM, frozen, lora, mlp
 class ShardCase:
     """Some members, one batch, and the parts of the need that are tried as budgets: 4 means a quarter.
 
-    ``make_models()`` always gives the same weights. ``units(model)``: what FSDP gathers one at a time.
+    ``make_models()`` always gives the same weights. ``units(model)``: the modules that FSDP gathers one at a time.
     """
 
     name: str

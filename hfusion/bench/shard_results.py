@@ -1,8 +1,8 @@
-"""What the sub-benchmark ``shard`` finds: samples of runs, rows of the JSON file, and the table.
+"""Results of the sub-benchmark ``shard``: samples of runs, rows of the JSON file, and the table.
 
-The least a step can take is max(compute, transfer): what its computing takes, or its busier link, each by itself. The
-computing is that of the same shards with nothing copied, the transfers are those of the loop that does one after the
-other; for what is resident it is the plain loop's step.
+The lower bound of a step is max(compute, transfer): the time of its computing alone, or of its busier link alone. The
+computing is that of the same shards with nothing copied, the transfers are those of the sequential loop; for a
+resident array the bound is the plain loop's step.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ ABOUT = {
 
 
 def warm(steps: int) -> int:
-    """How many of ``steps`` come first and are not counted.
+    """Return the number of warm-up steps among ``steps``, which are not counted.
 
-    They prepare kernels, and for some ten steps the heap grows until it has a place for every shard: a page that is
+    They prepare kernels, and for some ten steps the heap grows until it has room for every shard: a page that is
     touched for the first time can cost thirty times its copy.
     """
     return steps // 2
@@ -68,8 +68,8 @@ class StepTimes:
 class Sample:
     """One run: seconds of a steady step, losses ``[steps, B]`` on the CPU, lanes of a steady step, bytes.
 
-    ``peak`` is what the plan or the executor accounts for, ``moved`` what is copied per step both ways; None where
-    nobody counts. ``shards``: 1 is resident.
+    ``peak``: bytes that the plan or the executor accounts for; ``moved``: bytes copied per step both ways; None if they
+    are not counted. ``shards``: 1 is resident.
     """
 
     seconds: float
@@ -108,7 +108,7 @@ class ShardRow:
 
 
 def limits(samples: Mapping[tuple[str, str], Sequence[Sample]]) -> dict[str, list[float]]:
-    """By budget, the least seconds a step could take, round by round; of all samples by budget and contender."""
+    """Return the lower bound of a step's seconds by budget, for each round, from samples by budget and contender."""
     found: dict[str, list[float]] = {}
     for (budget, contender), taken in samples.items():
         if contender == PLAIN:

@@ -1,8 +1,8 @@
 """The sub-benchmark ``short``: jobs of some seconds, from the start of their process to its end.
 
-What a user waits for includes imports, the capture and the compiler. So each job is a process of its own: the serial
-loop, whose processes are not charged for the import of hfusion; and hfusion's ways, with cache folders that are empty,
-and with those that a compiling job has filled.
+A user also waits for imports, the capture and the compiler. So each job is a process of its own: the serial loop,
+whose processes are not charged for the import of hfusion; and hfusion's modes, with empty cache folders, and with
+folders that a compiling job has filled.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ShortContender:
 
 _WAYS = {
     "eager": "hf.train_step(compile=False)",
-    "compiled": "hf.train_step",
+    "compiled": "hf.train_step(compile=True)",
     "background": 'hf.train_step(compile="background")',
     "steps": "hf.train_step(steps=n)",
 }
@@ -82,11 +82,11 @@ class ShortSettings:
 
 @dataclass(frozen=True)
 class ShortRow:
-    """One contender: medians of the wall time, and of processor times: of its process and those that it started, and
-    of its process alone, which is what it waits for where a core is free for the others.
+    """One contender: medians of wall time and processor times.
 
-    ``beyond``: seconds more than the serial loop took in the same round, the median. Without times, ``reason`` says
-    why; ``disagrees``: it ends with other losses than the serial loop.
+    Processor times are those of its process with its children, and of its process alone, for which the user waits if a
+    core is free for the others. ``beyond``: seconds more than the serial loop took in the same round, the median.
+    Without times, ``reason`` says why; ``disagrees``: its last losses differ from those of the serial loop.
     """
 
     model: str
@@ -107,7 +107,7 @@ class WrongJob(Exception):
 
 @dataclass(frozen=True)
 class JobTime:
-    """What a job took, and its last losses; or why it failed."""
+    """The times of a job and its last losses, or why it failed."""
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -117,7 +117,7 @@ class JobTime:
 
 
 def pieces(settings: ShortSettings) -> int:
-    """How many pieces of work ``run`` reports."""
+    """Return the number of pieces of work that ``run`` reports."""
     return len(settings.models) * len(settings.members) * settings.rounds
 
 
@@ -135,7 +135,7 @@ def run(settings: ShortSettings, meter: Meter) -> Iterator[ShortRow]:
 
 
 def _round(settings: ShortSettings, model: str, members: int) -> dict[str, JobTime]:
-    """Times by contender; what fills the caches is one of them, and runs first, the serial loop always runs."""
+    """Return times by contender. The one that fills the caches runs first; the serial loop always runs."""
     chosen = {contender.name: contender for contender in (*CONTENDERS[:1], *settings.contenders)}
     found = {}
     with tempfile.TemporaryDirectory() as filled:
@@ -182,7 +182,7 @@ def _steps(model: str) -> int:
 
 
 def row(model: str, members: int, name: str, rounds: Sequence[Mapping[str, JobTime]]) -> ShortRow:
-    """The medians of contender ``name``, or what is wrong with it."""
+    """Return the medians of contender ``name``, or the reason why it has none."""
     known = (model, members, _steps(model), name)
     jobs, alone = [one[name] for one in rounds], [one[BASELINE] for one in rounds]
     failed = next((job.reason for job in (*jobs, *alone) if job.reason), "")

@@ -18,7 +18,7 @@ LOADED = time.perf_counter(), time.process_time()
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "eager": {"compile": False},
-    "compiled": {},
+    "compiled": {"compile": True},
     "background": {"compile": "background"},
 }
 
@@ -26,8 +26,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 def main(arguments: Sequence[str], began: tuple[float, float]) -> None:
     """Train: MODEL MEMBERS STEPS THREADS WAY. ``began``: when hfusion was imported, by both clocks.
 
-    Prints the last losses; then the processor time of this process alone, and what of the wall and of the processor
-    time is not to be counted: members that are trained one by one need no hfusion.
+    Prints the last losses; then the processor time of this process alone, and the parts of the wall and the processor
+    time that do not count: members that are trained one by one need no hfusion.
     """
     model, members, steps, threads, way = arguments
     torch.set_num_threads(int(threads))
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str], began: tuple[float, float]) -> None:
     batch = workload.batch()
     train = hf.train_step(fused, case.loss, optimizer, **options)
     with warnings.catch_warnings():
-        # What runs eagerly stands in the table of steps.
+        # Eager steps are in the table of steps.
         warnings.simplefilter("ignore")
         for _ in range(int(steps)):
             found = train(*batch)

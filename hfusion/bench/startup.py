@@ -1,7 +1,8 @@
-"""What an array costs before it trains: ``fuse``, the first step, the first compiled one, for every number of members.
+"""Startup times of an array for every number of members: ``fuse``, the first step, the first compiled step.
 
-Imports and what is kept on disk for all arrays, native kernels and the compiler's header, are paid by a warm-up that is
-not counted; torch's cache of compiled programs is empty before it. Each stage happens once, so that each is timed once.
+Imports and the files that all arrays share on disk, native kernels and the compiler's header, are paid by a warm-up
+that is not counted; torch's cache of compiled programs is empty before it. Each stage happens once, so that each is
+timed once.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ STAGES = {
 
 @dataclass(frozen=True)
 class StartupRow:
-    """Milliseconds of each stage; the compiled ones are None where ``note`` says what is not compiled.
+    """Milliseconds of each stage; the compiled ones are None if ``note`` says that the step is not compiled.
 
     ``fuse_ms``: hf.fuse. ``first_ms``: a step that captures, batches and verifies. ``second_ms``: the next one.
     ``compiled_ms``: the second call of hf.train_step, which compiles. ``next_ms``: the call after it.
@@ -59,7 +60,7 @@ class StartupRow:
 
 
 def pieces(settings: FuseSettings) -> int:
-    """How many pieces of work ``run`` reports."""
+    """Return the number of pieces of work that ``run`` reports."""
     return len(settings.cases) * len(settings.members)
 
 
@@ -85,14 +86,14 @@ def once(workload: Workload) -> StartupRow:
     eager = eager_step(workload, fused, optimizer)
     (_, first_ms), (_, second_ms) = (_clocked(workload, eager) for _ in range(2))
 
-    train = hf.train_step(fused, workload.case.loss, optimizer)
+    train = hf.train_step(fused, workload.case.loss, optimizer, compile=True)
 
     def compiled() -> Tensor:
         with workload.autocast():
             return train(*batch)
 
     with warnings.catch_warnings():
-        # That it runs eagerly stands in the note.
+        # The note says that it runs eagerly.
         warnings.simplefilter("ignore")
         compiled()
         (_, compiled_ms), (_, next_ms) = (_clocked(workload, compiled) for _ in range(2))
@@ -102,7 +103,7 @@ def once(workload: Workload) -> StartupRow:
 
 
 def _clocked(workload: Workload, call: Callable[[], T]) -> tuple[T, float]:
-    """What ``call`` gives, and its milliseconds."""
+    """Return the result of ``call``, and its milliseconds."""
     backend(workload.device).wait()
     start = time.perf_counter()
     result = call()

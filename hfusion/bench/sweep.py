@@ -1,8 +1,9 @@
 """The sub-benchmark ``sweep``: random search with Hyperband, HFHT's study (Wang et al., MLSys 2021), several ways.
 
-Every contender trains the same configurations on the same data, each from the weights of its trial's seed, and asks
-Optuna's Hyperband pruner after every epoch, or Ray's scheduler of the same brackets. What differs is how: and, as
-pruners decide by what they have seen, how many epochs are trained. So the table has seconds and epochs.
+Every contender trains the same configurations on the same data, each from the weights of its trial's seed, and calls
+Optuna's Hyperband pruner after every epoch, or Ray's scheduler of the same brackets. As the decisions of pruners
+depend on the values reported so far, contenders train different numbers of epochs. So the table has seconds and
+epochs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ REDUCTION = 3
 
 
 class Shuffled:
-    """Minibatches in an order drawn from torch's generator, anew at every reading; what is left over is left out."""
+    """Minibatches in an order drawn from torch's generator at every iteration; an incomplete last one is dropped."""
 
     def __init__(self, inputs: Tensor, target: Tensor) -> None:
         self._inputs, self._target = inputs, target
@@ -85,7 +86,7 @@ def _solid(kind: int, generator: torch.Generator) -> Tensor:
 
 
 def cnn() -> nn.Module:
-    """That of examples/digits_sweep.py."""
+    """Return the CNN of examples/digits_sweep.py."""
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1, bias=False),
         nn.BatchNorm2d(8),
@@ -110,7 +111,7 @@ def pointnet() -> nn.Module:
 
 @dataclass(frozen=True)
 class SweepCase:
-    """What is searched."""
+    """A model and its data to search over."""
 
     name: str
     about: str
@@ -125,7 +126,7 @@ CASES = (
 
 
 def space(trial: Any) -> dict[str, float]:
-    """Of all contenders: those of AdamW."""
+    """Return the hyper-parameters of AdamW, the space of all contenders."""
     return {
         "lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True),
         "weight_decay": trial.suggest_float("weight_decay", 1e-5, 1e-1, log=True),
@@ -138,7 +139,7 @@ def accuracy(output: Tensor, target: Tensor) -> float:
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What is compared: on ``cores`` cores. ``pruned``: with Hyperband, else every trial has all epochs."""
+    """Settings of the comparison on ``cores`` cores. ``pruned``: with Hyperband, else every trial has all epochs."""
 
     cases: Sequence[SweepCase]
     contenders: Sequence[SweepContender]
@@ -163,7 +164,7 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Searched:
-    """What a contender came to: the epochs of all trials, and the best value."""
+    """The outcome of a contender: the epochs of all trials, and the best value."""
 
     trials: int
     epochs: int
@@ -181,7 +182,7 @@ class SweepContender:
     needs: str = "optuna"
 
     def missing(self) -> bool:
-        """Whether the package is not there, or one that it needs."""
+        """True if the package, or one that it needs, is not installed."""
         try:
             importlib.import_module(self.needs)
         except ImportError:
@@ -207,7 +208,7 @@ def train(case: SweepCase, data: SweepData, params: dict[str, Any], number: int,
 
 
 def pieces(settings: SweepSettings) -> int:
-    """How many rows there will be."""
+    """Return the number of rows."""
     return len(settings.cases) * len(settings.contenders)
 
 

@@ -48,7 +48,7 @@ def pruner(settings: SweepSettings) -> Any:
 
 
 def study_of(settings: SweepSettings, storage: Any = None) -> Any:
-    """With all configurations waiting to be asked for."""
+    """Return a study with all configurations enqueued."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -119,12 +119,12 @@ def processes(case: SweepCase, settings: SweepSettings) -> Searched:
         for worker in workers:
             worker.join()
             if worker.exitcode:
-                raise RuntimeError(f"a worker ended with status {worker.exitcode}; its own error stands above")
+                raise RuntimeError(f"a worker ended with status {worker.exitcode}; see its error above")
         return searched(study)
 
 
 def arrays(
-    case: SweepCase, settings: SweepSettings, *, rows: int | None = None, compile: bool | str = False
+    case: SweepCase, settings: SweepSettings, *, rows: int | None = None, compile: bool | None = False
 ) -> Searched:
     """hf.sweep."""
     data, study = case.data(), study_of(settings)
@@ -194,7 +194,7 @@ CONTENDERS = (
     SweepContender(
         "hfusion-compiled",
         "hf.sweep of 64 rows, compiled where that pays",
-        partial(arrays, rows=64, compile="auto"),
+        partial(arrays, rows=64, compile=None),
         True,
     ),
 )

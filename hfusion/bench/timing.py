@@ -1,7 +1,7 @@
 """Interleaved timing: in every round each contender runs for a while, A B A B; ratios are taken per round.
 
-What disturbs a shared machine lasts longer than a round, so it meets all contenders of the round alike: a
-ratio taken within rounds is steadier than the ratio of two medians.
+Disturbances on a shared machine last longer than a round, so they affect all contenders of the round alike: a
+ratio taken within rounds varies less than the ratio of two medians.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measure(step: Callable[[], object], count: int, device: torch.device) -> flo
 
 
 def calibrate(step: Callable[[], object], slot: float, device: torch.device) -> int:
-    """How many calls of ``step`` last at least ``slot`` seconds; also warms up."""
+    """Return the number of calls of ``step`` that last at least ``slot`` seconds; also warms up."""
     count = 1
     while (seconds := measure(step, count, device)) * count < slot:
         count = max(count + 1, min(10 * count, math.ceil(1.1 * slot / max(seconds, 1e-9))))
@@ -85,5 +85,5 @@ def spread(values: Sequence[float]) -> float:
 
 
 def speedup(baseline: Sequence[float], other: Sequence[float]) -> float:
-    """How many times faster ``other`` is than ``baseline``: the median of the ratios of each round."""
+    """Return the speedup of ``other`` over ``baseline``: the median of the ratios of each round."""
     return statistics.median(b / o for b, o in zip(baseline, other, strict=True))

@@ -24,13 +24,13 @@ from hfusion.tasks.task import Task
 
 MODELS = ("mlp-small", "mlp-large", "cnn", "transformer")
 MEMBERS = (16,)
-# Minibatches of a timed loop, and those of a run that shows what a run costs beside its minibatches.
+# Minibatches of a timed loop, and of a short run, from which the cost of a run without its minibatches follows.
 _SECONDS, _FEW = 2.0, 2
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What is trained, and how often, each time both ways."""
+    """The cases, and the number of rounds, in each of which both contenders run."""
 
     cases: tuple[FuseCase, ...]
     members: tuple[int, ...]
@@ -56,7 +56,7 @@ class TrainRow:
 
 
 def pieces(settings: TrainSettings) -> int:
-    """How many pieces of work ``run`` reports."""
+    """Return the number of pieces of work that ``run`` reports."""
     return len(settings.cases) * len(settings.members)
 
 
@@ -71,7 +71,7 @@ def run(settings: TrainSettings, meter: Meter) -> Iterator[TrainRow]:
 
 def _row(workload: Workload, rounds: int) -> TrainRow:
     array = fuse(workload.models())
-    step = train_step(array, workload.case.loss, Adam(serial.trained(array), lr=list(workload.rates)))
+    step = train_step(array, workload.case.loss, Adam(serial.trained(array), lr=list(workload.rates)), compile=True)
     _loop(step, workload, 5)
     count = max(_FEW, int(_SECONDS / _loop(step, workload, _FEW)))
     # On the host, as their minibatches: what is trained comes back to it.

@@ -1,4 +1,4 @@
-"""What every contender is given, and what it gives back."""
+"""The input of every contender, and its result."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Workload:
     def models(self, chosen: Iterable[int] | None = None) -> list[nn.Module]:
         """New models of the ``chosen`` members, or of all, in training mode; always the same weights.
 
-        What they share, if the case has such a base, is one object in all models of a call.
+        The base that they share, if the case has one, is one object in all models of a call.
         """
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(BASE_SEED)
@@ -67,7 +67,7 @@ class Workload:
         return self.case.make_model(*base).to(self.device)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Where forward and loss run: nothing without ``amp``."""
+        """Return the context of forward and loss: autocast with ``amp``, else none."""
         return nullcontext() if self.amp is None else torch.autocast(self.device.type, dtype=self.amp)
 
     def batch(self) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned
 from hfusion.core.errors import CheckpointError
+from hfusion.core.memory import real_view
 
 FORMAT, VERSION = "hfusion checkpoint", 1
 MANIFEST, CHECKSUM, TENSORS = "manifest.json", "manifest.blake2b", "tensors.safetensors"
@@ -123,7 +124,7 @@ def _fill(aside: Path, body: Any, tensors: Mapping[str, Tensor], step: int, scor
     # Imported late: it imports sympy.
     from safetensors.torch import save as to_safetensors
 
-    plain = {key: real(tensor).contiguous() for key, tensor in tensors.items()}
+    plain = {key: real_view(tensor).contiguous() for key, tensor in tensors.items()}
     packed = to_safetensors(plain)
     head = 8 + struct.unpack("<Q", packed[:8])[0]
     manifest = {
@@ -145,11 +146,6 @@ def _fill(aside: Path, body: Any, tensors: Mapping[str, Tensor], step: int, scor
             file.flush()
             os.fsync(file.fileno())
     _sync(aside)
-
-
-def real(tensor: Tensor) -> Tensor:
-    """``tensor`` as safetensors takes it, which knows no complex numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def digest(tensor: Tensor) -> str:

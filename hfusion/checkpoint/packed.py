@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.checkpoint.files import Saved, real
+from hfusion.checkpoint.files import Saved
+from hfusion.core.memory import real_view
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class PackedSave:
         from safetensors.torch import save
 
         odd = frozenset(key for key, tensor in tensors.items() if tensor.is_complex())
-        plain = {key: real(tensor).contiguous() for key, tensor in tensors.items()}
+        plain = {key: real_view(tensor).contiguous() for key, tensor in tensors.items()}
         return PackedSave(json.dumps(body), save(plain), odd, step)
 
     def saved(self) -> Saved:

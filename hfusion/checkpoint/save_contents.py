@@ -18,7 +18,7 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors as tensors_of
 from hfusion.checkpoint.json_tree import encode
 from hfusion.core.errors import CheckpointError
-from hfusion.core.membership import Membership, membership
+from hfusion.core.membership import Membership, has_rows, is_per_member, membership
 from hfusion.device.backend import backend
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
@@ -32,8 +32,7 @@ def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Te
     """Return the stacked tensors of an array and its optimizer by their keys in a checkpoint, to access rows."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors_of(fused):
-        known = membership(tensor)
-        if known is not None and known.stacked:
+        if has_rows(tensor):
             found[f"module/{name}"] = tensor.detach()
     for number, group in enumerate(optimizer.param_groups):
         vectors, _ = read(group, optimizer.hypers, optimizer.members)
@@ -98,9 +97,8 @@ class SaveWriter:
     def module(self, fused: FusedModule) -> None:
         names = {}
         for name, tensor in tensors_of(fused):
-            found = membership(tensor)
-            names[name] = found is not None and found.is_own
-            self._keep(f"module/{name}", tensor, found)
+            names[name] = is_per_member(tensor)
+            self._keep(f"module/{name}", tensor, membership(tensor))
         self.body["module"] = {"class": fused._original, "stacked": names}
         shapes = shapes_of(fused, self.rows)
         if shapes:

@@ -68,11 +68,11 @@ def test_what_is_not_counted_has_a_reason() -> None:
         Contender("processes", "", processes.start),
         Contender("never", "", start_never),
     )
-    assert [row.reason for row in rows] == ["", "its tensors lie in other processes", "it cannot"]
+    assert [row.reason for row in rows] == ["", "its tensors are in other processes", "it cannot"]
     assert [row.bytes is None for row in rows] == [False, True, True]
     console = Console(width=150)
     shown, footnotes = memory.table(rows, ["serial", "processes", "never"])
     with console.capture() as captured:
         console.print(shown)
     assert "1.00x" in captured.get()
-    assert footnotes == ["[1] processes: its tensors lie in other processes", "[2] never: it cannot"]
+    assert footnotes == ["[1] processes: its tensors are in other processes", "[2] never: it cannot"]

@@ -19,5 +19,5 @@ def test_both_ways_train_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     torch.testing.assert_close(eager, compiled, rtol=1e-3, atol=1e-4)
     assert (eager[-1] < eager[0]).all()
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].endswith("3 members, resident, eager")
+    assert printed[0].endswith("3 members, resident, eager: compile=False")
     assert "resident, f32[64,64], i64[64]: one program of" in printed[1]

@@ -25,13 +25,13 @@ State = tuple[Parameters, Parameters, Parameters, Array]
 
 
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
-# Linux counts the cores that a process may use, and can be told.
+# On Linux the cores that a process may use can be read and set.
 CAN_LIMIT = hasattr(os, "sched_setaffinity")
 
 
 @contextmanager
 def _few_cores(count: int) -> Iterator[None]:
-    """The process may use ``count`` cores in the block, where that can be told; its new threads are free afterwards."""
+    """Context manager: limit the process to ``count`` cores if possible; its threads may use all cores afterwards."""
     if not CAN_LIMIT:
         yield
         return
@@ -46,7 +46,7 @@ def _few_cores(count: int) -> Iterator[None]:
 
 
 def _threads() -> set[int]:
-    """Those of this process."""
+    """Return the ids of this process's threads."""
     return {int(name) for name in os.listdir("/proc/self/task")}
 
 
@@ -94,9 +94,10 @@ def _step_of(form: Form, rates: Array) -> Callable[[State, Array, Array], tuple[
 
 
 def start(workload: Workload) -> Running:
-    """The whole step, with the weights of the torch members.
+    """Prepare the whole step in JAX, with the weights of the torch members.
 
-    Raises Unavailable for a model that has no form in JAX, and for what is not float32 on the CPU.
+    Raises Unavailable for a model without a JAX version, for other dtypes than float32, and for other devices than the
+    CPU.
     """
     form = FORMS.get(workload.case.name)
     if form is None or workload.case.loss is not F.cross_entropy:

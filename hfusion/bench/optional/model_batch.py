@@ -13,7 +13,7 @@ from hfusion.bench.workload import Running, Unavailable, Workload
 
 
 def start(workload: Workload) -> Running:
-    """The loop of its documentation. Raises Unavailable for what it cannot train."""
+    """Prepare the loop of modelbatch's documentation. Raises Unavailable for models that it cannot train."""
     if workload.case.make_base is not None:
         raise Unavailable("its optimizer would train the frozen base")
     batched = ModelBatch(workload.models())
