@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.errors import FusionError
+from hfusion.core.memory import real_view
 from hfusion.core.row_indices import check_once, copied, kept, moved_rows, rows_of
 from hfusion.optim.added_stacks import stacks_to_take, take_stacks
 from hfusion.optim.group import State, membership_of
@@ -279,7 +280,7 @@ def _move_state(optimizer: Any, group: ParamGroup, sources: Sources) -> None:
             starts = {i: first if first is not None else begins[i].get(name, 0.0) for i in fresh}
             moved = moved_rows(value, sources, {}, param.shape[1:] if value.dim() == param.dim() else None)
             for index, number in starts.items():
-                moved[index] = number
+                real_view(moved)[index] = number
             entry[name] = moved
 
 
@@ -290,7 +291,7 @@ def begin_rows(optimizer: Any, group: ParamGroup, param: Tensor, fresh: Mapping[
     for name, rows in fresh.items():
         first = optimizer.numbers.get(name)
         for row in rows:
-            optimizer.state[param][name][row] = begins[row].get(name, 0.0) if first is None else first
+            real_view(optimizer.state[param][name])[row] = begins[row].get(name, 0.0) if first is None else first
 
 
 def _begins(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int]) -> dict[int, Mapping[str, float]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.errors import CheckpointError
+from hfusion.core.memory import real_view
 from hfusion.optim.group import membership_of
 from hfusion.optim.settings import ParamGroup
 
@@ -69,14 +70,12 @@ def parts_of(state_dict: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, 
 
 
 def filled(param: Tensor, values: Sequence[float]) -> Tensor:
-    """A stack like ``param`` with one number in each row."""
+    """Return a stack like ``param`` with one number in each row; both parts of a complex number are that number."""
     stack = torch.zeros_like(param, memory_format=torch.preserve_format)
-    if not any(values):
-        return stack
-    if not membership_of(param).stacked:
-        return stack.fill_(values[0])
-    for row, value in zip(stack, values, strict=True):
-        row.fill_(value)
+    if any(values):
+        rows = real_view(stack) if membership_of(param).stacked else [real_view(stack)]
+        for row, value in zip(rows, values, strict=membership_of(param).stacked):
+            row.fill_(value)
     return stack
 
 

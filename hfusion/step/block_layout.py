@@ -63,15 +63,16 @@ class Parting:
         Elsewhere both compute about as much, and what it takes to wake threads decides, or what is left to the last.
         """
         members, cores = forward.compiled.program.members, torch.get_num_threads()
-        limit = members if most is None else most
-        threads = min(cores if isinstance(parts, str) else parts, limit)
+        threads = min(cores if isinstance(parts, str) else parts, members if most is None else most)
         if threads == 1:
             direct = not _obstacle(forward, loss)
             if size is None and cores == 1 and direct and not _without_threads():
                 block = block_size(forward, 1)
                 size = None if block >= members or too_many_kinds(forward, loss, block) else block
             return Parting(_limited(size, most), inner=cores, direct=direct)
-        block = min(block_size(forward, threads) if size is None else size, limit // threads)
+        block = block_size(forward, threads) if size is None else size
+        if most is not None:
+            block = min(block, most // threads)
         why = obstacle(forward, loss) or too_many_kinds(forward, loss, block)
         if why:
             return Parting(_limited(size, most), why=why)

@@ -112,6 +112,10 @@ class Queues:
     def start(self, seed: int, fault: Fault | None = None, lag: float | None = None) -> None:
         """Begin a run; nothing of another one may be left to do."""
         with self.lock:
+            if getattr(self, "fault", None) is not None:
+                # What a run with a fault has left may read memory that nobody wrote.
+                for items in self.items.values():
+                    items.clear()
             self.drain()
             self.random = random.Random(seed)
             # From devices that are always done to those that do nothing before somebody waits.
