@@ -52,10 +52,10 @@ def test_every_optimizer_is_tried() -> None:
 
 
 class Parts(nn.Module):
-    def __init__(self, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         super().__init__()
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=torch.float64)))
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=dtype)))
 
 
 class Alone:
@@ -80,10 +80,10 @@ class Alone:
 class Run:
     """An array and the members alone, on the same gradients."""
 
-    def __init__(self, kind: str, options: dict[str, Any], members: int) -> None:
-        self.kind, self.options = kind, options
+    def __init__(self, kind: str, options: dict[str, Any], members: int, dtype: torch.dtype = torch.float64) -> None:
+        self.kind, self.options, self.dtype = kind, options, dtype
         self.shapes = MATRICES if kind == "Muon" else SHAPES
-        models = [Parts(self.shapes) for _ in range(members)]
+        models = [Parts(self.shapes, self.dtype) for _ in range(members)]
         self.fused = hf.fuse(models)
         self.alone = [Alone(kind, options, model, number) for number, model in enumerate(models)]
         self.optimizer = getattr(optim, kind)(self.fused.parameters(), **self.hypers(range(members)))
@@ -126,13 +126,13 @@ class Run:
             self.alone[other] = copy.deepcopy(before[one])
 
     def append(self, numbers: Sequence[int]) -> None:
-        models = [Parts(self.shapes) for _ in numbers]
+        models = [Parts(self.shapes, self.dtype) for _ in numbers]
         self.fused.append(models)
         self.optimizer.append(len(models), **self.joining(numbers))
         self.alone += [Alone(self.kind, self.options, m, n) for m, n in zip(models, numbers, strict=True)]
 
     def restart(self, rows: Sequence[int], numbers: Sequence[int]) -> None:
-        models = [Parts(self.shapes) for _ in numbers]
+        models = [Parts(self.shapes, self.dtype) for _ in numbers]
         self.fused.put(rows, models)
         self.optimizer.restart(rows, **self.joining(numbers))
         for row, model, number in zip(rows, models, numbers, strict=True):
@@ -161,6 +161,14 @@ def test_members_that_come_and_go_equal_torch(
     run.keep([4])
     run.steps(2)
     run.append([0])
+    run.steps(2)
+
+
+def test_states_of_complex_members_begin_as_those_of_torch() -> None:
+    run = Run(*CASES["adagrad"], 3, torch.complex128)
+    run.steps(2)
+    run.append([4])
+    run.restart([1], [5])
     run.steps(2)
 
 
