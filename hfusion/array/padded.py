@@ -160,9 +160,10 @@ def _batches(compiled: Compiled, arguments: Arguments) -> list[fx.Node]:
 
 
 def _sizes(arguments: Arguments) -> tuple[int, ...] | None:
-    """The members' numbers of samples; None where ragged arguments do not agree on them."""
+    """The members' numbers of samples; None where ragged arguments do not agree on them, or differ in other sizes."""
     found = {leaf.sizes for leaf in arguments.ragged}
-    return found.pop() if len(found) == 1 else None
+    alike = all(len({tensor.shape[1:] for tensor in leaf}) == 1 for leaf in arguments.ragged)
+    return found.pop() if alike and len(found) == 1 else None
 
 
 def _filled(leaf: Any, sizes: Sequence[int]) -> Any:

@@ -24,21 +24,22 @@ def stacked(xs: Any) -> Any:
     """Mark an argument of a fused module as one value per member.
 
     Args:
-        xs: a tensor ``[B, *S]``; a list or tuple of B values, one per member, whose tensors may differ in their first
-            size, the number of samples; or a mapping, nested structure or dataclass known to torch's pytree whose
-            tensors are ``[B, *S]``.
+        xs: a tensor ``[B, *S]``; a list or tuple of B values, one per member, whose tensors may differ in sizes,
+            such as the number of samples or of classes; or a mapping, nested structure or dataclass known to torch's
+            pytree whose tensors are ``[B, *S]``.
 
     Returns:
-        The same structure with every tensor marked; pass it in place of the argument. Tensors of different first sizes
-        are a `Ragged`.
+        The same structure with every tensor marked; pass it in place of the argument. Tensors of different sizes are a
+        `Ragged`.
 
     Raises:
-        ValueError: rows of different structures, dtypes, devices or shapes (but for the first size), or a value without
-            tensors.
+        ValueError: rows of different structures, dtypes, devices or numbers of dims, or a value without tensors.
 
     Example:
         >>> stacked([torch.zeros(3, 4), torch.zeros(5, 4)]).sizes  # a batch of 3 for member 0, of 5 for member 1
         (3, 5)
+        >>> stacked([torch.zeros(8, 2), torch.zeros(8, 3)])  # targets for heads of 2 and of 3 outputs
+        Ragged(2 members: float32 [8, 2], [8, 3])
     """
     if isinstance(xs, Ragged):
         return xs
@@ -69,11 +70,11 @@ def _stack_leaf(leaves: tuple[Any, ...]) -> Any:
         raise ValueError(f"hf.stacked got {leaves}; only tensors may differ between members")
     if len({(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves}) == 1:
         return StackedInput(torch.stack(leaves))
-    if len({(leaf.dim(), leaf.shape[1:], leaf.dtype, leaf.device) for leaf in leaves}) > 1:
+    if len({(leaf.dim(), leaf.dtype, leaf.device) for leaf in leaves}) > 1:
         shapes = ", ".join(f"{tuple(leaf.shape)} {leaf.dtype} {leaf.device}" for leaf in leaves)
         raise ValueError(
-            f"hf.stacked got rows of different shapes, dtypes or devices: {shapes}; only the first size, the number of "
-            "samples, may differ between members"
+            f"hf.stacked got rows of different dtypes, devices or numbers of dims: {shapes}; only sizes may differ "
+            "between members"
         )
     return Ragged(leaves)
 

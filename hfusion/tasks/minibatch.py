@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from hfusion.array.module import FusedModule
 from hfusion.capture.named import device_of
 from hfusion.compiler.arguments import Arguments
-from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.calls import StackedInput, is_stacked, take_entries
 from hfusion.core.errors import PlanError
+from hfusion.core.ragged import Ragged
 from hfusion.tasks.task import Task
 
 
@@ -37,14 +38,24 @@ class Minibatch:
             )
         inputs, target = pair[0], pair[1]
         if len(members) != task.members:
-            inputs, target = _rows((inputs, target), members)
+            inputs, target = (take_entries(value, list(members)) for value in (inputs, target))
         if isinstance(inputs, Mapping):
             return Minibatch(Arguments.of((), inputs), target)
         return Minibatch(Arguments.of(tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,), {}), target)
 
     def arguments_for(self, array: FusedModule) -> Arguments:
-        """Return the arguments where the tensors of ``array`` are, to capture with: loaders may give others."""
+        """Return the arguments where the tensors of ``array`` are, to capture with: loaders may give others.
+
+        Raises:
+            PlanError: members' inputs have different sizes.
+        """
         device, given = device_of(array), self.arguments
+        if given.ragged:
+            raise PlanError(
+                f"a minibatch gives the members of one array inputs of different sizes, {given.ragged[0]}, and "
+                "hf.train computes an array by one program: give inputs of one size, or use hf.train_step or "
+                "hf.Population"
+            )
         if all(value.device == device for value in given.values if isinstance(value, Tensor)):
             return given
         return Arguments(tuple(moved(leaf, device) for leaf in given.leaves), given.spec)
@@ -53,6 +64,8 @@ class Minibatch:
     def samples(self) -> int:
         """The size of the first dim that members see; 1 where no tensor has one."""
         for leaf in self.arguments.leaves:
+            if isinstance(leaf, Ragged):
+                return max(leaf.sizes)
             shape: Any = leaf.tensor.shape[1:] if isinstance(leaf, StackedInput) else getattr(leaf, "shape", ())
             if len(shape):
                 return int(shape[0])
@@ -64,24 +77,21 @@ class Minibatch:
         if isinstance(self.target, Tensor):
             return self.arguments.key, ((tuple(self.target.shape), self.target.dtype),)
         leaves = pytree.tree_leaves(self.target, is_leaf=is_stacked)
-        tensors = [leaf.tensor if is_stacked(leaf) else leaf for leaf in leaves]
+        tensors = [
+            tensor
+            for leaf in leaves
+            for tensor in (leaf if isinstance(leaf, Ragged) else [leaf.tensor if is_stacked(leaf) else leaf])
+        ]
         shapes = tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t) for t in tensors)
         return self.arguments.key, shapes
 
 
 def moved(leaf: Any, device: torch.device) -> Any:
-    """Return a tensor, or a stacked input, on ``device`` and without gradient; other values as they are."""
+    """Return what is or holds tensors on ``device`` and without gradient; other values as they are."""
     if isinstance(leaf, StackedInput):
         return StackedInput(moved(leaf.tensor, device))
+    if isinstance(leaf, Ragged):
+        return leaf.map(lambda tensor: moved(tensor, device))
     if not isinstance(leaf, Tensor) or (leaf.device == device and not leaf.requires_grad):
         return leaf
     return leaf.detach().to(device, non_blocking=True)
-
-
-def _rows(values: Any, members: Sequence[int]) -> Any:
-    """Select the rows of these members from stacked values."""
-
-    def rows(leaf: Any) -> Any:
-        return StackedInput(leaf.tensor[list(members)]) if is_stacked(leaf) else leaf
-
-    return pytree.tree_map(rows, values, is_leaf=is_stacked)

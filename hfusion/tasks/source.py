@@ -23,6 +23,7 @@ from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.layout import Layout
 from hfusion.core.member_random import draws_random
 from hfusion.core.program import Part, Program
+from hfusion.core.ragged import Ragged
 from hfusion.device.backend import backend
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.cost.flops import concrete
@@ -290,6 +291,8 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     def one(leaf: Any) -> Any:
         if is_stacked(leaf):
             return StackedInput(change(leaf.tensor))
+        if isinstance(leaf, Ragged):
+            return leaf.map(change)
         return change(leaf) if isinstance(leaf, Tensor) else leaf
 
     return pytree.tree_map(one, value, is_leaf=is_stacked)

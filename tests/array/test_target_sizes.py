@@ -1,0 +1,125 @@
+"""Targets and inputs of which any size may differ between members: losses, updates and metrics of each as alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+
+CLASSES = (3, 5, 3, 7)
+X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def own_mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().sum(1).mean()
+
+
+def one_hot() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [F.one_hot(torch.randint(c, (6,), generator=draw), c).double() for c in CLASSES]
+
+
+def values() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(6, c, dtype=torch.float64, generator=draw) for c in CLASSES]
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], Callable[[], list[Tensor]]]] = {
+    "one-hot targets": (F.cross_entropy, one_hot),
+    "regression targets": (F.mse_loss, values),
+    "own reduction": (own_mean, values),
+}
+
+
+def heads() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, c)).double() for c in CLASSES]
+
+
+def sgd(params: list[nn.Parameter]) -> hf.optim.SGD:
+    return hf.optim.SGD(params, lr=[0.1, 0.2, 0.3, 0.4], momentum=0.9)
+
+
+def alone(loss: Callable[..., Tensor], targets: list[Tensor], steps: int) -> tuple[list[nn.Module], Tensor]:
+    models, losses = heads(), []
+    optimizers = [
+        torch.optim.SGD(model.parameters(), lr=0.1 * (1 + row), momentum=0.9) for row, model in enumerate(models)
+    ]
+    for _ in range(steps):
+        found = []
+        for model, optimizer, target in zip(models, optimizers, targets, strict=True):
+            optimizer.zero_grad()
+            own = loss(model(X), target)
+            own.backward()
+            optimizer.step()
+            found.append(own.detach())
+        losses.append(torch.stack(found))
+    return models, torch.stack(losses)
+
+
+def by_train_step(loss: Callable[..., Tensor], targets: list[Tensor], compile: bool) -> tuple[list[nn.Module], Tensor]:
+    fused = hf.fuse(heads())
+    step = hf.train_step(fused, loss, sgd(list(fused.parameters())), compile=compile)
+    losses = torch.stack([step(X, hf.stacked(targets)).detach() for _ in range(3)])
+    return list(fused.unfuse()), losses
+
+
+def by_population(loss: Callable[..., Tensor], targets: list[Tensor], compile: bool) -> tuple[list[nn.Module], Tensor]:
+    pop = hf.Population(heads(), optimizer=sgd, loss=loss, compile=compile)
+    losses = torch.stack([pop.step(X, hf.stacked(targets)).detach() for _ in range(3)])
+    return [pop.models[row] for row in range(len(CLASSES))], losses
+
+
+def by_train(loss: Callable[..., Tensor], targets: list[Tensor], compile: bool) -> tuple[list[nn.Module], Tensor]:
+    task = hf.Task(heads(), loss, sgd, [(X, hf.stacked(targets))] * 3, compile=compile)
+    found = hf.train([task])["task"]
+    return list(found.models), found.losses
+
+
+TRAINED = {"train_step": by_train_step, "Population": by_population, "train": by_train}
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("how", TRAINED)
+@pytest.mark.parametrize("name", CASES)
+def test_each_trains_as_alone(name: str, how: str, compile: bool) -> None:
+    loss, make = CASES[name]
+    targets = make()
+    models, expected = alone(loss, targets, 3)
+    found, losses = TRAINED[how](loss, targets, compile)
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-12)
+    for own, model in zip(found, models, strict=True):
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(own.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_a_population_evaluates_such_targets() -> None:
+    models, targets = heads(), values()
+    pop = hf.Population(heads(), optimizer=sgd, loss=F.mse_loss)
+    expected = torch.stack([F.mse_loss(model(X), target) for model, target in zip(models, targets, strict=True)])
+    found = pop.evaluate(F.mse_loss, [(X, hf.stacked(targets))] * 2)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_inputs_may_differ_in_any_size() -> None:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double() for _ in range(3)]
+    fused = hf.fuse(copy.deepcopy(models))
+    xs = [torch.randn(n, length, 4, dtype=torch.float64) for n, length in ((2, 3), (2, 5), (4, 3))]
+    for _ in range(2):
+        y = fused(hf.stacked(xs))
+        for row, model in enumerate(models):
+            torch.testing.assert_close(y[row], model(xs[row]), rtol=1e-9, atol=1e-12)
+
+
+def test_arrays_of_hf_train_take_inputs_of_one_size() -> None:
+    models = [nn.Linear(4, 3) for _ in range(2)]
+    batch = hf.stacked([torch.zeros(n, 4) for n in (3, 5)]), hf.stacked([torch.zeros(n, 3) for n in (3, 5)])
+    with pytest.raises(hf.PlanError, match=r"inputs of different sizes, Ragged\(2 members.*use hf.train_step"):
+        hf.train([hf.Task(models, F.mse_loss, lambda params: hf.optim.SGD(params, lr=0.1), [batch])])
