@@ -27,6 +27,7 @@ from hfusion.core.ragged import Ragged
 from hfusion.device.backend import backend
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.cost.flops import concrete
+from hfusion.passes.gather import rows_of
 from hfusion.passes.partition.match_cuts import match_cuts
 from hfusion.passes.partition.split_program import input_names, split
 from hfusion.runtime.recipe import Batch, Recipe
@@ -261,8 +262,9 @@ class Stream:
             )
 
     def _losses(self, program: Program, outputs: Sequence[Any], target: Any) -> Tensor:
-        value = outputs[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(list(outputs), program.out_spec)
-        device = next(leaf.device for leaf in outputs if isinstance(leaf, Tensor))
+        device = next(leaf.device for leaf in pytree.tree_leaves(list(outputs)) if isinstance(leaf, Tensor))
+        results = program.joined(outputs)
+        value = results[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(results, program.out_spec)
         losses = self._loss(value, _each(target, lambda tensor: tensor.to(device, non_blocking=True)))
         if not isinstance(losses, Tensor) or losses.shape != (len(self._members),):
             given = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
@@ -308,7 +310,15 @@ def _examples(program: Program, samples: int, device: torch.device) -> list[Any]
     """Zeros in the shapes of the outputs, to prepare the loss with."""
     (outputs,) = next(node for node in program.module.graph.nodes if node.op == "output").args
     assert isinstance(outputs, list | tuple)
-    return [_zeros(node, program.members, samples, device) if isinstance(node, fx.Node) else node for node in outputs]
+    # A list holds a result that differs in shape between members: a block for those of each shape.
+    return [
+        [_zeros(block, len(rows_of(block) or ()), samples, device) for block in node]
+        if isinstance(node, list)
+        else _zeros(node, program.members, samples, device)
+        if isinstance(node, fx.Node)
+        else node
+        for node in outputs
+    ]
 
 
 def _zeros(node: fx.Node, members: int, samples: int, device: torch.device) -> Any:

@@ -21,6 +21,7 @@ from hfusion.device.calibrate import Rates
 from hfusion.ops.lowering import KeptOperands, Lowering, View
 from hfusion.passes.cost.flops import bytes_of, concrete, family, floating, flops, more_of, products, sizes_of
 from hfusion.passes.cost.roofline import Seconds, Work, conversion_seconds, seconds
+from hfusion.passes.gather import width
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,10 @@ class _Tracing:
         return bytes_of(node.meta.get("example"), self.batch) * self.copies(node)
 
     def copies(self, node: fx.Node) -> int:
-        return 1 if node.meta.get("layout") is Layout.SHARED else self.members
+        """Return for how many members a value is held: of a tensor of the array, also for those who lack it."""
+        if node.meta.get("layout") is Layout.SHARED:
+            return 1
+        return self.members if node.op == "placeholder" else width(node, self.members)
 
     def placeholder(self, node: fx.Node, slot: Slot) -> None:
         example = node.meta.get("example")
@@ -184,7 +188,7 @@ class _Tracing:
             trained = [source.meta.get("example") for source in node.all_input_nodes if source in self.tracked]
             arithmetic, times = self.copies(node) * flops(origin, self.batch), products(origin, trained)
             more = self.copies(node) * more_of(own, origin, self.batch, self.rates)
-        calls = self.members if own.loops else 1
+        calls = width(node, self.members) if own.loops else 1
         return seconds(own, Work(calls, arithmetic, times, more, traffic, tracked, is_view), self.rates)
 
     def _converted(self, node: fx.Node) -> Seconds:
@@ -192,8 +196,9 @@ class _Tracing:
         example, convert = node.meta.get("example"), node.meta["lowering"].fn
         weight = any(self.roots[source].slot is not None for source in node.all_input_nodes)
         image = isinstance(example, Tensor) and example.dim() > 3 and not weight
-        size = bytes_of(example, self.batch) * self.members
-        return conversion_seconds(convert, size, self.members, self.rates, tracked=node in self.tracked, image=image)
+        members = width(node, self.members)
+        size = bytes_of(example, self.batch) * members
+        return conversion_seconds(convert, size, members, self.rates, tracked=node in self.tracked, image=image)
 
     def _beside(self, node: fx.Node) -> tuple[int, int]:
         """Return the bytes saved in addition to operands and result, and the bytes of temporaries."""

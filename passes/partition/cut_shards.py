@@ -18,7 +18,6 @@ from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
 from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, line
-from hfusion.passes.gather import has_variants
 from hfusion.passes.partition.choose_cuts import choose_cuts, on_the_way
 from hfusion.passes.partition.segments import Segment, Segments
 from hfusion.schedule.plan import Shard
@@ -94,11 +93,6 @@ def _sizes(costs: Line) -> list[int]:
 def _segments(program: Program, batch: int, rates: Rates, optimizer_state: float, *, carried: bool = False) -> Segments:
     if batch < 1 or not optimizer_state >= 0:
         raise PlanError(f"batch is {batch}, optimizer_state {optimizer_state}: give at least 1 sample and 0 values")
-    if has_variants(program.module.graph):
-        raise PlanError(
-            f"program {program.name} computes submodules that some members have only, and is not cut into shards: "
-            "fuse the models of each structure by themselves"
-        )
     costs = line(program, batch, rates)
     if not costs.steps:
         raise PlanError(f"program {program.name} holds no operator: there is nothing to shard")
