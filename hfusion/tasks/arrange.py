@@ -366,15 +366,15 @@ def _first(task: Task) -> First:
 
 def _begin(task: Task, role: str, loader: Iterable[Any]) -> Any:
     """Return the minibatch of a loader that memory is planned for: of a list the largest, otherwise the first."""
-    if isinstance(loader, list | tuple) and loader:
-        everyone = range(task.members)
-        return max(loader, key=lambda item: Minibatch.of(task, item, everyone).samples)
     with reading(loader) as given:
         if given is loader:
             raise PlanError(
                 f"task {task.name!r}: the {role}, a {type(loader).__name__}, can be read only once; give one that can "
                 "be read again for every epoch, such as a DataLoader or a list"
             )
+        if isinstance(loader, list | tuple) and loader:
+            everyone = range(task.members)
+            return max(given, key=lambda item: Minibatch.of(task, item, everyone).samples)
         for found in given:
             return found
     raise PlanError(
