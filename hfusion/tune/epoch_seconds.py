@@ -45,7 +45,9 @@ class EpochSeconds:
 
     def note(self, array: ShapeArray, result: EpochResult) -> None:
         """An array has trained an epoch on its device."""
-        ratio = result.seconds / result.steps / self._estimated(array, array.device, array.width)
+        estimated = self._estimated(array, array.device, array.width)
+        # Without the rounding of the division, which must not decide between devices that are equally fast.
+        ratio = round(result.seconds / result.steps / estimated, 9)
         late = self._late.setdefault((array.name, array.device), deque(maxlen=_LATE))
         late.append(ratio)
         self._ratios.note(self._number(array.shape), array.device, median_low(late))

@@ -37,9 +37,6 @@ class Estimates:
 
     passing = held
 
-    def fastest(self, most: int) -> int:
-        return min(8, most)
-
     def seconds(self, rows: int) -> float:
         return self.call + self.row * rows if rows else 0.0
 
