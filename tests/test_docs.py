@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,32 @@ def test_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_links_to_files_hold(page: str) -> None:
     text = re.sub(r"^```.*?^```", "", PAGES[page].read_text(), flags=re.DOTALL | re.MULTILINE)
     assert [link for link in LINK.findall(text) if not (PAGES[page].parent / link).exists()] == []
+
+
+FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+ANCHOR = re.compile(r"\]\((?!\w+:)([^()#\s]*)#([^()\s]+)\)")
+HEADING = re.compile(r"^#{1,3} (.+?)\s*$", re.MULTILINE)
+INCLUDE = re.compile(r"^```{include} (\S+)$", re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of headings as GitHub and myst make them, to the depth of ``myst_heading_anchors``."""
+    text = page.read_text()
+    slugs: set[str] = set()
+    for heading in HEADING.findall(FENCED.sub("", text)):
+        title = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        repeats = (f"{slug}-{number}" for number in itertools.count(1))
+        slugs.add(next(name for name in itertools.chain([slug], repeats) if name not in slugs))
+    return slugs.union(*(anchors(page.parent / file) for file in INCLUDE.findall(text)))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_to_headings_hold(page: str) -> None:
+    path = PAGES[page]
+    links = ANCHOR.findall(FENCED.sub("", path.read_text()))
+    targets = [(path.parent / file if file else path, anchor) for file, anchor in links]
+    assert [f"{target}#{anchor}" for target, anchor in targets if anchor not in anchors(target)] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
