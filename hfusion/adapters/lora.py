@@ -51,6 +51,14 @@ def lora(
         FusionError: a configuration that cannot be fused, or members that differ in other fields.
         ValueError: no LoraConfig, fields that it does not have, numbers of members and seeds that differ.
         ImportError: peft is not installed.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> from peft import LoraConfig
+        >>> base = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+        >>> adapters = hf.lora(base, LoraConfig(target_modules=["0"]), [{"r": 2}, {"r": 4}], seeds=[0, 1])
+        >>> hf.fuse(adapters)(torch.zeros(3, 8)).shape
+        torch.Size([2, 3, 2])
     """
     _check_peft()
     made = configs(config, members)
@@ -71,6 +79,14 @@ class Adapters(Sequence[nn.Module]):
 
     ``save_pretrained``, ``merge_and_unload`` and ``plain()`` of a member, of ``fused[b]``, of ``pop.models[row]`` and
     of what ``pop.stop(row)`` gives, are of the adapter alone, in its own rank.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> from peft import LoraConfig
+        >>> base = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+        >>> adapters = hf.lora(base, LoraConfig(target_modules=["0"]), 2, seeds=[0, 1])
+        >>> len(adapters), type(adapters.member(seed=2)).__name__
+        (2, 'PeftModel')
     """
 
     def __init__(

@@ -60,6 +60,13 @@ def save(
 
     Raises:
         CheckpointError: it could not be written, and what was there before still is; or a value that only code makes.
+
+    Example:
+        >>> import tempfile, torch, hfusion as hf
+        >>> fused = hf.fuse([torch.nn.Linear(2, 1) for _ in range(2)])
+        >>> opt = hf.optim.SGD(fused.parameters(), lr=0.1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = hf.save(folder, fused, opt)
     """
     keep, score = files.checked(keep, score)
     tags = [f"member {row}" for row in range(len(fused))] if names is None else list(names)
@@ -129,6 +136,13 @@ def load(
 
     Raises:
         CheckpointError: there is none, a file is damaged, or it is of another model; nothing was written then.
+
+    Example:
+        >>> import tempfile, torch, hfusion as hf
+        >>> fused = hf.fuse([torch.nn.Linear(2, 1) for _ in range(2)])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = hf.save(folder, fused)
+        ...     _ = hf.load(folder, hf.fuse([torch.nn.Linear(2, 1) for _ in range(2)]))
     """
     reader = read(root, names)
     with told(reader.path):

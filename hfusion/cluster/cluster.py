@@ -44,6 +44,11 @@ class Cluster:
 
     Raises:
         PlanError: values out of range, or options of Ray for a machine.
+
+    Example:
+        >>> import hfusion as hf
+        >>> two_processes = hf.Machine([hf.Device("cpu", f"cpu:{n}", memory="1GiB") for n in range(2)])
+        >>> cluster = hf.Cluster(two_processes, max_failures=3)
     """
 
     def __init__(

@@ -24,6 +24,15 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
 
     Raises:
         ValueError: as ``pop.copy``.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> models = [torch.nn.Linear(2, 1) for _ in range(2)]
+        >>> sgd = lambda params: hf.optim.SGD(params, lr=0.1)
+        >>> pop = hf.Population(models, optimizer=sgd, loss=torch.nn.functional.mse_loss, compile=False)
+        >>> hf.copy_rows(pop, src=0, dst=1)
+        >>> bool(torch.equal(pop.models[0].weight, pop.models[1].weight))
+        True
     """
     if not (dist.is_available() and dist.is_initialized()):
         pop.copy(src, dst)

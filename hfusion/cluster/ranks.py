@@ -52,6 +52,11 @@ def gather_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tenso
 
     Raises:
         ValueError: a tensor without a dim of rows, or ranks whose values differ in dtype or in the other dims.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> hf.gather_rows(torch.tensor([0.3, 0.1]))  # in one process
+        tensor([0.3000, 0.1000])
     """
     if not values.dim():
         raise ValueError("gather_rows got a tensor without dims: its first dim is that of this rank's rows")

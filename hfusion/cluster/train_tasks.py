@@ -46,6 +46,17 @@ def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
 
     ``machine``: by default this one (`Machine.detect`). Captures the models, but trains nothing. Raises PlanError and
     FusionError.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> task = hf.Task(
+        ...     [torch.nn.Linear(2, 1) for _ in range(2)],
+        ...     torch.nn.functional.mse_loss,
+        ...     lambda params: hf.optim.SGD(params, lr=0.1),
+        ...     [(torch.zeros(4, 2), torch.ones(4, 1))],
+        ... )
+        >>> hf.plan([task], hf.Machine([hf.Device("cpu", memory="1GiB")])).tasks[0].resident
+        True
     """
     machine = Machine.detect() if machine is None else machine
     if not isinstance(machine, Machine):
@@ -95,6 +106,19 @@ def train(
         CheckpointError: a save is damaged, or of other tasks, members or shapes, or the folder cannot be made.
         TrainError: a task failed, or could not be saved; ``error.report`` has the finished ones, ``error.__cause__``
             what happened.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> task = hf.Task(
+        ...     [torch.nn.Linear(2, 1) for _ in range(2)],
+        ...     torch.nn.functional.mse_loss,
+        ...     lambda params: hf.optim.SGD(params, lr=[0.1, 0.2]),
+        ...     [(torch.zeros(4, 2), torch.ones(4, 1))],
+        ...     name="lines",
+        ... )
+        >>> report = hf.train([task], hf.Machine([hf.Device("cpu", memory="1GiB")]))
+        >>> report["lines"].losses.shape  # minibatches, members
+        torch.Size([1, 2])
     """
     checkpoint = resume_folder("train") if checkpoint is None else checkpoint
     machine = Machine.detect() if machine is None else machine

@@ -177,9 +177,11 @@ def is_tensors(leaf: Any) -> bool:
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Such as ``f32[32,64]`` or ``stacked f32[4,32,64]``; ``stacked f32[*,64]`` where members' first sizes differ."""
+    """Such as ``f32[32,64]`` or ``stacked f32[4,32,64]``; ``stacked f32[*,64]`` where members' sizes differ."""
     if isinstance(leaf, Ragged):
         kind = describe_value(leaf[0], None, 0).partition("[")[0]
+        if len({tensor.dim() for tensor in leaf}) > 1:
+            return f"stacked {kind}[...]"
         sizes = zip(*(tensor.shape for tensor in leaf), strict=True)
         return f"stacked {kind}[{','.join(str(own[0]) if len({*own}) == 1 else '*' for own in sizes)}]"
     return f"stacked {describe_value(leaf.tensor, None, 0)}" if is_stacked(leaf) else describe_value(leaf, None, 0)

@@ -91,6 +91,12 @@ class Machine:
     """Devices, ``host`` bytes of memory that spilled state may take, and a ``disk`` folder for the rest.
 
     Raises PlanError for no device, two of one name, a bad size of the host, and a disk that is no path.
+
+    Example:
+        >>> import hfusion as hf
+        >>> machine = hf.Machine([hf.Device("cpu", memory="2GiB")], host="8GiB")
+        >>> machine.devices[0].memory
+        2147483648
     """
 
     devices: tuple[Device, ...]

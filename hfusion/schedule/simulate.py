@@ -26,6 +26,18 @@ def simulate(plan: Plan, policy: str | Policy = DEFAULT, measured: Timeline | No
 
     ``measured``: the timeline of a run, whose seconds replace the estimates of actions of the same kind. Raises
     PlanError for a wrong plan, policy or timeline.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> task = hf.Task(
+        ...     [torch.nn.Linear(2, 1) for _ in range(2)],
+        ...     torch.nn.functional.mse_loss,
+        ...     lambda params: hf.optim.SGD(params, lr=0.1),
+        ...     [(torch.zeros(4, 2), torch.ones(4, 1))],
+        ... )
+        >>> made = hf.plan([task], hf.Machine([hf.Device("cpu", memory="1GiB")]))
+        >>> hf.simulate(made).makespan > 0
+        True
     """
     if not isinstance(plan, Plan):
         raise PlanError(

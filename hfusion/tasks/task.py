@@ -35,6 +35,12 @@ class Step:
     """The argument of callbacks after a minibatch: the task's name, epoch and step from 0, ``losses [B]``.
 
     The members of a task that is trained in several arrays come array by array; ``members`` says which these are.
+
+    Example:
+        >>> import hfusion as hf
+        >>> def log(told):
+        ...     if isinstance(told, hf.Step):
+        ...         print(told.task, told.epoch, told.step, told.losses.tolist())
     """
 
     task: str
@@ -46,7 +52,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The argument of callbacks after the evaluation of an epoch: ``losses [minibatches, B]``; else as `Step`."""
+    """The argument of callbacks after the evaluation of an epoch: ``losses [minibatches, B]``; else as `Step`.
+
+    Example:
+        >>> import hfusion as hf
+        >>> def best_member(told):
+        ...     if isinstance(told, hf.Evaluation):
+        ...         return int(told.losses.mean(0).argmin())
+    """
 
     task: str
     epoch: int
@@ -100,6 +113,17 @@ class Task:
 
     Raises:
         PlanError: a value out of range, or a loader that cannot be read again or has no length.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> task = hf.Task(
+        ...     [torch.nn.Linear(2, 1) for _ in range(3)],
+        ...     torch.nn.functional.mse_loss,
+        ...     lambda params: hf.optim.SGD(params, lr=[0.1, 0.2, 0.3]),
+        ...     [(torch.zeros(4, 2), torch.ones(4, 1))],
+        ...     epochs=5,
+        ...     clip=[1.0, 1.0, 0.5],
+        ... )
     """
 
     models: nn.Module | Sequence[nn.Module]

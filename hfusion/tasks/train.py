@@ -49,7 +49,25 @@ from hfusion.tasks.training_report import ArrayReport, Report, TaskReport, epoch
 
 
 class TrainError(HFusionError):
-    """A task failed. ``report`` has the results of the tasks that were done before."""
+    """A task failed. ``report`` has the results of the tasks that were done before.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> def fail(told):
+        ...     raise RuntimeError("a callback that fails")
+        >>> task = hf.Task(
+        ...     [torch.nn.Linear(2, 1) for _ in range(2)],
+        ...     torch.nn.functional.mse_loss,
+        ...     lambda params: hf.optim.SGD(params, lr=0.1),
+        ...     [(torch.zeros(4, 2), torch.ones(4, 1))],
+        ...     callbacks=[fail],
+        ... )
+        >>> try:
+        ...     hf.train([task], hf.Machine([hf.Device("cpu", memory="1GiB")]))
+        ... except hf.TrainError as error:
+        ...     type(error.__cause__).__name__, len(error.report.tasks)
+        ('RuntimeError', 0)
+    """
 
     # As users import it, in tracebacks.
     __module__ = "hfusion"

@@ -37,6 +37,20 @@ class SweepResult:
 
     ``numbers``: the trials that the sweep asked of the study. ``processes``: which processes of a machine with several
     devices trained them, and why; else None.
+
+    Example:
+        >>> import torch, hfusion as hf
+        >>> result = hf.sweep(
+        ...     lambda: torch.nn.Linear(2, 1),
+        ...     lambda trial: {"lr": trial.suggest_float("lr", 1e-3, 1e-1, log=True)},
+        ...     torch.nn.functional.mse_loss,
+        ...     [(torch.zeros(4, 2), torch.ones(4, 1))],
+        ...     trials=2,
+        ...     epochs=1,
+        ...     processes=0,
+        ... )
+        >>> len(result.study.trials), type(result.best_model).__name__
+        (2, 'Linear')
     """
 
     study: Study

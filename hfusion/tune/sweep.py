@@ -140,6 +140,21 @@ def sweep(
         PlanError: a trial that the device has no memory for, a loader that cannot be used, or what cannot go to another
             process.
         DeviceLost: the processes of an array were lost more often than the cluster allows.
+
+    Example:
+        >>> import optuna, torch, hfusion as hf
+        >>> result = hf.sweep(
+        ...     lambda: torch.nn.Linear(2, 1),
+        ...     lambda trial: {"lr": trial.suggest_float("lr", 1e-3, 1e-1, log=True)},
+        ...     torch.nn.functional.mse_loss,
+        ...     [(torch.zeros(4, 2), torch.ones(4, 1))],
+        ...     trials=2,
+        ...     epochs=1,
+        ...     sampler=optuna.samplers.RandomSampler(seed=0),
+        ...     processes=0,
+        ... )
+        >>> sorted(result.best_params)
+        ['lr']
     """
     _check_kinds(make_model, space, loss, metric, optimizer, scheduler, machine)
     extent = _extent(trials, epochs, rows, seed, timeout, catch, pbt)
