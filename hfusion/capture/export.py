@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.cache_or_state import Rehearsal, rehearse
 from hfusion.capture.capture_cache import capture_key, find_capture, forget_capture, keep_capture
+from hfusion.capture.derivatives import derivatives_traced
 from hfusion.capture.eager_runs import ALIKE, Outcome, difference, python_random_state, run, run_graph, runnable, twin
 from hfusion.capture.export_context import (
     assigned_as_writes,
@@ -279,7 +280,14 @@ def _first_export(
         args, kwargs = alias((args, dict(kwargs)))
         try:
             shapes = _varying(module, args, kwargs, attempt) if attempt.first or any(attempt.dims) else None
-            with restored(module), open_lengths(), assigned_as_writes(module), told_here_only(), reads:
+            with (
+                restored(module),
+                open_lengths(),
+                assigned_as_writes(module),
+                told_here_only(),
+                derivatives_traced(),
+                reads,
+            ):
                 return torch.export.export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
         except FusionError as error:
             return error

@@ -1,0 +1,242 @@
+"""Derivatives that a forward takes by `torch.autograd.grad`, as operators of its graph.
+
+Autograd reads tensors that it saved itself, which a trace before dispatch does not know. So the operators between the
+inputs and the outputs of such a call are taken from the graph so far, their vector-Jacobian product is traced below
+autograd, and its operators are called again in the trace. They can be differentiated like any others.
+
+torch documents no hook for this: ``torch.autograd._engine_run_backward`` is what ``torch.autograd.grad`` calls, tried
+with torch 2.11 and 2.13. Where it is missing, forward runs member by member as without this file.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    track_tensor_tree,
+)
+
+from hfusion.core.errors import FusionError
+from hfusion.ops.rule import is_random
+from hfusion.passes.candidates import by_name
+
+aten = torch.ops.aten
+_NORMALIZATIONS = frozenset(
+    {aten.native_layer_norm.default, aten.native_group_norm.default, aten.native_batch_norm.default}
+)
+
+
+@contextmanager
+def derivatives_traced() -> Iterator[None]:
+    """While an export traces a forward in this thread, let `torch.autograd.grad` add operators to its graph.
+
+    Within it, `torch.autograd.grad` raises FusionError for what cannot be written so.
+    """
+    autograd: Any = torch.autograd
+    engine = getattr(autograd, "_engine_run_backward", None)
+    here = threading.get_ident()
+
+    if engine is None:
+        yield
+        return
+    original: Callable[..., Any] = engine
+
+    def traced(outputs: Any, gradients: Any, keep: bool, create: bool, inputs: Any, *args: Any, **options: Any) -> Any:
+        mode: Any = get_proxy_mode()
+        traces = threading.get_ident() == here and mode is not None and mode.pre_dispatch
+        if not traces or options.get("accumulate_grad", False) or torch._C._functorch.peek_interpreter_stack():
+            # Of another thread, of a trace below autograd, a backward(), or inside a transform of torch.func.
+            return original(outputs, gradients, keep, create, inputs, *args, **options)
+        allow_unused = args[0] if args else options.get("allow_unused", False)
+        found = _gradients(mode.tracer, tuple(outputs), tuple(gradients), tuple(inputs), allow_unused)
+        return tuple(one if create or one is None else one.detach() for one in found)
+
+    autograd._engine_run_backward = traced
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = original
+
+
+def _gradients(
+    tracer: Any, outputs: Sequence[Tensor], seeds: Sequence[Any], inputs: Sequence[Any], allow_unused: bool
+) -> list[Tensor | None]:
+    """Return the vector-Jacobian product of ``seeds`` for each input, by operators that the tracer records."""
+    if not all(isinstance(tensor, Tensor) for tensor in (*outputs, *seeds, *inputs)):
+        raise FusionError("forward calls torch.autograd.grad for what is no tensor, or for outputs without a gradient")
+    ends, sources = _nodes(tracer, outputs), _nodes(tracer, inputs)
+    between = _between(tracer.graph, ends, sources)
+    product = _Product(between, sources, ends)
+    bound = _Bound(tracer)
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.enable_grad():
+        args = [[one.detach() for one in inputs], [_value(n) for n in product.others], [one.detach() for one in seeds]]
+        module = make_fx(product, decomposition_table=_decompositions())(*args)
+        _check_second(module, args)
+    if not allow_unused and not all(product.used):
+        raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
+    given = [*inputs, *map(bound, product.others), *seeds]
+    known = dict(zip(module.graph.find_nodes(op="placeholder"), given, strict=True))
+    for node in list(module.graph.nodes):
+        if node.name in product.repeats:
+            with module.graph.inserting_before(node):
+                repeated = module.graph.placeholder(f"{node.name}_repeated")
+            node.replace_all_uses_with(repeated)
+            known[repeated] = bound(product.repeats[node.name])
+        elif node.target is aten.detach.default:
+            # Of a value that autograd saved: later derivatives go through it.
+            node.replace_all_uses_with(node.args[0])
+    module.graph.eliminate_dead_code()
+    results = iter(_Appended(module, known).run())
+    return [next(results) if used else None for used in product.used]
+
+
+class _Product:
+    """The vector-Jacobian product of the operators ``between`` sources and ends, as a function that can be traced.
+
+    Attributes:
+        others: the nodes that these operators read besides.
+        used: after a call, for each source whether the ends depend on it.
+        repeats: after a trace, by the name of a node in it the node between that it repeats.
+    """
+
+    def __init__(self, between: Sequence[fx.Node], sources: Sequence[fx.Node], ends: Sequence[fx.Node]) -> None:
+        self._between, self._sources, self._ends = between, sources, ends
+        read = [*(node for one in between for node in one.all_input_nodes), *ends]
+        inside = {*between, *sources}
+        self.others = [node for node in dict.fromkeys(read) if node not in inside]
+        self.used: list[bool] = []
+        self.repeats: dict[str, fx.Node] = {}
+
+    def __call__(self, inputs: Sequence[Tensor], others: Sequence[Any], seeds: Sequence[Tensor]) -> list[Tensor]:
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        nodes = [*self.others, *self._sources]
+        values: dict[fx.Node, Any] = dict(zip(nodes, [*others, *leaves], strict=True))
+        for node in self._between:
+            target: Any = node.target
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = target(*args, **kwargs)
+            self._note(node, values[node])
+        ends = [(values[node], seed) for node, seed in zip(self._ends, seeds, strict=True)]
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if ends := [(end, seed) for end, seed in ends if end.requires_grad]:
+            outputs, gradients = zip(*ends, strict=True)
+            create = get_proxy_mode() is None
+            found = torch.autograd.grad(outputs, leaves, gradients, create_graph=create, allow_unused=True)
+        self.used = [gradient is not None for gradient in found]
+        return [gradient for gradient in found if gradient is not None]
+
+    def _note(self, node: fx.Node, value: Any) -> None:
+        mode = get_proxy_mode()
+        if mode is not None and isinstance(value, Tensor):
+            slot: Any = get_proxy_slot(value, mode.tracer, None)
+            if slot is not None:
+                self.repeats[slot.proxy.node.name] = node
+
+
+class _Appended(fx.Interpreter):
+    """Runs a graph some of whose nodes have known values."""
+
+    def __init__(self, module: fx.GraphModule, known: Mapping[fx.Node, Any]) -> None:
+        super().__init__(module)
+        self._known = known
+
+    def run_node(self, n: fx.Node) -> Any:
+        return self._known[n] if n in self._known else super().run_node(n)
+
+
+class _Bound:
+    """Called with a node of the trace, its value: the tensor of forward, or another one that stands for it."""
+
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+        self._live = {slot.proxy.node: tensor for tensor, slot in tracer.tensor_tracker.items()}
+
+    def __call__(self, node: fx.Node) -> Any:
+        value = node.meta["val"]
+        if node in self._live or not isinstance(value, Tensor):
+            return self._live.get(node, value)
+        with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+            twin = value.detach()
+            twin.requires_grad_(twin.is_floating_point() or twin.is_complex())
+        track_tensor_tree(twin, fx.Proxy(node, self._tracer), constant=None, tracer=self._tracer)
+        self._live[node] = twin
+        return twin
+
+
+def _value(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _nodes(tracer: Any, tensors: Sequence[Tensor]) -> list[fx.Node]:
+    slots: list[Any] = [get_proxy_slot(tensor, tracer, None) for tensor in tensors]
+    if None in slots:
+        raise FusionError("forward calls torch.autograd.grad for a tensor that is no value of its graph")
+    return [slot.proxy.node for slot in slots]
+
+
+def _between(graph: fx.Graph, ends: Sequence[fx.Node], sources: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the operators through which the ends depend on the sources, in their order."""
+    enabled, reached, following = True, set(sources), list[fx.Node]()
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif enabled and node not in reached and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+            following.append(node)
+    needed, found = set(ends), list[fx.Node]()
+    for node in reversed(following):
+        if node in needed:
+            found.append(node)
+            needed.update(node.all_input_nodes)
+    for node in following:
+        _check_operator(node, node in needed)
+    return found[::-1]
+
+
+def _check_operator(node: fx.Node, between: bool) -> None:
+    target = node.target
+    if isinstance(target, OpOverload):
+        if target._schema.is_mutable:
+            raise FusionError(f"forward takes a derivative through {target}, which writes in place")
+        if between and is_random(target, by_name(target, node.args, node.kwargs)):
+            raise FusionError(f"forward takes a derivative through {target}, which draws random numbers")
+    elif between and target is not operator.getitem:
+        raise FusionError(f"forward takes a derivative through {target}, which is no operator of ATen")
+
+
+def _check_second(module: fx.GraphModule, args: Any) -> None:
+    """Raise FusionError for operators whose derivative torch lacks: those that are left of a backward."""
+    left = [n.target for n in module.graph.nodes if isinstance(n.target, OpOverload) and "backward" in str(n.target)]
+    if not left:
+        return
+    leaves = [t.requires_grad_() for group in args for t in group if isinstance(t, Tensor) and t.is_floating_point()]
+    try:
+        results = [result for result in module(*args) if result.requires_grad]
+        if results:
+            torch.autograd.grad(results, leaves, [torch.ones_like(result) for result in results], allow_unused=True)
+    except (NotImplementedError, RuntimeError) as error:
+        raise FusionError(f"the derivative of forward has {left[0]}, of which torch has no derivative") from error
+
+
+@cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Derivatives as operators of which torch and hfusion know further ones.
+
+    So are normalizations, whose statistics are used in derivatives, and are constants to autograd.
+    """
+    rules = {op: rule for op, rule in decomposition_table.items() if isinstance(op, OpOverload)}
+    return {op: rule for op, rule in rules.items() if op in _NORMALIZATIONS or "backward" in str(op)}
