@@ -261,7 +261,7 @@ class MemberRateMonitor(LearningRateMonitor):  # type: ignore[misc]
             for key in self._others(group):
                 values = group["betas"][0] if key == "momentum" and "betas" in group else group[key]
                 found |= {f"{name}-{key}/{m}": value for m, value in zip(self._names, values.tolist(), strict=True)}
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in found.items()})
+        trainer.callback_metrics.update({name: torch.tensor(value, device="cpu") for name, value in found.items()})
         for logger in trainer.loggers:
             logger.log_metrics(found, step=trainer.global_step)
 

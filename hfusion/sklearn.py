@@ -130,7 +130,12 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             np.arange(len(x)), test_size=self.validation_fraction, random_state=seed, stratify=labels
         )
         (a, b), (w, v) = rows, (None, None) if weights is None else (weights[rows[0]], weights[rows[1]])
-        return x[a], target[torch.as_tensor(a)], w, (x[b], target[torch.as_tensor(b)].numpy(), v)
+        return (
+            x[a],
+            target[torch.as_tensor(a, device="cpu")],
+            w,
+            (x[b], target[torch.as_tensor(b, device="cpu")].numpy(), v),
+        )
 
     @torch.no_grad()
     def _scores(self, fused: FusedModule, x: Any, target: Any, weights: Any) -> Tensor:
@@ -145,7 +150,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
                 scores.append(accuracy_score(target, each.argmax(1), sample_weight=weights))
             else:
                 scores.append(r2_score(target, each, sample_weight=weights))
-        return torch.tensor(scores, dtype=torch.float64)
+        return torch.tensor(scores, dtype=torch.float64, device="cpu")
 
     def _epochs(
         self,
@@ -161,14 +166,14 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         members, count = len(fused), len(x)
         optimizer = AdamW(fused.parameters(), lr=self.learning_rate_init, weight_decay=self.weight_decay)
         step = train_step(fused, loss, optimizer, compile=self.compile)
-        own = torch.arange(count).expand(members, count)
+        own = torch.arange(count, device="cpu").expand(members, count)
         if self.bootstrap:
-            own = torch.randint(count, (members, count), generator=generator)
+            own = torch.randint(count, (members, count), generator=generator, device="cpu")
         parts = -(-count // self._batch(count))
         curve = []
         for _ in range(self.max_iter):
-            order = torch.rand(members, count, generator=generator).argsort(1)
-            losses = torch.zeros(members, dtype=torch.float64)
+            order = torch.rand(members, count, generator=generator, device="cpu").argsort(1)
+            losses = torch.zeros(members, dtype=torch.float64, device="cpu")
             for chosen in torch.tensor_split(own.gather(1, order), parts, dim=1):
                 rows = chosen.to(x.device)
                 target = tuple(stacked(each[rows]) for each in targets)
@@ -207,8 +212,8 @@ class _EarlyStopping:
 
     def __init__(self, fused: FusedModule, patience: int, tol: float) -> None:
         self._fused, self._patience, self._tol = fused, patience, tol
-        self._best = torch.full((len(fused),), -torch.inf, dtype=torch.float64)
-        self._waited = torch.zeros(len(fused), dtype=torch.int64)
+        self._best = torch.full((len(fused),), -torch.inf, dtype=torch.float64, device="cpu")
+        self._waited = torch.zeros(len(fused), dtype=torch.int64, device="cpu")
         self._history: list[Tensor] = []
         self._weights = {name: stack.clone() for name, stack in member_tensors(fused)}
 
@@ -276,7 +281,7 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         check_classification_targets(y)
         self.classes_, target = np.unique(column_or_1d(y, warn=True), return_inverse=True)
         X, target, weights = _weighed(X, target, sample_weight)
-        self._train(X, torch.tensor(target), len(self.classes_), F.cross_entropy, weights)
+        self._train(X, torch.tensor(target, device="cpu"), len(self.classes_), F.cross_entropy, weights)
         return self
 
     def member_probabilities(self, X: Any) -> Any:
@@ -318,7 +323,7 @@ class EnsembleRegressor(MultiOutputMixin, RegressorMixin, _Estimator):  # type: 
         self._flat = y.ndim == 1
         X, wide, weights = _weighed(X, y.reshape(len(y), -1).astype(np.float64), sample_weight)
         self._shift, self._spread = _moments(wide, weights)
-        target = torch.tensor((wide - self._shift) / self._spread, dtype=_dtype(X))
+        target = torch.tensor((wide - self._shift) / self._spread, dtype=_dtype(X), device="cpu")
         self._train(X, target, wide.shape[1], F.mse_loss, weights)
         return self
 
@@ -370,7 +375,7 @@ def _dtype(x: Any) -> torch.dtype:
 
 def _finite(fused: FusedModule) -> FusedModule:
     """The members that training has left whole."""
-    whole = torch.ones(len(fused), dtype=torch.bool)
+    whole = torch.ones(len(fused), dtype=torch.bool, device="cpu")
     for parameter in fused.parameters():
         whole &= parameter.detach().flatten(1).isfinite().all(1).cpu()
     if whole.all():

@@ -75,7 +75,7 @@ class BlockGradients:
                 whole.grad = torch.zeros_like(whole, memory_format=torch.contiguous_format)
             if name not in self._absent:
                 before = absent_rows(whole.grad) if name in self._given else None
-                everybody = torch.full((len(whole),), name not in self._given)
+                everybody = torch.full((len(whole),), name not in self._given, device="cpu")
                 self._absent[name] = everybody if before is None else before.clone()
             if name in self._given:
                 whole.grad[rows] += grad

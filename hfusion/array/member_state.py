@@ -24,7 +24,7 @@ def rearranged(views: Views, fused: FusedModule, sources: Sequence[Any], members
     for stack in {id(t): t for t in fused.stacks.values()}.values():
         frozen = frozen_rows(stack)
         if frozen is not None:
-            freeze_rows(stack, torch.tensor([isinstance(s, int) and bool(frozen[s]) for s in sources]))
+            freeze_rows(stack, torch.tensor([isinstance(s, int) and bool(frozen[s]) for s in sources], device="cpu"))
     if not views.members:
         return
     said = {row: said_to(member) for row, member in views.members.items()}

@@ -367,7 +367,7 @@ class Views:
                     trains[row] = member.parameters[name].requires_grad
             if stack.requires_grad != any(trains):
                 stack.requires_grad_(any(trains))
-            freeze_rows(stack, None if all(trains) or not any(trains) else ~torch.tensor(trains))
+            freeze_rows(stack, None if all(trains) or not any(trains) else ~torch.tensor(trains, device="cpu"))
             if id(stack) in self.ties:
                 self.ties[id(stack)].watch()
 

@@ -84,7 +84,9 @@ def _moved_grad(
     grad: Tensor, sources: Sequence[Source], joining: Mapping[int, Any], shape: torch.Size | None
 ) -> Tensor:
     absent = absent_rows(grad)
-    gone = torch.tensor([False if absent is None or not isinstance(s, int) else bool(absent[s]) for s in sources])
+    gone = torch.tensor(
+        [False if absent is None or not isinstance(s, int) else bool(absent[s]) for s in sources], device="cpu"
+    )
     gone[list(joining)] = True
     found = moved_rows(grad, sources, dict.fromkeys(joining), shape)
     mark_absent(found, gone)

@@ -214,7 +214,7 @@ def _outcome(outputs: Sequence[Any], parameters: Mapping[str, Tensor]) -> list[t
     tensors = [tensor for output in outputs if isinstance(output, list) for tensor in output]
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     found = [(f"output {k}", tensor.detach()) for k, tensor in enumerate(floating)]
-    total = sum((fixed_projection(t) for t in floating if t.requires_grad), start=torch.zeros(()))
+    total = sum((fixed_projection(t) for t in floating if t.requires_grad), start=torch.zeros((), device="cpu"))
     if parameters and total.requires_grad:
         gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
         pairs = zip(parameters, gradients, parameters.values(), strict=True)

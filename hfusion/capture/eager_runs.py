@@ -185,10 +185,10 @@ def _outcome(outputs: Sequence[Any], leaves: Mapping[str, Tensor], registered: M
     values = {f"{name} afterwards": tensor.detach().clone() for name, tensor in registered.items()}
     values |= {f".grad of {name}": t.grad.detach().clone() for name, t in leaves.items() if t.grad is not None}
     copied = tuple(o.detach().clone() if isinstance(o, Tensor) else o for o in outputs)
-    flags = {f"requires_grad of output {k}": torch.tensor(o.requires_grad) for k, o in _tensors(outputs)}
+    flags = {f"requires_grad of output {k}": torch.tensor(o.requires_grad, device="cpu") for k, o in _tensors(outputs)}
     # A buffer that forward makes require a gradient gets one that nothing reads.
     compared = {name: t for name, t in registered.items() if isinstance(t, nn.Parameter) or not t.is_leaf}
-    flags |= {f"requires_grad of {name}": torch.tensor(t.requires_grad) for name, t in compared.items()}
+    flags |= {f"requires_grad of {name}": torch.tensor(t.requires_grad, device="cpu") for name, t in compared.items()}
     parts = [_projected(o) for _, o in _tensors(outputs) if o.requires_grad]
     if not parts or not leaves:
         return Outcome(copied, values | flags)

@@ -363,7 +363,7 @@ def _tensor(
     data = bytearray(opened.read(stop - start))
     if blake2b(data, digest_size=32).hexdigest() != known["blake2b"]:
         raise CheckpointError(f"{key} in {file} is damaged: its checksum is another; {_advice(file.parent)}")
-    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     found = flat.reshape(shape)
     return torch.view_as_complex(found) if known["complex"] else found
 

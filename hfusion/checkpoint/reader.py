@@ -352,7 +352,7 @@ def _entries(saved: Saved, prefix: str) -> set[str]:
 def _spread(rows: Tensor, marks: Sequence[bool]) -> Tensor:
     """``rows`` in the places that are marked, zeros in the others."""
     found = rows.new_zeros(len(marks), *rows.shape[1:])
-    found[torch.tensor(marks)] = rows
+    found[torch.tensor(marks, device="cpu")] = rows
     return found
 
 

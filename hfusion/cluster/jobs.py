@@ -164,7 +164,7 @@ def sent_task(one: Arrangement) -> Task:
 
 def seeded_task(task: Task) -> Task:
     """The task with the seed that a run on one machine would draw, which draws in the order of the arrays."""
-    return replace(task, seed=int(torch.randint(1 << 62, ())) if task.seed is None else task.seed)
+    return replace(task, seed=int(torch.randint(1 << 62, (), device="cpu")) if task.seed is None else task.seed)
 
 
 class SharedParts:

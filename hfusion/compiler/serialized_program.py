@@ -139,7 +139,7 @@ def _symbol(mode: Any, name: str, hint: int) -> Any:
     context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     # Outside of the mode, so that it is a tensor with a size that can be left open.
     with _disable_current_modes():
-        vector = torch.empty(hint)
+        vector = torch.empty(hint, device="cpu")
     return mode.from_tensor(vector, symbolic_context=context, source=ConstantSource(name)).shape[0]
 
 

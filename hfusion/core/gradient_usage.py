@@ -322,7 +322,7 @@ class Join(torch.autograd.Function):
         missing = [not live >> member & 1 for member in members]
         if not any(missing):
             return grad.unbind()
-        absent = _zero_rows(grad, torch.tensor(missing)).tolist()
+        absent = _zero_rows(grad, torch.tensor(missing, device="cpu")).tolist()
         return tuple(
             None if unused and zero else row for row, unused, zero in zip(grad.unbind(), missing, absent, strict=True)
         )

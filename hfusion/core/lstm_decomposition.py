@@ -35,6 +35,6 @@ def correct_lstm_decomposition() -> None:
 
 def _has_extra_dim(one_layer: Any) -> bool:
     with no_dispatch(), torch.no_grad():
-        x, state, weight = torch.zeros(1, 2, 1), torch.zeros(2, 1), torch.zeros(4, 1)
+        x, state, weight = (torch.zeros(shape, device="cpu") for shape in [(1, 2, 1), (2, 1), (4, 1)])
         _, states = one_layer(x, (state, state), (weight, weight), False)
     return any(last.shape != state.shape for last in states)

@@ -15,4 +15,4 @@ def mask_of(members: Iterable[int]) -> int:
 
 def rows_of_mask(mask: int, members: int) -> Tensor:
     """Return a set of members as bool ``[members]``."""
-    return torch.tensor([bool(mask >> member & 1) for member in range(members)], dtype=torch.bool)
+    return torch.tensor([bool(mask >> member & 1) for member in range(members)], dtype=torch.bool, device="cpu")

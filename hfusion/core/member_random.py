@@ -260,8 +260,8 @@ def new_seeds(members: int) -> Tensor:
     """One for each member, from torch's generator."""
     keys = _seeded.keys
     if keys is None:
-        return torch.empty(members, dtype=torch.int64).random_()
-    drawn = torch.empty((), dtype=torch.int64).random_()
+        return torch.empty(members, dtype=torch.int64, device="cpu").random_()
+    drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
     low = _hashed(((keys & _WORD) + (drawn & _WORD)) & _WORD)
     high = _hashed((((keys >> 32) & _WORD) + (drawn >> 32) + low) & _WORD)
     return ((high & (_WORD >> 1)) << 32) | low

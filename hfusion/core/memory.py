@@ -63,7 +63,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
         return True
     # Stretches that interleave, as columns of one matrix do.
     begin = min(one.storage_offset(), other.storage_offset())
-    met = torch.zeros((max(end, last) - min(first, start)) // one.element_size(), dtype=torch.bool)
+    met = torch.zeros((max(end, last) - min(first, start)) // one.element_size(), dtype=torch.bool, device="cpu")
     met.as_strided(one.size(), one.stride(), one.storage_offset() - begin).fill_(True)
     return bool(met.as_strided(other.size(), other.stride(), other.storage_offset() - begin).any())
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 def numbers(metrics: Tensor | Sequence[float], rows: int) -> list[float]:
     """A metric for each row, as Python floats. Raises ValueError for another number of them."""
-    values = (metrics if isinstance(metrics, Tensor) else torch.as_tensor(metrics, dtype=torch.float64)).tolist()
+    if not isinstance(metrics, Tensor):
+        metrics = torch.tensor(metrics, dtype=torch.float64, device="cpu")
+    values: list[float] = metrics.tolist()
     if len(values) != rows:
         raise ValueError(f"{len(values)} metrics for a population of {rows} rows: give one for each row")
     return values

@@ -115,7 +115,7 @@ class RowGradients:
         if frozen is None and whole is None:
             self._absent = None
             return grad
-        absent = torch.ones(len(grad), dtype=torch.bool) if whole is None else absent_rows(whole)
+        absent = torch.ones(len(grad), dtype=torch.bool, device="cpu") if whole is None else absent_rows(whole)
         self._absent = None if frozen is None or absent is None else absent & frozen
         return grad if frozen is None else grad.index_fill(0, frozen.nonzero().reshape(-1).to(grad.device), 0)
 
@@ -123,7 +123,7 @@ class RowGradients:
         """The stack has accumulated: all members have a gradient, but those that do not train it."""
         whole, live = self.stack.grad, reached(self.stack)
         if whole is not None and (self._absent is not None or absent_rows(whole) is not None):
-            absent = torch.zeros(len(whole), dtype=torch.bool) if self._absent is None else self._absent
+            absent = torch.zeros(len(whole), dtype=torch.bool, device="cpu") if self._absent is None else self._absent
             if live is not None:
                 # The others are handled at the end of the pass.
                 before = absent_rows(whole)
@@ -196,7 +196,7 @@ class RowGradients:
             if whole is not None:
                 self._write(whole, row, param, gone)
         if whole is not None:
-            mark_absent(whole, torch.tensor(gone))
+            mark_absent(whole, torch.tensor(gone, device="cpu"))
             if all(gone):
                 stack.grad = None
         self._left |= {row: (stack.grad, param.grad) for row, param, _, _ in changed}

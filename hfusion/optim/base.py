@@ -366,7 +366,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             return state
         for name, first in self.numbers.items():
             dtype = torch.float32 if name == "step" else scalar_dtype()
-            state.setdefault(name, torch.full(numbers_shape(param), first, dtype=dtype))
+            state.setdefault(name, torch.full(numbers_shape(param), first, dtype=dtype, device="cpu"))
         fills = [self.begin(one, settings.options) for one in settings.members]
         for name in settings.names:
             if name not in state:
@@ -378,7 +378,7 @@ def _torch_ways(kind: type[Optimizer] | None) -> tuple[ParamGroup, bool]:
     """Torch's own options of a param group, at the installed version's defaults; whether it makes state at once."""
     if kind is None:
         return {}, False
-    example = kind([torch.zeros(1, 1)])  # type: ignore[call-arg]
+    example = kind([torch.zeros(1, 1, device="cpu")])  # type: ignore[call-arg]
     return example.param_groups[0], bool(example.state)
 
 

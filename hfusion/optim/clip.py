@@ -42,7 +42,7 @@ def clip_grad_norm_(
     if not bool((limits >= 0).all()):
         raise ValueError(f"max_norm={limits.tolist()}: every value must be at least 0")
     if not grads:
-        return torch.zeros(members)
+        return torch.zeros(members, device="cpu")
     norm_type = float(norm_type)
     first = grads[0].device
     table = None if first.type in EACH_ALONE or norm_type not in ORDERS else on_accelerator(grads, members)
@@ -51,7 +51,7 @@ def clip_grad_norm_(
     else:
         norms = total_norm([_norms_there(grad, members, norm_type).to(first) for grad in grads], norm_type)
     if error_if_nonfinite and not bool(norms.isfinite().all()):
-        bad = {index: norm for index, norm in enumerate(norms.tolist()) if not torch.tensor(norm).isfinite()}
+        bad = {index: norm for index, norm in enumerate(norms.tolist()) if not math.isfinite(norm)}
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is not finite for members {bad} (member: norm); pass "
             "error_if_nonfinite=False to scale their gradients anyway"

@@ -204,7 +204,7 @@ def _fuse_option(where: str, first: Any, values: list[Any]) -> Any:
     if isinstance(first, (tuple, list)):
         return tuple(_fuse_option(where, column[0], list(column)) for column in zip(*values, strict=True))
     if isinstance(first, Tensor) or (isinstance(first, (int, float)) and not isinstance(first, bool)):
-        return torch.tensor([float(value) for value in values], dtype=torch.float64)
+        return torch.tensor([float(value) for value in values], dtype=torch.float64, device="cpu")
     return _the_same(where, values)
 
 
@@ -229,13 +229,13 @@ def _stack_state(cls: type[FusedOptimizer], param: Tensor, states: list[dict[str
             "updated it: train it with one optimizer of its own, or freeze it"
         )
     names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, Tensor))
-    stacked = {"step": torch.tensor([_steps(state) for state in states], dtype=torch.float32)}
+    stacked = {"step": torch.tensor([_steps(state) for state in states], dtype=torch.float32, device="cpu")}
     row = param[0] if found.stacked else param
     for name in names:
         if name == "step":
             continue
         if name in cls.numbers:
-            numbers = [state.get(name, torch.tensor(cls.numbers[name])) for state in states]
+            numbers = [state.get(name, torch.tensor(cls.numbers[name], device="cpu")) for state in states]
             stacked[name] = torch.stack([number.detach().cpu() for number in numbers])
         else:
             stacked[name] = torch.stack([state.get(name, torch.zeros_like(row)).detach().to(row) for state in states])

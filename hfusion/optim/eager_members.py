@@ -96,7 +96,7 @@ class AloneStepper:
             params.append(param)
         used = settings.buffers[rows.start]
         # Over another parameter: some classes, such as Adagrad, fill the state of each when they are constructed.
-        optimizer = self._class([torch.zeros(1, 1)], **_options(self._formula, settings, rows.start))
+        optimizer = self._class([torch.zeros(1, 1, device="cpu")], **_options(self._formula, settings, rows.start))
         early = bool(optimizer.state)
         optimizer.state.clear()
         optimizer.param_groups[0]["params"] = params

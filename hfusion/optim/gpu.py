@@ -67,7 +67,7 @@ class TritonStepper:
         self._counts = list(counts)
         self._buffers = len(stacks) - 1
         sizes = [param.numel() // self._members for param in stacks[0]]
-        self._sizes = sent(torch.tensor(sizes), self._device)
+        self._sizes = sent(torch.tensor(sizes, device="cpu"), self._device)
         lanes = WIDTH // self._dtype.itemsize
         self._launches = [
             (size, sent(program_spots(sizes, which, self._members, kernels.BLOCK), self._device))
@@ -78,7 +78,7 @@ class TritonStepper:
         self._settings: Settings | None = None
         self._table = DeviceNumbers(self._device, torch.float64)
         self._counted = DeviceNumbers(self._device, torch.float32)
-        self._counts_there = self._counted.tell(torch.zeros(len(sizes), self._members))
+        self._counts_there = self._counted.tell(torch.zeros(len(sizes), self._members, device="cpu"))
         numbers = kernels.SCALARS[formula.kernel]
         arithmetic = torch.promote_types(self._dtype, torch.float32)
         self._scalars = torch.empty((len(sizes), numbers, self._members), dtype=arithmetic, device=self._device)
@@ -109,7 +109,7 @@ class TritonStepper:
         advance = settings.advance[: self._members]
         if settings is not self._settings:
             self._settings = settings
-            flags = torch.tensor([[float(bool(flag))] for flag in settings.options], dtype=torch.float64)
+            flags = torch.tensor([[float(bool(flag))] for flag in settings.options], dtype=torch.float64, device="cpu")
             rows = (settings.table[:, : self._members], advance.double()[None], flags.expand(-1, self._members))
             self._table_there = self._table.tell(torch.cat(rows))
         if self._counts:
@@ -153,7 +153,7 @@ class TritonStepper:
         if found is None:
             if len(self._told) == _MAX_TOLD:
                 self._told.clear()
-            there = sent(torch.tensor(addresses, dtype=torch.int64), self._device)
+            there = sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), self._device)
             found = self._told[addresses] = _Addresses(there, not any(address % WIDTH for address in addresses))
         return found
 
@@ -177,7 +177,11 @@ def by_width(sizes: Sequence[int], lanes: int) -> dict[int, list[int]]:
 def program_spots(sizes: Sequence[int], which: Sequence[int], members: int, block: int) -> Tensor:
     """Return tensor, member and block of each program for the tensors ``which``: int32 ``[programs, 3]``."""
     pieces = [
-        torch.cartesian_prod(torch.tensor([index]), torch.arange(members), torch.arange(-(-sizes[index] // block)))
+        torch.cartesian_prod(
+            torch.tensor([index], device="cpu"),
+            torch.arange(members, device="cpu"),
+            torch.arange(-(-sizes[index] // block), device="cpu"),
+        )
         for index in which
     ]
     return torch.cat(pieces).to(torch.int32)

@@ -27,7 +27,7 @@ class StackedGradients:
         self._device = grads[0].device
         addresses = [grad.data_ptr() for grad in grads]
         self._wide = not any(address % WIDTH for address in addresses)
-        self._addresses = sent(torch.tensor(addresses, dtype=torch.int64), self._device)
+        self._addresses = sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), self._device)
 
     def norms(self, norm_type: float) -> Tensor:
         """Return the norms ``[tensors, members]``, each rounded to the dtype of its gradient, in that of all."""
@@ -146,7 +146,7 @@ def _tables(device: torch.device, members: int, kinds: tuple[tuple[int, torch.dt
     """Return the tables of gradients with these elements of a member and dtypes; any stream may read them."""
     kernels = library()
     sizes = [size for size, _ in kinds]
-    counts = torch.tensor([members * -(-size // kernels.BLOCK) for size in sizes])
+    counts = torch.tensor([members * -(-size // kernels.BLOCK) for size in sizes], device="cpu")
     parts = []
     for dtype in dict.fromkeys(dtype for _, dtype in kinds):
         which = [index for index, (_, own) in enumerate(kinds) if own is dtype]
@@ -155,6 +155,8 @@ def _tables(device: torch.device, members: int, kinds: tuple[tuple[int, torch.dt
             lanes: program_spots(sizes, [which[index] for index in group], members, kernels.BLOCK).to(device)
             for lanes, group in groups.items()
         }
-        parts.append(_SameDtype(kernels.DTYPES[dtype], torch.tensor(which, dtype=torch.int32).to(device), spots))
+        parts.append(
+            _SameDtype(kernels.DTYPES[dtype], torch.tensor(which, dtype=torch.int32, device="cpu").to(device), spots)
+        )
     firsts = counts.cumsum(0) - counts
-    return _GradientTables(torch.tensor(sizes).to(device), firsts.to(device), int(counts.sum()), parts)
+    return _GradientTables(torch.tensor(sizes, device="cpu").to(device), firsts.to(device), int(counts.sum()), parts)

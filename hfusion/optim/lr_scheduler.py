@@ -206,18 +206,18 @@ class PerMember(torch_schedulers.LRScheduler):
     @property
     def last_epochs(self) -> Tensor:
         """How often each member's scheduler has stepped: ``[B]``."""
-        return torch.tensor([scheduler.last_epoch for scheduler in self._schedulers])
+        return torch.tensor([scheduler.last_epoch for scheduler in self._schedulers], device="cpu")
 
     @property
     def base_lrs(self) -> list[Tensor]:  # type: ignore[override]
         """As of torch's schedulers: for each param group ``[B]``."""
         rates = zip(*(scheduler.base_lrs for scheduler in self._schedulers), strict=True)
-        return [torch.tensor([float(rate) for rate in group], dtype=torch.float64) for group in rates]
+        return [torch.tensor([float(rate) for rate in group], dtype=torch.float64, device="cpu") for group in rates]
 
     def get_last_lr(self) -> list[Tensor]:  # type: ignore[override]
         """The learning rates that were set last, for each param group ``[B]``."""
         rates = (scheduler.get_last_lr() for scheduler in self._schedulers)
-        return [torch.tensor(group, dtype=torch.float64) for group in zip(*rates, strict=True)]
+        return [torch.tensor(group, dtype=torch.float64, device="cpu") for group in zip(*rates, strict=True)]
 
     @property
     def takes_metrics(self) -> list[bool]:
@@ -240,13 +240,14 @@ class PerMember(torch_schedulers.LRScheduler):
         self._step([(v, *plain) if asks else plain for v, asks in zip(values, asking, strict=True)], rows)
 
     def _metrics(self, metrics: Tensor | Sequence[float]) -> list[float]:
-        values = (metrics if isinstance(metrics, Tensor) else torch.as_tensor(metrics, dtype=torch.float64)).detach()
-        if values.shape != (len(self._schedulers),):
+        if not isinstance(metrics, Tensor):
+            metrics = torch.tensor(metrics, dtype=torch.float64, device="cpu")
+        if metrics.shape != (len(self._schedulers),):
             raise ValueError(
-                f"metrics have shape {list(values.shape)} for an array of {len(self._schedulers)} members: give one "
+                f"metrics have shape {list(metrics.shape)} for an array of {len(self._schedulers)} members: give one "
                 "number per member, such as the losses of hf.per_model"
             )
-        return list(values.tolist())
+        return list(metrics.tolist())
 
     def _step(self, arguments: Sequence[tuple[Any, ...]], rows: Sequence[int] | None) -> None:
         self._pull()
@@ -263,10 +264,8 @@ class PerMember(torch_schedulers.LRScheduler):
         """Continue from ``state_dict``; FusionError if it is of another number of members."""
         members = state_dict["members"]
         if len(members) != len(self._schedulers):
-            raise FusionError(
-                f"the state of a {type(self).__name__} of {len(members)} members does not fit one of "
-                f"{len(self._schedulers)}"
-            )
+            found = f"the state of a {type(self).__name__} of {len(members)} members"
+            raise FusionError(f"{found} does not fit one of {len(self._schedulers)}")
         self._pull()
         pairs = zip(members, state_dict["groups"], strict=True)
         for scheduler, stand_in, (own, groups) in zip(self._schedulers, self._stand_ins, pairs, strict=True):
@@ -282,7 +281,7 @@ class PerMember(torch_schedulers.LRScheduler):
             _, columns = read(group, self._hypers, len(self._stand_ins))
             for member, stand_in in enumerate(self._stand_ins):
                 if index == len(stand_in.param_groups):
-                    stand_in.add_param_group({"params": [torch.zeros(())]})
+                    stand_in.add_param_group({"params": [torch.zeros((), device="cpu")]})
                 own = stand_in.param_groups[index]
                 for hyper, column in zip(self._hypers, columns, strict=True):
                     _write(own, hyper.key, hyper.index, column[member])
@@ -294,7 +293,7 @@ class PerMember(torch_schedulers.LRScheduler):
             for hyper, vector in zip(self._hypers, vectors, strict=True):
                 values = [stand_in.param_groups[index][hyper.key] for stand_in in self._stand_ins]
                 own = values if hyper.index is None else [value[hyper.index] for value in values]
-                vector.copy_(torch.tensor([float(value) for value in own], dtype=torch.float64))
+                vector.copy_(torch.tensor([float(value) for value in own], dtype=torch.float64, device="cpu"))
 
 
 class ReduceLROnPlateau(PerMember, torch_schedulers.ReduceLROnPlateau):
@@ -315,7 +314,7 @@ class ReduceLROnPlateau(PerMember, torch_schedulers.ReduceLROnPlateau):
     @property
     def in_cooldown(self) -> Tensor:
         """Whether the members wait after a reduction: bool ``[B]``."""
-        return torch.tensor([scheduler.in_cooldown for scheduler in self._schedulers])
+        return torch.tensor([scheduler.in_cooldown for scheduler in self._schedulers], device="cpu")
 
 
 class OneCycleLR(PerMember, torch_schedulers.OneCycleLR):
@@ -361,8 +360,9 @@ def _stand_in(optimizer: Any, member: int | None = None) -> Optimizer:
     member: who goes on with a schedule that somebody noted in the param groups, such as ``initial_lr``, which torch's
     schedulers read where they are given a ``last_epoch``.
     """
-    groups = [{"params": [torch.zeros(())], **_noted(optimizer, group, member)} for group in optimizer.param_groups]
-    return Optimizer(groups, {hyper.key: 0.0 for hyper in optimizer.hypers})
+    groups = [_noted(optimizer, group, member) for group in optimizer.param_groups]
+    with_params = [{"params": [torch.zeros((), device="cpu")], **group} for group in groups]
+    return Optimizer(with_params, {hyper.key: 0.0 for hyper in optimizer.hypers})
 
 
 def _noted(optimizer: Any, group: Mapping[str, Any], member: int | None) -> dict[str, Any]:

@@ -218,7 +218,7 @@ def _same(hyper: Hyper, value: float | None) -> Tensor:
         raise ValueError(
             f"{hyper.label} differs between the members: say what it is for those that join, {hyper.key}=..."
         )
-    return torch.tensor(value, dtype=torch.float64)
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def first_values(group: ParamGroup, hypers: Sequence[Hyper], members: int) -> dict[str, float | None]:

@@ -30,7 +30,7 @@ def overflown(params: Sequence[Tensor], members: int) -> Resting:
 
     FusionError if nobody has.
     """
-    bad = torch.zeros(members, dtype=torch.bool)
+    bad = torch.zeros(members, dtype=torch.bool, device="cpu")
     alone: Resting = {}
     for param in params:
         assert param.grad is not None
@@ -38,7 +38,7 @@ def overflown(params: Sequence[Tensor], members: int) -> Resting:
         if membership_of(param).stacked:
             bad |= ~finite.reshape(members, -1).all(1).cpu()
         elif not finite.all():
-            alone[param] = torch.ones((), dtype=torch.bool)
+            alone[param] = torch.ones((), dtype=torch.bool, device="cpu")
     if not bad.any() and not alone:
         raise FusionError(
             "the GradScaler found gradients that are not finite, and there are none left: they were changed between "

@@ -56,7 +56,10 @@ class GradScaler:
             "growth_interval": growth_interval,
         }
         self._values: dict[str, Tensor] = {}
-        values = {name: torch.as_tensor(value, dtype=torch.float32).reshape(-1) for name, value in self._given.items()}
+        values = {
+            name: torch.as_tensor(value, dtype=torch.float32, device="cpu").reshape(-1)
+            for name, value in self._given.items()
+        }
         # What all members began with, which holds for those that join; None where theirs differed.
         self.begun = {
             name: float(value[0]) if bool((value == value[0]).all()) else None for name, value in values.items()
@@ -74,9 +77,9 @@ class GradScaler:
     def get_scale(self) -> Tensor:
         """The scales ``[B]``; ``[1]`` before the first use of a scaler that has one value for all."""
         if not self._enabled:
-            return torch.ones(1)
+            return torch.ones(1, device="cpu")
         if not self._values:
-            return torch.as_tensor(self._given["scale"], dtype=torch.float32).reshape(-1).clone()
+            return torch.as_tensor(self._given["scale"], dtype=torch.float32, device="cpu").reshape(-1).clone()
         return self._values["scale"].clone()
 
     def scale(self, losses: Any) -> Any:
@@ -98,7 +101,7 @@ class GradScaler:
             FusionError: a parameter of all members, whose gradient is the sum of losses with different scales.
         """
         if not self._enabled:
-            return torch.zeros(optimizer.members, dtype=torch.bool)
+            return torch.zeros(optimizer.members, dtype=torch.bool, device="cpu")
         if id(optimizer) in self._found:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
         self.begin(optimizer.members)
@@ -212,7 +215,7 @@ class GradScaler:
             return
         if not self._values:
             self._values = {name: _vector(name, value, members) for name, value in self._given.items()}
-            self._values["tracker"] = torch.zeros(members)
+            self._values["tracker"] = torch.zeros(members, device="cpu")
         if len(self._values["scale"]) != members:
             raise ValueError(
                 f"the GradScaler has scales of {len(self._values['scale'])} members, the array has {members}: what was "
@@ -241,8 +244,8 @@ class GradScaler:
             if value is None:
                 label = "init_scale" if name == "scale" else name
                 raise ValueError(f"{label} of the GradScaler differs between the members: none is known for new ones")
-        return {"tracker": torch.zeros(count)} | {
-            name: torch.full((count,), value) for name, value in self.begun.items() if value is not None
+        return {"tracker": torch.zeros(count, device="cpu")} | {
+            name: torch.full((count,), value, device="cpu") for name, value in self.begun.items() if value is not None
         }
 
 
@@ -258,7 +261,7 @@ def overflowing(grads: Sequence[Tensor], members: int) -> Tensor:
             # The largest magnitude is exact in any dtype, keeps a NaN, and unlike a sum never overflows.
             norms = torch.linalg.vector_norm(numbers.reshape(len(grad), -1), math.inf, dim=1)
             largest.setdefault(grad.device, []).append(norms.expand(members))
-    bad = torch.zeros(members, dtype=torch.bool)
+    bad = torch.zeros(members, dtype=torch.bool, device="cpu")
     for magnitudes in largest.values():
         bad |= torch.stack(magnitudes).isfinite().logical_not().any(0).cpu()
     return bad

@@ -62,12 +62,14 @@ class Settings:
     @cached_property
     def advance(self) -> Tensor:
         """What a step adds to the counts: float32 ``[B]``, 1 where a member keeps state."""
-        return torch.tensor([float(self.counted or bool(names)) for names in self.buffers], dtype=torch.float32)
+        return torch.tensor(
+            [float(self.counted or bool(names)) for names in self.buffers], dtype=torch.float32, device="cpu"
+        )
 
     @cached_property
     def table(self) -> Tensor:
         """``columns`` as one float64 tensor ``[hyper, member]``."""
-        return torch.tensor(self.columns, dtype=torch.float64)
+        return torch.tensor(self.columns, dtype=torch.float64, device="cpu")
 
     def vectors_of(self, members: int) -> Values:
         """The hyper-parameters by name, each a float64 vector of the first ``members``."""

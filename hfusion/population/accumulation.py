@@ -39,7 +39,7 @@ class Accumulation:
         """Members before their first call. Raises ValueError for numbers that are none, or too few."""
         counts = _counts(calls, members)
         begun = int(counts[0]) if bool((counts == counts[0]).all()) else None
-        nothing = torch.zeros(members, dtype=torch.int64)
+        nothing = torch.zeros(members, dtype=torch.int64, device="cpu")
         return Accumulation(counts, begun, nothing, nothing.bool(), GradientSums(members))
 
     @cached_property
@@ -131,4 +131,4 @@ def _counts(calls: int | Sequence[int] | Tensor | None, members: int) -> Tensor:
         raise ValueError(f"accumulate={calls}: at least one call of step makes an update, and a whole number of them")
     if len(values) != members:
         raise ValueError(f"accumulate has {len(values)} values for {members} members: give one, or one for each")
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, device="cpu")

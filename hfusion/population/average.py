@@ -17,7 +17,7 @@ def checked_weights(weights: Tensor | Sequence[float] | None, rows: Sequence[int
         raise ValueError("average of no rows: give at least one member")
     if weights is None:
         return dict.fromkeys(rows, 1 / len(rows))
-    values = torch.as_tensor(weights).detach().to("cpu", torch.float64)
+    values = torch.as_tensor(weights, device="cpu").detach().to("cpu", torch.float64)
     if values.shape != (len(rows),) or not bool((values >= 0).all()) or not 0 < float(values.sum()) < torch.inf:
         raise ValueError(
             f"weights {values.tolist()} for the average of rows {list(rows)}: give one for each, at least 0, with a "
@@ -35,7 +35,7 @@ def mean_tensors(fused: FusedModule, shares: dict[int, float]) -> Iterator[tuple
     row, as `torch.optim.swa_utils.AveragedModel` has the buffers of the model that it got last.
     """
     rows = list(shares)
-    share = torch.tensor(list(shares.values()), dtype=torch.float64)
+    share = torch.tensor(list(shares.values()), dtype=torch.float64, device="cpu")
     for name, stack in member_tensors(fused):
         if not stack.is_floating_point() and not stack.is_complex():
             yield name, stack, stack[rows[-1]].clone()

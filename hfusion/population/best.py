@@ -79,17 +79,17 @@ class BestMembers:
     @property
     def scores(self) -> Tensor:
         """The best metrics: float64 ``[rows]``, NaN where a row has none."""
-        return torch.tensor([record.score for record in self._rows()], dtype=torch.float64)
+        return torch.tensor([record.score for record in self._rows()], dtype=torch.float64, device="cpu")
 
     @property
     def ages(self) -> Tensor:
         """Number of updates of each member at its best: int64 ``[rows]``, -1 for rows without one."""
-        return torch.tensor([record.age for record in self._rows()])
+        return torch.tensor([record.age for record in self._rows()], device="cpu")
 
     @property
     def waited(self) -> Tensor:
         """Number of successive metrics without an improvement: int64 ``[rows]``."""
-        return torch.tensor([record.waited for record in self._rows()])
+        return torch.tensor([record.waited for record in self._rows()], device="cpu")
 
     def _rows(self) -> list[BestRecord]:
         return [BestRecord() if tag is None else self._record(tag) for tag in self._population.tags]
@@ -191,9 +191,9 @@ def write_records(writer: SaveWriter, records: Mapping[str, BestRecord], roll: R
     def write(key: str, values: Any) -> None:
         writer.tensors[f"{OWN}{_SAVED}/{key}"] = values
 
-    write("score", torch.tensor([record.score for record in rows], dtype=torch.float64))
-    write("age", torch.tensor([record.age for record in rows]))
-    write("waited", torch.tensor([record.waited for record in rows]))
+    write("score", torch.tensor([record.score for record in rows], dtype=torch.float64, device="cpu"))
+    write("age", torch.tensor([record.age for record in rows], device="cpu"))
+    write("waited", torch.tensor([record.waited for record in rows], device="cpu"))
     for name, like in (filled or {}).items():
         values = [torch.zeros_like(like) if record.weights is None else record.weights[name] for record in rows]
         write(f"weights/{name}", torch.stack([value.cpu() for value in values]))

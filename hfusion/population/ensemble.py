@@ -111,11 +111,11 @@ def _groups(models: Any) -> tuple[list[Group], int]:
 
 def _weights(weights: Tensor | Sequence[float] | None, members: int, live: Sequence[int]) -> Tensor:
     """Weights ``[B]`` on the CPU, 0 where a row is free. Raises ValueError."""
-    alive = torch.zeros(members, dtype=torch.float64)
+    alive = torch.zeros(members, dtype=torch.float64, device="cpu")
     alive[list(live)] = 1
     if weights is None:
         return alive
-    values = torch.as_tensor(weights).detach().to("cpu", torch.float64)
+    values = torch.as_tensor(weights, device="cpu").detach().to("cpu", torch.float64)
     if values.shape != (members,) or not bool((values >= 0).all()) or not 0 < float(values.sum()) < torch.inf:
         raise ValueError(
             f"weights {values.tolist()} of {members} members: give one for each, at least 0, with a sum above 0"

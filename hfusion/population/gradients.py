@@ -109,10 +109,10 @@ class GradientSums:
             if name not in self.sums:
                 assert theirs is not None
                 self.sums[name] = theirs.new_zeros(self._members, *theirs.shape[1:])
-                self.absent[name] = torch.ones(self._members, dtype=torch.bool)
+                self.absent[name] = torch.ones(self._members, dtype=torch.bool, device="cpu")
             self.sums[name][places] = 0 if theirs is None else theirs[:count]
             absent = self.absent[name]
-            absent = torch.zeros(self._members, dtype=torch.bool) if absent is None else absent.clone()
+            absent = torch.zeros(self._members, dtype=torch.bool, device="cpu") if absent is None else absent.clone()
             absent[places] = True if theirs is None else False if gone is None else gone[:count]
             self.absent[name] = absent
 

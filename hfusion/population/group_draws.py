@@ -22,7 +22,7 @@ class GroupDraws:
     def __init__(self, device: torch.device) -> None:
         self._backend = backend(device)
         self._before: dict[str, Tensor] = self._backend.random_states()
-        self._number = int(torch.empty((), dtype=torch.int64).random_())
+        self._number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         self._drawn = torch.get_rng_state()
         self._used = False
 

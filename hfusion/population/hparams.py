@@ -32,7 +32,7 @@ class EveryGroup:
 
     def __setitem__(self, rows: Any, value: Any) -> None:
         for vector in self._vectors:
-            vector[rows] = torch.as_tensor(value, dtype=torch.float64)
+            vector[rows] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
     def copy_(self, values: Tensor) -> None:
         for vector in self._vectors:

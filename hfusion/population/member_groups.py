@@ -37,7 +37,7 @@ class MemberGroups(nn.Module):
         self._rows = [list(of_group) for of_group in rows]
         joined = [row for of_group in self._rows for row in of_group]
         self._entries = [[sorted(joined).index(row) for row in of_group] for of_group in self._rows]
-        order = torch.tensor(sorted(range(len(joined)), key=joined.__getitem__))
+        order = torch.tensor(sorted(range(len(joined)), key=joined.__getitem__), device="cpu")
         in_order = joined == sorted(joined)
         self.register_buffer("order", None if in_order else order.to(device_of(self.groups)), persistent=False)
 

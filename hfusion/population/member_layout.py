@@ -90,7 +90,7 @@ class MemberLayout:
     def of(groups: Sequence[PlacedGroup], size: int) -> MemberLayout:
         places: list[tuple[PlacedGroup, int] | None] = [None] * size
         total = sum(len(group.rows) for group in groups)
-        order = torch.full((size,), total)
+        order = torch.full((size,), total, device="cpu")
         start = 0
         for group in groups:
             for local, row in enumerate(group.rows):

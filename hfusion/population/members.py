@@ -72,7 +72,8 @@ class Roll:
     @staticmethod
     def of(count: int, tags: Sequence[str] | None) -> Roll:
         """Rows of ``count`` members that start. Raises ValueError for names that are no names, or not theirs alone."""
-        ages, frozen = torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.bool)
+        ages = torch.zeros(count, dtype=torch.int64, device="cpu")
+        frozen = torch.zeros(count, dtype=torch.bool, device="cpu")
         roll = Roll([None] * count, ages, frozen, ages.clone())
         if tags is not None and len(tags) != count:
             raise ValueError(f"{len(tags)} tags for {count} models: give one for each")
@@ -96,7 +97,7 @@ class Roll:
     def alive(self) -> Tensor:
         """Rows that have a member: bool ``[rows]``."""
         if self._alive is None:
-            self._alive = torch.tensor([tag is not None for tag in self.tags])
+            self._alive = torch.tensor([tag is not None for tag in self.tags], device="cpu")
         return self._alive
 
     def tag(self, row: int) -> str:
@@ -200,7 +201,7 @@ class Roll:
     def rearrange(self, sources: Sequence[int | None]) -> None:
         """Let row b be row ``sources[b]`` of before; None gives a free row."""
         rows = [0 if source is None else source for source in sources]
-        empty = torch.tensor([source is None for source in sources])
+        empty = torch.tensor([source is None for source in sources], device="cpu")
         self.tags = [None if source is None else self.tags[source] for source in sources]
         self._alive = None
         self.ages = torch.where(empty, 0, self.ages[rows])

@@ -154,7 +154,7 @@ class MixedMembers:
             keywords["weights"] = rows_of_weights(weights)
             check_weights(keywords["weights"], stepping, self.layout.free)
         if not self.groups:
-            return torch.full((self.size,), math.nan)
+            return torch.full((self.size,), math.nan, device="cpu")
         entries = {row: entry for entry, row in enumerate(stepping)}
         self._note_memory()
         losses: dict[int, Tensor] = {}
@@ -272,7 +272,7 @@ class MixedMembers:
 
     def names_of(self, rows: Sequence[int], tags: Sequence[str | None], models: int) -> list[str]:
         """The names of members that start. Raises ValueError, as for an array."""
-        nobody = torch.zeros(max(self.size, *(row + 1 for row in rows)), dtype=torch.int64)
+        nobody = torch.zeros(max(self.size, *(row + 1 for row in rows)), dtype=torch.int64, device="cpu")
         known = [*self.layout.tags, *[None] * (len(nobody) - self.size)]
         roll = Roll(known, nobody, nobody.bool(), nobody.clone(), made=self.made)
         roll.check_start(rows, tags, models)
@@ -377,7 +377,7 @@ class MixedMembers:
     @in_turn
     def evaluate(self, metric: Callable[..., Any], loader: Iterable[Any]) -> Tensor:
         """See `hfusion.Population.evaluate`; the loader is read once for all groups."""
-        values = torch.full((self.size,), math.nan, dtype=torch.float64)
+        values = torch.full((self.size,), math.nan, dtype=torch.float64, device="cpu")
         for row, number in evaluate_mixed(self, metric, loader).items():
             values[row] = number
         return values

@@ -28,7 +28,7 @@ class MixedVector:
         return len(self._mixed)
 
     def _read(self) -> Tensor:
-        values = torch.full((len(self),), float("nan"), dtype=torch.float64)
+        values = torch.full((len(self),), float("nan"), dtype=torch.float64, device="cpu")
         for group, vector in self._vectors:
             for row, value in zip(group.rows, vector.tolist(), strict=True):
                 if row is not None:
@@ -40,9 +40,9 @@ class MixedVector:
 
     def __setitem__(self, rows: Any, value: Any) -> None:
         """Raises ValueError for a row whose member has no such hyper-parameter."""
-        values = torch.full((len(self),), float("nan"), dtype=torch.float64)
-        written = torch.zeros(len(self), dtype=torch.bool)
-        values[rows], written[rows] = torch.as_tensor(value, dtype=torch.float64), True
+        values = torch.full((len(self),), float("nan"), dtype=torch.float64, device="cpu")
+        written = torch.zeros(len(self), dtype=torch.bool, device="cpu")
+        values[rows], written[rows] = torch.as_tensor(value, dtype=torch.float64, device="cpu"), True
         having = {row for group, _ in self._vectors for row in group.live}
         lacking = [
             row for row in written.nonzero().reshape(-1).tolist() if row in set(self._mixed.layout.live) - having
@@ -129,7 +129,7 @@ class MixedScheduler:
         values = None
         if metrics is not None:
             values = (
-                metrics if isinstance(metrics, Tensor) else torch.as_tensor(metrics, dtype=torch.float64)
+                metrics if isinstance(metrics, Tensor) else torch.as_tensor(metrics, dtype=torch.float64, device="cpu")
             ).detach()
             if values.shape != (len(self._mixed),):
                 raise ValueError(

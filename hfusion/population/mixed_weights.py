@@ -34,7 +34,9 @@ class MixedBest:
         values = [getattr(BestMembers(group.members), name) for group in self._mixed.groups]
         layout = self._mixed.layout
         if not values:
-            return torch.full((len(self._mixed),), nobody, dtype=torch.float64 if name == "scores" else torch.int64)
+            return torch.full(
+                (len(self._mixed),), nobody, dtype=torch.float64 if name == "scores" else torch.int64, device="cpu"
+            )
         stack = layout.collected(values)
         stack[layout.free] = nobody
         return stack
@@ -120,7 +122,7 @@ def average_mixed(
         held = {row: _tensors(mixed, row) for row in dict.fromkeys([*sources, *targets])}
         _check_alike(held)
         counted = list(shares)
-        share = torch.tensor(list(shares.values()), dtype=torch.float64)
+        share = torch.tensor(list(shares.values()), dtype=torch.float64, device="cpu")
         means: dict[str, Tensor] = {}
         for name, last in held[counted[-1]].items():
             if last.is_floating_point() or last.is_complex():

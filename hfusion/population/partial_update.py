@@ -41,7 +41,7 @@ def _flush_array(array: ArrayGroup) -> bool:
         if not array._common:
             updates.sums.take(array.fused, due)
         # Losses that are not finite were noted at each call.
-        array._update(torch.zeros(len(array)), due)
+        array._update(torch.zeros(len(array), device="cpu"), due)
         return True
 
 

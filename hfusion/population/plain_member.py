@@ -89,7 +89,7 @@ class PlainMember(ArrayGroup):
             return
         self.fused._views.settle()
         try:
-            self._apply(losses, torch.ones(1, dtype=torch.bool))
+            self._apply(losses, torch.ones(1, dtype=torch.bool, device="cpu"))
         except BaseException:
             self._give_up()
             raise

@@ -209,7 +209,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         roll.step += 1
 
     def _none(self) -> Tensor:
-        return torch.zeros(len(self.fused), dtype=torch.bool)
+        return torch.zeros(len(self.fused), dtype=torch.bool, device="cpu")
 
     @in_turn
     def stop(self, row: int | Sequence[int]) -> Any:
@@ -355,4 +355,4 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
     def evaluate(self, metric: Callable[..., Any], loader: Iterable[Any]) -> Tensor:
         """See `hfusion.Population.evaluate`."""
         found = evaluate(self.fused, metric, loader, {row: self._roll.tag(row) for row in self._roll.live})
-        return torch.tensor([found.get(row, math.nan) for row in range(len(self))], dtype=torch.float64)
+        return torch.tensor([found.get(row, math.nan) for row in range(len(self))], dtype=torch.float64, device="cpu")

@@ -92,14 +92,18 @@ class PopulationRows:
         """Number of updates of the member in each row: int64 ``[rows]``."""
         if isinstance(self._members, ArrayGroup):
             return self._members.ages
-        return self._members.collected(lambda group: group.ages, torch.zeros(len(self), dtype=torch.int64))
+        return self._members.collected(
+            lambda group: group.ages, torch.zeros(len(self), dtype=torch.int64, device="cpu")
+        )
 
     @property
     def frozen(self) -> list[int]:
         """The rows of members that went bad and wait; see ``on_nonfinite``."""
         if isinstance(self._members, ArrayGroup):
             return self._members.frozen
-        rows = self._members.collected(lambda group: group._roll.frozen, torch.zeros(len(self), dtype=torch.bool))
+        rows = self._members.collected(
+            lambda group: group._roll.frozen, torch.zeros(len(self), dtype=torch.bool, device="cpu")
+        )
         frozen: list[int] = rows.nonzero().reshape(-1).tolist()
         return frozen
 

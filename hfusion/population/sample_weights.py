@@ -67,12 +67,12 @@ def rows_of_weights(weights: Any) -> Any:
     if isinstance(weights, StackedInput | Ragged):
         return weights
     if not isinstance(weights, Tensor) and isinstance(weights, list | tuple) and len(weights):
-        weights = [torch.as_tensor(row) for row in weights]
+        weights = [row if isinstance(row, Tensor) else torch.as_tensor(row, device="cpu") for row in weights]
         weights = torch.stack(weights) if all(row.dim() == 0 for row in weights) else stacked(weights)
     if not isinstance(weights, Tensor):
         if isinstance(weights, StackedInput | Ragged):
             return weights
-        weights = torch.as_tensor(weights)
+        weights = torch.as_tensor(weights, device="cpu")
     if weights.dim() not in (1, 2):
         raise ValueError(f"weights of shape {list(weights.shape)}: give [N] for all members, or [members, N]")
     return weights if weights.dim() == 1 else stacked(weights)

@@ -77,7 +77,7 @@ def _sums(wide: SaveReader, pop: ArrayGroup, members: int) -> GradientSums:
         if any(OWN + _SUM + name in saved.tensors for saved, _ in wide.parts):
             like = torch.zeros_like(member_rows(param.detach(), membership_of(param)))
             sums.sums[name] = _own(wide, _SUM + name, like).to(param.device)
-            sums.absent[name] = _own(wide, _ABSENT + name, torch.ones(members, dtype=torch.bool))
+            sums.absent[name] = _own(wide, _ABSENT + name, torch.ones(members, dtype=torch.bool, device="cpu"))
     return sums
 
 

@@ -228,7 +228,7 @@ def _limit(reader: SaveReader, name: str, given: Limit | None) -> Limit:
 
 
 def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Roll:
-    free = torch.tensor([tag is None for tag in rows])
+    free = torch.tensor([tag is None for tag in rows], device="cpu")
     ages, frozen = wide.own("population/ages"), wide.own("population/frozen")
     if ages.dtype is not torch.int64 or frozen.dtype is not torch.bool or not ages.shape == frozen.shape == free.shape:
         raise CheckpointError(f"{reader.path}: ages and frozen members are {ages.dtype} and {frozen.dtype}")
@@ -240,7 +240,7 @@ def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> R
 
 
 def _keys(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Tensor:
-    made = torch.tensor([0 if tag is None else key_of(tag) for tag in rows])
+    made = torch.tensor([0 if tag is None else key_of(tag) for tag in rows], device="cpu")
     # Saves of before have none.
     found = wide.own("population/keys") if wide.has("members/population/keys") else made
     if (found.dtype, found.shape) != (made.dtype, made.shape):

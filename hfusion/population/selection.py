@@ -50,7 +50,7 @@ class Selection:
     @property
     def weights(self) -> Tensor:
         """The counts as weights ``[B]`` that sum to 1, 0 for rows that were not added: for `Ensemble`."""
-        return torch.bincount(torch.tensor(self.order), minlength=self.members).double() / len(self.order)
+        return torch.bincount(torch.tensor(self.order, device="cpu"), minlength=self.members).double() / len(self.order)
 
     @property
     def score(self) -> float:

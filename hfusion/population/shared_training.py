@@ -24,7 +24,7 @@ def step_together(pop: ArrayGroup, inputs: Any, target: Any, keywords: dict[str,
         pop.fused.zero_grad()
     args, kwargs = call_arguments(inputs, keywords)
     training = set(pop._roll.live).difference(pop.frozen)
-    scales = torch.ones(len(pop.fused), dtype=torch.float64)
+    scales = torch.ones(len(pop.fused), dtype=torch.float64, device="cpu")
     scales = (scales if pop.scaler is None else pop.scaler.scale(scales)) / int(updates.calls[0])
 
     def of_block(losses: Tensor, rows: range) -> None:

@@ -72,7 +72,7 @@ def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> 
     if before is not None and before.comparable and before.sizes == tuple(sizes) and before.values == kept:
         bundle = before
     else:
-        room = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        room = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu") for size in sizes]
         bundle = Bundle(tuple(each.untyped_storage() for each in room), kept)
     return bundle, list(map(Move, bundle.storages, sources))
 

@@ -103,7 +103,11 @@ class HostStore:
     def __init__(self, tensors: Mapping[Section, Mapping[str, Tensor]], *, pinned: bool, file: Path | None) -> None:
         self.layout = BufferLayout.of(tensors)
         size = sum(self.layout.sizes)
-        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pinned) if file is None else _mapped(file, size)
+        buffer = (
+            torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu")
+            if file is None
+            else _mapped(file, size)
+        )
         self._buffers = self.layout.buffers(buffer)
         self.views = self.layout.views(self._buffers)
         for section in STATE:

@@ -63,7 +63,7 @@ class LossRing:
         kind = losses.device, losses.shape, losses.dtype
         if kind != self._kind:
             arrived = self.drain()
-            self._slots = torch.empty(_SLOTS, *losses.shape, dtype=losses.dtype, pin_memory=True)
+            self._slots = torch.empty(_SLOTS, *losses.shape, dtype=losses.dtype, pin_memory=True, device="cpu")
             self._kind, self._next, self._clock = kind, 0, MarkClock(perf_counter)
             return arrived
         return [self._pop()] if len(self._pending) == _SLOTS else []

@@ -29,7 +29,7 @@ def answered(answer: Any, result: Step | Evaluation) -> list[int]:
     """Return the members that an answer stops. Raises PlanError for an invalid answer."""
     if hasattr(answer, "dtype") and not isinstance(answer, Tensor):
         # numpy's bools are no Python bools.
-        answer = torch.as_tensor(np.asarray(answer))
+        answer = torch.as_tensor(np.asarray(answer), device="cpu")
     if isinstance(answer, Tensor):
         answer = answer.tolist() if answer.dtype is not torch.bool or not answer.dim() else _marked(answer, result)
     if answer is None or answer is False:

@@ -211,7 +211,7 @@ class _TrainRun:
         # When the tensors have memory of their own again.
         stack.callback(stopped.put_back)
         stack.callback(state.close)
-        seed = int(torch.randint(1 << 62, ())) if one.task.seed is None else one.task.seed
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if one.task.seed is None else one.task.seed
         streams = [stream] if evaluation is None else [stream, evaluation]
         for each in streams:
             each.forget_stale()

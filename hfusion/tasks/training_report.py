@@ -74,7 +74,9 @@ class TaskReport:
         The mean of its best evaluation where the task restores the best weights. NaN where a member stopped before it
         was evaluated.
         """
-        steps = torch.tensor([self.stopped.get(member, len(self.losses)) for member in range(self.losses.shape[1])])
+        steps = torch.tensor(
+            [self.stopped.get(member, len(self.losses)) for member in range(self.losses.shape[1])], device="cpu"
+        )
         if self.eval_losses is None:
             return self.losses.gather(0, steps.sub(1).unsqueeze(0))[0]
         means = self.eval_losses.mean(1)
@@ -185,15 +187,17 @@ def in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor
     steps = max(len(losses) for _, losses in arrays)
     blocks = []
     for own, losses in arrays:
-        missing = torch.full((steps - len(losses), len(own)), torch.nan, dtype=losses[0].dtype if losses else None)
+        missing = torch.full(
+            (steps - len(losses), len(own)), torch.nan, dtype=losses[0].dtype if losses else None, device="cpu"
+        )
         blocks.append(torch.cat([torch.stack([*losses]), missing]) if losses else missing)
-    return torch.cat(blocks, 1)[:, torch.tensor(members).argsort()]
+    return torch.cat(blocks, 1)[:, torch.tensor(members, device="cpu").argsort()]
 
 
 def epochs_in_order(arrays: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
     """The epochs of arrays, by their members, as ``[B]``."""
     epochs = {member: epoch for members, own in arrays for member, epoch in zip(members, own, strict=True)}
-    return torch.tensor([epochs[member] for member in sorted(epochs)])
+    return torch.tensor([epochs[member] for member in sorted(epochs)], device="cpu")
 
 
 def joined(parts: Sequence[tuple[Sequence[int], TaskReport]]) -> TaskReport:

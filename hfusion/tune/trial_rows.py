@@ -114,7 +114,7 @@ class TrialRows:
             vectors = hparams[key]
             pairs = zip(vectors, value, strict=True) if isinstance(vectors, tuple) else [(vectors, value)]
             for vector, own in pairs:
-                vector[row] = torch.as_tensor(own, dtype=torch.float64)
+                vector[row] = torch.as_tensor(own, dtype=torch.float64, device="cpu")
 
     def exploit(self, pairs: Sequence[tuple[str, str]], suggestions: Sequence[Suggestion]) -> None:
         """Let each second become a copy of the first, with hyper-parameters and a largest norm of its own."""
@@ -156,7 +156,9 @@ class TrialRows:
             with seeded(loader, seed):
                 values = self._evaluated(judgements.timed(batches_on(role, loader, recipe.device)))
         if not recipe.every_step:
-            self._schedule(None if recipe.objectives > 1 else torch.tensor(values, dtype=torch.float64).squeeze(1))
+            self._schedule(
+                None if recipe.objectives > 1 else torch.tensor(values, dtype=torch.float64, device="cpu").squeeze(1)
+            )
         failed = (math.nan,) * recipe.objectives
         named = {tag: failed if row in bad else values[row] for row, tag in enumerate(pop.tags) if tag is not None}
         startup = steps.startup + judgements.startup

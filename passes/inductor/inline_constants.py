@@ -33,7 +33,7 @@ def inline_constants(module: fx.GraphModule) -> fx.GraphModule:
 
 def written_out(values: Sequence[float], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The tensor of these values, on the CPU."""
-    return torch.cat([torch.full((1,), value, dtype=dtype) for value in values]).view(shape)
+    return torch.cat([torch.full((1,), value, dtype=dtype, device="cpu") for value in values]).view(shape)
 
 
 def _small(held: object) -> bool:

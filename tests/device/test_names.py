@@ -51,3 +51,33 @@ def test_what_names_one_is_seen() -> None:
     assert naming("import torch\nx = torch.cuda.Stream()") == ["cuda"]
     assert naming('"""Of CUDA."""\nx.to("cuda:0")') == ["cuda:0"]
     assert naming('def f():\n    """cuda"""\n    return 1') == []
+
+
+FACTORIES = re.compile(
+    "arange|as_tensor|asarray|empty|empty_strided|eye|full|linspace|normal|ones|rand|randint|randn|randperm|range|"
+    "scalar_tensor|tensor|tril_indices|triu_indices|zeros"
+)
+
+
+def without_device(source: str) -> list[str]:
+    """Calls of torch that make a tensor on the default device."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "torch"
+        and FACTORIES.fullmatch(node.func.attr)
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+
+
+def test_the_default_device_decides_nothing() -> None:
+    """Under ``torch.set_default_device``, a tensor of ours would be where nothing expects it."""
+    folders = ("hfusion", "ops", "passes")
+    files = [path for name in folders for path in (ROOT / name).rglob("*.py") if "bench" not in path.parts]
+    found = {str(path.relative_to(ROOT)): without_device(path.read_text()) for path in files}
+    assert {name: calls for name, calls in found.items() if calls} == {}
+    assert without_device("torch.zeros(3)") == ["torch.zeros(3)"]
+    assert without_device("torch.zeros(3, device=d)\ntorch.zeros_like(x)") == []
