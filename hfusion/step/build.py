@@ -45,7 +45,7 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
         def fresh() -> list[Tensor]:
             return [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
 
-        batch = [*batch, *(torch.zeros(seeds.shape, dtype=seeds.dtype) for seeds in graph.drawn)]
+        batch = [*batch, *(torch.zeros(seeds.shape, dtype=seeds.dtype, device="cpu") for seeds in graph.drawn)]
         # Programs draw past the dispatcher, from torch's own generator whatever thread this is.
         with random_states_kept():
             given = _results(run, fresh(), batch)
@@ -104,8 +104,11 @@ def _difference(graph: StepGraph, ours: Sequence[Tensor], theirs: Sequence[Tenso
 
 
 def _results(run: Callable[..., Sequence[Tensor]], own: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
-    """Return the outputs of a program, and the tensors that it may have written."""
-    return [*run(*own, *batch), *own]
+    """Return the outputs of a program, in host memory, and the tensors that it may have written.
+
+    A plan counts one set of gradients on a device, and two programs are compared.
+    """
+    return [*(output.cpu() for output in run(*own, *batch)), *own]
 
 
 def _same_bits(ours: Tensor, theirs: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ _NEARBY = 12
 _OFF = 3 / 4
 # Of what the graph itself gives: what a program may give.
 _AS_MUCH = 2.0
+# Elements that are compared at a time, in float64.
+_PIECE = 1 << 20
 
 
 class ByOperator(fx.Interpreter):
@@ -47,11 +50,13 @@ def disagreement(
     suspects = [k for k, norm in enumerate(norms) if not apart[k] <= max(norm * rounding ** (1 / 3), least)]
     if not suspects:
         return ""
-    others = [nearby() for _ in range(_NEARBY)]
+    moved = dict.fromkeys(suspects, 0.0)
+    for _ in range(_NEARBY):
+        other = nearby()
+        moved = {k: max(most, _apart(other[k], expected[k])) for k, most in moved.items()}
     names = result_names(graph, len(given))
-    for k in suspects:
-        moved = max(_apart(other[k], expected[k]) for other in others)
-        if not apart[k] <= _AS_MUCH * moved:
+    for k, most in moved.items():
+        if not apart[k] <= _AS_MUCH * most:
             kind = describe_value(expected[k], None, 0)
             return f"{names[k]}, {kind} of norm {norms[k]:.3g}, differs by {apart[k]:.3g}"
     return ""
@@ -65,16 +70,17 @@ def shaken(tensors: Sequence[Tensor], generator: torch.Generator) -> list[Tensor
 def _shaken(tensor: Tensor, most: float, generator: torch.Generator) -> Tensor:
     if not most:
         return tensor
-    off = 2 * torch.rand(tensor.shape, dtype=torch.float64, generator=generator) - 1
-    return (tensor * (1 + most * off.to(tensor.device))).to(tensor.dtype)
+    off = 2 * torch.rand(tensor.shape, dtype=torch.float64, generator=generator, device="cpu") - 1
+    return (tensor.cpu() * (1 + most * off)).to(tensor.device, tensor.dtype)
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
     """The norm of the difference; 0 where the second has none to compare with."""
-    if not (one.numel() and torch.isfinite(other).all()):
+    if one is other or not (one.numel() and torch.isfinite(other).all()):
         return 0.0
     wide = torch.complex128 if other.is_complex() else torch.float64
-    return _norm(one.to(wide) - other.to(wide))
+    pieces = zip(*(tensor.reshape(-1).split(_PIECE) for tensor in (one, other)), strict=True)
+    return math.hypot(*(_norm(ours.to(wide) - theirs.to(wide)) for ours, theirs in pieces))
 
 
 def result_names(graph: StepGraph, count: int) -> list[str]:

@@ -161,7 +161,7 @@ class PerMemberStep:
                 if w:
                     take(rows, *self.runs[kind](*given))
                 else:
-                    losses.append(torch.full((len(rows),), torch.nan))
+                    losses.append(torch.full((len(rows),), torch.nan, device="cpu"))
         for place, grad in zip(self.trained, grads, strict=True):
             own[place].grad = grad
         known = next(of_block for of_block, w in zip(losses, wanted, strict=True) if w)

@@ -198,7 +198,7 @@ class PartedStep:
         if fixed is None or fixed.idle != call.idle or fixed.addresses != list(map(Tensor.data_ptr, own)):
             fixed = self._fixed = _Fixed(self._program, self._entries, own, call, dtype)
         helpers = self._helpers(threads)
-        losses = torch.full((fixed.members,), torch.nan, dtype=dtype)
+        losses = torch.full((fixed.members,), torch.nan, dtype=dtype, device="cpu")
         fixed.outputs[0] = losses.data_ptr()
         batch = [fixed.apart(tensor) for tensor in call.batch()]
         handles = _Handles([*batch, *([new_seeds(fixed.members)] if self._program.seeded else [])])

@@ -12,9 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hfusion.compiler.bound_program import Place
 from hfusion.device.backend import backend
-from hfusion.device.recordings import Recordings
+from hfusion.device.recordings import MAX_RECORDED, Recordings
 from hfusion.step.compiled_step import FusedStep, PerMemberStep, StepProgram
 from hfusion.step.step_graph import StepCall, refilled
 
@@ -34,7 +33,7 @@ class _RecordedBatch:
 
 
 class RecordedStep:
-    """``program`` on ``device``, recorded at the first step of each kind of batch, while its tensors stay there.
+    """``program`` on ``device``, recorded at the second step of each kind of batch, while its tensors stay there.
 
     Gradients lie in the same memory at every step of a kind. What cannot be recorded runs as it is. ``record``: or in
     words why nothing can be recorded.
@@ -46,6 +45,9 @@ class RecordedStep:
         self._record = record
         self._recorded = Recordings[_RecordedBatch](record if isinstance(record, str) else _obstacle(program))
         self._addresses: list[int] = []
+        # Kinds of batches that the program has run, which some kernels need before they can be recorded. A recording
+        # computes gradients into memory of its own: those of the step before are no longer needed then.
+        self._seen: set[Any] = set()
         # The device of a batch that came last and was not recorded, as it lies elsewhere.
         self._batch_device: torch.device | None = None
 
@@ -72,9 +74,12 @@ class RecordedStep:
         self._look()
         kind = tuple((tensor.shape, tensor.dtype) for tensor in batch)
         found = self._recorded.get(kind)
+        if found is None and kind in self._seen and not (self._recorded.full or self._recorded.why):
+            found = self._recorded.add(kind, lambda: self._recording(call, batch))
         if found is None:
-            unrecorded = self._recorded.full or self._recorded.why
-            return self._program.step(call) if unrecorded else self._first(kind, call, batch)
+            if len(self._seen) < MAX_RECORDED:
+                self._seen.add(kind)
+            return self._program.step(call)
         for mine, given in zip(found.batch, batch, strict=True):
             mine.copy_(given, non_blocking=True)
         found.replay()
@@ -88,34 +93,16 @@ class RecordedStep:
             self._recorded.forget()
             self._addresses = addresses
 
-    def _first(self, kind: Any, call: StepCall, batch: list[Tensor]) -> Tensor:
-        """A step that is recorded for those to come."""
+    def _recording(self, call: StepCall, batch: list[Tensor]) -> _RecordedBatch:
+        assert not isinstance(self._record, str)
         # Not the caller's own tensors, which may change while the recording is there.
         kept = [tensor.clone() for tensor in batch]
         own = refilled(call, kept)
-        losses = self._program.step(own)
-        grads = self._grads()
-        try:
-            self._recorded.add(kind, lambda: self._recording(own, kept))
-        finally:
-            # Recorded gradients have not been computed.
-            self._give(grads)
-        return losses
-
-    def _recording(self, call: StepCall, batch: list[Tensor]) -> _RecordedBatch:
-        assert not isinstance(self._record, str)
-        replay, losses = self._record(lambda: self._program.step(call))
-        return _RecordedBatch(batch, replay, losses, self._grads())
-
-    @property
-    def _params(self) -> tuple[Place, ...]:
-        return self._program.params
-
-    def _grads(self) -> list[Tensor | None]:
-        return [holder[name].grad for holder, name in self._params]
+        replay, losses = self._record(lambda: self._program.step(own))
+        return _RecordedBatch(kept, replay, losses, [holder[name].grad for holder, name in self._program.params])
 
     def _give(self, grads: list[Tensor | None]) -> None:
-        for (holder, name), grad in zip(self._params, grads, strict=True):
+        for (holder, name), grad in zip(self._program.params, grads, strict=True):
             holder[name].grad = grad
 
 

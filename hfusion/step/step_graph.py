@@ -228,7 +228,7 @@ def _trace(
     ids = [id(holder[name]) for holder, name in tensors.places]
     rows, seeds = forward.compiled.program.members, []
     if all(tensor.device.type == "cpu" for tensor in given) and draws(forward, loss):
-        seeds = [mode.from_tensor(torch.zeros(rows, dtype=torch.int64), static_shapes=True)]
+        seeds = [mode.from_tensor(torch.zeros(rows, dtype=torch.int64, device="cpu"), static_shapes=True)]
     reached: list[int] = []
     partial = forward.partial_ids
 
@@ -275,7 +275,7 @@ def _attention(given: Sequence[Tensor]) -> AbstractContextManager[None]:
 def _misdescribed() -> bool:
     """Return whether torch declares the tensor that the kernel saves for backward as float32, as 2.11 does."""
     with FakeTensorMode():
-        x = torch.empty(1, 1, 1, 8, dtype=torch.float64)
+        x = torch.empty(1, 1, 1, 8, dtype=torch.float64, device="cpu")
         kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)[1]
     return kept.dtype is not torch.float64
 
