@@ -16,6 +16,7 @@ from hfusion.ops import (
     reduce,
     resample,
     rnn,
+    rnn_steps,
     shape,
     write,
 )
@@ -37,6 +38,7 @@ RULES: RuleTable = merge(
     reduce.RULES,
     resample.RULES,
     rnn.RULES,
+    rnn_steps.RULES,
     shape.RULES,
     write.RULES,
 )

@@ -21,6 +21,7 @@ from hfusion.core.functorch import in_transform, is_wrapped
 from hfusion.core.layout import Layout, Listed
 from hfusion.device import native
 from hfusion.ops.random import dropout_stacked
+from hfusion.ops.rnn_steps import recurrent
 from hfusion.ops.rule import Call, RuleTable, Site, Value, each, has_per_member, hint
 from hfusion.ops.saved import GATES
 
@@ -119,9 +120,11 @@ def _registered() -> str:
 
 def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value], **options: Any) -> Call | None:
     """Compute `torch.nn.LSTM`. Projections, and calls that the kernels do not support, use torch's operator."""
+    if input.example.device.type != "cpu":
+        return recurrent(site, "lstm", input, hx, params, options)
     per_layer = (4 if options["has_biases"] else 2) * (2 if options["bidirectional"] else 1)
     x = input.example
-    known = x.device.type == "cpu" and x.dtype in native.TYPES and len(params) == per_layer * options["num_layers"]
+    known = x.dtype in native.TYPES and len(params) == per_layer * options["num_layers"]
     sizes = [p.example.numel() for p in params if p.rank == 2]
     large = any(sum(pair) > MAX_WEIGHTS for pair in zip(sizes[::2], sizes[1::2], strict=False))
     if has_per_member(options) or not known or large or kernels():

@@ -15,6 +15,7 @@ import hfusion as hf
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram
 from hfusion.core.errors import FusionError
+from hfusion.ops.rnn_steps import MIN_MEMBERS
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
 from hfusion.runtime.loss_ring import Arrived, LossRing
@@ -211,6 +212,20 @@ def losses_arrive_in_order_and_whole_however_late_a_device_is() -> None:
         assert [each.at for each in arrived] == sorted(each.at for each in arrived)
 
 
+def recurrent_layers_take_a_step_of_all_members_at_a_time() -> None:
+    """Without gates: those of torch are fused kernels, which there are on GPUs only."""
+    models = [nn.RNN(3, 4, num_layers=2, bidirectional=True).double() for _ in range(MIN_MEMBERS)]
+    array = hf.fuse(models).to(THERE)
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    y, _ = array(x.to(THERE))
+    assert "rnn_tanh.input               stacked  members as batch" in str(array.report())
+    torch.testing.assert_close(y.cpu(), torch.stack([model(x)[0] for model in models]))
+    ours = torch.autograd.grad(y.square().sum(), list(array.parameters()))
+    for index, model in enumerate(models):
+        theirs = torch.autograd.grad(model(x)[0].square().sum(), list(model.parameters()))
+        torch.testing.assert_close([grad[index].cpu() for grad in ours], list(theirs))
+
+
 PIECES: tuple[Callable[[], None], ...] = (
     a_loaded_state_goes_on_wherever_its_numbers_lie,
     an_array_that_moves_without_its_state_is_refused,
@@ -221,6 +236,7 @@ PIECES: tuple[Callable[[], None], ...] = (
     an_array_is_lowered_for_the_device_that_it_is_planned_for,
     what_was_measured_on_a_cpu_is_rewritten_there_only,
     losses_arrive_in_order_and_whole_however_late_a_device_is,
+    recurrent_layers_take_a_step_of_all_members_at_a_time,
 )
 
 

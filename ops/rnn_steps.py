@@ -1,0 +1,365 @@
+"""Recurrent layers of all members at once on an accelerator, a time step at a time.
+
+cuDNN computes the layer of one member, and a loop over members leaves most of a GPU idle. Here the inputs of all steps
+are one product, and each step is one product of all members' hidden states and one fused cell of torch's. Backward is
+written out, so that weights get their gradients from one product over all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hfusion.core.functorch import in_transform, is_wrapped
+from hfusion.core.layout import Layout, Listed
+from hfusion.ops.random import dropout_stacked
+from hfusion.ops.rule import Call, RuleTable, Site, Value, each, has_per_member
+from hfusion.ops.saved import GATES_TWICE
+
+aten = torch.ops.aten
+
+# From as many members on a step of all takes less time than a step of each by cuDNN.
+MIN_MEMBERS = 8
+
+State: TypeAlias = tuple[Tensor, Tensor | None]
+"""Hidden state ``[B*N, H]``, and the cell state of an LSTM."""
+
+_definitions = torch.library.Library("hfusion_rnn", "DEF")
+_definitions.define(
+    "steps(Tensor sums, Tensor h, Tensor? c, Tensor w_hidden, Tensor? b_hidden, str kind, bool reverse) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+_definitions.define(
+    "steps_backward(Tensor d_y, Tensor? d_c, Tensor y, Tensor h, Tensor cells, Tensor? c, Tensor kept, "
+    "Tensor w_hidden, str kind, bool reverse) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+# What a cell keeps for backward, in hidden sizes; of its sums it has as many as its weights have rows.
+_KEPT = {"lstm": 4, "gru": 5, "rnn_tanh": 0, "rnn_relu": 0}
+
+
+def _fused(kind: str, device: torch.device) -> bool:
+    """True where torch has fused kernels of the cell, as on CUDA and ROCm."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return kind in ("lstm", "gru") and torch._C._dispatch_has_kernel_for_dispatch_key(
+        f"aten::_thnn_fused_{kind}_cell", key
+    )
+
+
+def _cell(kind: str, fused: bool, sums: Tensor, hidden: Tensor, state: State) -> tuple[State, Tensor]:
+    """The next state of a cell, and what its backward needs; gates as in `torch.nn.LSTM`, `torch.nn.GRU`."""
+    h, c = state
+    if kind == "lstm":
+        assert c is not None
+        if fused:
+            h, c, kept = aten._thnn_fused_lstm_cell(sums, hidden, c)
+            return (h, c), kept
+        first, forget, values, last = (sums + hidden).chunk(4, -1)
+        first, forget, values, last = first.sigmoid(), forget.sigmoid(), values.tanh(), last.sigmoid()
+        c = forget * c + first * values
+        return (last * c.tanh(), c), torch.cat((first, forget, values, last), -1)
+    if kind == "gru":
+        if fused:
+            h, kept = aten._thnn_fused_gru_cell(sums, hidden, h)
+            return (h, None), kept
+        (r, z, n), (r_hidden, z_hidden, n_hidden) = sums.chunk(3, -1), hidden.chunk(3, -1)
+        r, z = (r + r_hidden).sigmoid(), (z + z_hidden).sigmoid()
+        n = (n + r * n_hidden).tanh()
+        return (n + z * (h - n), None), torch.cat((r, z, n, h, n_hidden), -1)
+    h = (sums + hidden).tanh() if kind == "rnn_tanh" else (sums + hidden).relu()
+    return (h, None), h[:, :0]
+
+
+def _cell_backward(
+    kind: str, fused: bool, d_h: Tensor, d_c: Tensor | None, before: State, after: State, kept: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of both sums, of the hidden state beside what goes through its sums, and of the cell state."""
+    if kind == "lstm":
+        assert d_c is not None
+        assert before[1] is not None
+        assert after[1] is not None
+        if fused:
+            d_sums, d_c, _ = aten._thnn_fused_lstm_cell_backward_impl(d_h, d_c, before[1], after[1], kept, False)
+            return d_sums, d_sums, None, d_c
+        first, forget, values, last = kept.chunk(4, -1)
+        reached = after[1].tanh()
+        d_c = d_c + d_h * last * (1 - reached * reached)
+        d_sums = torch.cat(
+            (
+                d_c * values * first * (1 - first),
+                d_c * before[1] * forget * (1 - forget),
+                d_c * first * (1 - values * values),
+                d_h * reached * last * (1 - last),
+            ),
+            -1,
+        )
+        return d_sums, d_sums, None, d_c * forget
+    if kind == "gru":
+        if fused:
+            d_sums, d_hidden, d_beside, _, _ = aten._thnn_fused_gru_cell_backward(d_h, kept, False)
+            return d_sums, d_hidden, d_beside, None
+        r, z, n, h, n_hidden = kept.chunk(5, -1)
+        d_n = d_h * (1 - z) * (1 - n * n)
+        d_r, d_z = d_n * n_hidden * r * (1 - r), d_h * (h - n) * z * (1 - z)
+        return torch.cat((d_r, d_z, d_n), -1), torch.cat((d_r, d_z, d_n * r), -1), d_h * z, None
+    h = after[0]
+    d_sums = d_h * (1 - h * h) if kind == "rnn_tanh" else d_h * (h > 0)
+    return d_sums, d_sums, None, None
+
+
+def _order(count: int, reverse: bool) -> range:
+    return range(count - 1, -1, -1) if reverse else range(count)
+
+
+def _steps(
+    sums: Tensor, h: Tensor, c: Tensor | None, w_hidden: Tensor, b_hidden: Tensor | None, kind: str, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    count, members, samples, _ = sums.shape
+    weights, bias = w_hidden.mT, None if b_hidden is None else b_hidden.unsqueeze(1)
+    fused = _fused(kind, sums.device)
+    state: State = (h.reshape(members * samples, -1), None if c is None else c.reshape(members * samples, -1))
+    found: list[tuple[Tensor, ...]] = []
+    for step in _order(count, reverse):
+        before = state[0].view(members, samples, -1)
+        hidden = torch.bmm(before, weights) if bias is None else torch.baddbmm(bias, before, weights)
+        state, kept = _cell(kind, fused, sums[step].flatten(0, 1), hidden.flatten(0, 1), state)
+        found.append((state[0], kept) if state[1] is None else (state[0], kept, state[1]))
+    if reverse:
+        found.reverse()
+    y, kept, *cells = (
+        torch.stack(column).view(count, members, samples, column[0].shape[-1]) for column in zip(*found, strict=True)
+    )
+    return y, cells[0] if cells else y.new_empty(0), kept
+
+
+def _steps_backward(
+    d_y: Tensor,
+    d_c: Tensor | None,
+    y: Tensor,
+    h: Tensor,
+    cells: Tensor,
+    c: Tensor | None,
+    kept: Tensor,
+    w_hidden: Tensor,
+    kind: str,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    count, members, samples, size = y.shape
+    fused, rows = _fused(kind, y.device), (members * samples, size)
+    order = list(_order(count, reverse))
+
+    def state_after(place: int) -> State:
+        if place < 0:
+            return h.reshape(rows), None if c is None else c.reshape(rows)
+        step = order[place]
+        return y[step].view(rows), None if c is None else cells[step].view(rows)
+
+    found: list[tuple[Tensor, Tensor]] = []
+    d_h = d_y[order[-1]].reshape(rows)
+    d_c = None if d_c is None else d_c.reshape(rows)
+    for place in range(count - 1, -1, -1):
+        given = state_after(place - 1), state_after(place), kept[order[place]].flatten(0, 1)
+        d_sums, d_hidden, beside, d_c = _cell_backward(kind, fused, d_h, d_c, *given)
+        found.append((d_sums, d_hidden))
+        through = d_hidden.view(members, samples, -1)
+        if place:
+            d_h = torch.baddbmm(d_y[order[place - 1]], through, w_hidden).view(rows)
+        else:
+            d_h = torch.bmm(through, w_hidden).view(rows)
+        if beside is not None:
+            d_h = d_h + beside
+    if not reverse:
+        found.reverse()
+    d_sums, d_hidden = (torch.stack(column).view(count, members, samples, -1) for column in zip(*found, strict=True))
+    state = (members, samples, size)
+    return (
+        d_sums,
+        d_hidden if kind == "gru" else y.new_empty(0),
+        d_h.view(state),
+        y.new_empty(0) if d_c is None else d_c.view(state),
+    )
+
+
+def _fake_steps(
+    sums: Tensor, h: Tensor, c: Tensor | None, w_hidden: Tensor, b_hidden: Tensor | None, kind: str, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = sums.new_empty(*sums.shape[:-1], w_hidden.shape[-1])
+    cells = torch.empty_like(y) if kind == "lstm" else y.new_empty(0)
+    return y, cells, y.new_empty(*y.shape[:-1], _KEPT[kind] * y.shape[-1])
+
+
+def _fake_backward(
+    d_y: Tensor,
+    d_c: Tensor | None,
+    y: Tensor,
+    h: Tensor,
+    cells: Tensor,
+    c: Tensor | None,
+    kept: Tensor,
+    w_hidden: Tensor,
+    kind: str,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_sums = y.new_empty(*y.shape[:-1], w_hidden.shape[-2])
+    d_hidden = torch.empty_like(d_sums) if kind == "gru" else y.new_empty(0)
+    state = y.new_empty(y.shape[1:])
+    return d_sums, d_hidden, state, y.new_empty(0) if c is None else torch.empty_like(state)
+
+
+_definitions.impl("steps", _steps, "CompositeExplicitAutograd")
+_definitions.impl("steps_backward", _steps_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("hfusion_rnn::steps", _fake_steps, lib=_definitions)
+torch.library.register_fake("hfusion_rnn::steps_backward", _fake_backward, lib=_definitions)
+
+
+class Steps(torch.autograd.Function):
+    """A layer in one direction, from the products ``[T, B, N, G*H]`` of its inputs, biases added.
+
+    States ``[B, N, H]``, weights ``[B, G*H, H]``, and of a GRU the biases ``[B, G*H]`` of its hidden state. Gives the
+    hidden states ``[T, B, N, H]`` of all steps, and the last cell state.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kind: str,
+        reverse: bool,
+        sums: Tensor,
+        h: Tensor,
+        c: Tensor | None,
+        w_hidden: Tensor,
+        b_hidden: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        operators: Any = torch.ops.hfusion_rnn
+        y, cells, kept = operators.steps(sums, h, c, w_hidden, b_hidden, kind, reverse)
+        ctx.kind, ctx.reverse, ctx.biased = kind, reverse, b_hidden is not None
+        ctx.save_for_backward(y, h, cells, c, kept, w_hidden)
+        return y, None if c is None else cells[0 if reverse else -1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor, d_c: Tensor | None) -> Any:
+        operators: Any = torch.ops.hfusion_rnn
+        y, h, cells, c, kept, w_hidden = ctx.saved_tensors
+        saved = (y, h, cells, c, kept, w_hidden)
+        d_sums, d_hidden, d_h, d_c = operators.steps_backward(d_y.contiguous(), d_c, *saved, ctx.kind, ctx.reverse)
+        if ctx.kind != "gru":
+            d_hidden = d_sums
+        before = torch.cat([y[1:], h[None]] if ctx.reverse else [h[None], y[:-1]])
+        d_weights = torch.bmm(d_hidden.permute(1, 3, 0, 2).flatten(2), before.transpose(0, 1).flatten(1, 2))
+        d_biases = d_hidden.sum((0, 2)) if ctx.biased else None
+        found = [d_sums, d_h, d_weights, *(d for d in (d_biases, d_c) if d is not None and d.numel())]
+        if torch.is_grad_enabled():
+            found = list(FirstDerivatives.apply(len(found), *found, y, w_hidden))  # type: ignore[no-untyped-call]
+        d_sums, d_h, d_weights, *others = found
+        d_biases = others.pop(0) if ctx.biased else None
+        return None, None, d_sums, d_h, others[0] if others else None, d_weights, d_biases
+
+
+class FirstDerivatives(torch.autograd.Function):
+    """Gradients that cannot be differentiated again: the first ``count`` operands, which the others lead to."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *operands: Tensor) -> tuple[Tensor, ...]:
+        return tuple(operand.clone() for operand in operands[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "second derivatives of recurrent layers are not available on an accelerator, as cuDNN has none: compute "
+            "them on the CPU"
+        )
+
+
+def recurrent(
+    site: Site, kind: str, input: Value, states: Sequence[Value], params: Sequence[Value], options: Mapping[str, Any]
+) -> Call | None:
+    """Compute `torch.nn.LSTM`, `torch.nn.GRU` or `torch.nn.RNN`; None for projections, and on a CPU."""
+    per_layer = (4 if options["has_biases"] else 2) * (2 if options["bidirectional"] else 1)
+    known = input.example.is_floating_point() and len(params) == per_layer * options["num_layers"]
+    on_host = input.example.device.type == "cpu"
+    if on_host or not known or site.members < MIN_MEMBERS or has_per_member(options):
+        return None
+    operands = [v if v.shared else v.to(Layout.STACKED) for v in (input, *states)]
+    weights = [p.to(Layout.STACKED) for p in params]
+    arguments = (kind, site.members, operands[0], operands[1:], weights)
+    return site.call(recurrent_stacked, arguments, Layout.STACKED, "members as batch", options, saves=GATES_TWICE)
+
+
+def recurrent_stacked(
+    kind: str, members: int, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], **options: Any
+) -> tuple[Tensor, ...]:
+    """Output ``[B, T, N, D*H]`` or ``[B, N, T, D*H]``, last states ``[B, L*D, N, H]``; D directions, L layers.
+
+    Input and first states are of one member, for all, or stacked; weights are stacked.
+    """
+    if torch.compiler.is_compiling() or in_transform() or any(map(is_wrapped, (x, *states, *weights))):
+        return _per_member(kind, members, x, states, weights, options)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, states, weights = x.to(dtype), [s.to(dtype) for s in states], [w.to(dtype) for w in weights]
+        with torch.autocast(device, enabled=False):
+            return recurrent_stacked(kind, members, x, states, weights, **options)
+    directions, count = (2 if options["bidirectional"] else 1), (4 if options["has_biases"] else 2)
+    values = x.transpose(-3, -2) if options["batch_first"] else x
+    lasts: list[list[Tensor]] = [[] for _ in states]
+    for layer in range(options["num_layers"]):
+        outputs: list[Tensor] = []
+        for place in range(layer * directions, (layer + 1) * directions):
+            w_input, w_hidden, *biases = weights[count * place : count * (place + 1)]
+            own = [state.select(-3, place) for state in states]
+            h, c = [*(state.expand(members, *state.shape[-2:]) for state in own), None][:2]
+            # The candidate of a GRU is scaled between its two biases.
+            added = None if not biases else biases[0] if kind == "gru" else biases[0] + biases[1]
+            reverse = place % directions == 1
+            b_hidden = biases[1] if biases and kind == "gru" else None
+            sums = _products(values, w_input, added)
+            y, c = Steps.apply(kind, reverse, sums, h, c, w_hidden, b_hidden)  # type: ignore[no-untyped-call]
+            outputs.append(y.transpose(0, 1))
+            for found, last in zip(lasts, (y[0 if reverse else -1], c), strict=False):
+                found.append(last)
+        values = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if options["dropout"] and options["train"] and layer + 1 < options["num_layers"]:
+            values = dropout_stacked(values, float(options["dropout"]), members, False, False)
+    y = values.transpose(-3, -2) if options["batch_first"] else values
+    return y, *(torch.stack(found, 1) for found in lasts)
+
+
+def _per_member(
+    kind: str, members: int, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], options: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
+    """Compute the layers by torch's own operator, member by member."""
+    params = [Listed(weight.unbind()) for weight in weights]
+    own, *given = (tensor if tensor.dim() == 3 else Listed(tensor.unbind()) for tensor in (x, *states))
+    target = getattr(aten, kind).input
+    rows = each(target, members, (own, given if kind == "lstm" else given[0], params, *options.values()), {})
+    return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
+
+
+def gru(site: Site, input: Value, hx: Value, params: Sequence[Value], **options: Any) -> Call | None:
+    return recurrent(site, "gru", input, [hx], params, options)
+
+
+def rnn_tanh(site: Site, input: Value, hx: Value, params: Sequence[Value], **options: Any) -> Call | None:
+    return recurrent(site, "rnn_tanh", input, [hx], params, options)
+
+
+def rnn_relu(site: Site, input: Value, hx: Value, params: Sequence[Value], **options: Any) -> Call | None:
+    return recurrent(site, "rnn_relu", input, [hx], params, options)
+
+
+def _products(x: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
+    """``[T, B, N, G*H]`` of inputs ``[T, N, I]``, the same for all members, or ``[B, T, N, I]``."""
+    members, features = len(weights), x.shape[-1]
+    if x.dim() == 3:
+        flat = x.reshape(-1, features) @ weights.reshape(-1, features).mT
+        sums = flat.view(*x.shape[:2], members, -1).transpose(1, 2)
+    else:
+        sums = torch.bmm(x.flatten(1, 2), weights.mT).view(*x.shape[:3], -1).transpose(0, 1)
+    return (sums if biases is None else sums + biases.unsqueeze(1)).contiguous()
+
+
+RULES: RuleTable = {aten.gru.input: gru, aten.rnn_tanh.input: rnn_tanh, aten.rnn_relu.input: rnn_relu}

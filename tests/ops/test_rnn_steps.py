@@ -1,0 +1,154 @@
+"""Recurrent layers by time steps of all members: values and gradients against torch's own operator, member by member.
+
+Accelerators use them; here they run on the CPU, where torch has no fused cells.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.ops import rnn_steps
+
+MEMBERS, STEPS, SAMPLES, FEATURES, SIZE = 3, 5, 2, 3, 4
+KINDS = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "without biases": {"has_biases": False},
+    "both directions": {"bidirectional": True},
+    "layers": {"num_layers": 2, "bidirectional": True, "batch_first": True},
+    "samples first": {"batch_first": True},
+}
+
+
+def options(name: str) -> dict[str, Any]:
+    default = {"has_biases": True, "num_layers": 1, "dropout": 0.0, "train": True, "bidirectional": False}
+    return {**default, "batch_first": False} | OPTIONS[name]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+
+def operands(kind: str, given: dict[str, Any], stacked: bool, steps: int = STEPS) -> tuple[Tensor, list[Tensor], Any]:
+    directions, rows = (2 if given["bidirectional"] else 1), KINDS[kind] * SIZE
+    weights: list[Tensor] = []
+    for layer in range(given["num_layers"]):
+        for _ in range(directions):
+            inputs = directions * SIZE if layer else FEATURES
+            weights += [draw(MEMBERS, rows, inputs), draw(MEMBERS, rows, SIZE)]
+            weights += [draw(MEMBERS, rows), draw(MEMBERS, rows)] if given["has_biases"] else []
+    first = (MEMBERS,) if stacked else ()
+    x = draw(*first, SAMPLES, steps, FEATURES) if given["batch_first"] else draw(*first, steps, SAMPLES, FEATURES)
+    count = directions * given["num_layers"]
+    states = [draw(*first, count, SAMPLES, SIZE) for _ in range(2 if kind == "lstm" else 1)]
+    return x, states, weights
+
+
+def gradients(results: Any, leaves: list[Tensor]) -> list[Tensor]:
+    total = sum(
+        (part * torch.linspace(-1, 2, part.numel(), dtype=part.dtype).view(part.shape)).sum() for part in results
+    )
+    return list(torch.autograd.grad(total, leaves))
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "shared"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_torch_member_by_member(kind: str, name: str, stacked: bool) -> None:
+    given = options(name)
+    x, states, weights = operands(kind, given, stacked)
+    leaves = [x, *states, *weights]
+    ours = rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, weights, **given)
+    theirs = rnn_steps._per_member(kind, MEMBERS, x, states, weights, given)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradients(ours, leaves), gradients(theirs, leaves), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_step(kind: str) -> None:
+    given = options("both directions")
+    x, states, weights = operands(kind, given, True, steps=1)
+    ours = rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, weights, **given)
+    theirs = rnn_steps._per_member(kind, MEMBERS, x, states, weights, given)
+    torch.testing.assert_close(gradients(ours, weights), gradients(theirs, weights), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_are_as_they_are_described(kind: str) -> None:
+    """Their schemas, shapes for tracers, and outputs that are no views."""
+    sums, w_hidden = draw(STEPS, MEMBERS, SAMPLES, KINDS[kind] * SIZE), draw(MEMBERS, KINDS[kind] * SIZE, SIZE)
+    h, c = draw(MEMBERS, SAMPLES, SIZE), draw(MEMBERS, SAMPLES, SIZE) if kind == "lstm" else None
+    bias = draw(MEMBERS, KINDS[kind] * SIZE) if kind == "gru" else None
+    given = [None if t is None else t.detach() for t in (sums, h, c, w_hidden, bias)]
+    checks = ("test_schema", "test_faketensor")
+    operators: Any = torch.ops.hfusion_rnn
+    torch.library.opcheck(operators.steps.default, (*given, kind, True), test_utils=checks)
+    y, cells, kept = operators.steps(*given, kind, True)
+    saved = (y, given[1], cells, given[2], kept, given[3])
+    d_c = None if c is None else torch.ones_like(c)
+    torch.library.opcheck(operators.steps_backward.default, (y, d_c, *saved, kind, True), test_utils=checks)
+
+
+def test_second_derivatives_are_refused() -> None:
+    """As those of cuDNN's layers."""
+    x, states, weights = operands("gru", options("plain"), True)
+    y, _ = rnn_steps.recurrent_stacked("gru", MEMBERS, x, states, weights, **options("plain"))
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives of recurrent layers"):
+        first.sum().backward()
+
+
+def test_members_drop_between_layers_by_their_own_draws() -> None:
+    given = {**options("layers"), "dropout": 0.5}
+    x, states, weights = operands("lstm", given, False)
+    equal = [weight[:1].expand_as(weight) for weight in weights]
+    y, *_ = rnn_steps.recurrent_stacked("lstm", MEMBERS, x, states, equal, **given)
+    assert not torch.equal(y[0], y[1])
+    y, *_ = rnn_steps.recurrent_stacked("lstm", MEMBERS, x, states, equal, **{**given, "train": False})
+    assert torch.allclose(y[0], y[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_member_that_explodes_changes_no_other(kind: str) -> None:
+    x, states, weights = operands(kind, options("plain"), False)
+    spoilt = [weight.detach().clone() for weight in weights]
+    spoilt[0][1, 0], spoilt[1][1, 1] = torch.nan, torch.inf
+    before, after = (
+        rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, given, **options("plain"))[0]
+        for given in (weights, spoilt)
+    )
+    assert torch.equal(before[[0, 2]], after[[0, 2]])
+
+
+LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "lstm": (nn.LSTM, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+    "gru": (nn.GRU, {"batch_first": True}),
+    "rnn": (nn.RNN, {"nonlinearity": "relu", "batch_first": True}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_equal_their_members_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    kind, given = LAYERS[name]
+    models = [kind(FEATURES, SIZE, **given).to("cuda", dtype) for _ in range(rnn_steps.MIN_MEMBERS)]
+    fused = hf.fuse(models, verify=False)
+    x = torch.randn(SAMPLES, STEPS, FEATURES, device="cuda", dtype=dtype)
+    y, _ = fused(x)
+    assert "members as batch" in str(fused.report())
+    weights = torch.randn_like(y)
+    ours = torch.autograd.grad((y * weights).sum(), list(fused.parameters()))
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: 1e-1}[dtype]
+    for row, model in enumerate(models):
+        want, _ = model(x)
+        torch.testing.assert_close(y[row], want, rtol=tolerance, atol=tolerance)
+        theirs = torch.autograd.grad((want * weights[row]).sum(), list(model.parameters()))
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one[row], other, rtol=tolerance, atol=tolerance)
