@@ -7,7 +7,7 @@ values are read again at every call: another value leads to another program.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -158,13 +158,15 @@ def _running(
 
     It cannot where a number decides on a size of an output, which the members' own code names in its error.
     """
-    try:
-        compiled = _with_constants(fused, names, subject, arguments, training, sizes)
-        check_array(compiled.program.module, len(fused))
-    except Exception:
+    on_host = all(fused.get_buffer(name).device.type == "cpu" for name in names)
+    # Tracers know the values of tensors in host memory; code that also computes with a buffer needs its own device.
+    for moved in (False,) if on_host else (True, False):
         # Also what the members' code raises where it looks for a buffer: without constants it runs as it is.
-        return None
-    return compiled
+        with suppress(Exception):
+            compiled = _with_constants(fused, names, subject, arguments, training, sizes, moved)
+            check_array(compiled.program.module, len(fused))
+            return compiled
+    return None
 
 
 def _candidates(fused: FusedModule, compiled: Compiled) -> tuple[str, ...]:
@@ -210,8 +212,12 @@ def _with_constants(
     arguments: Arguments,
     training: bool,
     sizes: VaryingSizes,
+    moved: bool,
 ) -> Compiled:
-    """The program in which the buffers ``names`` are constants; members of other values are other variants."""
+    """The program in which the buffers ``names`` are constants; members of other values are other variants.
+
+    moved: the constants are in host memory, whatever device the buffers are on.
+    """
     values = fused._number_buffers.values(fused, names)
     if values is None:
         raise FusionError(f"the values of {', '.join(names)} cannot be read here")
@@ -220,7 +226,7 @@ def _with_constants(
     variants = tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds)
 
     def member(index: int) -> nn.Module:
-        return _constant(subject.member(index), names)
+        return _constant(subject.member(index), names, moved)
 
     compiled = compile_array(replace(subject, variants=variants, member=member), arguments, training, sizes)
     if written := compiled.written & compiled.constants.keys():
@@ -229,12 +235,12 @@ def _with_constants(
 
 
 @torch.no_grad()
-def _constant(model: nn.Module, names: Sequence[str]) -> nn.Module:
+def _constant(model: nn.Module, names: Sequence[str], moved: bool) -> nn.Module:
     """``model`` with copies of the buffers ``names`` as attributes, which a capture takes for constants."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         holder = model.get_submodule(path)
         tensor = holder._buffers.pop(leaf, None)
         if tensor is not None:
-            vars(holder)[leaf] = tensor.detach().clone()
+            vars(holder)[leaf] = tensor.detach().to("cpu" if moved else tensor.device, copy=True)
     return model
