@@ -14,6 +14,7 @@ from hfusion.core.calls import stacked
 from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.membership import member_rows
 from hfusion.optim import GradScaler
+from hfusion.optim.device_numbers import sent
 from hfusion.optim.group import membership_of
 
 
@@ -31,9 +32,9 @@ def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-def weighed(target: Any, weights: Tensor, scaler: GradScaler | None) -> dict[str, Any]:
-    """A target with a weight of each member, float64 ``[B]``, times its scale."""
-    return {"target": target, "weight": stacked(weights if scaler is None else scaler.scale(weights))}
+def weighed(target: Any, weights: Tensor, scaler: GradScaler | None, device: torch.device) -> dict[str, Any]:
+    """A target with a weight of each member, float64 ``[B]``, times its scale, on ``device``."""
+    return {"target": target, "weight": stacked(sent(weights if scaler is None else scaler.scale(weights), device))}
 
 
 class GradientSums:

@@ -14,6 +14,7 @@ from hfusion.array.array_rows import rearrange as rearrange_array
 from hfusion.array.joining_models import check_one_kind
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
+from hfusion.capture.named import device_of
 from hfusion.core.exclusive import FairLock
 from hfusion.core.membership import is_per_member
 from hfusion.core.row_indices import check_once, is_row, pairs, rows_of
@@ -139,8 +140,9 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         if self._common:
             losses = step_together(self, inputs, target, keywords)
         else:
-            given = weighed(target, self._updates.weights, self.scaler) if self._weighs else target
-            losses = self._step(inputs, given, **keywords)
+            if self._weighs:
+                target = weighed(target, self._updates.weights, self.scaler, device_of(self.fused))
+            losses = self._step(inputs, target, **keywords)
         return torch.where(self._roll.alive.to(losses.device), losses, math.nan) if self._roll.free else losses
 
     def _computed(self, losses: Tensor) -> None:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.module import FusedModule
+from hfusion.capture.named import device_of
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.ragged import Ragged
+from hfusion.optim.device_numbers import sent
 from hfusion.population.plain_module import PlainModule
 
 if TYPE_CHECKING:
@@ -45,6 +47,11 @@ def weigh_samples(pop: ArrayGroup, target: Any, weights: Any, rows: Sequence[int
     members = list(range(len(pop))) if rows is None else list(rows)
     given = rows_of_weights(weights)
     check_weights(given, members, pop._roll.free)
+    device = device_of(pop.fused)
+    if isinstance(given, StackedInput):
+        given = stacked(sent(given.tensor, device))
+    else:
+        given = given.map(lambda row: sent(row, device)) if isinstance(given, Ragged) else sent(given, device)
     return {"target": target, "samples": given}
 
 

@@ -176,3 +176,16 @@ def test_what_forward_takes_by_the_same_name(options: dict[str, Any]) -> None:
     )
     with pytest.raises(ValueError, match=r"= is for step, and forward of Named has a parameter of that name"):
         pop.step(torch.randn(2, 4), torch.randn(2, 3), **options)
+
+
+def test_weights_in_a_list() -> None:
+    """They are numbers of the host, wherever the members are."""
+    models = [nn.Linear(4, 3).double() for _ in range(2)]
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
+    for weights in ([1.0, 0.0, 2.0, 1.0, 0.5], [[1.0, 0.0, 2.0, 1.0, 0.5], [0.0, 1.0, 1.0, 1.0, 3.0]]):
+        pop = hf.Population(models, optimizer=lambda p: hf.optim.SGD(p, lr=0.0), loss=F.cross_entropy, compile=False)
+        losses = pop.step(x, y, weights=weights)
+        rows = torch.tensor(weights, dtype=torch.float64).expand(2, 5)
+        for model, row, loss in zip(models, rows, losses, strict=True):
+            expected = (F.cross_entropy(model(x), y, reduction="none") * row).sum() / row.sum()
+            torch.testing.assert_close(loss, expected.detach())

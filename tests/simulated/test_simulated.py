@@ -37,3 +37,14 @@ def test_what_is_accounted_for_is_what_tensors_take() -> None:
 
 def test_what_is_no_run() -> None:
     assert "a machine knows its devices" in call("tests.simulated.pieces")
+
+
+def test_populations_step_as_members_alone() -> None:
+    """With weights, and updates of their own numbers of calls, which the host knows."""
+    own_pace, weights = "tests/population/test_own_pace.py", "tests/population/test_sample_weights.py"
+    chosen = [
+        f"{own_pace}::test_some_rows_and_own_numbers_of_calls_equal_members_alone[rates-False]",
+        f"{own_pace}::test_batches_and_updates_of_own_sizes[False]",
+        f"{weights}::test_weights_in_a_list",
+    ]
+    assert "3 passed" in call("pytest", "-p", "tests.simulated.on_device", "-p", "no:cacheprovider", "-q", *chosen)

@@ -1,0 +1,36 @@
+"""A plugin of pytest that runs tests on a simulated device: tensors made without a device are on ``sim:0``.
+
+``python -m pytest -p tests.simulated.on_device tests/population``. Values are real there, and a tensor that is on
+another device than the others is an error, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from tests.simulated.device import install
+
+_DEVICE = install()
+
+
+class OnDevice(TorchFunctionMode):
+    """What ``torch.set_default_device`` does; generators of the CPU draw in host memory, and the draws are moved."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in _device_constructors() and given.get("device") is None:
+            generator = given.get("generator")
+            made = func(*args, **{**given, "device": "sim:0" if generator is None else generator.device})
+            return made.to("sim:0")
+        return func(*args, **given)
+
+
+def pytest_collection() -> None:
+    # Before the modules of tests are imported, which make tensors, too.
+    OnDevice().__enter__()
