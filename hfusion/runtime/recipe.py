@@ -91,6 +91,9 @@ class WholeStep(Protocol):
     def run(self, prepared: Any, update: Callable[[], object]) -> Tensor:
         """The losses ``[B]``; ``update`` is called when the gradients are those of the parameters."""
 
+    def release(self) -> None:
+        """Free what its programs keep on the device, which the array leaves."""
+
 
 class Source(Protocol):
     """A source of batches and their recipes."""

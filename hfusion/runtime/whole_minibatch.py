@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.exclusive import compiling_within
+from hfusion.runtime.copying import Move
 from hfusion.runtime.loss_ring import Arrived, LossRing
 from hfusion.runtime.process import Gate
 from hfusion.runtime.recipe import WholeStep
@@ -86,6 +87,10 @@ class WholeTraining(Training):
     def _arrived(self, arrived: Sequence[Arrived]) -> None:
         self.losses.extend(each.losses for each in arrived)
         self._had.extend(each.at for each in arrived)
+
+    def put_away(self, shard: int, *, leave: bool) -> list[Move]:
+        self._step.release()
+        return super().put_away(shard, leave=leave)
 
     def update(self, unit: Unit, gate: Gate) -> None:
         """Nothing: it was made in the backward of the slice."""

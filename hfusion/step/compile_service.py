@@ -115,6 +115,11 @@ class ProgramMaker:
     def programs(self) -> list[StepProgram]:
         return list(dict.fromkeys(way.program for way in self._variants() if way.program is not None))
 
+    def release(self) -> None:
+        """Let no variant hold tensors until its next step."""
+        for way in self._variants():
+            way.release()
+
     def _fitting(self, way: StepVariant, call: StepCall) -> StepProgram | None:
         """The program of calls that differ in the number of samples only, if it holds for this number."""
         for other in self._variants():

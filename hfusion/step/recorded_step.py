@@ -86,6 +86,10 @@ class RecordedStep:
         self._give(found.grads)
         return found.losses.clone()
 
+    def release(self) -> None:
+        """Forget what was recorded, since the tensors leave the device."""
+        self._recorded.forget()
+
     def _look(self) -> None:
         """Forget what was recorded of tensors that lie elsewhere now."""
         addresses = list(map(Tensor.data_ptr, self._program.tensors.all()))

@@ -29,7 +29,6 @@ from hfusion.optim import coupling
 from hfusion.step.checked_step import checked_step
 from hfusion.step.compile_mode import Compile, CompileMode
 from hfusion.step.compile_service import ProgramMaker
-from hfusion.step.compiled_step import StepProgram
 from hfusion.step.eager_step import EagerStep
 from hfusion.step.memory_budget import MemoryBudget, MemoryPlan
 from hfusion.step.step_graph import ProgramMismatch, StepCall
@@ -160,6 +159,10 @@ class TrainStep:
         if way.clock.note_compiled(perf_counter() - began):
             self._maker.remember(way)
         return computed
+
+    def release(self) -> None:
+        """Free what programs keep on a device, as their recordings; a further step makes it anew."""
+        self._maker.release()
 
     def close(self) -> None:
         """End what compiles in the background; a further step begins it anew."""
@@ -300,9 +303,6 @@ class TrainStep:
             "train_step(..., compile=False) does so without this warning",
             stacklevel=7,
         )
-
-    def _programs(self) -> list[StepProgram]:
-        return self._maker.programs()
 
 
 def train_step(

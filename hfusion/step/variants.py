@@ -20,6 +20,7 @@ from hfusion.core import html
 from hfusion.step.block_layout import Parting, drawing
 from hfusion.step.compile_payoff import StepClock
 from hfusion.step.compiled_step import StepProgram
+from hfusion.step.recorded_step import RecordedStep
 from hfusion.step.step_graph import StepCall
 
 _TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -134,6 +135,12 @@ class StepVariant:
             return False
         self._seen = Seen.of(tensors)
         return True
+
+    def release(self) -> None:
+        """Hold no tensors until the next step."""
+        self._seen = None
+        if isinstance(self.program, RecordedStep):
+            self.program.release()
 
     def like(self, other: StepVariant) -> bool:
         """Return whether a program of this variant may serve ``other``, except for the number of samples."""

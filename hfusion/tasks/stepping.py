@@ -70,6 +70,10 @@ class ArrayStep:
         """As `hfusion.runtime.recipe.WholeStep`."""
         self._step.idle = rows
 
+    def release(self) -> None:
+        """As `hfusion.runtime.recipe.WholeStep`."""
+        self._step.release()
+
     def close(self) -> None:
         """No other process compiles any longer."""
         self._step.close()

@@ -131,7 +131,7 @@ def test_ctrl_c_ends_between_steps_and_steps_go_on() -> None:
     step = hf.train_step(array, F.cross_entropy, opt, parts=2, compile=True)
     given = torch.randn(64, 256), torch.randint(3, (64,))
     expected = [step(*given) for _ in range(4)][-1]
-    (program,) = step._programs()
+    (program,) = step._maker.programs()
     assert isinstance(program, PartedStep)
 
     def interrupt() -> None:
@@ -181,7 +181,7 @@ def test_blocks_on_one_thread_leave_gradients_where_they_belong() -> None:
     for _ in range(4):
         losses.append(step(*given))
         places.append([parameter.grad.data_ptr() for parameter in array.parameters() if parameter.grad is not None])
-    (program,) = step._programs()
+    (program,) = step._maker.programs()
     assert isinstance(program, PartedStep)
     assert "on 1 thread" not in str(step.report())
     assert "for 2 and 1 members, called once per block" in str(step.report())

@@ -198,7 +198,7 @@ def test_the_threads_of_a_trial_stay_until_its_end() -> None:
     step, seen = classifier(4), []
     for _ in range(2):
         step(*data())
-    (program,) = step._programs()
+    (program,) = step._maker.programs()
     assert isinstance(program, PartedStep)
     assert program._trial is not None
     while program._trial.best is None:

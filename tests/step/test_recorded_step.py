@@ -67,7 +67,7 @@ def test_equals_eager_for_batches_that_come_and_go(monkeypatch: pytest.MonkeyPat
     advance(both, [4, 4, 4, 3, 4, 3, 3, 4])
     assert row(both).endswith("recorded and replayed as one")
     assert len(made) == 2
-    assert len(both.step._programs()) == 1
+    assert len(both.step._maker.programs()) == 1
 
 
 @needs_compiler
@@ -92,6 +92,18 @@ def test_tensors_that_move_are_recorded_anew(monkeypatch: pytest.MonkeyPatch) ->
     for param in both.ours.parameters():
         param.data = param.data.clone()
     advance(both, [4, 4, 4])
+    assert len(made) == 2
+
+
+@needs_compiler
+def test_what_is_released_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, made = recorded(monkeypatch)
+    advance(both, [4, 4, 4])
+    (program,) = both.step._maker.programs()
+    assert isinstance(program, RecordedStep)
+    both.step.release()
+    assert len(program._recorded) == 0
+    advance(both, [4, 4])
     assert len(made) == 2
 
 

@@ -91,7 +91,7 @@ def test_compiled(model: Model) -> None:
     # One program serves all sizes.
     assert len(rows) == 1
     assert rows[0].how.startswith("one program of")
-    assert len(both.step._programs()) == 1
+    assert len(both.step._maker.programs()) == 1
 
 
 @needs_compiler
@@ -126,7 +126,7 @@ def test_a_situation_of_its_own_for_modes_and_frozen_parameters() -> None:
         change()
         for step in range(2):
             both.advance(*batch(TINY, 4), f"step {step} after change {number}")
-    assert len(both.step._programs()) == 2
+    assert len(both.step._maker.programs()) == 2
 
 
 class TwoInputs(nn.Module):
@@ -311,7 +311,7 @@ def test_a_single_sample_gets_a_program_of_its_own() -> None:
     # 4 is a width, too; which sizes are open must not be told from numbers.
     for step, size in enumerate([4, 4, 1, 1, 7, 7, 4]):
         both.advance(*batch(plain, size), f"after step {step}")
-    assert len(both.step._programs()) == 2
+    assert len(both.step._maker.programs()) == 2
 
 
 @needs_compiler
