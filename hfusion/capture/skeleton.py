@@ -74,7 +74,8 @@ def live_rows(stack: Tensor, rows: int | slice | None) -> Tensor:
         view = view[rows]
         if view.is_contiguous() and view.numel() > 0 and type(view) is Tensor and backend(view.device).hands_over:
             with torch.inference_mode(False):
-                view.data = dlpack.from_dlpack(view)
+                # Of an alias: what is exported is kept by the memory that it gives, and would keep itself.
+                view.data = dlpack.from_dlpack(view.detach())
     return nn.Parameter(view, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else view
 
 

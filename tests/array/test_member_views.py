@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -373,3 +375,27 @@ def test_who_cannot_follow_says_so() -> None:
     fused[0].get_submodule("norm").eval()
     with pytest.raises(hf.FusionError, match="norm is in eval mode in members"):
         torch.export.export(fused, (inputs(),))
+
+
+@pytest.mark.parametrize("use", ["views", "calls", "population"])
+def test_the_memory_of_an_array_is_freed(use: str) -> None:
+    def storages() -> list[weakref.ref[torch.UntypedStorage]]:
+        fused, x = hf.fuse([Normed() for _ in range(MEMBERS)]), torch.randn(3, 4)
+        found = [weakref.ref(tensor.untyped_storage()) for tensor in fused.state_dict().values()]
+        if use == "views":
+            assert fused[1].fc.weight[0, 0] == fused.fc.weight[1, 0, 0]
+            fused.unfuse()
+        elif use == "calls":
+            fused(x).sum().backward()
+        else:
+            pop = hf.Population(
+                fused, optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=nn.functional.mse_loss, compile=False
+            )
+            pop.step(x, torch.randn(3, 4))
+            pop.append(Normed())
+            pop.step(x, torch.randn(3, 4))
+        return found
+
+    found = storages()
+    gc.collect()
+    assert [ref() for ref in found] == [None] * len(found)
