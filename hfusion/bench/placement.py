@@ -1,4 +1,4 @@
-"""Simulated placement of arrays on the devices of a cluster: the cost of a decision, and the makespan over its bound.
+"""Simulated placement of arrays on the devices of a cluster: the cost of a message, and the makespan over its bound.
 
 An array takes up to a third more or less time than estimated, so that devices take arrays from one another at the end.
 """
@@ -22,7 +22,7 @@ class Placed(NamedTuple):
 
     makespan: float
     lower_bound: float
-    us_per_decision: float
+    us_per_message: float
 
 
 class VirtualClock:
@@ -56,7 +56,7 @@ class _Visitor:
 
 
 class SimulatedRun:
-    """A placement at work. ``moved``: how many arrays have gone on elsewhere; ``deciding``: seconds, really."""
+    """A placement at work. ``moved``: how many arrays have gone on elsewhere; ``deciding``: seconds of CPU."""
 
     def __init__(self, placement: Placement, clock: VirtualClock, real: RealCluster) -> None:
         self._placement, self._clock, self._real = placement, clock, real
@@ -64,39 +64,37 @@ class SimulatedRun:
         self._now: dict[int, _Visitor] = {}
         self._events: list[tuple[float, int, str, int, _Visitor]] = []
         self.done: list[int] = []
-        self.moved, self.decisions, self.deciding = 0, 0, 0.0
+        self.moved, self.messages, self.deciding = 0, 0, 0.0
+        # Of events at one time the first that was told comes first.
+        self._told = 0
 
     def run(self) -> float:
         """Seconds until all has ended."""
-        idle = self._placement.idle
         while True:
             for device in self._decide(self._placement.moves):
                 self._tell(self._clock.now + self._real.leaving, device, "left")
-            for device in idle:
+            for device in self._decide(self._placement.to_ask):
                 number = self._decide(self._placement.begin, device)
-                self.decisions += 1
                 if number is not None:
                     self._begin(device, number)
-            idle = []
             if not self._events:
                 return self._clock.now
             now, _, what, device, run = heappop(self._events)
             # Nothing else comes of what has left or ended.
             if self._now.get(device) is run:
                 self._clock.now = now
+                self.messages += 1
                 self._hear(what, device, run)
-                if what != "told":
-                    # Devices that found no work before find none now, except for one that continues an array that left.
-                    idle = [each for each in self._placement.idle if what == "left" or each == device]
 
     def _decide(self, ask: Any, *args: Any) -> Any:
-        begun = time.perf_counter()
+        begun = time.process_time()
         found = ask(*args)
-        self.deciding += time.perf_counter() - begun
+        self.deciding += time.process_time() - begun
         return found
 
     def _tell(self, at: float, device: int, what: str) -> None:
-        heappush(self._events, (at, len(self._events) + self.decisions, what, device, self._now[device]))
+        self._told += 1
+        heappush(self._events, (at, self._told, what, device, self._now[device]))
 
     def _begin(self, device: int, number: int) -> None:
         run = self._now[device] = _Visitor(number, self._clock.now + self._real.startup, self._steps[number])
@@ -131,15 +129,15 @@ def placed(arrays: int, devices: int, *, alike: bool, seed: int = 0) -> Placed:
     errors = [drawn.uniform(2 / 3, 4 / 3) for _ in range(arrays)]
     estimated = [loaded(number, [size / speed for speed in speeds]) for number, size in enumerate(sizes)]
     took = [[error * size / speed for speed in speeds] for error, size in zip(errors, sizes, strict=True)]
-    begun = time.perf_counter()
+    begun = time.process_time()
     placement = Placement(estimated, kinds, 0, clock, range(arrays))
-    placing = time.perf_counter() - begun
+    placing = time.process_time() - begun
     # Each array is heard of twice at least.
     real = RealCluster([[each[kind] for kind in kinds] for each in took], told=100.0)
     run = SimulatedRun(placement, clock, real)
     makespan = run.run()
     bound = lower_bound([loaded(number, each) for number, each in enumerate(took)], kinds)
-    return Placed(makespan, bound, (placing + run.deciding) / run.decisions * 1e6)
+    return Placed(makespan, bound, (placing + run.deciding) / run.messages * 1e6)
 
 
 def loaded(number: int, seconds: Sequence[float], task: str | None = None) -> Load:

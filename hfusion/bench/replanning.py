@@ -19,11 +19,11 @@ STARTUP, LEAVING, TOLD = 10.0, 2.0, 5.0
 
 
 class Replanned(NamedTuple):
-    """Seconds until all has ended, and microseconds of a decision; ``moved``: arrays that went on elsewhere."""
+    """Seconds until all has ended, and of CPU microseconds per message; ``moved``: arrays that went on elsewhere."""
 
     makespan: float
     lower_bound: float
-    us_per_decision: float
+    us_per_message: float
     moved: int
 
 
@@ -43,7 +43,7 @@ def replanned(arrays: int, devices: int, *, right: bool, seed: int) -> dict[str,
         clock = VirtualClock()
         placement = Placement(loads, kinds, 0, clock, range(arrays))
         made = SimulatedRun(placement, clock, RealCluster(took, STARTUP, LEAVING, told))
-        return Replanned(made.run(), bound, made.deciding / made.decisions * 1e6, made.moved)
+        return Replanned(made.run(), bound, made.deciding / made.messages * 1e6, made.moved)
 
     return {
         "first plan": run(estimated, [0] * devices, None),

@@ -72,7 +72,7 @@ class Drive:
         while not placement.over and not (self._failed and self._ends_at_failure):
             for device in placement.moves():
                 self._executor.leave(device, self._arrays[self._now[device]].load.name)
-            for device in placement.idle:
+            for device in placement.to_ask():
                 number = placement.begin(device)
                 if number is not None:
                     self._now[device] = number

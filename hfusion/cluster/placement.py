@@ -154,6 +154,10 @@ class Placement:
         self._leaving: dict[int, _Leaving] = {}
         self._handover = 0.0
         self._gone: set[int] = set()
+        # The idle devices that were not asked since what waits, or what is known of it, has changed.
+        self._unasked: set[int] = set()
+        # How much was measured since all of them were asked.
+        self._unheeded = 0
         # How much was measured since all was placed, and how much has happened since moves were looked for.
         self._news = self._stirs = 0
         self.failures = [0] * len(loads)
@@ -164,6 +168,16 @@ class Placement:
         """The devices that are there and train nothing, and that no array is to come to."""
         busy = self._gone.union(self._running, (move.target for move in self._leaving.values()))
         return [device for device in range(len(self._kinds)) if device not in busy]
+
+    def to_ask(self) -> list[int]:
+        """Return the idle devices for which `begin` may find an array: of many that find none, each is asked once."""
+        self._arrange_by_news()
+        if not self._planned:
+            return []
+        if self._unheeded * _OFTEN > len(self._kinds) - len(self._running):
+            self._ask_all()
+        targets = {move.target for move in self._leaving.values()}
+        return sorted(self._unasked.difference(self._running, self._gone, targets))
 
     @property
     def over(self) -> bool:
@@ -220,7 +234,11 @@ class Placement:
             for number in queue
         }
         self._waiting = [math.fsum(self._planned[number] for number in queue) for queue in self._queues]
+        self._ask_all()
         self._news = 0
+
+    def _ask_all(self) -> None:
+        self._unasked, self._unheeded = set(range(len(self._kinds))), 0
 
     def _arrange_by_news(self) -> None:
         """Place anew what waits, if enough is known better and it will all end sooner."""
@@ -233,7 +251,7 @@ class Placement:
 
     def begin(self, device: int) -> int | None:
         """The array that an idle device trains next; None: nothing that is left would end there sooner."""
-        self._arrange_by_news()
+        self._unasked.discard(device)
         owner = device if self._queues[device] else self._taken_from(device)
         if owner is None:
             return None
@@ -266,7 +284,7 @@ class Placement:
         run.progress.reach(steps, at)
         seconds = run.progress.seconds
         if seconds is not None and whole and self._ratios.note(run.number, device, seconds * load.steps / whole):
-            self._news, self._stirs = self._news + 1, self._stirs + 1
+            self._news, self._stirs, self._unheeded = self._news + 1, self._stirs + 1, self._unheeded + 1
 
     def moves(self) -> list[int]:
         """The devices whose arrays are to leave now, each once: they go on elsewhere when they have left."""
@@ -285,9 +303,9 @@ class Placement:
 
         As long as much waits, what is placed anew does the same and costs nothing.
         """
-        idle, busy = self.idle, self._lefts()
-        if not idle or len(self._planned) >= len(self._kinds):
+        if len(self._planned) >= len(self._kinds) or not (idle := self.idle):
             return None
+        busy = self._lefts()
         ends = [(free or 0.0) + waiting for free, waiting in zip(busy, self._waiting, strict=True)]
         source = max(range(len(ends)), key=ends.__getitem__)
         run = self._running.get(source)
@@ -311,6 +329,7 @@ class Placement:
     def left(self, device: int) -> None:
         """An array that was to leave has left, and waits: first where it is to go on, if that is still there."""
         number, move = self._running.pop(device).number, self._leaving.pop(device)
+        self._unasked.update((device, move.target))
         self._handover = max(self._handover, self._clock() - move.asked)
         self._stirs += 1
         if move.target in self._gone:
@@ -322,7 +341,8 @@ class Placement:
 
     def end(self, device: int) -> int:
         """The array that a device has trained, or failed to."""
-        self._leaving.pop(device, None)
+        move = self._leaving.pop(device, None)
+        self._unasked.update((device,) if move is None else (device, move.target))
         self._stirs += 1
         return self._running.pop(device).number
 

@@ -80,10 +80,13 @@ def test_every_array_ends_once_whatever_is_lost(draw: random.Random, arrays: int
     ends: list[tuple[float, int]] = []
     done, given_up, gone = [], [], set[int]()
     while not placement.over:
-        for device in placement.idle:
+        asked = placement.to_ask()
+        for device in asked:
             number = placement.begin(device)
             if number is not None:
                 heappush(ends, (clock.now + draw.uniform(0.5, 2) * (loads[number].seconds[kinds[device]] or 0), device))
+        # Whoever is not asked would find nothing.
+        assert all(placement.begin(device) is None for device in set(placement.idle).difference(asked))
         clock.now, device = heappop(ends)
         if draw.random() < 0.2:
             back = returns or len(gone) == devices - 1
