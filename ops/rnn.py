@@ -8,7 +8,7 @@ written out, and the weights get their gradients from one product over all steps
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,11 +18,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hfusion.core.functorch import in_transform, is_wrapped
-from hfusion.core.layout import Layout, Listed
+from hfusion.core.layout import Layout
 from hfusion.device import native
-from hfusion.ops.random import dropout_stacked
+from hfusion.ops.rnn_layers import run_per_member, through_layers
 from hfusion.ops.rnn_steps import recurrent
-from hfusion.ops.rule import Call, RuleTable, Site, Value, each, has_per_member, hint
+from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member, hint
 from hfusion.ops.saved import GATES
 
 aten = torch.ops.aten
@@ -139,7 +139,9 @@ def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value],
     )
 
 
-def lstm_stacked(members: int, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], **options: Any) -> Results:
+def lstm_stacked(
+    members: int, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], **options: Any
+) -> tuple[Tensor, ...]:
     """Output ``[B, T, N, D*H]`` or ``[B, N, T, D*H]``, last states ``[B, L*D, N, H]``; D directions, L layers.
 
     Input and first states are of one member, for all, or stacked; weights are stacked.
@@ -148,24 +150,14 @@ def lstm_stacked(members: int, x: Tensor, h: Tensor, c: Tensor, weights: Sequenc
     trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     few = h.shape[-2] * (weights[0][0].numel() + weights[1][0].numel()) <= FEW_PRODUCTS
     if not (trained or few) or not _runs(tensors):
-        return _per_member(members, x, h, c, weights, options)
-    directions, count = (2 if options["bidirectional"] else 1), (4 if options["has_biases"] else 2)
-    values = x.transpose(-3, -2) if options["batch_first"] else x
-    hidden: list[Tensor] = []
-    cells: list[Tensor] = []
-    for layer in range(options["num_layers"]):
-        outputs: list[Tensor] = []
-        for place in range(layer * directions, (layer + 1) * directions):
-            own = [*weights[count * place : count * (place + 1)], None, None][:4]
-            states = h.select(-3, place), c.select(-3, place)
-            found = LstmLayer.apply(place % directions == 1, values, *states, *own)  # type: ignore[no-untyped-call]
-            for results, result in zip((outputs, hidden, cells), found, strict=True):
-                results.append(result)
-        values = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if options["dropout"] and options["train"] and layer + 1 < options["num_layers"]:
-            values = dropout_stacked(values, float(options["dropout"]), members, False, False)
-    y = values.transpose(-3, -2) if options["batch_first"] else values
-    return y, torch.stack(hidden, 1), torch.stack(cells, 1)
+        return run_per_member("lstm", members, x, (h, c), weights, options)
+
+    def layer(reverse: bool, values: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Results:
+        matrices_and_biases = [*weights, None, None][:4]
+        results: Results = LstmLayer.apply(reverse, values, *states, *matrices_and_biases)  # type: ignore[no-untyped-call]
+        return results
+
+    return through_layers(layer, members, x, (h, c), weights, options)
 
 
 def _runs(tensors: Sequence[Tensor]) -> bool:
@@ -185,17 +177,6 @@ def _runs(tensors: Sequence[Tensor]) -> bool:
 def _plain(tensor: Tensor) -> bool:
     """True for a plain or fake tensor, outside of the transforms of torch.func, whose address a kernel can use."""
     return type(tensor) in (Tensor, torch.nn.Parameter, FakeTensor) and not is_wrapped(tensor)
-
-
-def _per_member(
-    members: int, x: Tensor, h: Tensor, c: Tensor, weights: Sequence[Tensor], options: Mapping[str, Any]
-) -> Results:
-    """Compute the LSTM by torch's own operator, member by member."""
-    params = [Listed(weight.unbind()) for weight in weights]
-    inputs, *states = (tensor if tensor.dim() == 3 else Listed(tensor.unbind()) for tensor in (x, h, c))
-    rows = each(aten.lstm.input, members, (inputs, states, params, *options.values()), {})
-    y, hidden, cells = (torch.stack(parts) for parts in zip(*rows, strict=True))
-    return y, hidden, cells
 
 
 class LstmLayer(torch.autograd.Function):
@@ -297,7 +278,7 @@ def _differentiable(
     turned = x.flip(-3) if reverse else x
     named = ("has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first")
     states = h.unsqueeze(-3), c.unsqueeze(-3)
-    y, *lasts = _per_member(len(stacks[0]), turned, *states, stacks, dict(zip(named, options, strict=True)))
+    y, *lasts = run_per_member("lstm", len(stacks[0]), turned, states, stacks, dict(zip(named, options, strict=True)))
     results = [y.flip(1) if reverse else y, *(last.squeeze(1) for last in lasts)]
     given = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
     asked = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want and tensor is not None]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hfusion.core.functorch import in_transform, is_wrapped
-from hfusion.core.layout import Layout, Listed
-from hfusion.ops.random import dropout_stacked
-from hfusion.ops.rule import Call, RuleTable, Site, Value, each, has_per_member
+from hfusion.core.layout import Layout
+from hfusion.ops.rnn_layers import run_per_member, through_layers
+from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member
 from hfusion.ops.saved import GATES_TWICE
 
 aten = torch.ops.aten
@@ -99,8 +99,8 @@ def _cell_backward(
         return d_sums, d_sums, None, d_c * forget
     if kind == "gru":
         if fused:
-            d_sums, d_hidden, d_beside, _, _ = aten._thnn_fused_gru_cell_backward(d_h, kept, False)
-            return d_sums, d_hidden, d_beside, None
+            d_sums, d_hidden, d_direct, _, _ = aten._thnn_fused_gru_cell_backward(d_h, kept, False)
+            return d_sums, d_hidden, d_direct, None
         r, z, n, h, n_hidden = kept.chunk(5, -1)
         d_n = d_h * (1 - z) * (1 - n * n)
         d_r, d_z = d_n * n_hidden * r * (1 - r), d_h * (h - n) * z * (1 - z)
@@ -121,16 +121,16 @@ def _steps(
     weights, bias = w_hidden.mT, None if b_hidden is None else b_hidden.unsqueeze(1)
     fused = _fused(kind, sums.device)
     state: State = (h.reshape(members * samples, -1), None if c is None else c.reshape(members * samples, -1))
-    found: list[tuple[Tensor, ...]] = []
+    results: list[tuple[Tensor, ...]] = []
     for step in _order(count, reverse):
         before = state[0].view(members, samples, -1)
         hidden = torch.bmm(before, weights) if bias is None else torch.baddbmm(bias, before, weights)
         state, kept = _cell(kind, fused, sums[step].flatten(0, 1), hidden.flatten(0, 1), state)
-        found.append((state[0], kept) if state[1] is None else (state[0], kept, state[1]))
+        results.append((state[0], kept) if state[1] is None else (state[0], kept, state[1]))
     if reverse:
-        found.reverse()
+        results.reverse()
     y, kept, *cells = (
-        torch.stack(column).view(count, members, samples, column[0].shape[-1]) for column in zip(*found, strict=True)
+        torch.stack(column).view(count, members, samples, column[0].shape[-1]) for column in zip(*results, strict=True)
     )
     return y, cells[0] if cells else y.new_empty(0), kept
 
@@ -157,23 +157,25 @@ def _steps_backward(
         step = order[place]
         return y[step].view(rows), None if c is None else cells[step].view(rows)
 
-    found: list[tuple[Tensor, Tensor]] = []
+    gradients: list[tuple[Tensor, Tensor]] = []
     d_h = d_y[order[-1]].reshape(rows)
     d_c = None if d_c is None else d_c.reshape(rows)
     for place in range(count - 1, -1, -1):
         given = state_after(place - 1), state_after(place), kept[order[place]].flatten(0, 1)
-        d_sums, d_hidden, beside, d_c = _cell_backward(kind, fused, d_h, d_c, *given)
-        found.append((d_sums, d_hidden))
-        through = d_hidden.view(members, samples, -1)
+        d_sums, d_hidden, d_direct, d_c = _cell_backward(kind, fused, d_h, d_c, *given)
+        gradients.append((d_sums, d_hidden))
+        d_gates = d_hidden.view(members, samples, -1)
         if place:
-            d_h = torch.baddbmm(d_y[order[place - 1]], through, w_hidden).view(rows)
+            d_h = torch.baddbmm(d_y[order[place - 1]], d_gates, w_hidden).view(rows)
         else:
-            d_h = torch.bmm(through, w_hidden).view(rows)
-        if beside is not None:
-            d_h = d_h + beside
+            d_h = torch.bmm(d_gates, w_hidden).view(rows)
+        if d_direct is not None:
+            d_h = d_h + d_direct
     if not reverse:
-        found.reverse()
-    d_sums, d_hidden = (torch.stack(column).view(count, members, samples, -1) for column in zip(*found, strict=True))
+        gradients.reverse()
+    d_sums, d_hidden = (
+        torch.stack(column).view(count, members, samples, -1) for column in zip(*gradients, strict=True)
+    )
     state = (members, samples, size)
     return (
         d_sums,
@@ -250,10 +252,10 @@ class Steps(torch.autograd.Function):
         before = torch.cat([y[1:], h[None]] if ctx.reverse else [h[None], y[:-1]])
         d_weights = torch.bmm(d_hidden.permute(1, 3, 0, 2).flatten(2), before.transpose(0, 1).flatten(1, 2))
         d_biases = d_hidden.sum((0, 2)) if ctx.biased else None
-        found = [d_sums, d_h, d_weights, *(d for d in (d_biases, d_c) if d is not None and d.numel())]
+        gradients = [d_sums, d_h, d_weights, *(d for d in (d_biases, d_c) if d is not None and d.numel())]
         if torch.is_grad_enabled():
-            found = list(FirstDerivatives.apply(len(found), *found, y, w_hidden))  # type: ignore[no-untyped-call]
-        d_sums, d_h, d_weights, *others = found
+            gradients = list(FirstDerivatives.apply(len(gradients), *gradients, y, w_hidden))  # type: ignore[no-untyped-call]
+        d_sums, d_h, d_weights, *others = gradients
         d_biases = others.pop(0) if ctx.biased else None
         return None, None, d_sums, d_h, others[0] if others else None, d_weights, d_biases
 
@@ -296,47 +298,29 @@ def recurrent_stacked(
     Input and first states are of one member, for all, or stacked; weights are stacked.
     """
     if torch.compiler.is_compiling() or in_transform() or any(map(is_wrapped, (x, *states, *weights))):
-        return _per_member(kind, members, x, states, weights, options)
+        return run_per_member(kind, members, x, states, weights, options)
     device = x.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, states, weights = x.to(dtype), [s.to(dtype) for s in states], [w.to(dtype) for w in weights]
         with torch.autocast(device, enabled=False):
             return recurrent_stacked(kind, members, x, states, weights, **options)
-    directions, count = (2 if options["bidirectional"] else 1), (4 if options["has_biases"] else 2)
-    values = x.transpose(-3, -2) if options["batch_first"] else x
-    lasts: list[list[Tensor]] = [[] for _ in states]
-    for layer in range(options["num_layers"]):
-        outputs: list[Tensor] = []
-        for place in range(layer * directions, (layer + 1) * directions):
-            w_input, w_hidden, *biases = weights[count * place : count * (place + 1)]
-            own = [state.select(-3, place) for state in states]
-            h, c = [*(state.expand(members, *state.shape[-2:]) for state in own), None][:2]
-            # The candidate of a GRU is scaled between its two biases.
-            added = None if not biases else biases[0] if kind == "gru" else biases[0] + biases[1]
-            reverse = place % directions == 1
-            b_hidden = biases[1] if biases and kind == "gru" else None
-            sums = _products(values, w_input, added)
-            y, c = Steps.apply(kind, reverse, sums, h, c, w_hidden, b_hidden)  # type: ignore[no-untyped-call]
-            outputs.append(y.transpose(0, 1))
-            for found, last in zip(lasts, (y[0 if reverse else -1], c), strict=False):
-                found.append(last)
-        values = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if options["dropout"] and options["train"] and layer + 1 < options["num_layers"]:
-            values = dropout_stacked(values, float(options["dropout"]), members, False, False)
-    y = values.transpose(-3, -2) if options["batch_first"] else values
-    return y, *(torch.stack(found, 1) for found in lasts)
+    gru = kind == "gru"
 
+    def layer(reverse: bool, values: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        w_input, w_hidden, *biases = weights
+        h, *cell = (state.expand(members, *state.shape[-2:]) for state in states)
+        # The candidate of a GRU is scaled between its two biases.
+        added = None if not biases else biases[0] if gru else biases[0] + biases[1]
+        b_hidden = biases[1] if biases and gru else None
+        sums = _products(values, w_input, added)
+        y, c = Steps.apply(  # type: ignore[no-untyped-call]
+            kind, reverse, sums, h, cell[0] if cell else None, w_hidden, b_hidden
+        )
+        last = y[0 if reverse else -1]
+        return y.transpose(0, 1), last, *([] if c is None else [c])
 
-def _per_member(
-    kind: str, members: int, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], options: Mapping[str, Any]
-) -> tuple[Tensor, ...]:
-    """Compute the layers by torch's own operator, member by member."""
-    params = [Listed(weight.unbind()) for weight in weights]
-    own, *given = (tensor if tensor.dim() == 3 else Listed(tensor.unbind()) for tensor in (x, *states))
-    target = getattr(aten, kind).input
-    rows = each(target, members, (own, given if kind == "lstm" else given[0], params, *options.values()), {})
-    return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
+    return through_layers(layer, members, x, states, weights, options)
 
 
 def gru(site: Site, input: Value, hx: Value, params: Sequence[Value], **options: Any) -> Call | None:

@@ -65,7 +65,7 @@ class SimulatedRun:
         self._events: list[tuple[float, int, str, int, _Visitor]] = []
         self.done: list[int] = []
         self.moved, self.messages, self.deciding = 0, 0, 0.0
-        # Of events at one time the first that was told comes first.
+        # Events at one time come in the order in which they were made.
         self._told = 0
 
     def run(self) -> float:

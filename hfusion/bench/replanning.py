@@ -19,7 +19,7 @@ STARTUP, LEAVING, TOLD = 10.0, 2.0, 5.0
 
 
 class Replanned(NamedTuple):
-    """Seconds until all has ended, and of CPU microseconds per message; ``moved``: arrays that went on elsewhere."""
+    """Seconds until all has ended, and CPU microseconds per message; ``moved``: arrays that went on elsewhere."""
 
     makespan: float
     lower_bound: float

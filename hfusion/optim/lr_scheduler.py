@@ -264,8 +264,8 @@ class PerMember(torch_schedulers.LRScheduler):
         """Continue from ``state_dict``; FusionError if it is of another number of members."""
         members = state_dict["members"]
         if len(members) != len(self._schedulers):
-            found = f"the state of a {type(self).__name__} of {len(members)} members"
-            raise FusionError(f"{found} does not fit one of {len(self._schedulers)}")
+            state = f"the state of a {type(self).__name__} of {len(members)} members"
+            raise FusionError(f"{state} does not fit one of {len(self._schedulers)}")
         self._pull()
         pairs = zip(members, state_dict["groups"], strict=True)
         for scheduler, stand_in, (own, groups) in zip(self._schedulers, self._stand_ins, pairs, strict=True):

@@ -10,6 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("hfusion", "ops", "passes", "examples")
 NAMED = re.compile(r"cuda|\bxpu\b|\bmps\b|\bhip\b|nccl", re.IGNORECASE)
+FACTORIES = re.compile(
+    "arange|as_tensor|asarray|empty|empty_strided|eye|full|linspace|normal|ones|rand|randint|randn|randperm|range|"
+    "scalar_tensor|tensor|tril_indices|triu_indices|zeros"
+)
 WHY = {
     "hfusion/device/backend.py": "asks devices",
     "hfusion/device/graphs.py": "records graphs of CUDA and ROCm, which torch.accelerator refuses",
@@ -51,12 +55,6 @@ def test_what_names_one_is_seen() -> None:
     assert naming("import torch\nx = torch.cuda.Stream()") == ["cuda"]
     assert naming('"""Of CUDA."""\nx.to("cuda:0")') == ["cuda:0"]
     assert naming('def f():\n    """cuda"""\n    return 1') == []
-
-
-FACTORIES = re.compile(
-    "arange|as_tensor|asarray|empty|empty_strided|eye|full|linspace|normal|ones|rand|randint|randn|randperm|range|"
-    "scalar_tensor|tensor|tril_indices|triu_indices|zeros"
-)
 
 
 def without_device(source: str) -> list[str]:

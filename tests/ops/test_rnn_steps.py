@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.ops import rnn_steps
+from hfusion.ops.rnn_layers import run_per_member
 
 MEMBERS, STEPS, SAMPLES, FEATURES, SIZE = 3, 5, 2, 3, 4
 KINDS = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
@@ -64,7 +65,7 @@ def test_equals_torch_member_by_member(kind: str, name: str, stacked: bool) -> N
     x, states, weights = operands(kind, given, stacked)
     leaves = [x, *states, *weights]
     ours = rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, weights, **given)
-    theirs = rnn_steps._per_member(kind, MEMBERS, x, states, weights, given)
+    theirs = run_per_member(kind, MEMBERS, x, states, weights, given)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(gradients(ours, leaves), gradients(theirs, leaves), rtol=1e-9, atol=1e-12)
 
@@ -74,7 +75,7 @@ def test_one_step(kind: str) -> None:
     given = options("both directions")
     x, states, weights = operands(kind, given, True, steps=1)
     ours = rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, weights, **given)
-    theirs = rnn_steps._per_member(kind, MEMBERS, x, states, weights, given)
+    theirs = run_per_member(kind, MEMBERS, x, states, weights, given)
     torch.testing.assert_close(gradients(ours, weights), gradients(theirs, weights), rtol=1e-9, atol=1e-12)
 
 

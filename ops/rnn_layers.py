@@ -1,0 +1,56 @@
+"""What all ways to compute recurrent layers share: the walk over layers and directions, and the loop over members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hfusion.core.layout import Listed
+from hfusion.ops.random import dropout_stacked
+from hfusion.ops.rule import each
+
+aten = torch.ops.aten
+
+Layer: TypeAlias = Callable[[bool, Tensor, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+"""From ``reverse``, inputs, first states and weights of a layer in one direction: ``[B, T, N, H]``, and last states."""
+
+
+def through_layers(
+    layer: Layer,
+    members: int,
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    options: Mapping[str, Any],
+) -> tuple[Tensor, ...]:
+    """Compute all layers and directions, with dropout between layers; arguments as of torch's operators."""
+    directions, count = (2 if options["bidirectional"] else 1), (4 if options["has_biases"] else 2)
+    values = x.transpose(-3, -2) if options["batch_first"] else x
+    lasts: list[list[Tensor]] = [[] for _ in states]
+    for index in range(options["num_layers"]):
+        outputs: list[Tensor] = []
+        for place in range(index * directions, (index + 1) * directions):
+            first, own = [state.select(-3, place) for state in states], weights[count * place : count * (place + 1)]
+            output, *after = layer(place % directions == 1, values, first, own)
+            outputs.append(output)
+            for column, state in zip(lasts, after, strict=True):
+                column.append(state)
+        values = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if options["dropout"] and options["train"] and index + 1 < options["num_layers"]:
+            values = dropout_stacked(values, float(options["dropout"]), members, False, False)
+    y = values.transpose(-3, -2) if options["batch_first"] else values
+    return y, *(torch.stack(column, 1) for column in lasts)
+
+
+def run_per_member(
+    kind: str, members: int, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], options: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
+    """Compute the layers by torch's own operator, member by member."""
+    params = [Listed(weight.unbind()) for weight in weights]
+    own, *given = (tensor if tensor.dim() == 3 else Listed(tensor.unbind()) for tensor in (x, *states))
+    target = getattr(aten, kind).input
+    rows = each(target, members, (own, given if kind == "lstm" else given[0], params, *options.values()), {})
+    return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
