@@ -14,8 +14,6 @@ from torch.utils._device import _device_constructors
 
 from tests.simulated.device import install
 
-_DEVICE = install()
-
 
 class OnDevice(TorchFunctionMode):
     """What ``torch.set_default_device`` does; generators of the CPU draw in host memory, and the draws are moved."""
@@ -31,6 +29,8 @@ class OnDevice(TorchFunctionMode):
         return func(*args, **given)
 
 
-def pytest_collection() -> None:
-    # Before the modules of tests are imported, which make tensors, too.
+def pytest_configure() -> None:
+    # Not on import: the suite imports this module, too, as it looks for doctests. And before the modules of tests are
+    # imported, which make tensors.
+    install()
     OnDevice().__enter__()

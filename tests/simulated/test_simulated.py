@@ -5,13 +5,15 @@ In a process of their own: torch keeps a device that was added.
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.simulated.device import missing
+from tests.simulated.device import TYPE, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -48,3 +50,10 @@ def test_populations_step_as_members_alone() -> None:
         f"{weights}::test_weights_in_a_list",
     ]
     assert "3 passed" in call("pytest", "-p", "tests.simulated.on_device", "-p", "no:cacheprovider", "-q", *chosen)
+
+
+def test_the_suite_runs_without_the_simulated_device() -> None:
+    """Whichever modules of tests it has imported."""
+    importlib.import_module("tests.simulated.on_device")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is None or accelerator.type != TYPE
