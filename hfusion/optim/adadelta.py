@@ -19,6 +19,8 @@ class Adadelta(FusedOptimizer):
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``rho``, ``eps`` and
     ``weight_decay``: one value, or one per member. ``maximize`` holds for a whole group. Raises ValueError
     for parameters of no fused module and for values of the wrong number or range.
+
+    ``master_weights``: see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (
@@ -40,8 +42,16 @@ class Adadelta(FusedOptimizer):
         weight_decay: HyperValue = 0.0,
         *,
         maximize: bool = False,
+        master_weights: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        defaults = {
+            "lr": lr,
+            "rho": rho,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "master_weights": master_weights,
+        }
         super().__init__(params, defaults)
 
     @staticmethod

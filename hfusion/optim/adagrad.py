@@ -19,6 +19,8 @@ class Adagrad(FusedOptimizer):
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``lr_decay``, ``weight_decay``,
     ``initial_accumulator_value`` and ``eps``: one value, or one per member. ``maximize`` holds for a whole group.
     Raises ValueError for parameters of no fused module and for values of the wrong number or range.
+
+    ``master_weights``: see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (
@@ -41,6 +43,7 @@ class Adagrad(FusedOptimizer):
         eps: HyperValue = 1e-10,
         *,
         maximize: bool = False,
+        master_weights: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -49,6 +52,7 @@ class Adagrad(FusedOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "eps": eps,
             "maximize": maximize,
+            "master_weights": master_weights,
         }
         super().__init__(params, defaults)
 

@@ -19,6 +19,8 @@ class Adam(FusedOptimizer):
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and
     each of ``betas``: one value, or one per member. ``amsgrad`` and ``maximize`` hold for a whole group.
     Raises ValueError for parameters of no fused module and for values of the wrong number or range.
+
+    ``master_weights``: see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (
@@ -42,6 +44,7 @@ class Adam(FusedOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        master_weights: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -50,6 +53,7 @@ class Adam(FusedOptimizer):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
             "maximize": maximize,
+            "master_weights": master_weights,
         }
         super().__init__(params, defaults)
 
@@ -112,8 +116,11 @@ class AdamW(Adam):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        master_weights: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, master_weights=master_weights
+        )
 
     @staticmethod
     def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Tensor | None]:

@@ -19,6 +19,8 @@ class Adamax(FusedOptimizer):
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and each of
     ``betas``: one value, or one per member. ``maximize`` holds for a whole group. Raises ValueError for parameters of
     no fused module and for values of the wrong number or range.
+
+    ``master_weights``: see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (
@@ -40,8 +42,16 @@ class Adamax(FusedOptimizer):
         weight_decay: HyperValue = 0.0,
         *,
         maximize: bool = False,
+        master_weights: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "master_weights": master_weights,
+        }
         super().__init__(params, defaults)
 
     @staticmethod

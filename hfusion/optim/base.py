@@ -26,14 +26,14 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.gradient_usage import any_absent
 from hfusion.core.membership import latest_addition, mark, membership
 from hfusion.core.row_gradients import settle
-from hfusion.optim import coupling, native_kernels
+from hfusion.optim import coupling, master_weights, native_kernels
 from hfusion.optim.added_stacks import check_told
 from hfusion.optim.checks import check_memory, check_padding
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import Groups, State, common_members, membership_of, same_objects
 from hfusion.optim.hyper import own, plain, read, unchanged
 from hfusion.optim.optimizer_rows import MemberRows, check_width, first_values
-from hfusion.optim.optimizer_state import check_entries, filled, numbers_shape, paired, parts_of, scalar_dtype
+from hfusion.optim.optimizer_state import check_entries, complete_state, paired, parts_of
 from hfusion.optim.param_groups import asked_of_members
 from hfusion.optim.recording import RecordedUpdates, recording_on
 from hfusion.optim.scaled import divide, overflown
@@ -51,6 +51,10 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     ``group["lr"]`` and the others are float64 vectors ``[B]``; a user may also write one number or a sequence
     there. ``state[p]`` holds ``step``, the counts ``[B]``, and stacks shaped like ``p``. A subclass is a
     :class:`Formula`, and its ``__init__`` gives the defaults of a param group.
+
+    With ``master_weights=True`` the state of bfloat16 and float16 parameters is in float32, and holds the parameters in
+    float32, too, as ``master_param``: steps update these, and the parameters are what they round to. It is an option of
+    a param group; parameters of other dtypes are stepped as without it.
     """
 
     keeps_members_apart: ClassVar[bool] = True
@@ -69,7 +73,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._held: Tensor | None = None
         # The stacks of arrays that were added up to here are known, see `added_stacks`.
         self.additions = latest_addition()
-        super().__init__(params, dict(defaults))
+        super().__init__(params, {master_weights.OPTION: False, **defaults})
         first = self.param_groups[0]["params"][0]
         if self.kernel is not None and first.is_cpu and type(first) in (Tensor, Parameter):
             native_kernels.begin()
@@ -180,7 +184,10 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     @property
     def state_stacks(self) -> int:
         """The most stacks that the state of a parameter holds: 2 for Adam, 0 for SGD without momentum."""
-        return max(len(self._settings(group).names) for group in self.param_groups)
+        return max(
+            master_weights.state_stacks(group["params"], group, len(self._settings(group).names))
+            for group in self.param_groups
+        )
 
     @property
     def launches(self) -> str:
@@ -211,7 +218,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         entries, groups = parts_of(state_dict)
         for group, saved in zip(self.param_groups, groups, strict=False):
             try:
-                self._settings({**saved, "params": group["params"]})
+                self._settings({master_weights.OPTION: False, **saved, "params": group["params"]})
             except (KeyError, ValueError) as error:
                 raise CheckpointError(
                     f"the state is not one of this array and of {type(self).__name__}: {error}"
@@ -225,9 +232,12 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         # torch gives all of the state but ``step`` the dtype and device of its parameter, which would round numbers.
         for param, saved in paired(self.param_groups, {**state_dict, "state": state}):
             self.state[param].update({name: saved[name] for name in self.numbers if name in saved})
+            master_weights.restore(param, self.state[param], saved)
+        master_weights.complete(self.param_groups)
 
     def unfuse(self) -> list[dict[str, Any]]:
         """B state dicts, one per member, from which torch.optim's class of the same name continues."""
+        master_weights.check_unfused(self.param_groups)
         options, early = _torch_ways(self.torch_class)
         if early:
             self.initialise()
@@ -257,6 +267,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._recording = None
         self._held = None
         self.additions = latest_addition()
+        master_weights.complete(self.param_groups)
         # A copy of a Parameter has lost its mark.
         for group, memberships in zip(self.param_groups, marks, strict=False):
             for param, found in zip(group["params"], memberships, strict=True):
@@ -273,6 +284,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             and len(known.members) == members
             and unchanged(group, self.hypers, known.vectors, known.columns)
             and self._options(group) == known.options
+            and group[master_weights.OPTION] is known.masters
         ):
             return known
         check_width(self, group, members)
@@ -286,7 +298,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         for one in different:
             self.check(one, options)
         buffers = {one: tuple(self.stacks(one, options)) for one in different}
-        settings = Settings(vectors, columns, options, rows, [buffers[one] for one in rows], self.counts_steps)
+        used, masters = [buffers[one] for one in rows], master_weights.option_of(group)
+        settings = Settings(vectors, columns, options, rows, used, self.counts_steps, masters)
         if not settings.alike:
             self._check_shared([param for param in group["params"] if param.requires_grad], settings)
         return settings
@@ -319,7 +332,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         """Everything of a step that may fail, before anything is written: groups with their gradients."""
         before, groups = self._known.get(index, (None, None))
         settings = self._settings(group, before)
-        names = settings.names
         grads = [grad for param in group["params"] if (grad := param.grad) is not None]
         active = group["params"]
         if len(grads) < len(active):
@@ -327,7 +339,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if not all(map(is_, map(_LAYOUT, grads), repeat(torch.strided))):
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use dense ones")
         state = list(map(self.state.get, active)) if settings.stateful else []
-        held = groups is not None and groups.holds(active, state, names)
+        same = before is not None and settings.masters is before.masters
+        held = groups is not None and same and groups.holds(active, state, settings.names)
         if not settings.alike and not (held and settings is before):
             self._check_shared(active, settings)
         if groups is None or not held:
@@ -344,13 +357,13 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if self._recording is None and active:
             self._recording = recording_on(active[0].device)
         made = [self._state(param, settings) for param in active] if settings.stateful else []
-        return Groups(type(self), active, made, settings.names)
+        return Groups(type(self), active, made, settings)
 
     def _remembered(self) -> StepCache | None:
         """What the preparation of this step found, if the next one may start from there."""
         groups = self.param_groups
         known = [(settings, parts) for settings, parts in map(self._known.__getitem__, range(len(groups))) if parts]
-        keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.options]))
+        keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.options, master_weights.OPTION]))
         steady = (
             all(type(param.grad) is Tensor for group in groups for param in group["params"])
             and not isinstance(native_kernels.library(), str)
@@ -361,17 +374,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return StepCache(groups, self.state, keys, known) if steady else None
 
     def _state(self, param: Tensor, settings: Settings) -> State:
-        state: State = self.state[param]
-        if state.keys() >= {*self.numbers, *settings.names}:
-            return state
-        for name, first in self.numbers.items():
-            dtype = torch.float32 if name == "step" else scalar_dtype()
-            state.setdefault(name, torch.full(numbers_shape(param), first, dtype=dtype, device="cpu"))
-        fills = [self.begin(one, settings.options) for one in settings.members]
-        for name in settings.names:
-            if name not in state:
-                state[name] = filled(param, [fill.get(name, 0.0) for fill in fills])
-        return state
+        return complete_state(param, self.state[param], settings, type(self))
 
 
 def _torch_ways(kind: type[Optimizer] | None) -> tuple[ParamGroup, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -48,16 +48,21 @@ def check_rows(param: Tensor, found: Membership) -> None:
 
 
 def check_state(
-    param: Tensor, found: Membership, entry: Mapping[str, Tensor], names: Sequence[str], numbers: Iterable[str]
+    param: Tensor,
+    found: Membership,
+    entry: Mapping[str, Tensor],
+    stacks: Mapping[str, torch.dtype],
+    numbers: Iterable[str],
 ) -> None:
-    """FusionError unless the stacks of ``param`` are of its shape, dtype and device, and there is a number per member.
+    """FusionError unless the stacks of ``param`` are of its shape and device, and there is a number per member.
 
-    ``names``: of the stacks in its state ``entry``. ``numbers``: of what is one number per member.
+    ``stacks``: the names of those in its state ``entry``, and the dtype that each must have. ``numbers``: of what is
+    one number per member.
     """
-    for name in names:
+    for name, dtype in stacks.items():
         stack = entry[name]
         check_memory(stack, f"the state {name!r} of parameter {found.name!r}")
-        if _kind(stack) != _kind(param):
+        if (*_place(stack), stack.dtype) != (*_place(param), dtype):
             raise FusionError(
                 f"the state {name!r} of parameter {found.name!r} is {_text(stack)}, the parameter {_text(param)}: one "
                 "of them was converted, moved or replaced after the other was made; bring the state to the parameters "
@@ -91,8 +96,8 @@ def check_gradient(param: Tensor, found: Membership, grad: Tensor) -> None:
     raise RuntimeError(f"the gradient of {found.name!r} {told}: one of them was replaced through .data")
 
 
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device, torch.layout]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.layout
+def _place(tensor: Tensor) -> tuple[torch.Size, torch.device, torch.layout]:
+    return tensor.shape, tensor.device, tensor.layout
 
 
 def _text(tensor: Tensor) -> str:

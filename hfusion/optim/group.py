@@ -16,6 +16,8 @@ from hfusion.optim import gpu, native_kernels
 from hfusion.optim.checks import check_gradient, check_memory, check_rows, check_state
 from hfusion.optim.eager_members import AloneStepper
 from hfusion.optim.formula import Formula
+from hfusion.optim.master_weights import STACK as MASTER
+from hfusion.optim.master_weights import MasterStepper, state_dtype
 from hfusion.optim.settings import Settings
 from hfusion.optim.stacked import StackedStepper
 
@@ -69,17 +71,25 @@ class Group:
     """Parameters of one device and dtype in a param group, all stacked or all shared.
 
     ``state``: for each parameter its entry in the optimizer's state, or nothing at all if none is kept. ``names``: of
-    the stacks in it. A shared parameter is the row of a single member.
+    the stacks in it that the formula uses. ``masters``: the state holds master weights, too. A shared parameter is the
+    row of a single member.
     """
 
-    def __init__(self, formula: type[Formula], params: list[Tensor], state: list[State], names: Sequence[str]) -> None:
+    def __init__(
+        self, formula: type[Formula], params: list[Tensor], state: list[State], names: Sequence[str], masters: bool
+    ) -> None:
         self._stacked = membership_of(params[0]).stacked
-        self._dtype = params[0].dtype
+        self._dtype, self._masters = params[0].dtype, masters
         self._stacks = self._read(params, state, names)
         numbers = {name: [self._stack(entry[name]) for entry in state] for name in formula.numbers if state}
-        self._plan = _plan(formula, names, self._stacks, numbers)
+        if masters:
+            inner = cast(RecordableStepper, _plan(formula, names, self._stacks[1:], numbers))
+            self._plan: Stepper = MasterStepper(self._stacks[0], self._stacks[1], inner)
+        else:
+            self._plan = _plan(formula, names, self._stacks, numbers)
 
     def _read(self, params: list[Tensor], state: list[State], names: Sequence[str]) -> list[list[Tensor]]:
+        names = [MASTER, *names] if self._masters else names
         stacks = [[param.detach() for param in params], *[[entry[name] for entry in state] for name in names]]
         return [[self._stack(tensor) for tensor in stack] for stack in stacks]
 
@@ -148,20 +158,30 @@ def _plan(
 class Groups:
     """The groups of one param group, valid while the same tensors lie at the same addresses."""
 
-    def __init__(self, formula: type[Formula], params: Sequence[Tensor], state: list[State], names: list[str]) -> None:
-        self._names = names
+    def __init__(
+        self, formula: type[Formula], params: Sequence[Tensor], state: list[State], settings: Settings
+    ) -> None:
+        names = self._names = settings.names
+        dtypes = [state_dtype(param, settings.masters) for param in params]
         for param in params:
             check_memory(param, f"parameter {membership_of(param).name!r}")
             check_rows(param, membership_of(param))
         _own_numbers(formula.numbers, state)
-        for param, entry in zip(params, state, strict=False):
-            check_state(param, membership_of(param), entry, names, formula.numbers)
+        for param, entry, dtype in zip(params, state, dtypes, strict=False):
+            stacks = dict.fromkeys([*names, MASTER] if dtype != param.dtype else names, dtype)
+            check_state(param, membership_of(param), entry, stacks, formula.numbers)
         alike: dict[object, list[int]] = {}
         for index, param in enumerate(params):
             alike.setdefault((membership_of(param).stacked, param.device, param.dtype), []).append(index)
         self._places = list(alike.values())
         self._groups = [
-            Group(formula, [params[i] for i in places], [state[i] for i in places] if state else [], names)
+            Group(
+                formula,
+                [params[i] for i in places],
+                [state[i] for i in places] if state else [],
+                names,
+                dtypes[places[0]] != params[places[0]].dtype,
+            )
             for places in self._places
         ]
         self._params = list(params)

@@ -19,6 +19,8 @@ class Lion(FusedOptimizer):
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``weight_decay``, which is decoupled,
     and each of ``betas``: one value, or one per member. ``maximize`` holds for a whole group. Raises ValueError for
     parameters of no fused module and for values of the wrong number or range.
+
+    ``master_weights``: see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (
@@ -37,8 +39,16 @@ class Lion(FusedOptimizer):
         weight_decay: HyperValue = 0.0,
         *,
         maximize: bool = False,
+        master_weights: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "master_weights": master_weights,
+        }
+        super().__init__(params, defaults)
 
     @staticmethod
     def stacks(h: Any, o: Any) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ class Muon(FusedOptimizer):
     ``ns_steps`` and ``adjust_lr_fn`` hold for a whole group. Each member's matrix is orthogonalised by itself, all of
     them at once. Raises ValueError for parameters of no fused module or of another number of dimensions, and for values
     of the wrong number or range.
+
+    ``master_weights``: see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (
@@ -45,6 +47,8 @@ class Muon(FusedOptimizer):
         eps: HyperValue = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
+        *,
+        master_weights: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -55,6 +59,7 @@ class Muon(FusedOptimizer):
             "eps": eps,
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
+            "master_weights": master_weights,
         }
         super().__init__(params, defaults)
 

@@ -20,6 +20,8 @@ class NAdam(FusedOptimizer):
     ``momentum_decay`` and each of ``betas``: one value, or one per member. ``decoupled_weight_decay`` and ``maximize``
     hold for a whole group. Raises ValueError for parameters of no fused module and for values of the wrong number or
     range.
+
+    ``master_weights``: see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (
@@ -45,6 +47,7 @@ class NAdam(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False,
+        master_weights: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -54,6 +57,7 @@ class NAdam(FusedOptimizer):
             "momentum_decay": momentum_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
+            "master_weights": master_weights,
         }
         super().__init__(params, defaults)
 

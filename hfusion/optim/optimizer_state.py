@@ -10,8 +10,10 @@ from torch import Tensor
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.memory import real_view
-from hfusion.optim.group import membership_of
-from hfusion.optim.settings import ParamGroup
+from hfusion.optim.formula import Formula
+from hfusion.optim.group import State, membership_of
+from hfusion.optim.master_weights import STACK, state_dtype
+from hfusion.optim.settings import ParamGroup, Settings
 
 
 def paired(groups: Sequence[ParamGroup], state_dict: Mapping[str, Any]) -> list[tuple[Tensor, Mapping[str, Any]]]:
@@ -69,9 +71,26 @@ def parts_of(state_dict: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, 
     )
 
 
-def filled(param: Tensor, values: Sequence[float]) -> Tensor:
+def complete_state(param: Tensor, state: State, settings: Settings, formula: type[Formula]) -> State:
+    """Let ``state`` of a parameter have all that a step needs; return it."""
+    dtype = state_dtype(param, settings.masters)
+    if dtype != param.dtype and STACK not in state:
+        state[STACK] = param.detach().to(torch.float32, copy=True)
+    if state.keys() >= {*formula.numbers, *settings.names}:
+        return state
+    for name, first in formula.numbers.items():
+        kind = torch.float32 if name == "step" else scalar_dtype()
+        state.setdefault(name, torch.full(numbers_shape(param), first, dtype=kind, device="cpu"))
+    fills = [formula.begin(one, settings.options) for one in settings.members]
+    for name in settings.names:
+        if name not in state:
+            state[name] = _filled(param, [fill.get(name, 0.0) for fill in fills], dtype)
+    return state
+
+
+def _filled(param: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:
     """Return a stack like ``param`` with one number in each row; both parts of a complex number are that number."""
-    stack = torch.zeros_like(param, memory_format=torch.preserve_format)
+    stack = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     if any(values):
         rows = real_view(stack) if membership_of(param).stacked else [real_view(stack)]
         for row, value in zip(rows, values, strict=membership_of(param).stacked):

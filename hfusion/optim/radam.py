@@ -19,6 +19,8 @@ class RAdam(FusedOptimizer):
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and each of
     ``betas``: one value, or one per member. ``decoupled_weight_decay`` and ``maximize`` hold for a whole group. Raises
     ValueError for parameters of no fused module and for values of the wrong number or range.
+
+    ``master_weights``: see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (
@@ -41,6 +43,7 @@ class RAdam(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         *,
         maximize: bool = False,
+        master_weights: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -49,6 +52,7 @@ class RAdam(FusedOptimizer):
             "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
+            "master_weights": master_weights,
         }
         super().__init__(params, defaults)
 

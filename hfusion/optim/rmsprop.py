@@ -19,6 +19,8 @@ class RMSprop(FusedOptimizer):
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``alpha``, ``eps``, ``weight_decay``
     and ``momentum``: one value, or one per member. ``centered`` and ``maximize`` hold for a whole group. Raises
     ValueError for parameters of no fused module and for values of the wrong number or range.
+
+    ``master_weights``: see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (
@@ -42,6 +44,7 @@ class RMSprop(FusedOptimizer):
         centered: bool = False,
         *,
         maximize: bool = False,
+        master_weights: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -51,6 +54,7 @@ class RMSprop(FusedOptimizer):
             "momentum": momentum,
             "centered": centered,
             "maximize": maximize,
+            "master_weights": master_weights,
         }
         super().__init__(params, defaults)
 

@@ -35,6 +35,7 @@ class Settings:
 
     ``vectors``: the param group's own, from which ``columns`` were read. ``buffers``: for each member, the names of the
     state stacks that its update uses. ``counted``: whether every member counts its steps, else those that use stacks.
+    ``masters``: whether parameters of half precision have master weights.
     """
 
     vectors: Sequence[MemberVector]
@@ -43,6 +44,7 @@ class Settings:
     members: Sequence[Values]
     buffers: Sequence[tuple[str, ...]]
     counted: bool
+    masters: bool
 
     @cached_property
     def names(self) -> list[str]:
@@ -57,7 +59,7 @@ class Settings:
     @cached_property
     def stateful(self) -> bool:
         """Whether some member keeps any state."""
-        return self.counted or bool(self.names)
+        return self.counted or self.masters or bool(self.names)
 
     @cached_property
     def advance(self) -> Tensor:

@@ -19,6 +19,8 @@ class SGD(FusedOptimizer):
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``momentum``, ``dampening``
     and ``weight_decay``: one value, or one per member. ``nesterov`` and ``maximize`` hold for a whole group.
     Raises ValueError for parameters of no fused module and for values of the wrong number or range.
+
+    ``master_weights``: see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (
@@ -42,6 +44,7 @@ class SGD(FusedOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        master_weights: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -50,6 +53,7 @@ class SGD(FusedOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "maximize": maximize,
+            "master_weights": master_weights,
         }
         super().__init__(params, defaults)
 

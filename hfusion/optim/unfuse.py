@@ -11,6 +11,7 @@ from torch import Tensor
 from hfusion.core.row_indices import leading
 from hfusion.optim.group import State, membership_of
 from hfusion.optim.hyper import plain
+from hfusion.optim.master_weights import OPTION
 from hfusion.optim.settings import ParamGroup
 
 
@@ -54,7 +55,8 @@ def member_state_dicts(
 
 def _member_group(group: ParamGroup, member: int) -> dict[str, Any]:
     members = len(group["lr"])
-    return {key: _member_value(plain(value), member, members) for key, value in group.items()}
+    own = {key: value for key, value in group.items() if key != OPTION}
+    return {key: _member_value(plain(value), member, members) for key, value in own.items()}
 
 
 def _member_value(value: Any, member: int, members: int) -> Any:

@@ -1,0 +1,258 @@
+"""Parameters of half precision with weights in float32 beside them, as loops over members keep them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+import hfusion as hf
+from hfusion.optim import base, recording
+from tests.optim.arrays import CASES, EVERY, FORMULAS, Array, alone_class, for_array, for_member, start
+from tests.optim.interpreted import forget, interpret
+from tests.optim.tape import Closure
+
+SHAPES = ((7, 5), (2,), (0,), (131,))
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+
+
+class Masters:
+    """The members' optimizers of torch over float32 copies of their parameters."""
+
+    def __init__(self, name: str, options: dict[str, Any], array: Array) -> None:
+        self.array = array
+        self.copies = [[Parameter(param.detach().float()) for param in params] for params in array.members]
+        pairs = enumerate(self.copies)
+        self.optimizers = [alone_class(name)(params, **for_member(options, member)) for member, params in pairs]
+
+    def step(self) -> None:
+        for optimizer, copies, params in zip(self.optimizers, self.copies, self.array.members, strict=True):
+            for master, param in zip(copies, params, strict=True):
+                master.grad = None if param.grad is None else param.grad.float()
+            optimizer.step()
+            for master, param in zip(copies, params, strict=True):
+                param.data.copy_(master.detach())
+
+
+def fused_optimizer(name: str, options: dict[str, Any], array: Array) -> Any:
+    return getattr(hf.optim, name)(array.params, **for_array(options, len(array)), master_weights=True)
+
+
+def train(fused: Any, alone: Masters, steps: int = 4) -> None:
+    """The same gradients at the same addresses in every step, so that steps may be recorded."""
+    alone.array.draw_grads()
+    places = [param.grad for param in alone.array.params]
+    for _ in range(steps):
+        alone.array.draw_grads()
+        for param, place in zip(alone.array.params, places, strict=True):
+            assert place is not None
+            assert param.grad is not None
+            param.grad = place.copy_(param.grad)
+        fused.step()
+        alone.step()
+
+
+def check(fused: Any, alone: Masters) -> None:
+    for index, param in enumerate(alone.array.params):
+        state = fused.state[param]
+        own = torch.stack([copies[index].detach() for copies in alone.copies])
+        torch.testing.assert_close(state["master_param"], own, rtol=2e-6, atol=2e-6)
+        assert torch.equal(param.detach(), state["master_param"].to(param.dtype))
+        stacks = {key: value.dtype for key, value in state.items() if key not in fused.numbers}
+        assert set(stacks.values()) == {torch.float32}
+
+
+@DTYPES
+@pytest.mark.parametrize(("name", "options"), EVERY.values(), ids=EVERY)
+def test_steps_are_those_of_float32_copies(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    array = Array(3, SHAPES, dtype)
+    fused, alone = fused_optimizer(name, options, array), Masters(name, options, array)
+    train(fused, alone)
+    check(fused, alone)
+
+
+@DTYPES
+@pytest.mark.parametrize(("name", "options"), [CASES["adam-all"], CASES["sgd-momentum"], FORMULAS["rmsprop"]])
+def test_steps_are_recorded_on_an_accelerator(
+    name: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpret(monkeypatch)
+    monkeypatch.setattr(base, "recording_on", lambda device: recording.RecordedUpdates(Closure()))
+    array = Array(3, SHAPES, dtype)
+    fused, alone = fused_optimizer(name, options, array), Masters(name, options, array)
+    train(fused, alone, 6)
+    check(fused, alone)
+    assert fused.launches == "recorded and replayed as one"
+    forget()
+
+
+def test_small_updates_are_not_lost() -> None:
+    """A bfloat16 weight of 1 has neighbours at a distance of 2**-8 and 2**-7."""
+    found = {}
+    for masters in (False, True):
+        fused = hf.fuse([nn.Linear(4, 1, bias=False).to(torch.bfloat16) for _ in range(2)])
+        with torch.no_grad():
+            fused.stacks["weight"].fill_(1.0)
+        optimizer = hf.optim.SGD(fused.parameters(), lr=[2.0**-12, 0.0], master_weights=masters)
+        for _ in range(64):
+            optimizer.zero_grad()
+            fused(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+        found[masters] = fused.stacks["weight"].detach().float()[:, 0, 0].tolist()
+    assert found == {False: [1.0, 1.0], True: [1.0 - 2.0**-6, 1.0]}
+
+
+def test_parameters_of_other_dtypes_are_stepped_as_without_it() -> None:
+    array = Array(2, ((3, 2), (4,)), torch.float32)
+    fused, alone = start("AdamW", {"lr": 0.1}, array)
+    masters = hf.optim.AdamW(array.params, lr=0.1, master_weights=True)
+    array.draw_grads()
+    masters.step()
+    for optimizer in alone:
+        optimizer.step()
+    array.assert_equal(1e-6)
+    assert "master_param" not in masters.state[array.params[0]]
+    assert masters.state_stacks == fused.state_stacks == 2
+
+
+def models(count: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[nn.Module]:
+    torch.manual_seed(5)
+    return [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype) for _ in range(count)]
+
+
+def batch(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    return torch.randn(16, 4).to(dtype), torch.randn(16, 3).to(dtype)
+
+
+def steps(optimizer: Any, fused: Any, batches: list[tuple[Tensor, Tensor]]) -> None:
+    step = hf.train_step(fused, F.mse_loss, optimizer, compile=False)
+    for x, y in batches:
+        step(x, y)
+
+
+def weights(fused: Any) -> list[Tensor]:
+    return [param.detach().clone() for param in fused.parameters()]
+
+
+def test_a_saved_state_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    batches = [batch() for _ in range(6)]
+    whole = hf.fuse(models())
+    steps(hf.optim.AdamW(whole.parameters(), lr=[1e-2, 1e-3, 1e-4], master_weights=True), whole, batches)
+    first = hf.fuse(models())
+    optimizer = hf.optim.AdamW(first.parameters(), lr=[1e-2, 1e-3, 1e-4], master_weights=True)
+    steps(optimizer, first, batches[:3])
+    torch.save([first.state_dict(), optimizer.state_dict()], tmp_path / "state.pt")
+    state, saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    again = hf.fuse(models())
+    again.load_state_dict(state)
+    loaded = hf.optim.AdamW(again.parameters())
+    loaded.load_state_dict(saved)
+    steps(loaded, again, batches[3:])
+    for one, other in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(one, other)
+    copied, fused = copy.deepcopy((optimizer, first))
+    steps(copied, fused, batches[3:])
+    for one, other in zip(weights(whole), weights(fused), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_state_of_an_earlier_version_has_no_such_option() -> None:
+    fused = hf.fuse(models())
+    optimizer = hf.optim.AdamW(fused.parameters())
+    steps(optimizer, fused, [batch()])
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["master_weights"]
+    other = hf.optim.AdamW(fused.parameters(), master_weights=True)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["master_weights"] is False
+    steps(other, fused, [batch()])
+
+
+def test_weights_that_are_written_count() -> None:
+    fused = hf.fuse(models())
+    optimizer = hf.optim.SGD(fused.parameters(), lr=0.0, master_weights=True)
+    steps(optimizer, fused, [batch()])
+    with torch.no_grad():
+        fused.stacks["0.weight"][1] = 0.5
+    before = weights(fused)
+    steps(optimizer, fused, [batch()])
+    for one, other in zip(weights(fused), before, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_members_of_a_population_keep_their_own(dtype: torch.dtype) -> None:
+    """They join, are copied and leave, as in populations of those members alone."""
+    batches = [batch(dtype) for _ in range(9)]
+
+    def population(members: list[nn.Module]) -> hf.Population:
+        def make(params: Any) -> hf.optim.FusedOptimizer:
+            return hf.optim.AdamW(params, lr=1e-3, eps=1e-4, master_weights=True)
+
+        return hf.Population(members, optimizer=make, loss=F.mse_loss, compile=False)
+
+    pop = population(models(3, dtype))
+    new = models(5, dtype)[4]
+    alone = [population([model]) for model in [*models(3, dtype), copy.deepcopy(new)]]
+    for x, y in batches[:3]:
+        pop.step(x, y)
+        for one in alone[:3]:
+            one.step(x, y)
+    pop.stop([1])
+    pop.start([1], [new])
+    pop.copy([0], [2])
+    pairs = [(0, alone[0]), (1, alone[3]), (2, copy.deepcopy(alone[0]))]
+    for x, y in batches[3:]:
+        pop.step(x, y)
+        for _, one in pairs:
+            one.step(x, y)
+    found, tolerance = pop.models, {"rtol": 0.02, "atol": 0.002}
+    for row, one in pairs:
+        for mine, theirs in zip(found[row].parameters(), one.models[0].parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, **tolerance)
+            assert (mine != theirs).float().mean() < 0.05
+
+
+def test_a_grad_scaler_skips_members() -> None:
+    fused = hf.fuse(models(2, torch.float16))
+    optimizer = hf.optim.Adam(fused.parameters(), lr=0.01, master_weights=True)
+    steps(optimizer, fused, [batch(torch.float16)])
+    before = [fused.state_dict(), copy.deepcopy(optimizer.state_dict()["state"])]
+    scaler = hf.optim.GradScaler(init_scale=2.0)
+    losses = hf.per_model(F.mse_loss)(fused(batch(torch.float16)[0]), batch(torch.float16)[1])
+    scaler.scale(losses).sum().backward()
+    for param in fused.parameters():
+        assert param.grad is not None
+        param.grad[1] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    for index, param in enumerate(fused.parameters()):
+        state, old = optimizer.state[param], before[1][index]
+        assert torch.equal(state["master_param"][1], old["master_param"][1])
+        assert not torch.equal(state["master_param"][0], old["master_param"][0])
+
+
+def test_what_is_refused() -> None:
+    fused = hf.fuse(models())
+    with pytest.raises(ValueError, match="master_weights is 1: give True or False"):
+        hf.optim.AdamW(fused.parameters(), master_weights=1)  # type: ignore[arg-type]
+    optimizer = hf.optim.AdamW(fused.parameters(), master_weights=True)
+    steps(optimizer, fused, [batch()])
+    with pytest.raises(hf.FusionError, match=r"no optimizer of torch\.optim has"):
+        optimizer.unfuse()
+    optimizer.param_groups[0]["master_weights"] = False
+    with pytest.raises(hf.FusionError, match="is float32"):
+        steps(optimizer, fused, [batch()])
+
+
+def test_estimates_count_them() -> None:
+    """Of a bfloat16 parameter: two moments, the weights and the gradients, each of twice its size."""
+    fused = hf.fuse(models())
+    assert hf.optim.AdamW(fused.parameters(), master_weights=True).state_stacks == 8
