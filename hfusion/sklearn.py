@@ -21,6 +21,7 @@ from hfusion.array.module import FusedModule
 from hfusion.core.calls import stacked
 from hfusion.optim import AdamW
 from hfusion.population.best import member_tensors
+from hfusion.step.compile_mode import Compile
 from hfusion.step.train_step import train_step
 
 try:
@@ -69,7 +70,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         tol: float = 1e-4,
         random_state: Any = None,
         device: Any = "cpu",
-        compile: bool = False,
+        compile: Compile = None,
     ) -> None:
         self.module = module
         self.n_estimators = n_estimators
@@ -165,11 +166,12 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         generator = torch.Generator().manual_seed(seed)
         members, count = len(fused), len(x)
         optimizer = AdamW(fused.parameters(), lr=self.learning_rate_init, weight_decay=self.weight_decay)
-        step = train_step(fused, loss, optimizer, compile=self.compile)
+        compile = False if self.compile is None and self.random_state is not None else self.compile
         own = torch.arange(count, device="cpu").expand(members, count)
         if self.bootstrap:
             own = torch.randint(count, (members, count), generator=generator, device="cpu")
         parts = -(-count // self._batch(count))
+        step = train_step(fused, loss, optimizer, compile=compile, steps=self.max_iter * parts)
         curve = []
         for _ in range(self.max_iter):
             order = torch.rand(members, count, generator=generator, device="cpu").argsort(1)
@@ -257,7 +259,8 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
             Each member has its best weights in the end.
         random_state: as of scikit-learn; an int makes a fit repeatable.
         device: where it is trained.
-        compile: see `hfusion.train_step`; worth it for long fits.
+        compile: see `hfusion.train_step`. None compiles where that pays, if ``random_state`` is None; with an int it does
+            not, as the step from which on a program runs would depend on time, and the last bits on that step.
 
     Attributes: ``classes_``, ``members_`` (the fused module), ``loss_curve_`` ``[epochs, members]``, ``n_iter_``; with
     ``early_stopping`` ``validation_scores_`` ``[epochs, members]`` and ``best_validation_scores_`` ``[members]``.

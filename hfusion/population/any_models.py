@@ -86,7 +86,7 @@ class Population(PopulationRows):
         accumulate: int | Sequence[int] = 1,
         on_nonfinite: OnNonfinite = "freeze",
         tags: Sequence[str] | None = None,
-        compile: Compile = True,
+        compile: Compile = None,
         memory: str | int | None = None,
     ) -> None:
         given: dict[str, Any] = {

@@ -62,7 +62,7 @@ class GroupOptions:
         clip_value: HyperValue | None = None,
         accumulate: int | Sequence[int] = 1,
         on_nonfinite: OnNonfinite = "freeze",
-        compile: Compile = True,
+        compile: Compile = None,
         memory: str | int | None = None,
     ) -> GroupOptions:
         """Raises ValueError for a list of another length than ``total``."""

@@ -65,7 +65,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         accumulate: int | Sequence[int] | Tensor = 1,
         on_nonfinite: OnNonfinite = "freeze",
         tags: Sequence[str] | None = None,
-        compile: Compile = True,
+        compile: Compile = None,
         memory: str | int | None = None,
     ) -> None:
         if on_nonfinite not in ("freeze", "raise", "ignore"):

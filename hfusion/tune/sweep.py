@@ -70,7 +70,7 @@ def sweep(
     catch: type[BaseException] | tuple[type[BaseException], ...] = (),
     callbacks: Iterable[Callback] = (),
     pbt: PBT | None = None,
-    compile: Compile = False,
+    compile: Compile = None,
     progress: bool = False,
     processes: int | None = None,
 ) -> SweepResult:

@@ -253,6 +253,7 @@ def test_a_loss_that_others_have_used_compiles_no_more() -> None:
         [nn.Linear(4, 3).double() for _ in range(12)],
         optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
         loss=F.cross_entropy,
+        compile=True,
     )
     for width in (12, 10, 8, 6):
         pop.stop(list(range(width, len(pop))))
@@ -366,7 +367,12 @@ def test_accumulated_steps_are_compiled() -> None:
     torch.manual_seed(1)
     rates, models = [0.1, 0.01], [net(), net()]
     pop = hf.Population(
-        models, optimizer=lambda p: hf.optim.SGD(p, lr=rates), loss=F.cross_entropy, accumulate=3, clip_norm=0.1
+        models,
+        optimizer=lambda p: hf.optim.SGD(p, lr=rates),
+        loss=F.cross_entropy,
+        accumulate=3,
+        clip_norm=0.1,
+        compile=True,
     )
     alone = [Alone(model, rate) for model, rate in zip(models, rates, strict=True)]
     for one, rate in zip(alone, rates, strict=True):
