@@ -259,8 +259,8 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
             Each member has its best weights in the end.
         random_state: as of scikit-learn; an int makes a fit repeatable.
         device: where it is trained.
-        compile: see `hfusion.train_step`. None compiles where that pays, if ``random_state`` is None; with an int it does
-            not, as the step from which on a program runs would depend on time, and the last bits on that step.
+        compile: see `hfusion.train_step`. None compiles where that pays, if ``random_state`` is None; with an int it
+            does not, as the step from which on a program runs would depend on time, and the last bits on that step.
 
     Attributes: ``classes_``, ``members_`` (the fused module), ``loss_curve_`` ``[epochs, members]``, ``n_iter_``; with
     ``early_stopping`` ``validation_scores_`` ``[epochs, members]`` and ``best_validation_scores_`` ``[members]``.

@@ -25,6 +25,7 @@ from hfusion.core.copies import copies, module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
 from hfusion.core.tracer_warnings import silence_tracers
+from hfusion.device.backend import seed_in_use
 from hfusion.device.generators import draws_kept
 
 # Relative; a graph has the operators of the code, so that rounding hardly differs. Gradients may be ten times that.
@@ -167,7 +168,7 @@ def apart(module: nn.Module) -> Iterator[None]:
     kinds = {tensor.device.type for _, tensor in tensors(module)} or {"cpu"}
     with silence_tracers(), draws_kept():
         try:
-            torch.manual_seed(SEED)
+            seed_in_use(SEED)
             with torch.enable_grad(), torch.autocast(kinds.pop(), enabled=False):
                 yield
         finally:

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hfusion.capture.intercept import Island, Method, intercepted
-from hfusion.device.backend import random_states_kept
+from hfusion.device.backend import random_states_kept, seed_in_use
 
 _active = threading.local()
 
@@ -46,7 +45,7 @@ def seeded(call: int | None, member: int) -> Iterator[None]:
         return
     seed = 1 + call * 100_003 + member
     with random_states_kept():
-        torch.manual_seed(seed)
+        seed_in_use(seed)
         random.seed(seed)
         np.random.seed(seed)
         # What is called inside is a part of this call.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hfusion.device.device_queues import DeviceQueue, HostQueue, Mark, Queue, StreamQueue
 from hfusion.device.graphs import DeviceGraph, GraphPool, generators_kept
+from hfusion.device.seeding import waiting_seeds_kept
 from hfusion.device.streams import StreamUse, lend_stream
 
 _TYPES = ("cuda", "xpu", "mps")
@@ -316,11 +317,21 @@ def random_states_kept() -> Iterator[None]:
     """Context manager: restore torch's random states of all devices at the end."""
     backends: list[Backend] = [Host(), *map(Accelerator, _in_use())]
     before = [each.random_states() for each in backends]
-    try:
-        yield
-    finally:
-        for each, states in zip(backends, before, strict=True):
-            each.set_random_states(states)
+    with waiting_seeds_kept():
+        try:
+            yield
+        finally:
+            for each, states in zip(backends, before, strict=True):
+                each.set_random_states(states)
+
+
+def seed_in_use(seed: int) -> None:
+    """Seed as `torch.manual_seed`, but only the devices in use: for others torch formats the stack of every call."""
+    random: Any = torch.random
+    random.default_generator.manual_seed(seed)
+    if found := _in_use():
+        module = torch.get_device_module(found[0])
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)
 
 
 def active_autocast() -> tuple[tuple[str, torch.dtype], ...] | None:
@@ -337,12 +348,6 @@ def without_autocast(active: Any) -> AbstractContextManager[Any]:
     for kind, _ in active or ():
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack if active else nullcontext()
-
-
-def seeding_locks() -> list[Any]:
-    """Return the locks that `torch.manual_seed` takes. Private names, tried on torch 2.11 and 2.13."""
-    places = (torch.cuda, torch.xpu, torch.mtia)
-    return [place._initialization_lock for place in places if hasattr(place, "_initialization_lock")]
 
 
 def attention_kernels() -> list[bool]:

@@ -12,7 +12,8 @@ from threading import RLock
 import torch
 from torch import Tensor
 
-from hfusion.device.backend import backend, current_device, random_states_kept, seeding_locks
+from hfusion.device.backend import backend, current_device, random_states_kept
+from hfusion.device.seeding import seeding_locks, waiting_seeds_kept
 from hfusion.device.thread_draws import drawing_from
 
 # torch's generators belong to the process and its devices: one thread at a time puts its task's state there.
@@ -97,5 +98,5 @@ def draws_kept() -> Iterator[None]:
         if alone:
             yield
         else:
-            with Generators(0, backend(device).random_states()).apart(device):
+            with waiting_seeds_kept(), Generators(0, backend(device).random_states()).apart(device):
                 yield
