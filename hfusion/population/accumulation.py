@@ -60,6 +60,9 @@ class Accumulation:
 
     def hold_buffers(self, fused: FusedModule) -> None:
         """Note what forward may write to, of members that begin an update."""
+        if not self.sums_gradients:
+            self.buffers = Buffers(fused)
+            return
         begins = self.done == 0
         if self.buffers is None or bool(begins.all()):
             self.buffers = Buffers(fused)

@@ -17,7 +17,6 @@ from hfusion.population.gradients import weighted
 from hfusion.population.plain_module import PlainModule, of_row
 from hfusion.population.population import ArrayGroup
 from hfusion.population.sample_weights import sample_weighted
-from hfusion.population.update_guard import all_finite
 
 
 class PlainStep:
@@ -82,29 +81,3 @@ class PlainMember(ArrayGroup):
 
     def _run_each(self, fn: Each, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(cast(PlainModule, self.fused).model, *of_row(args), **of_row(kwargs))
-
-    def _computed(self, losses: Tensor) -> None:
-        if self._weighs or self._updates.sums_gradients or self._deferred is not None:
-            super()._computed(losses)
-            return
-        self.fused._views.settle()
-        try:
-            self._apply(losses, torch.ones(1, dtype=torch.bool, device="cpu"))
-        except BaseException:
-            self._give_up()
-            raise
-        # Every call is a whole update: nothing else is underway.
-        self._updates.buffers = None
-
-    def _apply(self, losses: Tensor, due: Tensor) -> None:
-        """As of an array, with fewer operators where the member is healthy: each costs as much as for many members."""
-        roll = self._roll
-        grads = [param.grad for param in self.fused.parameters() if param.grad is not None]
-        if self._weighs or bool(roll.frozen) or not (self._on_nonfinite == "ignore" or all_finite([*grads, losses])):
-            super()._apply(losses, due)
-            return
-        self._run_gradient_hooks(~due)
-        self._limits.clip(self.fused)
-        self.optimizer.step()
-        roll.ages += 1
-        roll.step += 1

@@ -35,7 +35,7 @@ from hfusion.population.row_counts import Widths
 from hfusion.population.sample_weights import sample_weighted, weigh_samples
 from hfusion.population.saving import Saving, in_turn
 from hfusion.population.shared_training import step_together
-from hfusion.population.update_guard import Limits, OnNonfinite, bad_rows, check_common
+from hfusion.population.update_guard import Limits, OnNonfinite, all_finite, bad_rows, check_common
 from hfusion.population.weights import MemberWeights
 from hfusion.step.compile_mode import Compile
 from hfusion.step.eager_step import EagerStep
@@ -148,6 +148,9 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
     def _computed(self, losses: Tensor) -> None:
         """The gradients of a call are there; those of the last one of an update make it."""
         self.fused._views.settle()
+        if not (self._weighs or self._updates.sums_gradients or self._deferred is not None):
+            self._update_all(losses)
+            return
         if self._weighs:
             self._updates.spoilt |= ~losses.isfinite().cpu()
         if not self._updates.sums_gradients:
@@ -161,6 +164,27 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
             self._update(losses, due)
         elif self._updates.buffers is not None:
             self._updates.buffers.put_back(~training)
+
+    def _update_all(self, losses: Tensor) -> None:
+        """Update all members where each call is an update: in few operators, if all of them are healthy."""
+        roll = self._roll
+        grads = [param.grad for param in self.fused.parameters() if param.grad is not None]
+        healthy = self._on_nonfinite == "ignore" or all_finite(grads, losses)
+        try:
+            if healthy and not bool(roll.frozen.any()):
+                if self._gradient_hooks:
+                    self._run_gradient_hooks(self._none())
+                self._limits.clip(self.fused)
+                self.optimizer.step()
+                roll.ages += roll.alive
+                roll.step += 1
+            else:
+                self._apply(losses, ~self._none())
+        except BaseException:
+            self._give_up()
+            raise
+        # Nothing else is underway.
+        self._updates.buffers = None
 
     def _update(self, losses: Tensor, due: Tensor) -> None:
         """Update members ``due``; where that fails, the next step begins an update of all from scratch."""

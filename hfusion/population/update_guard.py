@@ -92,6 +92,8 @@ class Limits:
 
     def clip(self, fused: FusedModule) -> None:
         """First by value, then by norm. Parameters that all members share are left as they are."""
+        if self.value is None and self.norm is None:
+            return
         params = [p for p in fused.parameters() if p.grad is not None and is_per_member(p)]
         if not params:
             return
@@ -112,21 +114,20 @@ def bad_rows(fused: FusedModule, losses: Tensor) -> Tensor:
     """The members whose loss or gradients are not all finite: bool ``[rows]``, on the CPU."""
     bad: Tensor = ~losses.detach().isfinite().cpu()
     grads = [param.grad for param in fused.parameters() if param.grad is not None and is_per_member(param)]
-    if len(fused) == 1 and all_finite(grads):
-        return bad
     return bad | overflowing([grad.reshape(len(fused), -1) for grad in grads], len(fused))
 
 
-def all_finite(grads: Sequence[Tensor]) -> bool:
+def all_finite(grads: Sequence[Tensor], losses: Tensor) -> bool:
     """Return whether every value is finite, by one call; False also if that call cannot tell: tensors of several
     kinds, or squares that overflow.
     """
-    if not grads or len({(grad.dtype, grad.device, grad.layout) for grad in grads}) > 1:
-        return not grads
-    if grads[0].layout is not torch.strided or not all(grad.numel() for grad in grads):
+    found = [*grads, losses]
+    if len({(tensor.dtype, tensor.device, tensor.layout) for tensor in found}) > 1:
+        return False
+    if losses.layout is not torch.strided or not all(tensor.numel() for tensor in found):
         return False
     # The largest magnitude takes five times as long.
-    return math.isfinite(float(torch.stack(torch._foreach_norm(list(grads), 2)).sum()))
+    return math.isfinite(float(torch.stack(torch._foreach_norm(found, 2)).sum()))
 
 
 def check_common(fused: FusedModule) -> None:
