@@ -90,13 +90,15 @@ class FusionReport:
     def _repr_html_(self) -> str:
         if not self.parts and not self.loops:
             return html.paragraph(str(self))
-        return "".join([*map(_program_html, self.parts), *map(html.paragraph, (*self.loops, *self.sizes))])
+        programs = [_program_html(part, is_open=len(self.parts) == 1) for part in self.parts]
+        return "".join([*programs, *map(html.paragraph, (*self.loops, *self.sizes))])
 
 
-def _program_html(part: ProgramReport) -> str:
+def _program_html(part: ProgramReport, is_open: bool) -> str:
     rows = ((row.count, *row.cells) for row in part.rows)
     operators = html.table(("count", "operator", "layout", "runs as", "cost"), rows, len(part.rows))
-    return html.folded(part.title, operators + html.paragraph(f"{part.copies} copies between layouts; {part.check}"))
+    body = operators + html.paragraph(f"{part.copies} copies between layouts; {part.check}")
+    return html.folded(part.title, body, is_open)
 
 
 def joined(reports: Sequence[FusionReport]) -> FusionReport:

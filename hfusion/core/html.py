@@ -32,11 +32,14 @@ def _text(cell: object) -> str:
 def folded(summary: str, body: str, is_open: bool = False) -> str:
     """Return ``body``, which is HTML, under a line of text that shows and hides it.
 
-    >>> folded("a < b", "<p>body</p>")
-    '<details><summary>a &lt; b</summary><p>body</p></details>'
+    Parts of the line that two spaces divide, as in print, are divided by dots.
+
+    >>> folded("a < b  4 rows", "<p>body</p>")
+    '<details><summary>a &lt; b · 4 rows</summary><p>body</p></details>'
     """
     attribute = ' open="open"' if is_open else ""
-    return f"<details{attribute}><summary>{escape(summary)}</summary>{body}</details>"
+    line = " · ".join(part.strip() for part in summary.split("  ") if part.strip())
+    return f"<details{attribute}><summary>{escape(line)}</summary>{body}</details>"
 
 
 def paragraph(text: str) -> str:
