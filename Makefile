@@ -21,7 +21,7 @@ help:
 	@echo "make dist   build the wheel and the sdist, and check them"
 	@echo "make test-foreign  models of other packages, trained fused and alone"
 	@echo "make test-null  torch's CUDA build on a device that computes nothing: launches, waits and graphs are counted (4 GB)"
-	@echo "make docs   the pages as a site in build/docs; warnings are errors"
+	@echo "make docs   run the tutorials, and build the pages as a site in build/docs; warnings are errors"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
 	@echo "make soak   10,000 damaged checkpoints; runs that are killed: 200 times, and nodes 20 times (FILES= KILLS= NODE_KILLS=)"

@@ -29,7 +29,7 @@ SHOWN = {
 project = "hfusion"
 author = "the hfusion authors"
 release = hfusion.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx_copybutton"]
 nitpicky = True
 # Names in docstrings and signatures that have no page here, such as torch's.
 nitpick_ignore_regex = [("py:.*", ".*")]
@@ -44,6 +44,13 @@ autodoc_mock_imports = [name for name in ("lightning", "sklearn") if find_spec(n
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 myst_heading_anchors = 3
+# The tutorials run at every build, so that they show what this version does. The kernels work in temporary folders.
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_execution_timeout = 600
+nb_merge_streams = True
 myst_enable_extensions = ["colon_fence"]
 html_theme = "furo"
 html_title = f"hfusion {release}"

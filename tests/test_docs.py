@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import geometric_mean
@@ -18,7 +19,8 @@ from tests.test_names import files
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *DOCS.rglob("*.md")]}
-CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Blocks of Python, and the cells of tutorials, which are notebooks.
+CODE = re.compile(r"^```(?:python|{code-cell} python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Of other packages, when they are used as the page shows.
 WARNINGS = (
     "ignore:.*does not have many workers",
@@ -44,12 +46,23 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(count)
 
 
+@pytest.fixture
+def plots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Draw the plots of a page without a screen, and close them."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    yield
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        pyplot.close("all")
+
+
 @pytest.mark.filterwarnings(*WARNINGS)
-@pytest.mark.usefixtures("threads")
+@pytest.mark.usefixtures("threads", "plots")
 @pytest.mark.parametrize("page", [page for page, path in PAGES.items() if blocks(path)])
 def test_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page one after the other, in one module, as they are printed."""
     monkeypatch.chdir(tmp_path)
+    if any("trials_dataframe(" in block for _, block in blocks(PAGES[page])):
+        pytest.importorskip("pandas")
     space: dict[str, object] = {"__name__": "page"}
     for line, block in blocks(PAGES[page]):
         exec(compile("\n" * line + block, page, "exec"), space)
