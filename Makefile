@@ -10,7 +10,7 @@ PIP = $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(I
 
 NULL_VENV := .venv-null
 
-.PHONY: test-matrix dist help demo test lint style types suite test-cluster test-foreign test-null docs bench fuzz ops-sweep clean
+.PHONY: test-matrix dist help demo test lint style types suite test-cluster test-foreign test-null docs linkcheck bench fuzz ops-sweep clean
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-foreign  models of other packages, trained fused and alone"
 	@echo "make test-null  torch's CUDA build on a device that computes nothing: launches, waits and graphs are counted (4 GB)"
 	@echo "make docs   run the tutorials, and build the pages as a site in build/docs; warnings are errors"
+	@echo "make linkcheck  open every link of the pages to another site (needs a network)"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
 	@echo "make soak   10,000 damaged checkpoints; runs that are killed: 200 times, and nodes 20 times (FILES= KILLS= NODE_KILLS=)"
@@ -84,6 +85,9 @@ docs: $(VENV)/.docs
 	$(BIN)/codespell --ignore-words-list coo --skip '*.json,*.svg,*.png' README.md CONTRIBUTING.md CHANGELOG.md docs ops/README.md
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
 	@echo "build/docs/index.html"
+
+linkcheck: $(VENV)/.docs
+	$(BIN)/sphinx-build --builder linkcheck --define nb_execution_mode=off --fail-on-warning --keep-going --quiet docs build/linkcheck
 
 bench: $(STAMP)
 	$(BIN)/python -m hfusion.bench $(ARGS)

@@ -52,6 +52,9 @@ nb_execution_show_tb = True
 nb_execution_timeout = 600
 nb_merge_streams = True
 myst_enable_extensions = ["colon_fence"]
+# `make linkcheck`. Links to files of the repository are checked as paths, by `read`.
+linkcheck_ignore = [re.escape(REPOSITORY)]
+linkcheck_timeout = 30
 html_theme = "furo"
 html_title = f"hfusion {release}"
 html_theme_options = {
