@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import overrides
+from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -34,7 +36,7 @@ def without_trace() -> Iterator[None]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Context manager: hide computations from an outer checkpoint, dispatch mode or `parametrize.cached`.
+    """Context manager: hide computations from an outer checkpoint, export, dispatch mode or `parametrize.cached`.
 
     Tried on torch 2.13.
     """
@@ -46,9 +48,34 @@ def apart() -> Iterator[None]:
         outer.append(hooks)
         graph._pop_saved_tensors_default_hooks()
     try:
-        with _disable_current_modes():
+        with _outside_export(), _disable_current_modes():
             yield
     finally:
         parametrize._cache_enabled, parametrize._cache = cached
         for pack, unpack in reversed(outer):
             graph._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def _outside_export() -> Iterator[None]:
+    """Hide computations from the mode by which an outer `torch.export` records autocast and grad mode.
+
+    It would record those of a capture, without a tensor in them: a program that `torch.export.load` refuses.
+    """
+    modes = overrides._get_current_function_mode_stack()
+    others = [mode for mode in modes if not isinstance(mode, PreDispatchTorchFunctionMode)]
+    if len(others) == len(modes):
+        yield
+        return
+    _replace_function_modes(others)
+    try:
+        yield
+    finally:
+        _replace_function_modes(modes)
+
+
+def _replace_function_modes(modes: list[overrides.TorchFunctionMode]) -> None:
+    for _ in overrides._get_current_function_mode_stack():
+        overrides._pop_mode()
+    for mode in modes:
+        overrides._push_mode(mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,19 @@ def test_export_with_a_dynamic_batch(name: str, called: bool) -> None:
     for samples in (2, 7, 9):
         x = normal(samples, *shape)
         torch.testing.assert_close(program(x), array(x), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_program_is_saved_and_loaded(called: bool) -> None:
+    array = hf.fuse([mlp().eval() for _ in range(2)])
+    if called:
+        array(normal(3, 4))
+    program = torch.export.export(array, (normal(7, 4),), dynamic_shapes={"args": ({0: torch.export.Dim("batch")},)})
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    x = normal(9, 4)
+    torch.testing.assert_close(torch.export.load(file).module()(x), array(x))
 
 
 def test_what_the_program_takes_for_granted_of_sizes_is_kept() -> None:
