@@ -13,6 +13,7 @@ from hfusion.cluster.executor import Executor
 from hfusion.cluster.jobs import RunOptions, arranged
 from hfusion.cluster.process_executor import ProcessExecutor
 from hfusion.core.errors import PlanError
+from hfusion.core.event_log import EventLog
 from hfusion.device.machine import Machine, parse_bytes
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.tasks.bars import TaskBars
@@ -117,7 +118,8 @@ class Cluster:
             executor = self._open()
             stack.callback(executor.close)
             arrays = arranged(found, executor.devices, options, resume=resume)
-            drive = Drive(arrays, executor, self._max_failures, on_result)
+            log = stack.enter_context(EventLog(folder, "train", arrays=len(arrays.arrays)))
+            drive = Drive(arrays, executor, self._max_failures, log, on_result)
             if progress:
                 bars = TaskBars([(one.load.name, one.task.steps) for one in arrays.arrays], [0] * len(arrays.arrays))
                 drive.show = stack.enter_context(bars).reach

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -15,9 +16,11 @@ from hfusion.cluster.messages import DeviceLost, Lost, Raised
 from hfusion.cluster.node import ArrayDone, ArrayLeft, Message, StopQuery, Told, loader_generators
 from hfusion.cluster.placement import Placement, lower_bound
 from hfusion.core.errors import HFusionError
+from hfusion.core.event_log import EventLog, first_line
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Timeline
+from hfusion.tasks.array_log import ArrayLogs, ArrayNote
 from hfusion.tasks.stopping import OnResult, answered
 from hfusion.tasks.task import Evaluation, Step
 from hfusion.tasks.train import TrainError
@@ -31,6 +34,7 @@ class Drive:
     """One run. ``show`` is told how many minibatches an array has had.
 
     Args:
+        log: where what happens to arrays is written.
         on_result: asked who stops, as of `hfusion.train`.
         ends_at_failure: the run ends where a task fails; else the others are trained to their end.
     """
@@ -40,6 +44,7 @@ class Drive:
         arrays: ClusterArrays,
         executor: Executor,
         max_failures: int,
+        log: EventLog,
         on_result: OnResult | None = None,
         *,
         ends_at_failure: bool = False,
@@ -48,6 +53,9 @@ class Drive:
         # Whether a callback, or who decides, was called.
         self.heard = False
         self._tasks, self._arrays, self._executor = arrays.tasks, arrays.arrays, executor
+        self._logs = ArrayLogs(log, [(one.load.name, one.task, one.members) for one in arrays.arrays])
+        # How many minibatches and evaluations of an array callbacks have heard of.
+        self._counts: Counter[tuple[int, type]] = Counter()
         loads = [one.load for one in arrays.arrays]
         self._bound = lower_bound(loads, arrays.kinds)
         saved = [number for number, one in enumerate(arrays.arrays) if one.options.checkpoint is not None]
@@ -93,6 +101,8 @@ class Drive:
         elif isinstance(message, Told):
             for result in message.results:
                 self._tell(device, result)
+            for note in message.notes:
+                self._note(device, self._now.get(device), note)
             self._reach(device, message)
         elif isinstance(message, StopQuery):
             self._executor.answer(device, self._answer(device, *message.told.results))
@@ -109,6 +119,7 @@ class Drive:
     def _leave(self, device: int, message: ArrayLeft) -> None:
         number = self._now.pop(device)
         self._left.append((device, message))
+        self._note(device, number, ArrayNote("moved", None))
         if number in self._failed:
             self._placement.end(device)
         else:
@@ -121,20 +132,30 @@ class Drive:
             done = steps[-1].epoch * self._arrays[number].task.epoch + steps[-1].step + 1
             self._placement.reach(device, done, message.at)
 
-    def _tell(self, device: int, result: object) -> None:
+    def _note(self, device: int, number: int | None, event: Step | Evaluation | ArrayNote) -> None:
+        if number is not None:
+            self._logs.hear(number, event, self._executor.devices[device].place)
+
+    def _tell(self, device: int, result: Step | Evaluation) -> None:
         number = self._now.get(device)
         if number is None or number in self._failed:
             return
-        one = self._arrays[number]
+        one, count = self._arrays[number], result.epoch + 1
         if isinstance(result, Step):
-            self.show(number, result.epoch * one.task.epoch + result.step + 1)
+            count = result.epoch * one.task.epoch + result.step + 1
+            self.show(number, count)
+        if count <= self._counts[number, type(result)]:
+            # A process trains again what another had trained before it was lost.
+            return
+        self._counts[number, type(result)] = count
+        self._note(device, number, result)
         self.heard = self.heard or bool(one.task.callbacks)
         try:
             for callback in one.task.callbacks:
-                callback(result)  # type: ignore[arg-type]
+                callback(result)
         except Exception as error:
             # What the node makes of it from here on is not looked at.
-            self._failed[number] = error
+            self._give_up(device, number, error)
 
     def _answer(self, device: int, result: Step | Evaluation) -> list[int]:
         """Return the members that stop; where that fails, none."""
@@ -145,21 +166,27 @@ class Drive:
         try:
             return answered(self._on_result(result), result)
         except Exception as error:
-            self._failed[number] = error
+            self._give_up(device, number, error)
             return []
+
+    def _give_up(self, device: int, number: int, error: BaseException) -> None:
+        """Note that an array has failed; its first error counts."""
+        if number not in self._failed:
+            self._failed[number] = error
+            self._note(device, number, ArrayNote("failed", None, error=first_line(error)))
 
     def _fail(self, device: int, error: BaseException) -> None:
         number = self._now.pop(device)
         self._placement.end(device)
-        self._failed.setdefault(number, error)
+        self._give_up(device, number, error)
 
     def _lose(self, device: int, reason: str) -> None:
-        self._now.pop(device, None)
+        self._note(device, self._now.pop(device, None), ArrayNote("lost", None, error=reason))
         for number in self._placement.lose(device, back=self._executor.revive(device)):
             count = self._placement.failures[number]
             what = f"its device was lost {count} times" if count else "no device that it fits is left"
             where = self._executor.devices[device].name
-            self._failed.setdefault(number, DeviceLost(f"{what}, {where!r} at last: {reason}"))
+            self._give_up(device, number, DeviceLost(f"{what}, {where!r} at last: {reason}"))
 
     def _result(self) -> Report:
         report = self._report()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,13 +18,20 @@ from hfusion.device.calibrate import Rates
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device of the cluster as its process found it; ``now``: seconds on its clock."""
+    """A device as its process found it; ``now``: seconds on its clock; ``node`` and ``process``: where that runs."""
 
     name: str
     physical: torch.device
     budget: int
     rates: Rates
     now: float
+    node: str = field(default_factory=socket.gethostname)
+    process: int = field(default_factory=os.getpid)
+
+    @property
+    def place(self) -> dict[str, object]:
+        """Return it for a line of a log."""
+        return {"process": self.process, "node": self.node, "device": self.name}
 
 
 @dataclass(frozen=True)

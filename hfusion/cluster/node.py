@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from hfusion.device.machine import Device, Machine
 from hfusion.optim.base import FusedOptimizer
 from hfusion.schedule.plan import TaskPlan
 from hfusion.schedule.timeline import Timeline
+from hfusion.tasks.array_log import ArrayEvent, ArrayNote
 from hfusion.tasks.reading import generators
 from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError, train_array
@@ -39,7 +41,7 @@ class ArrayJob:
         parts: where what the task leaves out is kept, by key.
         plan: as it is trained; None: the process plans.
         asks: every result is answered, see `StopQuery`.
-        tells: the driver wants every result, and not the latest alone.
+        tells: the driver wants every result, and not the latest alone, and those that end an epoch.
     """
 
     name: str
@@ -63,10 +65,14 @@ class CallJob(Protocol):
 
 @dataclass(frozen=True)
 class Told:
-    """Results of minibatches and evaluations, in order; ``at``: when the last one was there, see `time.monotonic`."""
+    """Results of minibatches and evaluations, in order; ``at``: when the last one was there, see `time.monotonic`.
+
+    ``notes``: what else has happened to the array, if that is logged.
+    """
 
     results: tuple[Step | Evaluation, ...]
     at: float
+    notes: tuple[ArrayNote, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """All losses as one tensor, as to pickle each takes a tenth of a small minibatch."""
@@ -74,14 +80,15 @@ class Told:
         if len({each.dtype for each in losses}) != 1:
             return vars(self)
         heads = [(type(each), {**vars(each), "losses": each.losses.shape}) for each in self.results]
-        return {"heads": heads, "losses": torch.cat([each.reshape(-1) for each in losses]), "at": self.at}
+        joined = torch.cat([each.reshape(-1) for each in losses])
+        return {"heads": heads, "losses": joined, "at": self.at, "notes": self.notes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "heads" in state:
             pieces = state["losses"].split([head["losses"].numel() for _, head in state["heads"]])
             made = zip(state["heads"], pieces, strict=True)
             results = (kind(**{**head, "losses": piece.view(head["losses"])}) for (kind, head), piece in made)
-            state = {"results": tuple(results), "at": state["at"]}
+            state = {"results": tuple(results), "at": state["at"], "notes": state["notes"]}
         self.__dict__.update(state)
 
 
@@ -127,6 +134,42 @@ Message: TypeAlias = Told | StopQuery | End | Lost
 
 class _Stopped(Exception):
     """The driver does not want this any more."""
+
+
+class _Outbox:
+    """Results and notes of an array, which go to the driver together, a few times a second.
+
+    ``epoch``: its minibatches, where of others than the last of an epoch the latest result alone is sent; else None.
+    """
+
+    def __init__(self, tell: Callable[[Message], None], epoch: int | None) -> None:
+        self._tell, self._epoch = tell, epoch
+        self._results: list[Step | Evaluation] = []
+        # Threads that save add to it, too.
+        self._notes: deque[ArrayNote] = deque()
+        self._sent = time.monotonic()
+
+    def add(self, result: Step | Evaluation) -> None:
+        if self._epoch is not None:
+            ends = self._epoch
+            self._results = [each for each in self._results if isinstance(each, Evaluation) or each.step + 1 == ends]
+        self._results.append(result)
+        if time.monotonic() - self._sent > _TELL:
+            self.send()
+
+    def note(self, index: int, event: ArrayEvent, device: str | None) -> None:
+        if isinstance(event, ArrayNote):
+            self._notes.append(event)
+            if event.event in ("started", "resumed"):
+                # The first minibatch may take long.
+                self.send()
+
+    def send(self) -> None:
+        self._sent = time.monotonic()
+        notes = tuple(self._notes.popleft() for _ in range(len(self._notes)))
+        results, self._results = tuple(self._results), []
+        if results or notes:
+            self._tell(Told(results, self._sent, notes))
 
 
 class ArrayTrainer:
@@ -179,26 +222,17 @@ class ArrayTrainer:
             return parts[key]
 
         task = unpack(job.parcel, get)
-        results: list[Step | Evaluation] = []
-        told = time.monotonic()
+        outbox = _Outbox(tell, None if job.tells else task.epoch)
 
         def heard(result: Step | Evaluation) -> None:
-            nonlocal told
             if self.stopping.is_set():
                 raise _Stopped
-            if not job.tells:
-                results.clear()
-            results.append(result)
-            if time.monotonic() - told > _TELL:
-                told = time.monotonic()
-                tell(Told(tuple(results), told))
-                results.clear()
+            outbox.add(result)
 
         def ask(result: Step | Evaluation) -> list[int]:
             # First what came before, so that the driver hears all in order.
             if job.tells:
-                tell(Told(tuple(results), time.monotonic()))
-                results.clear()
+                outbox.send()
             tell(StopQuery(Told((result,), time.monotonic())))
             while not self.stopping.is_set():
                 with suppress(Empty):
@@ -216,10 +250,10 @@ class ArrayTrainer:
             lambda: self.leaving == job.name,
             job.plan,
             ask if job.asks else None,
+            None if job.checkpoint is None else outbox.note,
         )
         ended = time.time()
-        if results:
-            tell(Told(tuple(results), time.monotonic()))
+        outbox.send()
         optimizer = task.optimizer if isinstance(task.optimizer, FusedOptimizer) else None
         begun = ended - max((span.end for span in report.timeline.actions), default=0.0)
         found = report[task.name]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing import connection, get_all_start_methods, get_context, set_start_method
 from multiprocessing.connection import Connection
@@ -61,7 +62,7 @@ class ProcessExecutor:
         # They tell a process which array is to leave, and answers; closed, as by the end of this one, to end.
         self._stops: list[Connection | None] = [None] * count
         self.offsets: list[float] = [0.0] * count
-        self.devices: Sequence[DeviceInfo] = ()
+        self.devices: list[DeviceInfo] = []
         began = time.monotonic()
         try:
             for device in range(count):
@@ -157,10 +158,11 @@ class ProcessExecutor:
     def revive(self, device: int) -> bool:
         self._start(device)
         try:
-            self._info(device)
+            info = self._info(device)
         except HFusionError:
             self._end(device)
             return False
+        self.devices[device] = replace(self.devices[device], process=info.process)
         return True
 
     def close(self) -> None:

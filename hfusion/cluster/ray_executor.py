@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -89,7 +90,7 @@ class RayExecutor:
         self._nodes: list[str] = []
         self._actors: list[Any] = []
         self._running: dict[int, Any] = {}
-        self.devices: Sequence[DeviceInfo] = ()
+        self.devices: list[DeviceInfo] = []
         self.offsets: list[float] = []
         try:
             self._begin_all()
@@ -205,8 +206,10 @@ class RayExecutor:
         self._actors[device] = self._actor(nodes[0], self.devices[device].name)
         try:
             self.offsets[device] = self._offset(self._actors[device])
+            info = self._ray.get(self._actors[device].info.remote(), timeout=_BEGIN)
         except self._ray.exceptions.RayError:
             return False
+        self.devices[device] = replace(self.devices[device], process=info.process)
         return True
 
     def close(self) -> None:

@@ -22,11 +22,13 @@ from hfusion.cluster.process_choice import MAX_FAILURES, ArraySeconds, choose_pr
 from hfusion.cluster.process_executor import ProcessExecutor, begin_seconds
 from hfusion.cluster.reachable import copy_obstacle
 from hfusion.core.errors import PlanError
+from hfusion.core.event_log import EventLog
 from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Device, Machine
 from hfusion.schedule.plan import Plan, Processes
 from hfusion.schedule.policy import DEFAULT, Policy, named
 from hfusion.tasks.arrange import Arrangement, arrange, checked_plan
+from hfusion.tasks.array_log import ArrayEvent, ArrayLogs
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.checkpoints import check_every, check_folder
 from hfusion.tasks.sharing import claimed, listed
@@ -128,7 +130,8 @@ def train(
     if not isinstance(machine, Machine):
         raise PlanError(f"the machine is a {type(machine).__name__}: {_MACHINE}, or an hf.Cluster")
     chosen, tasks, root = named(policy), listed(tasks), None if checkpoint is None else Path(checkpoint)
-    with claimed(tasks):
+    with ExitStack() as stack:
+        stack.enter_context(claimed(tasks))
         # Tasks that take turns would load and evict what they keep at every turn.
         keep = chosen.patient or len(tasks) <= len(machine.devices)
         arrangements, made = _arranged(tasks, machine, keep=keep, on_result=on_result)
@@ -137,22 +140,31 @@ def train(
         check_every(every)
         if root is not None:
             check_folder(root, [one.plan.name for one in arrangements], resume=resume)
+        log = stack.enter_context(EventLog(root, "train", arrays=len(arrangements)))
         if made.processes is not None and made.processes.count > 1:
-            run = _ProcessRun(
-                arrangements, made, machine, RunOptions(root and root.absolute(), every, DEFAULT, on_result is not None)
-            )
+            shared = RunOptions(root and root.absolute(), every, DEFAULT, on_result is not None)
+            run = _ProcessRun(arrangements, made, machine, shared, log)
             report = run.train(on_result, progress=progress)
             if report is not None:
                 return report
             made = replace(made, processes=Processes(1, f"processes could not begin: {run.trouble}"))
-        return train_arranged(arrangements, made, machine, chosen, progress, root, every, on_result)
+        logs = ArrayLogs(log, [(one.plan.name, one.task, one.members) for one in arrangements])
+
+        def listen(index: int, event: ArrayEvent, device: str | None) -> None:
+            logs.hear(index, event, {"device": device})
+
+        trained = arrangements, made, machine, chosen, progress, root, every, on_result
+        return train_arranged(*trained, listen=None if root is None else listen)
 
 
 class _ProcessRun:
     """Arrays that are trained in a process for each device. ``trouble``: why they could not begin."""
 
-    def __init__(self, arrangements: Sequence[Arrangement], plan: Plan, machine: Machine, options: RunOptions) -> None:
+    def __init__(
+        self, arrangements: Sequence[Arrangement], plan: Plan, machine: Machine, options: RunOptions, log: EventLog
+    ) -> None:
         self._arrangements, self._plan, self._options, self.trouble = arrangements, plan, options, ""
+        self._log = log
         devices = [Device(one.device, one.name, memory=plan.devices[one.name]) for one in machine.devices]
         self._machine = Machine(devices, machine.host, machine.disk)
 
@@ -167,7 +179,7 @@ class _ProcessRun:
                 executor = ProcessExecutor(self._machine, with_main=False)
                 stack.callback(executor.close)
                 arrays = planned(self._arrangements, self._plan, executor.devices, self._options)
-                drive = Drive(arrays, executor, MAX_FAILURES, on_result, ends_at_failure=True)
+                drive = Drive(arrays, executor, MAX_FAILURES, self._log, on_result, ends_at_failure=True)
                 if progress:
                     bars = TaskBars([(one.name, one.steps) for one in self._plan.tasks], [0] * len(arrays.arrays))
                     drive.show = stack.enter_context(bars).reach

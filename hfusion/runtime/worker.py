@@ -192,7 +192,9 @@ class DeviceWorker:
     ) -> None:
         self.ended: SimpleQueue[_Job] = SimpleQueue()
         self.stopping = False
-        self._devices = [device for _, device in devices]
+        # The name of the device that computes a task now, or did last.
+        self.computing: dict[int, str] = {}
+        self._devices, self._names = [device for _, device in devices], [name for name, _ in devices]
         self._trainings = trainings
         self._after = after
         self._save = save
@@ -231,7 +233,7 @@ class DeviceWorker:
             work = partial(self._load, training, unit, action, where)
             then = partial(training.state.loaded, action.shard)
             return self._submit(lanes["in"], _Job(task, work, before, self._heard, then))
-        lanes["compute"].task = task
+        lanes["compute"].task, self.computing[task] = task, self._names[device]
         work = partial(self._compute, task, unit, action.act, where)
         return self._submit(lanes["compute"], _Job(task, work, before, self._heard))
 

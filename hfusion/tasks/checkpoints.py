@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from hfusion.core.text import file_name
 from hfusion.runtime.whole_minibatch import WholeTraining
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.arrange import Arrangement
+from hfusion.tasks.array_log import ArrayNote
 from hfusion.tasks.best_weights import BestWeights
 from hfusion.tasks.minibatch_border import Border
 from hfusion.tasks.position import Position
@@ -95,6 +96,7 @@ class Checkpoints:
         root: the folder of all.
         most: of each array, how many minibatches may be lost.
         threads: how many saves may be written at one time.
+        listen: called in these threads when a save of an array is on the disk.
     """
 
     def __init__(
@@ -103,9 +105,10 @@ class Checkpoints:
         arrays: Sequence[Arrangement],
         most: Sequence[int],
         threads: int,
+        listen: Callable[[int, ArrayNote], None],
     ) -> None:
-        self._root, self._arrays, self._most = Path(root), arrays, most
-        self._writes: list[Future[Path] | None] = [None] * len(arrays)
+        self._root, self._arrays, self._most, self._listen = Path(root), arrays, most, listen
+        self._writes: list[Future[None] | None] = [None] * len(arrays)
         # After how many minibatches each was saved last, and the save is on the disk; and the one that is written now.
         self._safe, self._copied = [0] * len(arrays), [0] * len(arrays)
         self._threads = ThreadPoolExecutor(threads, "hfusion checkpoint")
@@ -193,11 +196,15 @@ class Checkpoints:
         if border.scheduler is not None:
             writer.scheduler(border.scheduler.scheduler)
         writer.body["task"] = writer.tree("task", _progress(border))
-        folder = self._root / file_name(one.plan.name)
-        write = self._threads.submit(files.write, folder, writer.body, writer.tensors, step=steps, keep=_KEEP)
-        self._writes[index], self._copied[index] = write, steps
+        self._writes[index] = self._threads.submit(self._write, index, writer, steps)
+        self._copied[index] = steps
         if border.training.over or steps == border.plan.steps:
             self._wait(index)
+
+    def _write(self, index: int, writer: SaveWriter, steps: int) -> None:
+        folder = self._root / file_name(self._arrays[index].plan.name)
+        files.write(folder, writer.body, writer.tensors, step=steps, keep=_KEEP)
+        self._listen(index, ArrayNote("saved", steps))
 
     def _wait(self, index: int) -> None:
         """No copies of the array wait to be written."""

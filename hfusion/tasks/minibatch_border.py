@@ -13,6 +13,7 @@ from torch import Tensor
 from hfusion.runtime.training import Training
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
 from hfusion.tasks.arrange import Arrangement
+from hfusion.tasks.array_log import ArrayEvent, ArrayNote
 from hfusion.tasks.scheduling import TaskScheduler
 from hfusion.tasks.source import Stream
 from hfusion.tasks.stopping import OnResult, StoppedMembers, answered
@@ -26,6 +27,7 @@ class Border:
         plan: of the array; ``streams`` give it its minibatches.
         on_result: asked who stops, by one thread at a time, which holds ``asking``.
         leaves: asked where the array may be saved whether it ends there, to go on elsewhere.
+        listen: called with all that happens to the array; None: nobody listens.
     """
 
     def __init__(
@@ -39,10 +41,11 @@ class Border:
         on_result: OnResult | None,
         asking: Lock,
         leaves: Callable[[], bool],
+        listen: Callable[[ArrayEvent], None] | None,
     ) -> None:
         self.one, self.plan, self.training, self.streams = one, plan, training, streams
         self.scheduler, self.stopped = scheduler, stopped
-        self._on_result, self._asking, self._leaves = on_result, asking, leaves
+        self._on_result, self._asking, self._leaves, self._listen = on_result, asking, leaves, listen
         # Minibatches that have ended, and those of them whose losses callbacks have heard.
         self._ended = self._heard = 0
 
@@ -103,7 +106,7 @@ class Border:
         while self._heard < min(self._ended, len(losses)):
             step, self._heard = self._heard, self._heard + 1
             losses[step] = self.stopped.hide(losses[step])
-            if self.one.task.callbacks:
+            if self.one.task.callbacks or self._listen is not None:
                 self._tell(self._step(step))
 
     def _trained(self, step: int, broken: Callable[[], bool]) -> None:
@@ -142,6 +145,12 @@ class Border:
     def _tell(self, heard: Step | Evaluation) -> None:
         for callback in self.one.task.callbacks:
             callback(heard)
+        self.note(heard)
+
+    def note(self, event: ArrayEvent) -> None:
+        """Report what happens to the array to whoever listens."""
+        if self._listen is not None:
+            self._listen(event)
 
     def _count(self, result: Evaluation, broken: Callable[[], bool]) -> list[int]:
         """Keep the weights of members that have improved: the members whose patience is over."""
@@ -170,6 +179,7 @@ class Border:
         if not broken():
             self.stopped.stop(members, self.training.minibatches)
             self._note_stopped()
+            self.note(ArrayNote("stopped", self.training.minibatches, tuple(self.stopped.steps)))
 
     def _note_stopped(self) -> None:
         self.training.over = self.stopped.all

@@ -18,6 +18,7 @@ from hfusion.array.function_programs import FunctionPrograms
 from hfusion.array.per_model import PerModel
 from hfusion.capture.named import device_of, tensors
 from hfusion.core.errors import HFusionError
+from hfusion.core.event_log import first_line
 from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
 from hfusion.runtime.recipe import Recipe
@@ -33,6 +34,7 @@ from hfusion.schedule.policy import Policy, named
 from hfusion.schedule.timeline import Timeline
 from hfusion.schedule.worker_protocol import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange_one
+from hfusion.tasks.array_log import ArrayEvent, ArrayListener, ArrayNote
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.checkpoints import Checkpoints, interval, saving
 from hfusion.tasks.checkpoints import resume as resume_from
@@ -88,6 +90,7 @@ def train_array(
     leaves: Callable[[], bool],
     task_plan: TaskPlan | None = None,
     on_result: OnResult | None = None,
+    listen: ArrayListener | None = None,
 ) -> Report:
     """Train ``members`` of a task as one array of this name; the other models are not looked at.
 
@@ -96,11 +99,14 @@ def train_array(
         leaves: asked between minibatches, where the array can be saved, whether it ends there, to go on from its
             checkpoint somewhere else.
         task_plan: how it is trained; None: as is planned here.
+        listen: as of `train_arranged`.
     """
     arrangements, plan = arrange_one(task, members, name, machine)
     if task_plan is not None:
         plan = replace(plan, tasks=(task_plan,))
-    return train_arranged(arrangements, plan, machine, named(policy), False, checkpoint, every, on_result, leaves)
+    return train_arranged(
+        arrangements, plan, machine, named(policy), False, checkpoint, every, on_result, leaves, listen
+    )
 
 
 def train_arranged(
@@ -113,8 +119,12 @@ def train_arranged(
     every: int | None,
     on_result: OnResult | None,
     leaves: Callable[[], bool] = lambda: False,
+    listen: ArrayListener | None = None,
 ) -> Report:
-    """Train arrays by a plan in this process, see `hfusion.train`; ``checkpoint`` was looked at by `check_folder`."""
+    """Train arrays by a plan in this process, see `hfusion.train`; ``checkpoint`` was looked at by `check_folder`.
+
+    ``listen`` is called with all that happens to arrays, by the threads in which it does.
+    """
     made = saving(made, every, saves=checkpoint is not None)
     with ExitStack() as stack:
         for one in arrangements:
@@ -123,9 +133,11 @@ def train_arranged(
         saves = None
         if checkpoint is not None:
             most = [interval(task, every) for task in made.tasks]
-            saves = Checkpoints(checkpoint, arrangements, most, len(made.devices))
+            saves = Checkpoints(
+                checkpoint, arrangements, most, len(made.devices), lambda index, event: run.note(index, event)
+            )
             stack.callback(saves.close)
-        run = _TrainRun(arrangements, made, machine, stack, saves, on_result, leaves)
+        run = _TrainRun(arrangements, made, machine, stack, saves, on_result, leaves, listen)
         for index, why in run.eager.items():
             if not arrangements[index].task.compile:
                 # It was not to be compiled, or where that pays only.
@@ -150,8 +162,11 @@ class _TrainRun:
         saves: Checkpoints | None,
         on_result: OnResult | None,
         leaves: Callable[[], bool],
+        listen: ArrayListener | None,
     ) -> None:
-        self.arrangements = arrangements
+        self.arrangements, self._listen = arrangements, listen
+        # The device of each array that has begun.
+        self._computing: Mapping[int, str] = {}
         self.saves = saves
         self._on_result, self._asking, self._leaves = on_result, Lock(), leaves
         self.plan = plan
@@ -174,7 +189,13 @@ class _TrainRun:
             return self._border(index, folder, stack)
         except Exception as error:
             error.add_note(f"in the task {self.plan.tasks[index].name!r}")
+            self.note(index, ArrayNote("failed", None, error=first_line(error)))
             raise
+
+    def note(self, index: int, event: ArrayEvent) -> None:
+        """Report what happens to an array to whoever listens."""
+        if self._listen is not None:
+            self._listen(index, event, self._computing.get(index))
 
     def _border(self, index: int, folder: SpillFolder, stack: ExitStack) -> Border:
         one, plan = self.arrangements[index], self.plan.tasks[index]
@@ -219,11 +240,19 @@ class _TrainRun:
         training = self._training(index, state, names, streams, limits, seed if kept is None else kept["seed"], eager)
         if index in self._steps:
             stack.callback(self._steps[index].close)
-        asked = self._on_result, self._asking, self._leaves
+        listen = None if self._listen is None else partial(self.note, index)
+        asked = self._on_result, self._asking, self._leaves, listen
         border = Border(one, plan, training, streams, scheduler, stopped, *asked)
         if kept is not None:
             resume_from(kept, border)
+        border.note(ArrayNote("started" if kept is None else "resumed", training.minibatches, tuple(stopped.steps)))
+        self._note_end(border)
         return border
+
+    def _note_end(self, border: Border) -> None:
+        # An array that goes on elsewhere is over here, too.
+        if border.stopped.all or border.training.minibatches == border.plan.steps:
+            border.note(ArrayNote("finished", border.training.minibatches))
 
     def _borrowing(self, index: int, held: Sequence[Holding]) -> TaskPlan:
         """The plan of an array, with what only the parts of its programs tell: whose tensors each shard borrows."""
@@ -278,6 +307,7 @@ class _TrainRun:
             self._after(index, unit, bars, worker)
 
         worker = DeviceWorker(devices, self.trainings, lambda index, unit: self.trainings[index].ran(unit), self._save)
+        self._computing = worker.computing
         for index, training in enumerate(self.trainings):
             training.ended, training.save = partial(after, index), partial(worker.save, index)
         first = [border.units for border in self.borders]
@@ -292,6 +322,7 @@ class _TrainRun:
                 # The process is being ended: no task failed.
                 raise cause from None
             name = self.plan.tasks[failed.task].name
+            self.note(failed.task, ArrayNote("failed", None, error=first_line(cause or failed)))
             # A callback may have failed after the last unit.
             others = [index for index in range(len(self.trainings)) if index != failed.task]
             done = [index for index in others if engine.done(index)]
@@ -315,11 +346,12 @@ class _TrainRun:
             if bars is not None:
                 bars.advance(index, over=True)
             if self.saves is not None:
-                self.saves.save(index, border)
+                self._save(index, unit)
 
     def _save(self, index: int, unit: Unit) -> None:
         assert self.saves is not None
         self.saves.save(index, self.borders[index])
+        self._note_end(self.borders[index])
 
     def _timeline(self, engine: Engine, worker: DeviceWorker) -> Timeline:
         """Return the timeline of the run, by minibatches."""

@@ -86,7 +86,8 @@ class ClusterWorkers:
     """All in processes of ``executor``.
 
     ``kept`` finds the recipe and the maker.
-    ``place`` names the device for an array whose device is gone, of those that are not; the owner sets it.
+    ``place`` names the device for an array whose device is gone, of those that are not. ``lost`` is called with each
+    array whose process was lost, and why. The owner sets both.
     """
 
     def __init__(self, executor: Executor, recipe: SweepRecipe, maker: ModelMaker, max_failures: int) -> None:
@@ -97,6 +98,7 @@ class ClusterWorkers:
         self._collect: set[int] = set()
         self.gone: set[int] = set()
         self.place: Callable[[str], int] = lambda name: 0
+        self.lost: Callable[[str, str], None] = lambda name, reason: None
 
     @property
     def side_by_side(self) -> int:
@@ -155,6 +157,7 @@ class ClusterWorkers:
             if told.device != device:
                 continue
             told.done, told.lost = 0, told.lost + (name in running)
+            self.lost(name, reason)
             if told.lost > self._max_failures:
                 raise DeviceLost(f"the device of {name} was lost {told.lost} times: {reason}")
             if device in self.gone:

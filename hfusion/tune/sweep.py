@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hfusion.core.errors import CheckpointError
+from hfusion.core.event_log import EventLog
 from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
@@ -205,9 +206,10 @@ def sweep(
         extent = replace(extent, processes=1 if chosen is None else chosen.count)
         bar = SweepProgress(found, trials, shown=progress)
         stack.callback(bar.close)
-        conductor = Conductor(asked, maker, recipe, extent, workers, folder, beats, bar)
+        log = stack.enter_context(EventLog(root, "sweep", trials=trials, epochs=epochs))
+        conductor = Conductor(asked, maker, recipe, extent, workers, folder, beats, bar, log)
         if not isinstance(workers, LocalWorkers):
-            workers.place = conductor.rooms.moved
+            workers.place, workers.lost = conductor.take_over, conductor.lost
         try:
             if before is None:
                 conductor.save()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from hfusion.core.errors import CheckpointError
+from hfusion.core.event_log import EventLog
 from hfusion.tune.array_workers import SweepWorkers
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.exploit import PBT
@@ -22,6 +23,7 @@ from hfusion.tune.objectives import Best, BestTrials
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray
 from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
 from hfusion.tune.sweep_folder import SweepFolder
+from hfusion.tune.sweep_log import SweepLog
 from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.sweep_recipe import SweepRecipe
 from hfusion.tune.trial_placement import Rooms
@@ -67,9 +69,11 @@ class Conductor:
         folder: SweepFolder | None,
         beats: Beats,
         progress: SweepProgress,
+        log: EventLog,
     ) -> None:
         self.trials, self._maker, self._recipe, self._extent = trials, maker, recipe, extent
         self._workers, self._folder, self._beats, self._progress = workers, folder, beats, progress
+        self._events = SweepLog(log, workers)
         self.rooms = Rooms(workers, extent.trials, extent.rows, together=extent.pbt is not None)
         self._waiting: tuple[TrialModel, Shape] | None = None
         self._round = 0
@@ -109,12 +113,14 @@ class Conductor:
         found: dict[str, EpochResult] = self._workers.ask(calls)
         for array in arrays:
             self.rooms.note(array, found[array.name])
+            self._events.round(array, self._round, found[array.name])
         values = {array.name: found[array.name].values for array in arrays}
         seats = [(array, array.seats[tag], own) for array in arrays for tag, own in values[array.name].items()]
         left: set[int] = set()
         for array, seat, own in sorted(seats, key=lambda each: each[1].number):
             last, seat.epochs = seat.is_last, seat.epochs + 1
             verdict = self.trials.report(seat.number, own, seat.epochs - 1, last=last)
+            self._events.trained(array, seat, own, verdict)
             if verdict is not Verdict.GO_ON:
                 best = verdict is Verdict.COMPLETE and self.best.takes(seat.number, own)
                 self._leave(array, seat, own if best else None)
@@ -138,7 +144,18 @@ class Conductor:
         members = {name: self._members(there[name]) for name in targets}
         for name, device in self._workers.move(targets, members).items():
             there[name].device = device
+            self._events.moved(there[name])
         self.rooms.seconds.note_move(time.monotonic() - began)
+
+    def lost(self, name: str, reason: str) -> None:
+        """Note that the process of an array was lost."""
+        self._events.lost(next(array for array in self.rooms.arrays if array.name == name), reason)
+
+    def take_over(self, name: str) -> int:
+        """Return the device that takes over an array. Raises DeviceLost where none has room for it."""
+        device = self.rooms.moved(name)
+        self._events.moved(next(array for array in self.rooms.arrays if array.name == name))
+        return device
 
     def _promote(self) -> None:
         """Let plain trials go on as arrays where that pays by now. What was chosen is saved before it trains."""
@@ -147,6 +164,7 @@ class Conductor:
             self._workers.open(array.name, array.device, array.shape.first.suggestion.choices)
             self._workers.send(array.name, "adopt", state, self._members(array))
             self._workers.drop(old, collect=False)
+            self._events.seated(array, array.seats.values(), "moved")
             _log.info("%d trials of one shape go on as an array", len(array.seats))
 
     def _leave(self, array: ShapeArray, seat: Seat, best: tuple[float, ...] | None) -> None:
@@ -181,6 +199,7 @@ class Conductor:
             origin = copied.number if copied.origin is None else copied.origin
             seat.params, seat.suggestion, seat.origin = params, suggestion, origin
             self.trials.copied(seat.number, copied.number, seat.epochs, params, origin)
+            self._events.copied(array, seat, copied.number)
 
     def _explored(self, seat: Seat, draw: random.Random) -> tuple[dict[str, Any], Suggestion]:
         """Other suggestions that lead to the same model as those of ``seat``, and to the same array."""
@@ -220,7 +239,9 @@ class Conductor:
                 self._workers.send(array.name, "join", new)
                 for one in new:
                     self.trials.place(one.number, self._round)
+                self._events.seated(array, [array.seats[one.tag] for one in new], "started")
         self.rooms.give_back()
+        self._events.close_all_but(self.rooms.arrays)
 
     def _next(self) -> tuple[TrialModel, Shape] | None:
         """The trial that comes next, and its shape; None where all are asked."""
@@ -242,7 +263,9 @@ class Conductor:
             return make()
         except Exception as error:
             pruned = isinstance(error, self.trials.optuna.TrialPruned)
-            self.trials.end(number, Verdict.PRUNED if pruned else Verdict.FAILED)
+            verdict = Verdict.PRUNED if pruned else Verdict.FAILED
+            self.trials.end(number, verdict)
+            self._events.ended(number, verdict, error)
             if pruned:
                 return None
             if not isinstance(error, self._extent.catch):
@@ -305,6 +328,7 @@ class Conductor:
             "best": [[best.number, list(best.values)] for best in self.best.all],
         }
         self._folder.write(body, tensors, self._round)
+        self._events.saved(self.rooms.arrays, self._round)
 
     def resume(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on from what was written."""
@@ -353,6 +377,7 @@ class Conductor:
         array = self.rooms.restored(name, self._shapes.shape(members[0], self.rooms.arrays), seats, plain=plain)
         found = self._workers.ask({name: ("restore", (path.absolute(), members))})
         array.widths, array.width = found[name]
+        self._events.seated(array, seats, "resumed")
 
     def _kept(self, number: int, values: tuple[float, ...], tensors: Mapping[str, Tensor]) -> Best:
         """A best trial of before, whose model is made again and written over."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import csv
 import multiprocessing
 import os
 import re
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
 from hfusion.cluster.process_executor import ProcessExecutor
+from hfusion.core.event_log import read_events
 from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
 
 pytest.importorskip("cloudpickle")
@@ -156,20 +157,47 @@ def with_slow(act: str, at: int, mark: Path, callback: Any = None, always: bool 
     [pytest.param(5, True, marks=LONG), (100, True), pytest.param(100, False, marks=LONG)],
 )
 def test_who_is_killed_loses_an_interval_at_most(at: int, saved: bool, tmp_path: Path, temporary: Path) -> None:
-    """A sample of the first minibatch, or of the ninth of twelve."""
-    before, heard = shared_memory(), []
+    """A sample of the first minibatch, or of the ninth of twelve. Callbacks, loggers and logs have each result once."""
+    before, heard = shared_memory(), list[Any]()
     wanted = alone(tmp_path)
     torch.manual_seed(1)
     options = {"checkpoint": tmp_path / "saves", "every": 2} if saved else {}
     cluster = hf.Cluster(machine(tmp_path, 2), max_failures=1)
-    found = hf.train(with_slow("kill", at, tmp_path / "mark", heard.append), cluster, **options)
+    with hf.MemberLogger(csv=tmp_path / "log.csv") as logger:
+
+        def log(event: Any) -> None:
+            heard.append(event)
+            if isinstance(event, hf.Step):
+                names = [f"{event.task} {member}" for member in event.members]
+                logger.log(names, event.epoch * 4 + event.step, loss=event.losses)
+
+        found = hf.train(with_slow("kill", at, tmp_path / "mark", log), cluster, **options)
     assert_same(found, wanted)
     assert nothing_left(temporary, before)
     steps = [event.epoch * 4 + event.step for event in heard if isinstance(event, hf.Step) and event.task == "plain"]
-    again = [after for one, after in itertools.pairwise(steps) if after != one + 1]
-    # Once killed it has made 8 minibatches; where the last of them was saved already, none is made again.
-    assert (tmp_path / "mark").exists()
-    assert not saved or at != 100 or all(step >= 6 for step in again)
+    assert steps == sorted(set(steps)), "what is trained again is heard once"
+    assert steps[-1] == 11
+    again = {span.step for span in found.timeline.actions if span.task == "plain"}
+    # Once killed it has made 8 minibatches, and saved the last of them.
+    assert min(again) >= (6 if saved and at == 100 else 0)
+    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+    assert sorted((row["member"], int(row["step"])) for row in rows) == sorted(
+        (f"{event.task} {member}", event.epoch * 4 + event.step)
+        for event in heard
+        if isinstance(event, hf.Step)
+        for member in event.members
+    )
+    for row in rows:
+        name, member = row["member"].split()
+        assert float(row["value"]) == float(wanted[name].losses[int(row["step"]), int(member)])
+    if saved:
+        logged = read_events(tmp_path / "saves/logs/arrays/plain.log")
+        names = [event.event for event in logged]
+        assert (names[0], names[-1], names.count("lost")) == ("started", "finished", 1)
+        assert names.count("resumed") == (at == 100)
+        results = [(one.event, one.values["minibatch"]) for one in logged if one.event in ("trained", "saved")]
+        assert len(results) == len(set(results))
+        assert len({one.values["process"] for one in logged}) == 2
 
 
 class SlowAtFirst(TensorDataset):

@@ -67,13 +67,18 @@ def by_array(heard: list[Any]) -> dict[Any, list[Any]]:
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_two_processes_give_what_one_gives(stops: bool, tmp_path: Path) -> None:
-    """Callbacks hear the same in the same order, answers count from the next minibatch on."""
+    """Callbacks hear and log the same in the same order, answers count from the next minibatch on."""
     heard: dict[str, list[Any]] = {"one": [], "two": [], "one asked": [], "two asked": []}
+    loggers = {name: hf.MemberLogger(csv=tmp_path / f"{name}.csv") for name in ("one", "two")}
 
     def made(name: str) -> list[hf.Task]:
-        return tasks(
-            lambda event: heard[name].append((type(event), event.task, event.epoch, event.members, event.losses))
-        )
+        def log(event: Any) -> None:
+            heard[name].append((type(event), event.task, event.epoch, event.members, event.losses))
+            if isinstance(event, hf.Step):
+                members = [f"{event.task} {member}" for member in event.members]
+                loggers[name].log(members, event.epoch * 4 + event.step, loss=event.losses)
+
+        return tasks(log)
 
     options = [{"on_result": stopping(heard[f"{name} asked"])} if stops else {} for name in ("one", "two")]
     wanted = in_one(made("one"), tmp_path, **options[0])
@@ -86,6 +91,10 @@ def test_two_processes_give_what_one_gives(stops: bool, tmp_path: Path) -> None:
             for key, value in theirs.state_dict().items():
                 assert torch.equal(ours.state_dict()[key], value), (name, key)
     assert bool(wanted["plain"].stopped) == stops
+    for logger in loggers.values():
+        logger.close()
+    one, two = (sorted((tmp_path / f"{name}.csv").read_text().splitlines()) for name in loggers)
+    assert one == two
     assert by_array(heard["two"]) == by_array(heard["one"])
     assert by_array(heard["two asked"]) == by_array(heard["one asked"])
     assert found.plan.processes == SEVERAL
@@ -117,7 +126,7 @@ def test_a_run_that_broke_off_goes_on_in_other_processes(order: str, tmp_path: P
     with pytest.raises(hf.TrainError, match=r"task 'mixed\.[01]' failed: Broken: enough; finished before: ") as caught:
         trained(tasks(breaking(9)), tmp_path, first, **saves)
     assert isinstance(caught.value.__cause__, Broken)
-    assert {path.name.split(".")[0] for path in (tmp_path / "saves").iterdir()} <= {"mixed", "plain"}
+    assert {path.name.split(".")[0] for path in (tmp_path / "saves").iterdir()} <= {"mixed", "plain", "logs"}
     heard: list[int] = []
     again = trained(tasks(lambda event: heard.append(event.epoch)), tmp_path, second, **saves)
     assert_same(again, wanted)

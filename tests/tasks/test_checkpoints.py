@@ -238,7 +238,7 @@ def test_more_epochs_and_more_tasks_go_on(tmp_path: Path) -> None:
 
     once(1, tmp_path)
     assert_equal(once(3, tmp_path, "../.second"), once(3, None, "../.second"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["%2E.%2F.second", "first"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["%2E.%2F.second", "first", "logs"]
 
 
 @pytest.mark.parametrize(("every", "steps"), [(None, [2, 5, 8, 3]), (4, [1, 3, 5, 7, 3])])

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import hfusion as hf
+from hfusion.core.event_log import read_events
 from hfusion.tune.trial_placement import Rooms
 from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
 from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
@@ -111,6 +112,13 @@ def test_who_is_killed_loses_no_trial(
     assert (tmp_path / "mark").exists()
     assert_same_sweep(found, whole)
     assert nothing_left(temporary, before)
+    if saved:
+        logs = [read_events(path) for path in (tmp_path / "sweep/logs/arrays").iterdir()]
+        assert any(event.event == "lost" for events in logs for event in events)
+        for trial in found.trials:
+            events = read_events(tmp_path / f"sweep/logs/trials/{trial.number}.log")
+            values = [event.values["value"] for event in events if "value" in event.values]
+            assert values == [f"{value:.6g}" for value in trial.intermediate_values.values()], "each once"
 
 
 @LONG

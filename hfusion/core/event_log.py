@@ -1,0 +1,146 @@
+"""The log of a run in its folder: lines of events, for people and for ``python -m hfusion status``.
+
+``logs/run.log`` has the runs that were started in the folder, ``logs/arrays/NAME.log`` the events of an array, and
+``logs/trials/NUMBER.log`` those of a trial. A line is ``TIME EVENT key=value ...``; values with spaces are JSON.
+A file is open only while a line is written to it, so nothing is left open, and another process reads it at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Lock
+
+from hfusion.core.running_process import process_start
+from hfusion.core.text import file_name
+
+LOGS, RUN, ARRAYS, TRIALS = "logs", "run.log", "arrays", "trials"
+# Bytes at the end of a file that tell how things are; each line is a few hundred.
+_TAIL = 1 << 16
+_LINE = re.compile(r"(\S+Z) (\w+)((?: \w+=(?:\"(?:[^\"\\]|\\.)*\"|[^\s\"]*))*)")
+_VALUE = re.compile(r" (\w+)=(\"(?:[^\"\\]|\\.)*\"|[^\s\"]*)")
+
+
+class EventLog:
+    """Writes the log of one run of ``kind`` ("train" or "sweep"), as a context manager. Thread-safe.
+
+    If a line cannot be written, as on a full disk, there is one warning and no more lines.
+
+    Args:
+        root: the folder of the run; None: nothing is written.
+        values: of the line that says that the run was started.
+    """
+
+    def __init__(self, root: Path | None, kind: str, **values: object) -> None:
+        self._folder = None if root is None else root / LOGS
+        self._values = {"kind": kind, **values}
+        self._place = {"process": os.getpid(), "node": socket.gethostname()}
+        if "RANK" in os.environ:
+            # Of torchrun, where each rank may train tasks of its own in one folder.
+            self._place["rank"] = os.environ["RANK"]
+        self._lock = Lock()
+        self._continued: set[Path] = set()
+
+    def __enter__(self) -> EventLog:
+        self._append(RUN, "started", {**self._place, "start": process_start(os.getpid()), **self._values})
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._append(RUN, "finished", self._place)
+        elif isinstance(error, Exception):
+            self._append(RUN, "failed", {**self._place, "error": first_line(error)})
+        else:
+            self._append(RUN, "interrupted", {**self._place, "error": first_line(error)})
+
+    @property
+    def writes(self) -> bool:
+        """Whether there is a folder to write to."""
+        return self._folder is not None
+
+    def array(self, name: str, event: str, values: Mapping[str, object]) -> None:
+        """Write a line about an array; values that are None are left out."""
+        self._append(f"{ARRAYS}/{file_name(name)}.log", event, {**self._place, **values})
+
+    def trial(self, number: int, event: str, values: Mapping[str, object]) -> None:
+        """Write a line about a trial; values that are None are left out."""
+        self._append(f"{TRIALS}/{number}.log", event, {**self._place, **values})
+
+    def _append(self, name: str, event: str, values: Mapping[str, object]) -> None:
+        if self._folder is None:
+            return
+        time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        cells = [f"{key}={_cell(str(value))}" for key, value in values.items() if value is not None]
+        line = " ".join([time, event, *cells]) + "\n"
+        with self._lock:
+            try:
+                self._write(self._folder / name, line)
+            except OSError as error:
+                path, self._folder = self._folder / name, None
+                warnings.warn(f"{path} could not be written, and the run goes on without logs: {error}", stacklevel=2)
+
+    def _write(self, path: Path, line: str) -> None:
+        torn = False
+        if path not in self._continued:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torn = bool(_tail(path, 1).strip(b"\n"))
+            self._continued.add(path)
+        # One write, so that a reader sees no part of a line unless the disk is full.
+        with path.open("ab", buffering=0) as file:
+            file.write(("\n" * torn + line).encode())
+
+
+@dataclass(frozen=True)
+class LoggedEvent:
+    """A line of a log; ``values`` are text."""
+
+    time: datetime
+    event: str
+    values: Mapping[str, str]
+
+
+def read_events(path: Path) -> list[LoggedEvent]:
+    """Return the last events of a log, the oldest first; none where there is no such file.
+
+    Lines that are damaged, or not yet whole, are left out. Raises OSError for a file that cannot be read.
+    """
+    lines = _tail(path, _TAIL).decode(errors="replace").split("\n")
+    return [event for line in lines if (event := _event(line)) is not None]
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's class and the first line of its message."""
+    message = str(error).strip().partition("\n")[0]
+    return type(error).__name__ + (f": {message}" if message else "")
+
+
+def _tail(path: Path, size: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            return file.read(size)
+    except FileNotFoundError:
+        return b""
+
+
+def _cell(text: str) -> str:
+    return text if re.fullmatch(r"[!#-~]+", text) and "=" not in text else json.dumps(text)
+
+
+def _event(line: str) -> LoggedEvent | None:
+    match = _LINE.fullmatch(line)
+    if match is None:
+        return None
+    try:
+        time = datetime.fromisoformat(match[1])
+        cells = {key: json.loads(cell) if cell.startswith('"') else cell for key, cell in _VALUE.findall(match[3])}
+    except ValueError:
+        return None
+    return LoggedEvent(time, match[2], cells)

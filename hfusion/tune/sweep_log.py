@@ -1,0 +1,76 @@
+"""The log of a sweep: what happens to its arrays and trials."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hfusion.core.event_log import EventLog, first_line
+from hfusion.tune.array_workers import SweepWorkers
+from hfusion.tune.epoch_result import EpochResult
+from hfusion.tune.shape_array import Seat, ShapeArray
+from hfusion.tune.trials import Verdict
+
+_ENDS = {Verdict.COMPLETE: "finished", Verdict.PRUNED: "pruned", Verdict.FAILED: "failed"}
+
+
+class SweepLog:
+    """Writes events of a sweep, each with the device, node and process of the array."""
+
+    def __init__(self, log: EventLog, workers: SweepWorkers) -> None:
+        self._log, self._workers = log, workers
+        self._open: dict[str, ShapeArray] = {}
+
+    def _array(self, array: ShapeArray, event: str, **values: object) -> None:
+        place = self._workers.devices[array.device].place
+        self._log.array(array.name, event, {**place, "trials": len(array.seats), **values})
+
+    def _trial(self, array: ShapeArray, seat: Seat, event: str, **values: object) -> None:
+        place, epochs = self._workers.devices[array.device].place, f"{seat.epochs}/{seat.suggestion.epochs}"
+        self._log.trial(seat.number, event, {**place, "array": array.name, "epoch": epochs, **values})
+
+    def seated(self, array: ShapeArray, seats: Iterable[Seat], event: str) -> None:
+        """Trials were started, resumed or moved in an array, which has its first line if it is new."""
+        if array.name not in self._open:
+            self._open[array.name] = array
+            self._array(array, "resumed" if event == "resumed" else "started", plain=array.plain)
+        for seat in seats:
+            self._trial(array, seat, event)
+
+    def moved(self, array: ShapeArray) -> None:
+        """An array and its trials are on another device now."""
+        self._array(array, "moved")
+        self.seated(array, array.seats.values(), "moved")
+
+    def lost(self, array: ShapeArray, reason: str) -> None:
+        """The process of an array was lost; the array is made again."""
+        self._array(array, "lost", error=reason)
+
+    def round(self, array: ShapeArray, number: int, result: EpochResult) -> None:
+        """An array has trained an epoch."""
+        self._array(array, "trained", round=number, seconds=f"{result.seconds + result.startup:.3f}")
+
+    def trained(self, array: ShapeArray, seat: Seat, values: Sequence[float], verdict: Verdict) -> None:
+        """A trial has trained an epoch, and maybe ended with it."""
+        event = _ENDS.get(verdict, "evaluated" if values else "trained")
+        error = "NaN in a loss, a gradient or a value" if verdict is Verdict.FAILED else None
+        self._trial(array, seat, event, value=" ".join(f"{value:.6g}" for value in values) or None, error=error)
+
+    def copied(self, array: ShapeArray, seat: Seat, source: int) -> None:
+        """A trial goes on as a copy of another."""
+        self._trial(array, seat, "copied", source=source)
+
+    def ended(self, number: int, verdict: Verdict, error: BaseException) -> None:
+        """A trial has ended before it was trained."""
+        self._log.trial(number, _ENDS[verdict], {"error": first_line(error)})
+
+    def saved(self, arrays: Iterable[ShapeArray], number: int) -> None:
+        """All is saved, before a round."""
+        for array in arrays:
+            self._array(array, "saved", round=number)
+
+    def close_all_but(self, arrays: Sequence[ShapeArray]) -> None:
+        """Others than these arrays have ended."""
+        names = {array.name for array in arrays}
+        for name in [name for name in self._open if name not in names]:
+            del self._open[name]
+            self._log.array(name, "finished", {})
