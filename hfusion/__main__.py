@@ -5,6 +5,8 @@ Slurm, SkyPilot and Kubernetes end a job by SIGTERM, and start the same command 
 and hf.train that names no folder of its own is saved in one of FOLDER, by the order of the calls. SIGTERM ends the
 script as Ctrl-C does, with status 143: at most the work since the last save is done again.
 
+``python -m hfusion status FOLDER`` shows what the runs saved in FOLDER are doing, also while they run.
+
 ``python -m hfusion env`` prints versions, processor, compiler and caches; ``python -m hfusion cache clear`` empties the
 cache; ``python -m hfusion --version`` prints the version.
 """
@@ -23,8 +25,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hfusion import __version__
+from hfusion.core.errors import CheckpointError
 from hfusion.core.resuming import resuming
 from hfusion.environment import clear_cache, describe
+from hfusion.status.runs import read_status
+from hfusion.status.table import print_status, to_json
 
 # What shells say of a process that these ended.
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
@@ -49,6 +54,9 @@ def _parsed(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     run = commands.add_parser("run", help="run a script that resumes where it was stopped", allow_abbrev=False)
     run.add_argument("script", type=Path)
     run.add_argument("--resume", metavar="FOLDER", type=Path, help="where to save, and to resume from")
+    status = commands.add_parser("status", help="show what the runs saved in a folder are doing", allow_abbrev=False)
+    status.add_argument("folder", type=Path, help="of hf.train(checkpoint=), hf.sweep(directory=) or run --resume")
+    status.add_argument("--json", action="store_true", help="print JSON instead of tables")
     commands.add_parser("env", help="print versions, processor, compiler and caches")
     caches = commands.add_parser("cache", help="empty the cache of compiled steps and measurements")
     caches.add_argument("action", choices=["clear"])
@@ -70,7 +78,23 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.command == "cache":
         print(clear_cache())
         return 0
+    if parsed.command == "status":
+        return _status(parsed.folder, as_json=parsed.json)
     return _run(parsed, rest)
+
+
+def _status(folder: Path, *, as_json: bool) -> int:
+    """Print the state of the runs in a folder, and return the exit status."""
+    try:
+        runs = read_status(folder)
+    except CheckpointError as error:
+        print(f"python -m hfusion: {error}", file=sys.stderr)
+        return 2
+    if as_json:
+        print(to_json(runs))
+    else:
+        print_status(runs)
+    return 0
 
 
 def _run(parsed: argparse.Namespace, rest: list[str]) -> int:

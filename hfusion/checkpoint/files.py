@@ -214,7 +214,7 @@ def _remove(path: Path, aside: Path) -> None:
 
 def _score(path: Path) -> float | None:
     try:
-        score = _manifest(path)["score"]
+        score = read_manifest(path)["score"]
     except (CheckpointError, OSError):
         return None
     return score if isinstance(score, float | int) else None
@@ -267,7 +267,7 @@ def read(root: str | os.PathLike[str]) -> Saved:
 
 
 def _read(path: Path) -> Saved:
-    manifest = _manifest(path)
+    manifest = read_manifest(path)
     with _told(path / TENSORS, "is damaged"):
         tensors = _tensors(path / TENSORS, manifest)
     with _told(path / MANIFEST, "is damaged"):
@@ -275,7 +275,8 @@ def _read(path: Path) -> Saved:
         return Saved(path, manifest["body"], tensors, step, None if score is None else float(score))
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return all of a save but its tensors. Raises CheckpointError if it is missing or damaged."""
     file = path / MANIFEST
     with _told(file, "is damaged"):
         text = _content(file, MAX_JSON)

@@ -24,7 +24,7 @@ from hfusion.checkpoint import files
 from hfusion.core.errors import CheckpointError
 
 VERSION = 2
-_LOCK, _STATE, _ARRAYS = "lock", "state", "arrays"
+_LOCK, STATE, ARRAYS = "lock", "state", "arrays"
 # Of the states, and the saves of an array that these name.
 KEEP = 2
 
@@ -58,24 +58,24 @@ class SweepFolder:
 
     def read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """Return the last saved state. Raises CheckpointError if it is damaged or of another version."""
-        if not files.saves(self.root / _STATE):
+        if not files.saves(self.root / STATE):
             return None
-        saved = files.read(self.root / _STATE)
+        saved = files.read(self.root / STATE)
         if not isinstance(saved.body, dict) or saved.body.get("version") != VERSION:
             raise CheckpointError(f"{saved.path} is no state of a sweep that this hfusion reads: give a new directory")
         return saved.body, saved.tensors
 
     def write(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor], step: int) -> None:
         """Write what the sweep goes on from; then remove the saves of arrays that it does not name."""
-        files.write(self.root / _STATE, {"version": VERSION, **body}, tensors, step=step, keep=KEEP)
+        files.write(self.root / STATE, {"version": VERSION, **body}, tensors, step=step, keep=KEEP)
         named = {one["name"] for one in body["arrays"]}
-        for path in (self.root / _ARRAYS).glob("*"):
+        for path in (self.root / ARRAYS).glob("*"):
             if path.name not in named:
                 shutil.rmtree(path, ignore_errors=True)
 
     def of_array(self, name: str) -> Path:
         """Return the folder of an array's saves, for every process that reaches it."""
-        return self.root.absolute() / _ARRAYS / name
+        return self.root.absolute() / ARRAYS / name
 
     def found(self, save: Path) -> str:
         """A save as the folder names it, wherever the folder is."""

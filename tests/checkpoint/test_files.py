@@ -72,17 +72,17 @@ def test_a_save_that_cannot_be_written_to_goes(tmp_path: Path) -> None:
 
 def test_a_save_that_goes_while_it_is_read_is_read_as_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path)
-    read, steps = files._manifest, iter(range(1, 4))
+    read, steps = files.read_manifest, iter(range(1, 4))
 
     def slow(path: Path) -> dict[str, object]:
         manifest = read(path)
         if (step := next(steps, None)) is not None:
-            monkeypatch.setattr(files, "_manifest", read)
+            monkeypatch.setattr(files, "read_manifest", read)
             save(tmp_path, step, keep=1)
-            monkeypatch.setattr(files, "_manifest", slow)
+            monkeypatch.setattr(files, "read_manifest", slow)
         return manifest
 
-    monkeypatch.setattr(files, "_manifest", slow)
+    monkeypatch.setattr(files, "read_manifest", slow)
     found = files.read(tmp_path)
     assert found.step == 3
     assert torch.equal(found.tensors["x"], torch.full((2,), 3.0))

@@ -1,0 +1,1 @@
+"""What the runs saved in a folder are doing: `python -m hfusion status`."""

@@ -1,0 +1,329 @@
+"""The state of the runs in a folder, and of their arrays and trials.
+
+All is read from the log and the saves of a run. No lock is taken, and nothing is written: a run does not notice.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from hfusion.checkpoint import files
+from hfusion.core.errors import CheckpointError
+from hfusion.core.event_log import ARRAYS, LOGS, RUN, TRIALS, LoggedEvent, read_events
+from hfusion.core.running_process import is_running
+from hfusion.tune.sweep_folder import ARRAYS as SWEEP_ARRAYS
+from hfusion.tune.sweep_folder import STATE
+
+# Of `python -m hfusion run --resume`.
+_RESUMED = re.compile(r"(train|sweep)-(\d+)")
+# States of arrays and trials by their last event; others are in training.
+_ENDED = {"finished": "finished", "failed": "failed", "pruned": "pruned", "lost": "waiting", "moved": "waiting"}
+_READINGS = 3
+
+
+@dataclass(frozen=True)
+class SaveStatus:
+    """The last save of an array or sweep: after how many minibatches or rounds, and when; or why it cannot be read."""
+
+    count: int | None
+    time: datetime | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class MemberStatus:
+    """An array of `hf.train`, or a trial of a sweep. What is not known is None.
+
+    Attributes:
+        name: of the array, or the number of the trial.
+        state: training, waiting, finished, pruned, failed; or "not running", where it was in training when its run
+            ended.
+        done, total: minibatches of an array, epochs of a trial.
+        epoch, epochs: that were trained, of how many.
+        training, stopped: members of an array.
+        array: of a trial.
+        value: the last losses of an array, or the last value of a trial, as text.
+        error: the first line of one, or why the log cannot be read.
+    """
+
+    name: str
+    state: str
+    epoch: int | None = None
+    epochs: int | None = None
+    done: int | None = None
+    total: int | None = None
+    training: int | None = None
+    stopped: int | None = None
+    array: str | None = None
+    device: str | None = None
+    node: str | None = None
+    process: int | None = None
+    value: str | None = None
+    heard: datetime | None = None
+    saved: SaveStatus | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A folder of `hf.train` or `hf.sweep`.
+
+    Attributes:
+        kind: train or sweep.
+        state: running, finished, failed, interrupted, "not running" if it was killed, unknown if that cannot be told.
+        process, node: of the call, not of its workers.
+        saved: the last save of all.
+        trials: how many the sweep was called with.
+    """
+
+    folder: Path
+    kind: str
+    state: str
+    process: int | None = None
+    node: str | None = None
+    started: datetime | None = None
+    error: str | None = None
+    saved: SaveStatus | None = None
+    trials: int | None = None
+    members: tuple[MemberStatus, ...] = field(default=())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many arrays or trials are in each state."""
+        return dict(Counter(member.state for member in self.members))
+
+
+def read_status(folder: Path) -> list[RunStatus]:
+    """Return the runs in a folder: one, or those of ``python -m hfusion run --resume FOLDER`` in their order.
+
+    Raises:
+        CheckpointError: it is not the folder of a run, or cannot be read.
+    """
+    with files.told(folder):
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder: give the one that a run is saved to")
+        kind = _kind(folder)
+        if kind is not None:
+            return [_run(folder, kind)]
+        if files.saves(folder) or (folder / files.MANIFEST).exists():
+            raise CheckpointError(
+                f"{folder} is a checkpoint of one array: give the folder of hf.train(checkpoint=...) or "
+                "hf.sweep(directory=...)"
+            )
+        matches = [match for path in folder.iterdir() if (match := _RESUMED.fullmatch(path.name))]
+        names = [match[0] for match in sorted(matches, key=lambda match: (match[1], int(match[2])))]
+        runs = [_run(folder / name, kind) for name in names if (kind := _kind(folder / name)) is not None]
+    if not runs:
+        raise CheckpointError(
+            f"{folder} holds no run: give the folder of hf.train(checkpoint=...), of hf.sweep(directory=...), or of "
+            "python -m hfusion run --resume"
+        )
+    return runs
+
+
+def _kind(folder: Path) -> str | None:
+    """Return train or sweep; None for another folder."""
+    if not folder.is_dir():
+        return None
+    for event in reversed(read_events(folder / LOGS / RUN)):
+        if (kind := event.values.get("kind")) in ("train", "sweep"):
+            return kind
+    if files.saves(folder / STATE) and (folder / SWEEP_ARRAYS).is_dir():
+        return "sweep"
+    # Folders of versions without logs, or whose logs were deleted.
+    return "train" if any(_is_array(path) for path in folder.iterdir()) else None
+
+
+def _is_array(folder: Path) -> bool:
+    """Return whether it is the folder of an array of `hf.train`; one that is damaged may be."""
+    try:
+        return bool(saves := files.saves(folder)) and "task" in files.read_manifest(saves[-1])["body"]
+    except (CheckpointError, TypeError):
+        return True
+
+
+def _run(folder: Path, kind: str) -> RunStatus:
+    state, last = _life(read_events(folder / LOGS / RUN))
+    started = None if last is None else last.time
+    ended = state != "running"
+    if kind == "sweep":
+        saved, body = _saved(folder / STATE)
+        members = _trials(folder, started, body, ended=ended and state != "unknown")
+    else:
+        members = _arrays(folder, started, ended=ended and state != "unknown")
+        times = [one.saved for one in members if one.saved is not None and one.saved.time is not None]
+        saved = max(times, key=lambda one: one.time or datetime.min, default=None)
+    values = {} if last is None else last.values
+    return RunStatus(
+        folder,
+        kind,
+        state,
+        _number(values.get("process")),
+        values.get("node"),
+        started,
+        values.get("error"),
+        saved,
+        _number(values.get("trials")),
+        tuple(members),
+    )
+
+
+def _life(events: Sequence[LoggedEvent]) -> tuple[str, LoggedEvent | None]:
+    """Return the state of the run that was started last, and its first event, with the error that ended it."""
+    runs: dict[tuple[str | None, ...], tuple[str, LoggedEvent]] = {}
+    for event in events:
+        key = event.values.get("node"), event.values.get("process")
+        if event.event == "started":
+            runs.pop(key, None)
+            runs[key] = "", event
+        elif key in runs:
+            _, first = runs[key]
+            merged = LoggedEvent(first.time, event.event, {**first.values, **event.values})
+            runs[key] = event.event, merged
+    if not runs:
+        return "unknown", None
+    found = [(state or _alive(first), first) for state, first in runs.values()]
+    # The ranks of torchrun may share a folder: it runs while one of them does.
+    return ([one for one in found if one[0] == "running"] or found)[-1]
+
+
+def _alive(first: LoggedEvent) -> str:
+    """Return running, "not running" or unknown, for a run that has not written how it ended."""
+    process = _number(first.values.get("process"))
+    if process is None or first.values.get("node") != socket.gethostname():
+        return "unknown"
+    alive = is_running(process, first.values.get("start"))
+    return "unknown" if alive is None else "running" if alive else "not running"
+
+
+def _saved(folder: Path) -> tuple[SaveStatus | None, dict[str, Any]]:
+    """Return the last save in a folder, and its body; None where there is none."""
+    for attempt in range(_READINGS):
+        saves = files.saves(folder)
+        if not saves:
+            return None, {}
+        try:
+            time = datetime.fromtimestamp((saves[-1] / files.MANIFEST).stat().st_mtime, UTC)
+            manifest = files.read_manifest(saves[-1])
+        except (CheckpointError, OSError) as error:
+            # A run deletes old saves; it is looked for again.
+            if saves[-1].exists() or attempt + 1 == _READINGS:
+                return SaveStatus(None, None, str(error)), {}
+        else:
+            body = manifest["body"] if isinstance(manifest["body"], dict) else {}
+            return SaveStatus(manifest["step"], time), body
+    return None, {}
+
+
+def _events(path: Path) -> tuple[list[LoggedEvent], str | None]:
+    """Return the events of a log, or why they cannot be read."""
+    try:
+        return read_events(path), None
+    except OSError as error:
+        return [], f"its log cannot be read: {error}"
+
+
+def _arrays(folder: Path, started: datetime | None, *, ended: bool) -> list[MemberStatus]:
+    logs = {path.stem: path for path in (folder / LOGS / ARRAYS).glob("*.log")}
+    names = sorted({*logs, *(path.name for path in folder.iterdir() if path.is_dir() and files.saves(path))})
+    members = []
+    for name in names:
+        events, problem = _events(logs[name]) if name in logs else ([], None)
+        last, values = _last(events)
+        saved, _ = _saved(folder / name)
+        if saved is None and (noted := [event for event in events if event.event == "saved"]):
+            # The saves are on another node.
+            saved = SaveStatus(_pair(noted[-1].values.get("minibatch"))[0], noted[-1].time)
+        state = _state(last, started, ended=ended)
+        done, total = _pair(values.get("minibatch"))
+        epoch, epochs = _pair(values.get("epoch"))
+        training, size = _pair(values.get("members"))
+        members.append(
+            MemberStatus(
+                unquote(name),
+                state,
+                epoch,
+                epochs,
+                saved.count if done is None and saved is not None else done,
+                total,
+                training,
+                None if size is None or training is None else size - training,
+                value=values.get("loss"),
+                heard=None if last is None else last.time,
+                saved=saved,
+                error=problem or (values.get("error") if state in ("failed", "waiting") else None),
+                **_place(values),
+            )
+        )
+    return members
+
+
+def _trials(folder: Path, started: datetime | None, body: dict[str, Any], *, ended: bool) -> list[MemberStatus]:
+    logs = {int(path.stem): path for path in (folder / LOGS / TRIALS).glob("*.log") if path.stem.isdecimal()}
+    members = {}
+    for number, path in logs.items():
+        events, problem = _events(path)
+        last, values = _last(events)
+        state = _state(last, started, ended=ended)
+        epoch, epochs = _pair(values.get("epoch"))
+        members[number] = MemberStatus(
+            str(number),
+            "complete" if state == "finished" else state,
+            epoch,
+            epochs,
+            epoch,
+            epochs,
+            array=values.get("array"),
+            value=values.get("value"),
+            heard=None if last is None else last.time,
+            error=problem or (values.get("error") if state == "failed" else None),
+            **_place(values),
+        )
+    for array in body.get("arrays", ()):
+        # Those of versions without logs, or whose logs were deleted.
+        for number, _, epoch, *_ in array["seats"]:
+            state = "not running" if ended else "unknown"
+            members.setdefault(number, MemberStatus(str(number), state, epoch, done=epoch, array=array["name"]))
+    return [members[number] for number in sorted(members)]
+
+
+def _last(events: Sequence[LoggedEvent]) -> tuple[LoggedEvent | None, dict[str, str]]:
+    """Return the last event that tells a state, and the last values of all."""
+    values: dict[str, str] = {}
+    for event in events:
+        # A save is of an earlier minibatch.
+        counts = ("epoch", "minibatch") if event.event == "saved" else ()
+        values |= {key: text for key, text in event.values.items() if key not in counts}
+    states = [event for event in events if event.event not in ("saved", "stopped")]
+    return (states[-1] if states else None), values
+
+
+def _state(last: LoggedEvent | None, started: datetime | None, *, ended: bool) -> str:
+    """Return the state of an array or trial in a run that was ``started`` then, and has ``ended``."""
+    state = "unknown" if last is None else _ENDED.get(last.event, "training")
+    if state in ("training", "waiting", "unknown") and ended:
+        return "not running"
+    before = last is not None and started is not None and last.time < started
+    return "waiting" if state == "training" and before else state
+
+
+def _place(values: dict[str, str]) -> dict[str, Any]:
+    return {"device": values.get("device"), "node": values.get("node"), "process": _number(values.get("process"))}
+
+
+def _pair(text: str | None) -> tuple[int | None, int | None]:
+    """Read a count such as ``3/10``."""
+    first, _, second = (text or "").partition("/")
+    return _number(first), _number(second)
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
