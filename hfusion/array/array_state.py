@@ -19,7 +19,7 @@ from hfusion.capture.structures import row_shapes
 from hfusion.compiler.compiler import Compiler
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
-from hfusion.core.membership import Membership, mark
+from hfusion.core.membership import TAKE_BEFORE, Membership, check_whole_stack, mark
 from hfusion.core.parameter_attributes import mark_stack
 from hfusion.core.row_indices import leading
 
@@ -142,6 +142,8 @@ def _named_apart(*classes: tuple[str, str] | None) -> list[str]:
 
 
 def row_copy(tensor: Tensor, index: int | None, shape: Sequence[int] | None = None) -> Tensor:
+    if index is not None:
+        check_whole_stack(tensor, TAKE_BEFORE)
     row = tensor.detach() if index is None else tensor.detach()[index]
     row = (row if shape is None else leading(row, shape)).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(row, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else row

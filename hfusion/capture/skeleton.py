@@ -14,6 +14,7 @@ from hfusion.capture.hooks import is_recipe, recompute, recomputed
 from hfusion.capture.named import tensors
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
+from hfusion.core.membership import TAKE_BEFORE, check_whole_stack
 from hfusion.core.row_indices import leading
 from hfusion.device.backend import backend
 
@@ -69,6 +70,8 @@ def live_rows(stack: Tensor, rows: int | slice | None) -> Tensor:
 
     Its storage ends where it ends, so that saving it writes no more; writes still count as writes to the stack.
     """
+    if rows is not None:
+        check_whole_stack(stack, TAKE_BEFORE)
     view = stack.detach()
     if rows is not None:
         view = view[rows]

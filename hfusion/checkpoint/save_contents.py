@@ -18,7 +18,7 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors as tensors_of
 from hfusion.checkpoint.json_tree import encode
 from hfusion.core.errors import CheckpointError
-from hfusion.core.membership import Membership, has_rows, is_per_member, membership
+from hfusion.core.membership import Membership, check_whole_stack, has_rows, is_per_member, membership
 from hfusion.device.backend import backend
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
@@ -97,6 +97,7 @@ class SaveWriter:
     def module(self, fused: FusedModule) -> None:
         names = {}
         for name, tensor in tensors_of(fused):
+            check_whole_stack(tensor, "save it with torch.distributed.checkpoint")
             names[name] = is_per_member(tensor)
             self._keep(f"module/{name}", tensor, membership(tensor))
         self.body["module"] = {"class": fused._original, "stacked": names}

@@ -13,6 +13,8 @@ from weakref import WeakSet
 
 import torch
 
+from hfusion.core.errors import FusionError
+
 _MARK = "_hfusion_membership"
 _OWN_HOOK = "_hfusion_own_hook"
 _ADDED = "_hfusion_added"
@@ -77,6 +79,21 @@ def has_rows(tensor: torch.Tensor) -> bool:
     """Return whether the first dimension of a tensor is the member."""
     found = membership(tensor)
     return found is not None and found.stacked
+
+
+# A remedy of `check_whole_stack`.
+TAKE_BEFORE = "take members, fused[i] and fused.unfuse(), before fully_shard"
+
+
+def check_whole_stack(tensor: torch.Tensor, remedy: str) -> None:
+    """Raise a FusionError for a stack of which a rank holds a piece only, as `fully_shard` leaves it (a DTensor)."""
+    if hasattr(tensor, "placements"):
+        found = membership(tensor)
+        what = f"a tensor of shape {list(tensor.shape)}" if found is None else repr(found.name)
+        raise FusionError(
+            f"{what} is a {type(tensor.detach()).__name__}, of which each rank holds a piece: {remedy}; or give each "
+            "rank members of its own, hf.fuse(models[hf.rows(len(models))]), and do not shard what they train"
+        )
 
 
 def is_per_member(tensor: torch.Tensor) -> bool:

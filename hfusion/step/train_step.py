@@ -31,6 +31,7 @@ from hfusion.step.compile_mode import Compile, CompileMode
 from hfusion.step.compile_service import ProgramMaker
 from hfusion.step.eager_step import EagerStep
 from hfusion.step.memory_budget import MemoryBudget, MemoryPlan
+from hfusion.step.replaced_parameters import check_trained
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import (
     CallReport,
@@ -213,6 +214,7 @@ class TrainStep:
         self._optimizer.zero_grad()
         self._fused.zero_grad()
         losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, self._draws_by_seeds())
+        check_trained(self._fused, self._optimizer)
         self.update(losses)
         return losses, outputs
 

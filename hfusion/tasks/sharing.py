@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors
 from hfusion.core.errors import PlanError
+from hfusion.core.membership import check_whole_stack
 from hfusion.tasks.reading import generators
 from hfusion.tasks.task import Task
 
@@ -43,6 +44,10 @@ def check_tensors(tasks: Sequence[Task]) -> None:
 
     Lists of models are copied before anything runs, so these may share models; frozen tensors are only read.
     """
+    for task in tasks:
+        for model in [task.models] if isinstance(task.models, FusedModule) else ():
+            for _, tensor in tensors(model):
+                check_whole_stack(tensor, "hf.train shards arrays by itself, within the memory of each device")
     for writer in tasks:
         written = sorted((*_memory(tensor), name) for name, tensor in _written(writer))
         for other in tasks if written else ():

@@ -190,6 +190,8 @@ def on_sharded_stacks() -> Any:
     """What torch.optim.Adam leaves of a sharded array and of a whole one; what hf.optim and others say of the first."""
     (x, y), *_ = zip(*data(), strict=True)
     sharded, whole = (hf.build(lambda: nn.Linear(x.shape[-1], 3).double(), seeds=range(5)) for _ in range(2))
+    early = hf.optim.Adam(sharded.parameters(), lr=0.1)
+    steps = [hf.train_step(sharded, F.cross_entropy, early, compile=compile) for compile in (False, True)]
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     for fused in (sharded, whole):
         optimizer = torch.optim.Adam(fused.parameters(), lr=0.1)
@@ -201,6 +203,13 @@ def on_sharded_stacks() -> Any:
         "optimizer": lambda: hf.optim.Adam(sharded.parameters()),
         "clipping": lambda: hf.optim.clip_grad_norm_(sharded.parameters(), 1.0),
         "rows": lambda: sharded.keep([0, 1]),
+        "step": lambda: steps[0](x, y),
+        "compiled step": lambda: [steps[1](x, y) for _ in range(3)],
+        "member": lambda: sharded[0],
+        "members": lambda: sharded[1:3],
+        "unfuse": sharded.unfuse,
+        "save": lambda: hf.save("never", sharded),
+        "train": lambda: hf.train(hf.Task(sharded, F.cross_entropy, lambda own: hf.optim.SGD(own), [(x, y)])),
     }
     said = {}
     for name, call in refused.items():
@@ -217,6 +226,10 @@ def test_trained_stacks_in_pieces_are_refused_by_kernels(two: Ranks) -> None:
         assert "parameter 'weight'" in said["optimizer"]
         assert "hf.rows(len(models))" in said["optimizer"]
         assert "the gradient of 'weight'" in said["clipping"]
+        assert "'weight' is a DTensor" in said["step"]
+        assert said["step"] == said["compiled step"]
+        assert "torch.distributed.checkpoint" in said["save"]
+        assert all("hf.rows(len(models))" in said[name] for name in ("member", "members", "unfuse", "train"))
 
 
 def living(rows: slice) -> hf.Population:
