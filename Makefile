@@ -10,11 +10,12 @@ PIP = $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(I
 
 NULL_VENV := .venv-null
 
-.PHONY: test-matrix dist help demo test lint style types suite test-cluster test-foreign test-null docs linkcheck bench fuzz ops-sweep clean
+.PHONY: test-matrix dist help demo test test-all lint style types suite suite-fast test-cluster test-foreign test-null docs linkcheck bench fuzz ops-sweep clean
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
-	@echo "make test   lint, types, import contracts, tests"
+	@echo "make test   lint, types, import contracts, and the tests that take ten minutes together"
+	@echo "make test-all  the same with all tests: what CI runs"
 	@echo "make lint   the same without the tests"
 	@echo "make test-cluster  the tests that start Ray, or many processes, on this machine"
 	@echo "make test-matrix   a smoke selection for PYTHONS and TORCHES"
@@ -34,6 +35,9 @@ demo: $(VENV)/.demo
 
 # Types use one core only, and for half a minute without a cache: tests run beside them.
 test: style
+	$(MAKE) --jobs=2 types suite-fast
+
+test-all: style
 	$(MAKE) --jobs=2 types suite
 
 lint: style types
@@ -48,6 +52,10 @@ types: $(STAMP)
 
 suite: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --durations=40
+
+# Without those of tests/slow_tests.txt.
+suite-fast: $(STAMP)
+	$(BIN)/python -m pytest --fast --numprocesses $(WORKERS)
 
 test-cluster: $(VENV)/.cluster
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m cluster tests/cluster tests/tune

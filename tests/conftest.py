@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 
 from hfusion.device import native
+from tests.slow_tests import function_of, slow_functions
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,7 +29,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["HFUSION_CHECK"] = "1"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out the tests that are listed in slow_tests.txt")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--fast"):
+        slow = slow_functions()
+        left_out = [item for item in items if function_of(item.nodeid) in slow]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if function_of(item.nodeid) not in slow]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
