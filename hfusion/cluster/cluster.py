@@ -37,7 +37,7 @@ class Cluster:
             its devices, without Ray; the script then needs ``if __name__ == "__main__":``.
         num_cpus, num_gpus, resources: what the process of a device takes of Ray's resources, as of ``ray.remote``. By
             default each GPU has a process, and a node without GPUs has one that takes all its CPUs.
-        runtime_env: as of ``ray.init``.
+        runtime_env: as of ``ray.init``; of the actors alone, as of ``ray.remote``, where this process is connected.
         memory: bytes of each device, see `hfusion.Device`; by default what `hfusion.Machine.detect` finds there.
         host: bytes of host memory of each process for what is spilled; likewise.
         disk: a folder on each node for what the host has no room for.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,12 @@ from hfusion.cluster.serialization import pack_message, unpack_message
 from hfusion.core.errors import PlanError
 from hfusion.device.machine import Device, Machine
 
-# Seconds that an actor has to begin, with its imports and the measuring of its rates; and to end by itself.
+_log = logging.getLogger(__name__)
+
+# Seconds that an actor has to begin, with its imports and the measuring of its rates; until those that have not are
+# named; and to end by itself.
 _BEGIN = 300.0
+_PATIENCE = 10.0
 _GRACE = 5.0
 
 
@@ -67,7 +73,7 @@ class RayExecutor:
 
     Raises:
         ImportError: Ray is not installed.
-        PlanError: no node has what the options ask for.
+        PlanError: no node has what the options ask for, or none begins; this process is connected to another cluster.
     """
 
     def __init__(
@@ -85,8 +91,18 @@ class RayExecutor:
         self._own = not ray.is_initialized()
         self._options = {name: value for name, value in options.items() if value is not None}
         self._machine = machine
+        environment = None if runtime_env is None else dict(runtime_env)
+        # Of actors alone where this process is connected already.
+        self._environment = None if self._own else environment
+        # Actors of this run, in Ray's dashboard.
+        self._run = f"hfusion {uuid.uuid4().hex[:8]}"
         if self._own:
-            ray.init(address=address, runtime_env=None if runtime_env is None else dict(runtime_env))
+            ray.init(address=address, runtime_env=environment)
+        elif address not in (None, "auto", there := ray.get_runtime_context().gcs_address):
+            raise PlanError(
+                f"hf.Cluster({address!r}): this process is connected to the Ray cluster at {there}; call "
+                "ray.shutdown() before, or give None for the present one"
+            )
         self._nodes: list[str] = []
         self._actors: list[Any] = []
         self._running: dict[int, Any] = {}
@@ -99,17 +115,49 @@ class RayExecutor:
             raise
 
     def _begin_all(self) -> None:
-        for place, node in enumerate(self._alive()):
-            for number in range(self._count(node)):
-                self._nodes.append(node["NodeID"])
-                self._actors.append(self._actor(node, f"node{place}/{number}"))
+        free, left_out = self._free([(node, place) for place, node in enumerate(self._alive())])
+        infos = []
+        for node, name in free:
+            self._nodes.append(node["NodeID"])
+            self._actors.append(self._actor(node, name))
+            infos.append(self._actors[-1].info.remote())
+        for place, info in reversed(list(enumerate(infos))):
+            try:
+                self.devices.insert(0, self._ray.get(info, timeout=_BEGIN))
+            except self._ray.exceptions.RayError as error:
+                left_out.append(f"node {free[place][0]['NodeName']} failed: {_last_line(error)}")
+                with suppress(Exception):
+                    self._ray.kill(self._actors[place])
+                del self._nodes[place], self._actors[place]
         if not self._actors:
-            raise PlanError(
-                f"no node of the Ray cluster has {self._options or 'a CPU'}: its nodes have "
-                f"{[node['Resources'] for node in self._alive()]}"
-            )
-        self.devices = self._ray.get([actor.info.remote() for actor in self._actors], timeout=_BEGIN)
+            raise PlanError(f"no process could begin on the Ray cluster: {'; '.join(left_out)}")
+        for text in left_out:
+            _log.warning("the run goes without a device: %s", text)
         self.offsets = [self._offset(actor) for actor in self._actors]
+
+    def _free(self, nodes: Sequence[tuple[dict[str, Any], int]]) -> tuple[list[tuple[dict[str, Any], str]], list[str]]:
+        """The devices whose resources nobody else holds, each with its node and a name; and texts about the others.
+
+        Raises PlanError where no node has what the options ask for.
+        """
+        devices = [(node, f"node{place}/{number}") for node, place in nodes for number in range(self._count(node))]
+        if not devices:
+            asked = self._options or "a CPU"
+            raise PlanError(
+                f"no node of the Ray cluster has {asked}: its nodes have {[n['Resources'] for n, _ in nodes]}"
+            )
+        # A task that wants the same, and imports nothing.
+        probes = [self._ray.remote(lambda: None).options(**self._place(node)).remote() for node, _ in devices]
+        _, busy = self._ray.wait(probes, num_returns=len(probes), timeout=_PATIENCE)
+        for probe in busy:
+            self._ray.cancel(probe)
+        pairs = list(zip(devices, probes, strict=True))
+        texts = [
+            f"node {node['NodeName']}: others use what {name} needs, {self._wanted(node)}"
+            for (node, name), probe in pairs
+            if probe in busy
+        ]
+        return [device for device, probe in pairs if probe not in busy], texts
 
     def _offset(self, actor: Any) -> float:
         """Return the offset of an actor's clock, read at the midpoint of a request and its answer."""
@@ -139,19 +187,24 @@ class RayExecutor:
         """Return the number of actors for a node: without GPUs one, as the CPU is one device."""
         wanted = self._wanted(node)
         asks = {"CPU": wanted["num_cpus"], "GPU": wanted["num_gpus"], **(wanted.get("resources") or {})}
+        if not any(asks.values()) and not self._options:
+            # Such as a head that is to run no tasks.
+            return 0
         found = self._slots(node["Resources"], asks, 1)
         return found if wanted["num_gpus"] else min(found, 1)
 
-    def _actor(self, node: Mapping[str, Any], name: str) -> Any:
+    def _place(self, node: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of what runs on a node."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        made = self._ray.remote(DeviceActor).options(
-            **self._wanted(node),
-            # One thread trains, the other hears that it is to stop.
-            max_concurrency=2,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        )
-        return made.remote(name, *self._machine)
+        return {**self._wanted(node), "scheduling_strategy": NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)}
+
+    def _actor(self, node: Mapping[str, Any], name: str) -> Any:
+        # One thread trains, the other hears that it is to stop. The name is for Ray's dashboard.
+        options = {**self._place(node), "max_concurrency": 2, "name": f"{self._run} {name} {uuid.uuid4().hex[:4]}"}
+        if self._environment is not None:
+            options["runtime_env"] = self._environment
+        return self._ray.remote(DeviceActor).options(**options).remote(name, *self._machine)
 
     def put(self, value: Any) -> Any:
         return self._ray.put(value)
@@ -200,16 +253,23 @@ class RayExecutor:
     def revive(self, device: int) -> bool:
         with suppress(Exception):
             self._ray.kill(self._actors[device])
-        nodes = [node for node in self._alive() if node["NodeID"] == self._nodes[device]]
-        if not nodes:
-            return False
-        self._actors[device] = self._actor(nodes[0], self.devices[device].name)
+        # Its own node, then one that took its place: that a node is gone may be known only once an actor fails there.
+        own, taken = self._nodes[device], set(self._nodes)
+        return any(self._begins(device, node) for node in self._alive() if node["NodeID"] == own) or any(
+            self._begins(device, node) for node in self._alive() if node["NodeID"] not in taken and self._count(node)
+        )
+
+    def _begins(self, device: int, node: Mapping[str, Any]) -> bool:
+        """Begin the process of a device on a node; return whether it runs."""
+        actor = self._actor(node, self.devices[device].name)
         try:
-            self.offsets[device] = self._offset(self._actors[device])
-            info = self._ray.get(self._actors[device].info.remote(), timeout=_BEGIN)
+            offset, info = self._offset(actor), self._ray.get(actor.info.remote(), timeout=_BEGIN)
         except self._ray.exceptions.RayError:
+            with suppress(Exception):
+                self._ray.kill(actor)
             return False
-        self.devices[device] = replace(self.devices[device], process=info.process)
+        self._nodes[device], self._actors[device], self.offsets[device] = node["NodeID"], actor, offset
+        self.devices[device] = replace(self.devices[device], process=info.process, node=info.node)
         return True
 
     def close(self) -> None:
@@ -228,3 +288,7 @@ class RayExecutor:
                 self._ray.kill(actor)
         if self._own:
             self._ray.shutdown()
+
+
+def _last_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[-1]

@@ -24,17 +24,23 @@ pytestmark = [
 
 
 class Nodes:
-    """A head and nodes beside it, each with one CPU."""
+    """A head with ``head`` CPUs, and nodes beside it with one each."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, head: int = 1) -> None:
         from ray.cluster_utils import Cluster
 
         options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80_000_000}
-        self.cluster = Cluster(initialize_head=True, head_node_args={**options, "include_dashboard": False})
+        first = {**options, "num_cpus": head, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args=first)
+        self._options = options
         self.others = [self.cluster.add_node(**options) for _ in range(count - 1)]
 
+    def add(self) -> None:
+        """Another one, first of those beside the head."""
+        self.others.insert(0, self.cluster.add_node(**self._options))
+
     def kill(self) -> None:
-        """One of those beside the head."""
+        """The last of those beside the head."""
         self.cluster.remove_node(self.others.pop(), allow_graceful=False)
 
 
@@ -42,7 +48,7 @@ class Nodes:
 def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     ray = pytest.importorskip("ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    found = Nodes(getattr(request, "param", 2))
+    found = Nodes(*getattr(request, "param", (2,)))
     ray.init(address=found.cluster.address, log_to_driver=False)
     yield found
     ray.shutdown()
@@ -118,7 +124,7 @@ def raising(folder: Path) -> list[hf.Task]:
     return [mixed, hf.Task(plain.models, plain.loss, plain.optimizer, Raising(os.getpid()), name="raising")]
 
 
-@pytest.mark.parametrize("nodes", [3], indirect=True)
+@pytest.mark.parametrize("nodes", [(3,)], indirect=True)
 def test_a_node_that_is_killed_loses_an_interval_at_most(nodes: Nodes, tmp_path: Path) -> None:
     wanted = alone(tmp_path)
     killed: list[Any] = []
@@ -157,4 +163,73 @@ def test_a_sweep_on_two_nodes_gives_what_one_machine_gives(
     assert_same_sweep(sweep(cluster(tmp_path), space=space, directory=tmp_path / "sweep"), wanted)
     assert killer.finished.is_set()
     assert nodes.others == []
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("nodes", [(3, 0)], indirect=True)
+def test_nodes_that_others_use_and_a_head_without_cpus_are_left_out(
+    nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    wanted = alone(tmp_path)
+    held = NodeAffinitySchedulingStrategy(nodes.others[0].node_id, soft=False)
+    other = ray.remote(threading.Event).options(num_cpus=1, scheduling_strategy=held).remote()
+    ray.get(other.is_set.remote())
+    torch.manual_seed(1)
+    found = hf.train(tasks(), cluster(tmp_path))
+    assert_same(found, wanted)
+    assert len(found.peak) == 1
+    assert "others use what node" in caplog.text
+    last = NodeAffinitySchedulingStrategy(nodes.others[1].node_id, soft=False)
+    another = ray.remote(threading.Event).options(num_cpus=1, scheduling_strategy=last).remote()
+    ray.get(another.is_set.remote())
+    with pytest.raises(
+        hf.PlanError, match=r"no process could begin on the Ray cluster: .*others use what node2/0 needs"
+    ):
+        hf.train(tasks(), cluster(tmp_path))
+    assert nothing_left(tmp_path)
+
+
+class Wanting(list[Any]):
+    """A loader that needs a variable of the environment, except in the driver."""
+
+    def __init__(self, driver: int) -> None:
+        super().__init__(Raising(driver))
+        self.driver = driver
+
+    def __iter__(self) -> Iterator[Any]:
+        if os.getpid() != self.driver and os.environ.get("HFUSION_WANTED") != "yes":
+            raise ValueError("HFUSION_WANTED is missing")
+        return super().__iter__()
+
+
+def test_a_process_that_is_connected_already(nodes: Nodes, tmp_path: Path) -> None:
+    """Its cluster counts, and actors get the environment."""
+    _, plain = tasks()
+    task = hf.Task(plain.models, plain.loss, plain.optimizer, Wanting(os.getpid()), name="wanting")
+    with pytest.raises(hf.PlanError, match="is connected to the Ray cluster at"):
+        hf.train([task], cluster(tmp_path, where="10.0.0.1:6379"))
+    given = cluster(tmp_path, where=nodes.cluster.address, runtime_env={"env_vars": {"HFUSION_WANTED": "yes"}})
+    assert hf.train([task], given)["wanting"].losses.isfinite().all()
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("nodes", [(2, 0)], indirect=True)
+def test_a_node_that_is_replaced(nodes: Nodes, tmp_path: Path) -> None:
+    """The only one that trains is killed, after another has joined."""
+    wanted = alone(tmp_path)
+    killed: list[Any] = []
+
+    def kill(event: Any) -> None:
+        if not killed and isinstance(event, hf.Step) and event.epoch == 1:
+            killed.append(event)
+            nodes.add()
+            nodes.kill()
+
+    torch.manual_seed(1)
+    found = hf.train(tasks(kill), cluster(tmp_path), checkpoint=tmp_path / "saves", every=1)
+    assert_same(found, wanted)
+    assert killed
     assert nothing_left(tmp_path)
