@@ -331,7 +331,8 @@ def seed_in_use(seed: int) -> None:
     random.default_generator.manual_seed(seed)
     if found := _in_use():
         module = torch.get_device_module(found[0])
-        getattr(module, "manual_seed_all", module.manual_seed)(seed)
+        # Apple's has a single device.
+        (getattr(module, "manual_seed_all", None) or module.manual_seed)(seed)
 
 
 def active_autocast() -> tuple[tuple[str, torch.dtype], ...] | None:
