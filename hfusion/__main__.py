@@ -28,8 +28,6 @@ from hfusion import __version__
 from hfusion.core.errors import CheckpointError
 from hfusion.core.resuming import resuming
 from hfusion.environment import clear_cache, describe
-from hfusion.status.runs import read_status
-from hfusion.status.table import print_status, to_json
 
 # What shells say of a process that these ended.
 TERMINATED, INTERRUPTED = 128 + signal.SIGTERM, 128 + signal.SIGINT
@@ -85,6 +83,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _status(folder: Path, *, as_json: bool) -> int:
     """Print the state of the runs in a folder, and return the exit status."""
+    # Scripts that are run need nothing of it.
+    from hfusion.status.runs import read_status
+    from hfusion.status.table import print_status, to_json
+
     try:
         runs = read_status(folder)
     except CheckpointError as error:

@@ -166,7 +166,7 @@ class Tree(nn.Module):
         return named
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As of nn.Module; of an array without its walk, which takes longer than the update of a small one."""
+        """As of nn.Module. An array knows its modules: walking them takes longer than an update of few parameters."""
         branches: list[nn.Module] | None = self.__dict__.get("_branches") if recurse else None
         if branches is None:
             return super().parameters(recurse)
@@ -174,7 +174,7 @@ class Tree(nn.Module):
         return iter({id(param): param for param in named}.values())
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of nn.Module; without its walk of an array that has none."""
+        """As of nn.Module. An array without buffers is not walked."""
         branches: list[nn.Module] | None = self.__dict__.get("_branches")
         if branches is not None and not any(branch._buffers for branch in branches):
             return iter(())

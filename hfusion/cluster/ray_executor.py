@@ -136,7 +136,7 @@ class RayExecutor:
         self.offsets = [self._offset(actor) for actor in self._actors]
 
     def _free(self, nodes: Sequence[tuple[dict[str, Any], int]]) -> tuple[list[tuple[dict[str, Any], str]], list[str]]:
-        """The devices whose resources nobody else holds, each with its node and a name; and texts about the others.
+        """Return the devices whose resources are free, as (node, name) pairs, and texts about the others.
 
         Raises PlanError where no node has what the options ask for.
         """

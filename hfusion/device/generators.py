@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock
 
@@ -94,9 +94,9 @@ def draws_kept() -> Iterator[None]:
     The draws of other threads are not affected.
     """
     device, alone = current_device(), threading.active_count() == 1
-    with random_states_kept() if alone or device.type != "cpu" else nullcontext():
+    with random_states_kept() if alone or device.type != "cpu" else waiting_seeds_kept():
         if alone:
             yield
         else:
-            with waiting_seeds_kept(), Generators(0, backend(device).random_states()).apart(device):
+            with Generators(0, backend(device).random_states()).apart(device):
                 yield

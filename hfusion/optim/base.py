@@ -232,7 +232,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         # torch gives all of the state but ``step`` the dtype and device of its parameter, which would round numbers.
         for param, saved in paired(self.param_groups, {**state_dict, "state": state}):
             self.state[param].update({name: saved[name] for name in self.numbers if name in saved})
-            master_weights.restore(param, self.state[param], saved)
+            master_weights.restore(param, self.state[param], saved, self.numbers)
         master_weights.complete(self.param_groups)
 
     def unfuse(self) -> list[dict[str, Any]]:

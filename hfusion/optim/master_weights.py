@@ -7,8 +7,8 @@ what that rounds to (Micikevicius and others, 2018, "Mixed Precision Training", 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Container, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -62,12 +62,13 @@ def check_unfused(groups: Sequence[ParamGroup]) -> None:
             )
 
 
-def restore(param: Tensor, entry: dict[str, Tensor], saved: Mapping[str, Any]) -> None:
-    """Write the float32 stacks of a saved state into ``entry``, which torch has rounded to the dtype of ``param``."""
+def restore(param: Tensor, entry: dict[str, Tensor], saved: Mapping[str, Tensor], numbers: Container[str]) -> None:
+    """Write the float32 stacks of a saved state into ``entry``, which torch has rounded to the dtype of ``param``.
+
+    numbers: names of what is no stack.
+    """
     if STACK in saved:
-        for name, value in saved.items():
-            if isinstance(value, Tensor) and value.shape == param.shape:
-                entry[name] = value.to(param.device)
+        entry.update({name: value.to(param.device) for name, value in saved.items() if name not in numbers})
 
 
 class MasterStepper:

@@ -170,19 +170,19 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         roll = self._roll
         grads = [param.grad for param in self.fused.parameters() if param.grad is not None]
         healthy = self._on_nonfinite == "ignore" or all_finite(grads, losses)
+        if not healthy or bool(roll.frozen.any()):
+            self._update(losses, ~self._none())
+            return
         try:
-            if healthy and not bool(roll.frozen.any()):
-                if self._gradient_hooks:
-                    self._run_gradient_hooks(self._none())
-                self._limits.clip(self.fused)
-                self.optimizer.step()
-                roll.ages += roll.alive
-                roll.step += 1
-            else:
-                self._apply(losses, ~self._none())
+            if self._gradient_hooks:
+                self._run_gradient_hooks(self._none())
+            self._limits.clip(self.fused)
+            self.optimizer.step()
         except BaseException:
             self._give_up()
             raise
+        roll.ages += roll.alive
+        roll.step += 1
         # Nothing else is underway.
         self._updates.buffers = None
 

@@ -112,8 +112,10 @@ def _checked(name: str, value: HyperValue | None, rows: int) -> Tensor:
 
 def bad_rows(fused: FusedModule, losses: Tensor) -> Tensor:
     """The members whose loss or gradients are not all finite: bool ``[rows]``, on the CPU."""
-    bad: Tensor = ~losses.detach().isfinite().cpu()
     grads = [param.grad for param in fused.parameters() if param.grad is not None and is_per_member(param)]
+    if all_finite(grads, losses.detach()):
+        return torch.zeros(len(fused), dtype=torch.bool, device="cpu")
+    bad: Tensor = ~losses.detach().isfinite().cpu()
     return bad | overflowing([grad.reshape(len(fused), -1) for grad in grads], len(fused))
 
 
