@@ -25,10 +25,19 @@ _TIMED = 3
 
 @dataclass(eq=False)
 class StepClock:
-    """Seconds of the first steps of a kind, but for the very first, which captures."""
+    """Seconds of the first steps of a kind, but for the very first, which captures, and of its compilation.
+
+    Attributes:
+        behind: whether another process compiles, and no step waits for it.
+        compilation: seconds until the program was there, where it was compiled for these steps.
+        expected: seconds that the compilation is expected to take, with a core to itself.
+    """
 
     eager: list[float] = field(default_factory=list)
     compiled: list[float] = field(default_factory=list)
+    behind: bool = False
+    compilation: float | None = None
+    expected: float | None = None
 
     def note_eager(self, seconds: float) -> None:
         if len(self.eager) < _TIMED:

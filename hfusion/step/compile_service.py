@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -40,11 +40,34 @@ from hfusion.step.compiled_step import (
 )
 from hfusion.step.cpp_block_entry import Unparted
 from hfusion.step.program_cache import NoProgram, StepPrograms
+from hfusion.step.program_state import Compiling, Due, Eager, Ended, Failed, Made, Postponed, Requested, Waiting
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import StepVariant
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
 MAX_PROGRAMS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class MakeRequest:
+    """The program that is wanted of a variant.
+
+    Attributes:
+        call: a call that it is to serve.
+        size: how many rows one call of it computes; None for all.
+        behind: whether another process compiles it.
+        due: whether the next step may use it; otherwise it waits until it is due.
+        wait: whether to wait for the other process.
+        find_only: whether to take one that is kept, and not to compile any.
+    """
+
+    call: StepCall
+    size: int | None
+    autocast: Any
+    behind: bool
+    due: bool = True
+    wait: bool = False
+    find_only: bool = False
 
 
 class ProgramMaker:
@@ -61,33 +84,41 @@ class ProgramMaker:
         Raises ProgramMismatch where it cannot have one for these sizes.
         """
         steps, way.steps = way.steps, way.steps + 1
+        request = MakeRequest(call, size, autocast, self.mode.background, wait=self.mode.due(steps))
         if self.mode.eager(steps):
-            self._begin(way, call, size, autocast)
+            # A program that will be waited for.
+            if isinstance(way.state, Eager) and not any(o.pending and o.like(way) for o in self._variants()):
+                self._make(way, replace(request, due=False, wait=False))
             return
-        way.program = self._fitting(way, call)
-        if way.program is not None or self._waits(way, call, steps):
+        if isinstance(way.state, Waiting):
+            way.note(Due())
             return
-        if self.mode.judged and way.job is None and not self._pays(way, call, size, autocast, steps):
+        if self._take_fitting(way, call) or self._waits(way, call, steps):
             return
-        self._make(way, call, size, autocast, self.mode.due(steps) and not way.behind)
+        if isinstance(way.state, Compiling):
+            if (request.wait and not way.state.behind) or way.state.pending.ready():
+                self._guarded(way, request, self._take)
+            return
+        if not self.mode.judged or self._pays(way, request, steps):
+            self._make(way, replace(request, behind=request.behind or way.clock.behind))
 
-    def _pays(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any, steps: int) -> bool:
+    def _pays(self, way: StepVariant, request: MakeRequest, steps: int) -> bool:
         """Return whether to compile ``way`` after ``steps`` of its kind, at least one of them timed."""
         if any(holder[name].device.type != "cpu" for holder, name in way.places):
             # An accelerator's steps go on when their calls are over.
             return True
         if not way.clock.eager:
             # One that is there already costs nothing.
-            self._make(way, call, size, autocast, due=False, find_only=True)
+            self._make(way, replace(request, wait=False, find_only=True))
             return False
         left = self.mode.left(steps)
         if left is None:
             return False
         operators, looped = _extent(way)
         found = judge(left, median(way.clock.eager), operators, looped, read_records(), spare_core())
-        way.behind, way.postponed = found.behind, found.why
-        if found.why and self.mode.steps is not None:
-            way.why, way.chosen = found.why, True
+        way.clock.behind = found.behind
+        final = bool(found.why) and self.mode.steps is not None
+        way.note(Failed(found.why, by_choice=True) if final else Postponed(found.why))
         return not found.why
 
     def eager_threads(self, way: StepVariant) -> AbstractContextManager[None]:
@@ -97,17 +128,19 @@ class ProgramMaker:
         Until then the steps lose nothing to it; from then on they lose no more than they would have from the start.
         """
         count = torch.get_num_threads()
-        if way.job is None or self.mode.eager_steps is not None or count == 1 or spare_core():
+        pending = way.pending
+        if pending is None or self.mode.eager_steps is not None or count == 1 or spare_core():
             return nullcontext()
-        if way.expected is None:
-            way.expected = compile_seconds(*_extent(way), read_records(), behind=False)
-        return torch_threads(count - 1) if way.job.age > way.expected else nullcontext()
+        if way.clock.expected is None:
+            way.clock.expected = compile_seconds(*_extent(way), read_records(), behind=False)
+        return torch_threads(count - 1) if pending.age > way.clock.expected else nullcontext()
 
     def remember(self, way: StepVariant) -> None:
         """Keep what was measured of ``way``, for those after it."""
-        if way.compiling is not None:
-            behind = way.behind or self.mode.background
-            add_record(CompileRecord(*_extent(way), behind, way.compiling, way.clock.speedup))
+        clock = way.clock
+        if clock.compilation is not None:
+            behind = clock.behind or self.mode.background
+            add_record(CompileRecord(*_extent(way), behind, clock.compilation, clock.speedup))
 
     def _variants(self) -> Iterator[StepVariant]:
         return (way for ways in self._ways.values() for way in ways)
@@ -120,74 +153,56 @@ class ProgramMaker:
         for way in self._variants():
             way.release()
 
-    def _fitting(self, way: StepVariant, call: StepCall) -> StepProgram | None:
-        """The program of calls that differ in the number of samples only, if it holds for this number."""
+    def _take_fitting(self, way: StepVariant, call: StepCall) -> bool:
+        """Use a program of calls that differ in the number of samples only, if one holds for this number."""
         for other in self._variants():
             if other.program is not None and other.like(way) and other.program.fits(call):
-                return other.program
-        return None
-
-    def _waits(self, way: StepVariant, call: StepCall, steps: int) -> bool:
-        """Return whether this step is eager because its program is being compiled."""
-        for other in self._variants():
-            if other is not way and other.job is not None and other.like(way):
-                if other.behind or not self.mode.due(steps):
-                    return True
-                self._take(other)
-                way.program = self._fitting(way, call)
-                return way.program is not None
+                if way.pending is not None:
+                    way.pending.cancel()
+                    way.note(Ended())
+                way.note(Made(other.program))
+                return True
         return False
 
-    def _begin(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any) -> None:
-        """Let a program be made that will be waited for."""
-        if way.job is None and way.kept_back is None and not any(o.job and o.like(way) for o in self._variants()):
-            self._make(way, call, size, autocast, due=False)
-            # It may be there too early.
-            way.kept_back, way.program = way.program, None
+    def _waits(self, way: StepVariant, call: StepCall, steps: int) -> bool:
+        """Return whether this step is eager because its program is being compiled, or has the program now."""
+        for other in self._variants():
+            if other is not way and isinstance(other.state, Compiling) and other.like(way):
+                if other.state.behind or not self.mode.due(steps):
+                    return True
+                self._take(other)
+                return self._take_fitting(way, call)
+        return False
 
-    def _make(
-        self,
-        way: StepVariant,
-        call: StepCall,
-        size: int | None,
-        autocast: Any,
-        due: bool,
-        find_only: bool = False,
-    ) -> None:
-        if way.kept_back is not None:
-            way.program, way.kept_back = way.kept_back, None
-            return
-        if way.job is not None:
-            if due or way.job.ready():
-                self._take(way)
-            return
+    def _make(self, way: StepVariant, request: MakeRequest) -> None:
+        """Find or compile the program of ``way``, or let another process compile it."""
         if self.library.count >= MAX_PROGRAMS:
-            way.why = f"{MAX_PROGRAMS} other programs were compiled already; call it with fewer kinds of inputs"
+            way.note(Failed(f"{MAX_PROGRAMS} other programs were compiled already; call it with fewer kinds of inputs"))
             return
-        assert way.sources is not None
+        self._guarded(way, request, lambda of: self._find_or_compile(of, request))
+
+    def _guarded(self, way: StepVariant, request: MakeRequest, work: Callable[[StepVariant], None]) -> None:
+        """Do ``work`` for ``way``; where that fails, note why."""
         try:
-            if way.parting is None:
-                way.parting = Parting.of(self.mode.parts, *way.sources, size, way.most)
-            self._find_or_compile(way, call, way.parting, autocast, due, find_only)
+            work(way)
         except Unparted as error:
-            way.parting = Parting(way.most if size is None else size, why=str(error))
-            self._make(way, call, size, autocast, due, find_only)
+            way.parting = Parting(way.most if request.size is None else request.size, why=str(error))
+            self._make(way, request)
         except (ProgramMismatch, BrokenProgram):
             raise
         except Unprofitable as error:
-            way.why = str(error)
+            way.note(Failed(str(error)))
         except Exception as error:
             # Only what is traced and compiled here: the call itself has run eagerly, with the user's own errors.
-            way.why = f"compilation failed: {error_text(error)}"
+            way.note(Failed(f"compilation failed: {error_text(error)}"))
 
-    def _find_or_compile(
-        self, way: StepVariant, call: StepCall, parting: Parting, autocast: Any, due: bool, find_only: bool
-    ) -> None:
+    def _find_or_compile(self, way: StepVariant, request: MakeRequest) -> None:
         assert way.sources is not None
-        behind = self.mode.background or way.behind
-        began = perf_counter()
+        if way.parting is None:
+            way.parting = Parting.of(self.mode.parts, *way.sources, request.size, way.most)
+        parting, began = way.parting, perf_counter()
         with parting.set_threads():
-            order = order_for(*way.sources, call, parting.size, autocast, always=behind)
+            order = order_for(*way.sources, request.call, parting.size, request.autocast, always=request.behind)
         rival = None
         # The two differ in last bits: time decides once for all, or not at all.
         if parting.rival and order is not None and program_cache.keeping() and lasts():
@@ -195,31 +210,39 @@ class ProgramMaker:
             if times is not None:
                 way.parting = parting = parting.chosen(times)
                 if times.fastest == ONE_PART:
-                    self._find_or_compile(way, call, parting, autocast, due, find_only)
+                    self._find_or_compile(way, request)
                     return
-            elif find_only:
+            elif request.find_only:
                 return
             else:
-                rival = self._rival(way, call, order, autocast)
-        with parting.set_threads():
-            with tracing:
-                known = None if order is None or not program_cache.keeping() else program_cache.find(order)
-            if known is None and not find_only and not (behind and order is not None):
-                with compiling():
-                    keep = order if program_cache.keeping() else None
-                    kind = _kind(way, call)
-                    known = compile_programs(*way.sources, call, self.library, kind, parting.size, keep)
-                    way.compiling = perf_counter() - began
-        if known is not None and (rival is None or not behind):
-            self._use(way, call, known, rival)
-            if way.compiling is not None:
-                way.compiling = perf_counter() - began
-        elif not find_only:
+                rival = self._rival(way, request.call, order, request.autocast)
+        known = self._known(way, request, order)
+        if known is not None and (rival is None or not request.behind):
+            self._use(way, request.call, known, rival, request.due)
+            if way.clock.compilation is not None:
+                way.clock.compilation = perf_counter() - began
+        elif not request.find_only:
             assert order is not None
             job = BackgroundJob(order, self._folder, self) if known is None else None
-            way.job = PendingProgram(job, order, call, rival)
-            if due:
+            way.note(Requested(PendingProgram(job, order, request.call, rival), way.clock.behind))
+            if request.wait and not way.clock.behind:
                 self._take(way)
+
+    def _known(self, way: StepVariant, request: MakeRequest, order: Order | None) -> StepPrograms | NoProgram | None:
+        """Return programs that are kept, or compile them here; None where another process is to do so."""
+        assert way.sources is not None
+        assert way.parting is not None
+        began = perf_counter()
+        keep = order if program_cache.keeping() else None
+        with way.parting.set_threads():
+            with tracing:
+                known = None if keep is None else program_cache.find(keep)
+            if known is None and not request.find_only and not (request.behind and order is not None):
+                with compiling():
+                    kind, size = _kind(way, request.call), way.parting.size
+                    known = compile_programs(*way.sources, request.call, self.library, kind, size, keep)
+                    way.clock.compilation = perf_counter() - began
+        return known
 
     def _rival(self, way: StepVariant, call: StepCall, parts: Order, autocast: Any) -> Rival | None:
         """All members in one part, to be compared with the program of the order ``parts`` before that is used; None
@@ -239,17 +262,18 @@ class ProgramMaker:
 
     def _take(self, way: StepVariant) -> None:
         """Take the program that the other process compiled for ``way``."""
-        pending, way.job = way.job, None
+        pending = way.pending
         assert pending is not None
+        way.note(Ended())
         found = self._result(pending)
         if found is None:
             # It was of a step that is gone; it is asked for anew at the next call.
             return
         if isinstance(found, str):
-            way.why = f"its compilation in the background failed: {found}"
+            way.note(Failed(f"its compilation in the background failed: {found}"))
             return
         if pending.job is not None:
-            way.compiling = pending.job.seconds
+            way.clock.compilation = pending.job.seconds
             self.library.count += 0 if isinstance(found, NoProgram) else len(found.runs)
         try:
             self._use(way, pending.call, found, pending.rival)
@@ -257,7 +281,7 @@ class ProgramMaker:
             # It is asked for anew, as one part, at the next call.
             way.parting = Parting(way.most, why=str(error))
         except Unprofitable as error:
-            way.why = str(error)
+            way.note(Failed(str(error)))
 
     def _result(self, pending: PendingProgram) -> StepPrograms | NoProgram | str | None:
         """Wait for a request and return its programs; the reason if there are none, None if it was cancelled."""
@@ -273,27 +297,30 @@ class ProgramMaker:
         call: StepCall,
         found: StepPrograms | NoProgram,
         rival: Rival | None = None,
+        due: bool = True,
     ) -> None:
         if isinstance(found, NoProgram):
             raise Unprofitable(found.why)
         assert way.parting is not None
         parts = self._step(way, call, found)
-        way.program = way.parting.applied(parts)
+        program = way.parting.applied(parts)
         other = None if rival is None else self._result(rival.pending)
         if rival is not None and isinstance(other, StepPrograms):
-            self._choose(way, call, parts, other, rival.parts)
+            program = self._faster(way, call, program, parts, other, rival.parts)
         if way.parting.times is not None:
-            way.program = NotedProgram(way.program, f"chosen: {way.parting.times}")
+            program = NotedProgram(program, f"chosen: {way.parting.times}")
+        way.note(Made(program, due))
 
-    def _choose(
+    def _faster(
         self,
         way: StepVariant,
         call: StepCall,
+        applied: StepProgram,
         parts: FusedStep | PerMemberStep,
         found: StepPrograms,
         order: Order,
-    ) -> None:
-        """Measure ``parts``, of ``order``, and all members in one, and give ``way`` the faster."""
+    ) -> StepProgram:
+        """Measure ``parts``, of ``order``, and all members in one, and return the faster; ``applied``: parts in use."""
         assert way.parting is not None
         parting, way.parting = way.parting, Parting(None)
         one = self._step(way, call, found)
@@ -303,8 +330,7 @@ class ProgramMaker:
         }
         times = keep_times(order, measure(ways, call, way.places), parting.threads)
         way.parting = parting if times is None else parting.chosen(times)
-        if times is not None and times.fastest == ONE_PART:
-            way.program = ways[ONE_PART]
+        return ways[ONE_PART] if times is not None and times.fastest == ONE_PART else applied
 
     def _step(self, way: StepVariant, call: StepCall, found: StepPrograms) -> FusedStep | PerMemberStep:
         assert way.sources is not None
@@ -322,8 +348,8 @@ class ProgramMaker:
     def close(self) -> None:
         """End the processes that make programs; what they were to make is asked for anew, if it is needed."""
         for way in self._variants():
-            if way.job is not None:
-                way.job.cancel()
+            if way.pending is not None:
+                way.pending.cancel()
 
 
 def _extent(way: StepVariant) -> tuple[int, bool]:

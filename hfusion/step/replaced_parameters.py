@@ -7,25 +7,41 @@ from torch.optim import Optimizer
 from hfusion.array.module import FusedModule
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import check_whole_stack
+from hfusion.step.variants import Seen
 
 
-def check_trained(fused: FusedModule, optimizer: Optimizer) -> None:
-    """Raise a FusionError if no parameter of ``optimizer`` is one of the array any more: a step would train nothing.
+class TrainedParameters:
+    """Checks that an optimizer trains parameters of its array: with all of them replaced, a step would train nothing.
 
-    Called after a backward that began without gradients: a parameter with one is of the array.
+    Raises a FusionError if it has none of them any more.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(param.grad is not None for param in params):
-        return
-    own = {id(param): param for param in fused.parameters()}
-    if any(id(param) in own for param in params):
-        # Such as parameters that are frozen, or that no forward uses.
-        return
-    for param in own.values():
-        check_whole_stack(
-            param, "shard a frozen base only, fully_shard(fused, ignored_params={those that are trained})"
+
+    def __init__(self, fused: FusedModule, optimizer: Optimizer) -> None:
+        self._fused, self._optimizer = fused, optimizer
+        self._seen: Seen | None = None
+
+    def check_backward(self) -> None:
+        """Check after a backward that began without gradients: a parameter with one is of the array."""
+        if all(param.grad is None for group in self._optimizer.param_groups for param in group["params"]):
+            self._check()
+
+    def check_program(self, seen: Seen | None) -> None:
+        """Check before a compiled step of the tensors ``seen``, which is cheap for those of the step before."""
+        if seen is None or seen is not self._seen:
+            self._check()
+            self._seen = seen
+
+    def _check(self) -> None:
+        own = {id(param): param for param in self._fused.parameters()}
+        if any(id(param) in own for group in self._optimizer.param_groups for param in group["params"]):
+            # Such as parameters that are frozen, or that no forward uses.
+            return
+        for param in own.values():
+            check_whole_stack(
+                param, "shard a frozen base only, fully_shard(fused, ignored_params={those that are trained})"
+            )
+        raise FusionError(
+            f"the parameters of the fused {self._fused._original} were replaced after train_step was made, and the "
+            f"{type(self._optimizer).__name__} has none of them: make the optimizer and the step of fused.parameters() "
+            "again"
         )
-    raise FusionError(
-        f"the parameters of the fused {fused._original} were replaced after train_step was made, and the "
-        f"{type(optimizer).__name__} has none of them: make the optimizer and the step of fused.parameters() again"
-    )

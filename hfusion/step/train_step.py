@@ -31,7 +31,8 @@ from hfusion.step.compile_mode import Compile, CompileMode
 from hfusion.step.compile_service import ProgramMaker
 from hfusion.step.eager_step import EagerStep
 from hfusion.step.memory_budget import MemoryBudget, MemoryPlan
-from hfusion.step.replaced_parameters import check_trained
+from hfusion.step.program_state import Eager, Refused
+from hfusion.step.replaced_parameters import TrainedParameters
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import (
     CallReport,
@@ -96,6 +97,7 @@ class TrainStep:
         self._uncompiled: dict[str, CallReport] = {}
         self._memory: dict[str, MemoryPlan] = {}
         self._warned: set[str] = set()
+        self._trained = TrainedParameters(fused, opt)
         self._maker = ProgramMaker(mode, self._ways)
         self._turn = RLock()  # Gradients and parameters are those of one step at a time.
 
@@ -149,6 +151,7 @@ class TrainStep:
                 losses = self._eager(prepared)[0]
             way.clock.note_eager(perf_counter() - began)
             return losses
+        self._trained.check_program(way.seen)
         if self.idle and not way.draws_together:
             call = replace(call, idle=self.idle)
         with without_autocast(situation[2]):
@@ -214,7 +217,7 @@ class TrainStep:
         self._optimizer.zero_grad()
         self._fused.zero_grad()
         losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, self._draws_by_seeds())
-        check_trained(self._fused, self._optimizer)
+        self._trained.check_backward()
         self.update(losses)
         return losses, outputs
 
@@ -259,7 +262,7 @@ class TrainStep:
                 self._maker.prepare(way, call, self.at_once, way.situation[2])
             except ProgramMismatch:
                 return False
-            if way.why and not way.chosen:
+            if isinstance(way.state, Refused) and not way.state.by_choice:
                 self._refused(way)
         return True
 
@@ -282,14 +285,13 @@ class TrainStep:
         places: list[Place] = [(m._parameters, n) for m in modules for n, p in m._parameters.items() if p is not None]
         forward = self._fused.find(call.inputs)
         if forward is None or isinstance(loss, str):
-            why = f"the loss runs in a loop over members: {loss}"
-            if forward is None:
-                why = self._fused.why_apart or no_program(call.inputs)
-            return self._refused(StepVariant(call.text, situation, places, traits_of(places), why=why))
+            looped = f"the loss runs in a loop over members: {loss}"
+            why = looped if forward is not None else self._fused.why_apart or no_program(call.inputs)
+            return self._refused(StepVariant(call.text, situation, places, traits_of(places), state=Refused(why)))
         sources = BoundProgram.of(forward, self._fused), loss
         places += [place for source in sources for place in source.places]
         why = obstacle_to_program(sources, places, call)
-        way = StepVariant(call.text, situation, places, traits_of(places), sources, why=why)
+        way = StepVariant(call.text, situation, places, traits_of(places), sources, Refused(why) if why else Eager())
         return self._refused(way) if why else way
 
     def _refused(self, way: StepVariant) -> StepVariant:

@@ -17,9 +17,11 @@ from hfusion.array.module import FusedModule
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram, Place
 from hfusion.core import html
+from hfusion.step.background_job import PendingProgram
 from hfusion.step.block_layout import Parting, drawing
 from hfusion.step.compile_payoff import StepClock
 from hfusion.step.compiled_step import StepProgram
+from hfusion.step.program_state import Compiling, Eager, Event, ProgramState, Refused, Running, Waiting, next_state
 from hfusion.step.recorded_step import RecordedStep
 from hfusion.step.step_graph import StepCall
 
@@ -83,38 +85,40 @@ class StepReport:
 
 @dataclass(eq=False)
 class StepVariant:
-    """How the calls of one signature run, as long as the tensors at ``places`` have the properties ``traits``.
-
-    It begins without a program, at a first eager step, and gets one at the second call, or ``why`` says why not.
-    """
+    """How the calls of one signature run, as long as the tensors at ``places`` have the properties ``traits``."""
 
     call: str
     situation: Any
     places: list[Place]
     traits: Any
     sources: tuple[BoundProgram, BoundProgram] | None = None
-    program: StepProgram | None = None
-    why: str = ""
+    state: ProgramState = field(default_factory=Eager)
     parting: Parting | None = None
     """Into which parts its program is divided, once that is looked at."""
     steps: int = 1
     """How many of its calls have run."""
-    job: Any = None
-    """The program while it is being made elsewhere."""
-    kept_back: StepProgram | None = None
-    """A program that is there before it is to be used."""
-    behind: bool = False
-    """Whether another process makes its program."""
-    chosen: bool = False
-    """Whether it is eager for no trouble: its program would not be worth its time."""
-    postponed: str = ""
-    """Why its program is not made yet."""
     clock: StepClock = field(default_factory=StepClock)
-    compiling: float | None = None
-    """Seconds until its program was there, where that was compiled for it."""
-    expected: float | None = None
-    """Seconds that its compilation is expected to take, with a core to itself."""
-    _seen: Seen | None = None
+    seen: Seen | None = None
+    """The tensors at ``places``, as they were at the last call."""
+
+    def note(self, event: Event) -> None:
+        """Let ``event`` change the state of the program."""
+        self.state = next_state(self.state, event)
+
+    @property
+    def program(self) -> StepProgram | None:
+        """The program that steps run by."""
+        return self.state.program if isinstance(self.state, Running) else None
+
+    @property
+    def why(self) -> str:
+        """The reason why there will be no program; empty if there may be one."""
+        return self.state.why if isinstance(self.state, Refused) else ""
+
+    @property
+    def pending(self) -> PendingProgram | None:
+        """The program while another process makes it."""
+        return self.state.pending if isinstance(self.state, Compiling) else None
 
     @property
     def most(self) -> int | None:
@@ -129,16 +133,16 @@ class StepVariant:
 
     def holds(self) -> bool:
         tensors = [holder[name] for holder, name in self.places]
-        if self._seen is not None and self._seen.again(tensors):
+        if self.seen is not None and self.seen.again(tensors):
             return True
         if traits_of(self.places) != self.traits:
             return False
-        self._seen = Seen.of(tensors)
+        self.seen = Seen.of(tensors)
         return True
 
     def release(self) -> None:
         """Hold no tensors until the next step."""
-        self._seen = None
+        self.seen = None
         if isinstance(self.program, RecordedStep):
             self.program.release()
 
@@ -151,11 +155,15 @@ class StepVariant:
         return same and self.situation == other.situation and bool(self.traits == other.traits)
 
     def row(self) -> CallReport:
-        if self.program is not None:
-            return CallReport(self.call, self.program.how)
-        if self.job is not None and not self.why:
-            return CallReport(self.call, "eager", "its program is being compiled in the background")
-        return CallReport(self.call, "eager", self.why or self.postponed or "the first step of its kind")
+        match self.state:
+            case Running(program):
+                return CallReport(self.call, program.how)
+            case Compiling():
+                return CallReport(self.call, "eager", "its program is being compiled in the background")
+            case Waiting():
+                return CallReport(self.call, "eager", "the first step of its kind")
+            case Eager(why) | Refused(why):
+                return CallReport(self.call, "eager", why or "the first step of its kind")
 
 
 # What steps of one array have found out: another step with the like loss need not do so again. Not of losses with

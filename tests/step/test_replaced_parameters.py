@@ -8,14 +8,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
+from tests.step.test_train_step import needs_compiler
 
 
-def test_parameters_that_were_replaced() -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
+def test_parameters_that_were_replaced(compiled: bool) -> None:
     fused = hf.build(lambda: nn.Linear(4, 3), seeds=range(3))
-    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), compile=False)
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), compile=compiled)
     x, y = torch.randn(5, 4), torch.randint(3, (5,))
     for _ in range(3):
         step(x, y)
+    assert ("compiled" in step.report().rows[0].how) is compiled
     for name, param in list(fused.named_parameters()):
         setattr(fused, name, nn.Parameter(param.detach().clone()))
     before = [param.detach().clone() for param in fused.parameters()]
