@@ -1,7 +1,8 @@
-"""Costs of arrays of trials relative to plain trials, measured in earlier sweeps on this machine.
+"""Costs of arrays of trials, measured in earlier sweeps on this machine.
 
-It is kept in the user's cache folder, a row for each array that was measured. Whoever has no row yet begins with plain
-trials and the two priors below, and measures in the sweep itself.
+They are kept in the user's cache folder, a row for each array that was measured. Where there are few rows, sweeps begin
+with plain trials, measure these, and estimate arrays by priors, which no single measurement outvotes: one that was made
+while the machine did something else would otherwise keep trials from ever being an array again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import torch
 from hfusion.device.calibrate import describe
 from hfusion.device.measured_records import RecordFile, nearest
 
-# Where nothing was measured: seconds of captures, and an array's step in units of what `PlainFootprint` estimates.
-_FIRST_STARTUP, _FIRST_RATIO = 1.0, 1.7
+# Where nothing was measured: seconds of captures, and an array's step in units of its estimate, which was 1.2 to 1.5
+# for MLPs on two cores of an EPYC.
+_FIRST_STARTUP, _FIRST_FACTOR = 1.0, 1.5
+# Rows of which the median is taken; priors stand for those that are missing.
+_ENOUGH = 3
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,13 @@ class ArrayRecord:
         operators: of one forward of a member.
         startup: seconds of captures and checks.
         plain: a minibatch of one plain trial, in units of its estimate.
-        ratio: a minibatch of the array to that of a plain trial, in units of the estimated ratio.
+        factor: a minibatch of the array, in units of its estimate from that of a plain trial.
     """
 
     operators: int
     startup: float
     plain: float
-    ratio: float
+    factor: float
 
 
 class ArrayCosts:
@@ -46,23 +50,24 @@ class ArrayCosts:
     def startup(self, operators: int) -> float:
         """Seconds until an array of models of so many operators is captured and checked."""
         # A larger program may take more in proportion; that a smaller one takes less is not known.
-        scaled = self._median(operators, lambda record: record.startup * max(1.0, operators / record.operators))
-        return _FIRST_STARTUP if scaled is None else scaled
+        return self._median(
+            operators, lambda record: record.startup * max(1.0, operators / record.operators), _FIRST_STARTUP
+        )
 
-    def ratio(self, operators: int) -> float:
-        """Return the measured ratio of an array's step to a plain one, over the estimated ratio."""
-        measured = self._median(operators, lambda record: record.ratio)
-        return _FIRST_RATIO if measured is None else measured
+    def factor(self, operators: int) -> float:
+        """Return the measured time of an array's step over its estimate."""
+        return self._median(operators, lambda record: record.factor, _FIRST_FACTOR)
 
     def plain(self, operators: int) -> float | None:
-        """Return the measured time of a plain trial over its estimate; None if never measured."""
-        return self._median(operators, lambda record: record.plain)
+        """Return the measured time of a plain trial over its estimate; None if it was measured too seldom."""
+        measured = [record.plain for record in nearest(self._records, operators)]
+        return median(measured) if len(measured) >= _ENOUGH else None
 
     def note(self, record: ArrayRecord) -> None:
         """Keep a row more, if the folder takes it."""
         self._records = [*self._file.read(), record]
         self._file.add(record)
 
-    def _median(self, operators: int, value: Callable[[ArrayRecord], float]) -> float | None:
-        records = nearest(self._records, operators)
-        return median(map(value, records)) if records else None
+    def _median(self, operators: int, value: Callable[[ArrayRecord], float], prior: float) -> float:
+        measured = list(map(value, nearest(self._records, operators)))
+        return median(measured + [prior] * (_ENOUGH - len(measured)))

@@ -77,6 +77,13 @@ class PlainFootprint:
         """Of a step of an array of so many rows."""
         return self._call + rows * self._row if rows else 0.0
 
+    def array_seconds(self, rows: int, plain: float) -> float:
+        """Of a step of an array of so many rows, where that of a plain trial was measured to take ``plain``.
+
+        What a plain step takes besides its arithmetic, an array's step takes once for all rows.
+        """
+        return plain + (rows - 1) * min(self._row, plain)
+
 
 def fits(budget: int, sizes: Iterable[tuple[Footprint | PlainFootprint, int]]) -> bool:
     """Return whether arrays fit a device together: all state is held, and temporaries are used in turn."""

@@ -70,7 +70,7 @@ class ArrayChoice:
         epochs: that each of them has left.
         minibatches: of an epoch, times the trials of the sweep for each of them.
         plain: seconds of a minibatch of one plain trial, as measured; None where nothing is known yet.
-        array: the same of an array of all of them, in minibatches of a plain one.
+        array: the same of an array of all of them, as estimated from it.
         startup: seconds until there is an array.
         side_by_side: how many plain trials are trained at the same time.
     """
@@ -87,9 +87,9 @@ def seconds_saved(choice: ArrayChoice) -> float:
     """Seconds that an array saves; where nothing is known none, so that plain trials are measured first."""
     if choice.plain is None:
         return -math.inf
-    alone = sum(choice.epochs) / min(choice.side_by_side, len(choice.epochs))
+    alone = sum(choice.epochs) / min(choice.side_by_side, len(choice.epochs)) * choice.plain
     together = max(choice.epochs) * choice.array
-    return choice.minibatches * choice.plain * (alone - together) - choice.startup
+    return choice.minibatches * (alone - together) - choice.startup
 
 
 class Shape:
@@ -148,13 +148,13 @@ class Shape:
             return None
         look = self.plain_footprint(device)
         known = costs.plain(look.operators)
-        estimated = None if known is None else known * look.seconds(1)
-        ratio = look.seconds(len(epochs)) / look.seconds(1) * costs.ratio(look.operators)
+        plain = self.plain_seconds or (None if known is None else known * look.seconds(1))
+        array = math.inf if plain is None else look.array_seconds(len(epochs), plain) * costs.factor(look.operators)
         return ArrayChoice(
             tuple(epochs),
             self._plain.minibatches * self._plain.waves,
-            self.plain_seconds or estimated,
-            ratio,
+            plain,
+            array,
             costs.startup(look.operators),
             side_by_side,
         )
@@ -168,10 +168,9 @@ class Shape:
             self.plain_seconds = seconds / max(1, len(result.values))
         elif self.plain_seconds is not None and not array.measured:
             look = self.plain_footprint(device)
-            ratio = look.seconds(max(1, array.width)) / look.seconds(1)
-            plain = self.plain_seconds / look.seconds(1)
+            factor = seconds / look.array_seconds(max(1, array.width), self.plain_seconds)
             startup = max(1e-6, self.startup + result.startup)
-            costs.note(ArrayRecord(look.operators, startup, plain, seconds / self.plain_seconds / ratio))
+            costs.note(ArrayRecord(look.operators, startup, self.plain_seconds / look.seconds(1), factor))
         array.measured = True
 
     def plain_footprint(self, device: DeviceInfo) -> PlainFootprint:
