@@ -27,6 +27,9 @@ from hfusion.device.cache import cache_file, cache_folder, lasts, number, read_j
 from hfusion.device.native import core_cache, cores, processor, processor_name
 from hfusion.device.openmp import torch_threads
 
+_HALF = ("bfloat16", "float16")
+# What those that compute at the same time share.
+_SHARED = ("flops", *_HALF, "memory")
 _CALLS = 256
 _RUNS = 9
 _DISK_RUNS = 5
@@ -36,6 +39,8 @@ _ACTION_CALLS = 50
 # Of one thread's rate: what torch's threads reach together on processors that have something else to do is less than
 # this, down to a twentieth, as each waits for those that have no core. Two threads of one core reach about 1.
 _DISTURBED = 0.8
+# Of a product in float32: what a product in half precision takes where it is not worth measuring well.
+_SLOW = 8.0
 # Rates that a file may tell, per second.
 _PLAUSIBLE = (1.0, 1e24)
 
@@ -50,16 +55,24 @@ class ComputeRates:
 
     ``flops``: float32 matrix products, FLOP/s; ``memory``: elementwise operators, bytes/s read and written; ``calls``:
     operators per second that Python calls, and autograd differentiates, while they have next to nothing to compute.
+    ``bfloat16``, ``float16``: matrix products of these dtypes, FLOP/s; without them those of float32.
     """
 
     flops: float
     memory: float
     calls: float
+    bfloat16: float | None = field(default=None, kw_only=True)
+    float16: float | None = field(default=None, kw_only=True)
     device: str = field(default="cpu", kw_only=True)
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        """Return the rate of matrix products of ``dtype``, FLOP/s."""
+        half = {torch.bfloat16: self.bfloat16, torch.float16: self.float16}.get(dtype)
+        return self.flops if half is None else half
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name == "device":
+            if name == "device" or (value is None and name in _HALF):
                 continue
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise PlanError(f"rate {name} is {value!r}: it must be a positive number")
@@ -89,14 +102,15 @@ class Rates(ComputeRates):
         """
         room = cores() / torch.get_num_threads() if self.device == "cpu" else 1.0
         share = min(1.0, room / names)
-        return replace(self, flops=self.flops * share, memory=self.memory * share, calls=self.calls / devices)
+        rates = {name: value * share for name, value in asdict(self).items() if name in _SHARED and value is not None}
+        return replace(self, **rates, calls=self.calls / devices)
 
 
 # Where nothing is measured: one core of an Intel Xeon with AVX-512 (2.1 GHz), on which the efficiencies of lowerings
 # were fitted; of accelerators an NVIDIA A100 by its data sheet, with TF32 switched off, and 30 us for an operator and
 # its backward.
 _STANDARD = {"cpu": ComputeRates(150e9, 16e9, 4 / 15e-6)}
-_ACCELERATOR = ComputeRates(19.5e12, 1.5e12, 4 / 30e-6)
+_ACCELERATOR = ComputeRates(19.5e12, 1.5e12, 4 / 30e-6, bfloat16=312e12, float16=312e12)
 
 
 def standard_rates(device: torch.device) -> ComputeRates:
@@ -146,10 +160,10 @@ def calibrate(device: torch.device, disk: Path) -> Rates:
     if trouble or also:
         warnings.warn(f"the rates of {device} are not kept: {trouble or also}", stacklevel=3)
     load, evict, read, write = (moving[name] for name in _MOVING)
-    return Rates(computing.flops, computing.memory, computing.calls, load, evict, read, write, device=computing.device)
+    return Rates(**asdict(computing), load=load, evict=evict, read=read, write=write)
 
 
-_COMPUTING = ("flops", "memory", "calls")
+_COMPUTING = ("flops", *_HALF, "memory", "calls")
 _MOVING = ("load", "evict", "read", "write")
 
 
@@ -241,9 +255,22 @@ def _measure_computing(device: torch.device) -> dict[str, float]:
             _check_undisturbed(product, lambda: seconds(lambda: a @ b))
         return {
             "flops": 2 * n**3 / product,
+            **{name: 2 * n**3 / _half_seconds(device, a, b, name, product) for name in _HALF},
             "memory": 12 * count / seconds(lambda: torch.add(x, y, out=x)),
             "calls": _CALLS / seconds(partial(_call, one)),
         }
+
+
+def _half_seconds(device: torch.device, a: torch.Tensor, b: torch.Tensor, name: str, product: float) -> float:
+    """Return the seconds of a product in the dtype ``name``; those in float32, ``product``, where there is none."""
+    try:
+        x, y = (tensor.to(getattr(torch, name)) for tensor in (a, b))
+        x @ y
+    except (RuntimeError, TypeError):
+        return product
+    # Processors without instructions for the dtype take up to a hundred times as long: one run tells enough.
+    first = _seconds(device, lambda: x @ y, runs=1)
+    return first if first > _SLOW * product else _seconds(device, lambda: x @ y)
 
 
 def _check_undisturbed(together: float, measure: Callable[[], float]) -> None:
@@ -291,10 +318,10 @@ def _call(x: torch.Tensor) -> None:
     torch.autograd.grad(y.sum(), leaf)
 
 
-def _seconds(device: torch.device, run: Callable[[], object]) -> float:
+def _seconds(device: torch.device, run: Callable[[], object], runs: int = _RUNS) -> float:
     """The least seconds of some runs, after a first one that warms up."""
     times = []
-    for _ in range(_RUNS + 1):
+    for _ in range(runs + 1):
         backend(device).wait()
         start = time.perf_counter()
         run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,8 @@ class PlainFootprint:
         rates = device.rates
         update = (2 + 2 * stacks) * self._gradients / rates.memory
         self._call = _PASSES * costs.calls / rates.calls + _ACTIONS * rates.action_seconds
-        self._row = _PASSES * max(costs.flops / rates.flops, costs.moved / rates.memory) + update
+        products = sum(count / rates.flops_of(dtype) for dtype, count in costs.flops.items())
+        self._row = _PASSES * max(products, costs.moved / rates.memory) + update
 
     def held(self, rows: int) -> int:
         """Bytes that stay between epochs."""
@@ -110,7 +112,9 @@ class _OperatorCosts(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls, self.flops, self.moved, self._stored = 0, 0, 0, dict[int, Tensor]()
+        self.calls, self.moved, self._stored = 0, 0, dict[int, Tensor]()
+        # By the dtype of the result.
+        self.flops: Counter[torch.dtype] = Counter()
 
     def saving(self) -> Any:
         """A context inside which what autograd saves is noted."""
@@ -134,7 +138,8 @@ class _OperatorCosts(TorchDispatchMode):
         self.calls += 1
         operands: Sequence[Tensor] = [*tensors_in((args, kwargs)), *tensors_in(outputs)]
         self.moved += sum(map(_bytes, operands))
-        self.flops += _flops(func.overloadpacket, operands, outputs)
+        if count := _flops(func.overloadpacket, operands, outputs):
+            self.flops[outputs.dtype] += count
         return outputs
 
 

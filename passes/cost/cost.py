@@ -13,13 +13,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, fx
 
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot, source_line
 from hfusion.device.calibrate import Rates
 from hfusion.ops.lowering import KeptOperands, Lowering, View
-from hfusion.passes.cost.flops import bytes_of, concrete, family, floating, flops, more_of, products, sizes_of
+from hfusion.passes.cost.flops import (
+    bytes_of,
+    concrete,
+    dtype_of,
+    family,
+    floating,
+    flops,
+    more_of,
+    products,
+    sizes_of,
+)
 from hfusion.passes.cost.roofline import Seconds, Work, conversion_seconds, seconds
 from hfusion.passes.gather import width
 
@@ -184,12 +195,14 @@ class _Tracing:
             return self._converted(node)
         traffic = 0 if is_view else sum(self.bytes(value) for value in (node, *node.all_input_nodes))
         arithmetic = more = times = 0.0
+        dtype = torch.float32
         if (origin := node.meta.get("origin")) is not None and not is_view:
             trained = [source.meta.get("example") for source in node.all_input_nodes if source in self.tracked]
             arithmetic, times = self.copies(node) * flops(origin, self.batch), products(origin, trained)
             more = self.copies(node) * more_of(own, origin, self.batch, self.rates)
+            dtype = dtype_of(origin)
         calls = width(node, self.members) if own.loops else 1
-        return seconds(own, Work(calls, arithmetic, times, more, traffic, tracked, is_view), self.rates)
+        return seconds(own, Work(calls, arithmetic, times, more, traffic, tracked, is_view, dtype), self.rates)
 
     def _converted(self, node: fx.Node) -> Seconds:
         """Return the seconds of a transition between layouts. Channels-last is not considered for weights."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from hfusion.device.backend import active_autocast
 from hfusion.device.calibrate import ComputeRates
 from hfusion.ops import lowering as records
 from hfusion.ops.lowering import Lowering, Shape, Sizes
@@ -58,6 +59,19 @@ def sizes_of(node: fx.Node, batch: int) -> Sizes:
         # Members' own code that gives no tensor.
         return Sizes(_shapes(node, batch), (0,), 0)
     return Sizes(_shapes(node, batch), concrete(first.shape, batch), int(first.element_size()))
+
+
+def dtype_of(node: fx.Node) -> torch.dtype:
+    """Return the dtype in which a member's ATen call computes its products: that of its first result, or autocast's.
+
+    Graphs are captured without the caller's autocast, which acts when the program runs.
+    """
+    example = node.meta["val"]
+    first = example[0] if isinstance(example, list | tuple) and example else example
+    if not isinstance(first, Tensor):
+        return torch.float32
+    autocast = dict(active_autocast() or ()) if first.dtype is torch.float32 else {}
+    return autocast.get(first.device.type, first.dtype)
 
 
 def flops(node: fx.Node, batch: int) -> int:

@@ -13,7 +13,7 @@ from hfusion.core.layout import Conversion, Layout, listed_to_packed, stacked_to
 from hfusion.core.tree import leaves
 from hfusion.device.calibrate import ComputeRates, compute_rates
 from hfusion.ops.rule import Call, Operand, Value, hint
-from hfusion.passes.cost.flops import bytes_of, family, floating, flops, more_of, products
+from hfusion.passes.cost.flops import bytes_of, dtype_of, family, floating, flops, more_of, products
 from hfusion.passes.cost.roofline import (
     REORDERED,
     Work,
@@ -73,7 +73,8 @@ class Model:
         arithmetic = flops(node, self.batch) * members
         examples = [source.meta.get("val") for source in node.all_input_nodes if source in self.tracked]
         more = more_of(call.lowering, node, self.batch, self.rates) * members
-        return Work(calls, arithmetic, products(node, examples), more, self._traffic(node, call), tracked)
+        backward, dtype = products(node, examples), dtype_of(node)
+        return Work(calls, arithmetic, backward, more, self._traffic(node, call), tracked, dtype=dtype)
 
     def move(self, value: Value, convert: Conversion) -> float:
         tracked, image = value.node in self.tracked, _is_image(value.node)

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from hfusion.core.layout import (
     Conversion,
     listed_to_packed,
@@ -77,7 +79,7 @@ class Work:
     ``calls`` of its function; ``flops`` of the forward, and ``products``, the ratio of those of the backward to them;
     ``more``: further operations of both; ``traffic``: bytes that the forward reads and writes, the backward twice
     that. ``tracked``: whether there is a backward. ``view``: whether the result is a view of an operand, which takes no
-    work but the call.
+    work but the call. ``dtype``: of the products; further operations count as those of float32.
     """
 
     calls: int
@@ -87,6 +89,7 @@ class Work:
     traffic: float
     tracked: bool
     view: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 def seconds(lowering: Lowering, work: Work, rates: ComputeRates) -> Seconds:
@@ -94,8 +97,9 @@ def seconds(lowering: Lowering, work: Work, rates: ComputeRates) -> Seconds:
     if work.view:
         return _split(work.calls * VIEW / rates.calls, work.tracked)
     efficiency = efficiency_on(rates, lowering)
-    arithmetic, traffic = rates.flops * efficiency.arithmetic, rates.memory * efficiency.traffic
-    either = _split(work.calls * efficiency.calls / rates.calls + work.more / arithmetic, work.tracked)
+    arithmetic, traffic = rates.flops_of(work.dtype) * efficiency.arithmetic, rates.memory * efficiency.traffic
+    more = work.more / (rates.flops * efficiency.arithmetic)
+    either = _split(work.calls * efficiency.calls / rates.calls + more, work.tracked)
     backward = work.flops * work.products / arithmetic + 2 * work.traffic / traffic if work.tracked else 0.0
     return Seconds(either.forward + work.flops / arithmetic + work.traffic / traffic, either.backward + backward)
 

@@ -16,7 +16,7 @@ import torch
 from hfusion.core.errors import PlanError
 from hfusion.device import calibrate
 from hfusion.device.cache import cache_folder, write, write_json
-from hfusion.device.calibrate import Rates, compute_rates, standard_rates
+from hfusion.device.calibrate import ComputeRates, Rates, compute_rates, standard_rates
 from hfusion.device.machine import Device, Machine, host_memory, parse_bytes
 from hfusion.device.native import cores
 
@@ -245,6 +245,35 @@ def test_lowerings_are_chosen_by_the_rates_of_this_machine_which_are_measured_on
     assert asdict(rates).items() <= asdict(calibrated).items()
     kept("compute").unlink()
     assert compute_rates(CPU) == rates
+
+
+@pytest.mark.usefixtures("measured")
+def test_files_without_the_rates_of_half_precision_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine = Machine([Device("cpu", memory=1)], disk=tmp_path)
+    machine.calibrate()
+    path = kept("compute")
+    content = json.loads(path.read_text())
+    assert content["rates"].keys() == {"flops", "bfloat16", "float16", "memory", "calls"}
+    earlier = dict.fromkeys(("flops", "memory", "calls"), 12345.0)
+    path.write_text(json.dumps(content | {"rates": earlier}))
+    rates = machine.calibrate()["cpu"]
+    assert rates_in(path) == {name: getattr(rates, name) for name in content["rates"]}
+    assert rates.flops != 12345.0
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_each_dtype_has_its_rate(name: str) -> None:
+    dtype = getattr(torch, name)
+    rates = ComputeRates(8.0, 4.0, 2.0, **{name: 32.0})
+    assert (rates.flops_of(torch.float32), rates.flops_of(torch.float64), rates.flops_of(dtype)) == (8.0, 8.0, 32.0)
+    assert ComputeRates(8.0, 4.0, 2.0).flops_of(dtype) == 8.0
+    card = Rates(8.0, 8.0, 8.0, 1.0, 1.0, 1.0, 1.0, **{name: 32.0}, device="cuda")
+    assert card.shared(names=2, devices=4).flops_of(dtype) == 16.0
+    with pytest.raises(PlanError, match=f"rate {name} is 0.0: it must be a positive number"):
+        ComputeRates(8.0, 4.0, 2.0, **{name: 0.0})
 
 
 @pytest.mark.usefixtures("measured")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfusion.core.layout import Layout
+from hfusion.device.calibrate import ComputeRates
 from hfusion.ops import RULES
 from hfusion.passes.cost.price import Model
 from hfusion.passes.layouts import choose
@@ -48,6 +51,36 @@ def convolution(device: str, samples: int, channels: int, size: int, of: Layout)
 )
 def test_large_images_loop_on_a_cpu(device: str, samples: int, channels: int, size: int, of: Layout, how: str) -> None:
     assert convolution(device, samples, channels, size, of) == how
+
+
+def _product_seconds(dtype: torch.dtype, rates: ComputeRates) -> float:
+    graph = fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    y = graph.call_function(aten.linear.default, (x, weight))
+    graph.output((y,))
+    with FakeTensorMode():
+        for node, shape in ((x, (256, 512)), (weight, (512, 512)), (y, (256, 512))):
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+    choices = choose(graph, [Layout.STACKED] * 2, MEMBERS, RULES, Model.of(graph, MEMBERS, rates))
+    return choices[y].price.estimate
+
+
+def test_products_in_half_precision_are_estimated_by_their_own_rate() -> None:
+    # So slow that nothing but products takes time.
+    rates = ComputeRates(flops=1e3, memory=1e15, calls=1e15, bfloat16=8e3, float16=4e3)
+    whole = _product_seconds(torch.float32, rates)
+    assert _product_seconds(torch.bfloat16, rates) == pytest.approx(whole / 8)
+    assert _product_seconds(torch.float16, rates) == pytest.approx(whole / 4)
+    assert _product_seconds(torch.bfloat16, replace(rates, bfloat16=None)) == pytest.approx(whole)
+
+
+def test_autocast_says_by_which_rate() -> None:
+    rates = ComputeRates(flops=1e3, memory=1e15, calls=1e15, bfloat16=8e3)
+    whole, double = _product_seconds(torch.float32, rates), _product_seconds(torch.float64, rates)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _product_seconds(torch.float32, rates) == pytest.approx(whole / 8)
+        # Autocast leaves it.
+        assert _product_seconds(torch.float64, rates) == double
 
 
 def test_estimates_grow_with_members() -> None:

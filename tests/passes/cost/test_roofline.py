@@ -31,6 +31,14 @@ WORK = Work(calls=2, flops=50, products=2, more=0, traffic=5, tracked=True)
         (replace(WORK, tracked=False), RATES, Seconds(2 + 1 + 2, 0)),
         (replace(WORK, more=150), RATES, Seconds(2 + 1 + 2 + 1, 4 + 2 + 4 + 2)),
         (replace(WORK, view=True), RATES, Seconds(2 / 3, 4 / 3)),
+        (replace(WORK, dtype=torch.bfloat16), replace(RATES, bfloat16=1000.0), Seconds(2 + 0.1 + 2, 4 + 0.2 + 4)),
+        (replace(WORK, dtype=torch.float16), replace(RATES, bfloat16=1000.0), Seconds(2 + 1 + 2, 4 + 2 + 4)),
+        # Further operations are not products.
+        (
+            replace(WORK, more=150, dtype=torch.bfloat16),
+            replace(RATES, bfloat16=1000.0),
+            Seconds(2 + 0.1 + 2 + 1, 4 + 0.2 + 4 + 2),
+        ),
         # The shares are those of a CPU.
         (WORK, replace(RATES, device="cuda"), Seconds(8 / 3 + 0.5 + 0.5, 16 / 3 + 1 + 1)),
     ],
