@@ -78,18 +78,20 @@ class View(enum.Enum):
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The efficiency of a lowering on a CPU relative to the machine's rates, forward and backward together.
+    """The efficiency of a lowering relative to the machine's rates, forward and backward together.
 
     ``calls``: fixed cost of a call, in calls of small operators, in addition to arithmetic and traffic;
     ``arithmetic`` and ``traffic``: the shares of the machine's rates that it reaches; ``more``: floating-point
     operations in addition to those of products. Defaults, for lowerings that were not measured, are full rates and the
-    four calls that a small operator and its backward take in a program.
+    four calls that a small operator and its backward take in a program. These are of a CPU; ``gpu`` is of an
+    accelerator, `PLAIN` where it was not measured.
     """
 
     calls: float = 4.0
     arithmetic: float = 1.0
     traffic: float = 1.0
     more: Count | None = None
+    gpu: Efficiency | None = None
 
 
 PLAIN = Efficiency()

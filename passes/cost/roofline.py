@@ -7,8 +7,10 @@ The rates are the machine's own (`hfusion.device.calibrate`), the shares of them
 fifth of the times of convolutions, linear layers, BatchNorm and pooling of 2^12 to 2^19 elements of a member. For whole
 training steps they reproduce that convolutions run best in one call up to about 2^16 elements of a member, and above
 that in a channels-last loop; that a loop is worth leaving below about 2^15 elements; and that gradients are expensive
-where a loop merges the dims of images or ends. No GPU was measured: there lowerings differ only in their number of
-calls, so that one call for all members is chosen.
+where a loop merges the dims of images or ends. On an accelerator there are efficiencies of convolutions, linear layers
+and BatchNorm, from the times of layers of 16 members on one H200 (docs/benchmarks/contact-h200.json): full rates, and
+fixed costs with which one call for all members is chosen from two members on. Other lowerings differ there only in
+their number of calls.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ def seconds(lowering: Lowering, work: Work, rates: ComputeRates) -> Seconds:
 
 
 def efficiency_on(rates: ComputeRates, lowering: Lowering) -> Efficiency:
-    return lowering.efficiency if rates.device == "cpu" else PLAIN
+    return lowering.efficiency if rates.device == "cpu" else lowering.efficiency.gpu or PLAIN
 
 
 def conversion_seconds(

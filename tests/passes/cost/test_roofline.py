@@ -20,6 +20,8 @@ from hfusion.passes.layouts import choose
 
 RATES = ComputeRates(flops=100.0, memory=10.0, calls=1.0)
 HALF = Lowering(torch.add, Layout.STACKED, "", Efficiency(calls=3, arithmetic=0.5, traffic=0.25))
+ON_GPU = Lowering(torch.add, Layout.STACKED, "", Efficiency(calls=3, gpu=Efficiency(calls=6, arithmetic=0.5)))
+
 WORK = Work(calls=2, flops=50, products=2, more=0, traffic=5, tracked=True)
 
 
@@ -39,7 +41,7 @@ WORK = Work(calls=2, flops=50, products=2, more=0, traffic=5, tracked=True)
             replace(RATES, bfloat16=1000.0),
             Seconds(2 + 0.1 + 2 + 1, 4 + 0.2 + 4 + 2),
         ),
-        # The shares are those of a CPU.
+        # The shares are those of a CPU. An accelerator has its own.
         (WORK, replace(RATES, device="cuda"), Seconds(8 / 3 + 0.5 + 0.5, 16 / 3 + 1 + 1)),
     ],
 )
@@ -61,3 +63,9 @@ def test_planning_asks_what_choosing_asks() -> None:
     chosen = choose(graph, program.layouts, 3, RULES, Model.of(graph, 3, rates))
     priced = sum(choice.price.seconds for choice in chosen.values())
     assert sum(step.forward + step.backward for step in line(program, 5, rates).steps) == pytest.approx(priced)
+
+
+def test_an_accelerator_has_efficiencies_of_its_own() -> None:
+    # Calls: a third of 2 * 6 forward. Products: 50 of 50/s. Traffic: 5 of 10/s.
+    expected = Seconds(4 + 1 + 0.5, 8 + 2 + 1)
+    assert seconds(ON_GPU, WORK, replace(RATES, device="cuda")) == pytest.approx(expected)
