@@ -48,6 +48,7 @@ from hfusion.bench.arguments import (
 )
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
+from hfusion.bench.gpu_state import gpu_state
 from hfusion.bench.machine import describe
 from hfusion.bench.policies import COMPARED
 from hfusion.bench.progress import meter
@@ -261,8 +262,10 @@ def main(arguments: Sequence[str]) -> int:
         plot.draw(parsed.kept, parsed.plot)
         return 0
     torch.set_num_threads(parsed.threads)
+    before = gpu_state(parsed.device)
     outcome = RUN[parsed.benchmark](parsed)
-    machine = describe(parsed.device) | ({"amp": parsed.amp} if parsed.amp else {})
+    states = {"gpu before": before, "gpu after": gpu_state(parsed.device)} if before else {}
+    machine = describe(parsed.device) | states | ({"amp": parsed.amp} if parsed.amp else {})
     out.print(outcome.shown)
     for line in (*outcome.footnotes, ", ".join(f"{name} {value}" for name, value in machine.items())):
         out.print(line, markup=False, soft_wrap=True)

@@ -17,6 +17,7 @@ import torch
 import hfusion
 from hfusion.bench.contact_item import CheckResult, ContactItem, ContactStatus, Need, computes
 from hfusion.bench.fuse import reason_of
+from hfusion.bench.gpu_state import gpu_state
 from hfusion.bench.machine import describe
 from hfusion.device.backend import accelerators, backend
 
@@ -64,7 +65,7 @@ def _cuda_facts(device: torch.device) -> dict[str, Callable[[], Any]]:
         "memory": lambda: torch.cuda.get_device_properties(device).total_memory,
         "processors": lambda: torch.cuda.get_device_properties(device).multi_processor_count,
         "peer access": lambda: {f"{a}->{b}": torch.cuda.can_device_access_peer(a, b) for a, b in pairs} or "one device",
-        "nvml": lambda: f"{torch.cuda.temperature(device)} degrees, {torch.cuda.clock_rate(device)} MHz",
+        "nvml": lambda: gpu_state(device) or "none",
         "mps": lambda: Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")).exists(),
     }
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -19,6 +13,7 @@ from hfusion.bench import contenders, fuse, serial, timing
 from hfusion.bench.arguments import named
 from hfusion.bench.cases import CASES
 from hfusion.bench.contact_item import CheckResult, ContactItem, ContactStatus, computes
+from hfusion.bench.mps import multi_process_service
 from hfusion.bench.results import Cell
 from hfusion.bench.workload import Contender, Running, Workload, losses
 
@@ -28,7 +23,6 @@ QUICK = (("mlp-small", 4),)
 OURS = ("hfusion", "hfusion-compiled")
 CONTENDERS = ("serial", "serial-cuda-graph", "vmap-compiled", "processes", *OURS)
 ROUNDS, SLOT = 5, 0.05
-_DAEMON, _DAEMON_SECONDS = "nvidia-cuda-mps-control", 10.0
 
 
 def speed_items(quick: bool) -> Iterator[ContactItem]:
@@ -78,36 +72,3 @@ def _start(contender: Contender, workload: Workload, expected: torch.Tensor) -> 
         return contender.start(workload)
     except Exception as error:
         return Cell(contender.name, reason=fuse.reason_of(error))
-
-
-@contextmanager
-def multi_process_service() -> Iterator[str]:
-    """Let processes that start in the block share a GPU by NVIDIA's MPS. Yields how, or why they do not.
-
-    https://docs.nvidia.com/deploy/mps/index.html
-    """
-    if Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists():
-        yield "runs already"
-        return
-    program = shutil.which(_DAEMON)
-    if program is None:
-        yield f"none: {_DAEMON} is not installed"
-        return
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        # In the foreground, so that it ends with the process group of the check at the latest.
-        daemon = subprocess.Popen(
-            [program, "-f"], env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
-        stack.callback(daemon.wait)
-        stack.callback(daemon.terminate)
-        until = time.monotonic() + _DAEMON_SECONDS
-        while daemon.poll() is None and not Path(folder, "control").exists() and time.monotonic() < until:
-            time.sleep(0.1)
-        if not Path(folder, "control").exists():
-            yield f"none: {_DAEMON} -f did not start, exit status {daemon.poll()}"
-            return
-        os.environ.update(variables)
-        for name in variables:
-            stack.callback(os.environ.pop, name, None)
-        yield "started"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import hfusion as hf
-from hfusion.bench import cuda_graph, processes, serial, vmapped
+from hfusion.bench import cuda_graph, mps, processes, serial, vmapped
 from hfusion.bench.workload import Contender, Running, Workload
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import call_arguments
@@ -128,6 +128,10 @@ OPTIONAL = (
     (
         torch.cuda.is_available(),
         Contender("serial-cuda-graph", "the loop, each member's step as a CUDA graph", cuda_graph.start),
+    ),
+    (
+        torch.cuda.is_available(),
+        Contender("processes-mps", "a process for each core, which share the GPU by NVIDIA's MPS", mps.start),
     ),
     (_installed("jax"), Contender("jax", "JAX: jit of the whole step, vmap of the gradient", start_jax)),
     (

@@ -34,7 +34,9 @@ STEPS = 2
 STEADY = "steady steps"
 # What torch's allocator in this process does not see.
 _PROCESSES = "its tensors are in other processes"
-ELSEWHERE = {"processes": _PROCESSES, "processes-compiled": _PROCESSES, "jax": "its arrays are not torch's"}
+ELSEWHERE = dict.fromkeys(("processes", "processes-compiled", "processes-mps"), _PROCESSES) | {
+    "jax": "its arrays are not torch's"
+}
 
 
 @dataclass(frozen=True)

@@ -67,12 +67,12 @@ class _Workers:
             pipe.close()
 
 
-def start(workload: Workload, compiled: bool = False) -> Running:
+def start(workload: Workload, compiled: bool = False, most: int = _ON_ACCELERATOR) -> Running:
     """Start the workers and wait until they are ready. Raises Unavailable where there is work for one only.
 
-    ``compiled``: forward and loss under torch.compile, and torch's fused Adam.
+    ``compiled``: forward and loss under torch.compile, and torch's fused Adam. ``most``: workers on an accelerator.
     """
-    workers = min(cores(), workload.members, _ON_ACCELERATOR if workload.device.type != "cpu" else workload.members)
+    workers = min(cores(), workload.members, most if workload.device.type != "cpu" else workload.members)
     if workers == 1:
         raise Unavailable("needs at least 2 members and 2 cores")
     found = _Workers(workload, workers, compiled)
