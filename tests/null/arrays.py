@@ -37,10 +37,10 @@ def rates() -> list[float]:
     return [0.1 / (1 + member) for member in range(MEMBERS)]
 
 
-def optimizer(name: str, stacks: list[Parameter]) -> hf.optim.FusedOptimizer:
+def optimizer(name: str, stacks: list[Parameter], master_weights: bool = False) -> hf.optim.FusedOptimizer:
     """Return the optimizer of this name, with a learning rate per member."""
     kind: Callable[..., hf.optim.FusedOptimizer] = getattr(hf.optim, name)
-    return kind(stacks, lr=rates())
+    return kind(stacks, lr=rates(), master_weights=master_weights)
 
 
 def losses_of(output: Tensor, target: Tensor) -> Tensor:

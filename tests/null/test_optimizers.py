@@ -31,6 +31,19 @@ def test_a_step_by_formulas_is_one_replay_and_a_copy_of_its_numbers(name: str) -
     assert opt.launches == REPLAYED
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [*KERNELS, *FORMULAS])
+def test_a_step_with_master_weights_is_one_replay(name: str, dtype: torch.dtype) -> None:
+    stacks = parameters(dtype)
+    opt = optimizer(name, stacks, master_weights=True)
+    # Formulas copy their numbers.
+    assert calls_per_step(opt.step) == Calls(launches=name in FORMULAS, graphs=1, waits=0)
+    assert opt.launches == REPLAYED
+    move(stacks)
+    assert calls_per_step(opt.step).graphs == 1
+    assert opt.launches == REPLAYED
+
+
 @pytest.mark.parametrize("name", [*KERNELS, *FORMULAS])
 def test_steps_are_recorded_again_when_parameters_have_moved(name: str) -> None:
     stacks = parameters()
