@@ -34,6 +34,7 @@ STATE = frozenset(
         "_number",
         "_numbers",
         "_number_buffers",
+        "_unstacked",
         "_situations",
         "_place",
         "_on_program",

@@ -32,6 +32,7 @@ from hfusion.array.program_reuse import TraceCache
 from hfusion.array.raising_checks import REFUSALS, call_members
 from hfusion.array.split_by_mode import Split, check_together
 from hfusion.array.transformed import plain_stacks, run_members, unserved
+from hfusion.array.unstacked_inputs import UnstackedInputs, hint_at_stacked
 from hfusion.array.variables import Situations
 from hfusion.capture.attribute_values import modeless_fingerprint
 from hfusion.capture.export_context import exporting
@@ -53,9 +54,9 @@ from hfusion.optim import coupling
 class FusedModule(Rows, Tree):
     """B models of one shape as one module; created by `hfusion.fuse` and `hfusion.build`.
 
-    ``fused(x)`` returns the members' outputs for ``x``, every tensor with a leading dim of B. The state dict is the
-    stack of the members' state dicts: same keys, each value ``[B, *shape]``; a tensor that is one object in all
-    members is there once, without B.
+    ``fused(x)`` returns the members' outputs for ``x``, every tensor with a leading dim of B. The state dict has the
+    members' keys, each value stacked: ``[B, *shape]``. A tensor that is one object in all members is stored once,
+    without B.
     """
 
     def __init__(self, array: Array, stacks: Mapping[str, Tensor]) -> None:
@@ -69,10 +70,10 @@ class FusedModule(Rows, Tree):
         self._branches = [module for _, module in self.named_modules()]
         self._states: dict[Any, ArrayState] = {}
         self._cut: dict[str, Branch] = {}  # Those of members who have left, by path.
-        self._numbers = itertools.count(1)
-        self._number = 0
+        self._numbers, self._number = itertools.count(1), 0
         self._situations = Situations()
         self._number_buffers = NumberBuffers()
+        self._unstacked = UnstackedInputs()
         self._compiler = self._new_compiler()
         self._views = Views(self)
         self._bound: dict[int, Callable[[list[Any]], Any]] = {}
@@ -115,14 +116,14 @@ class FusedModule(Rows, Tree):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute all members.
 
-        Args: as of the members' forward. A tensor is seen by every member; `hfusion.stacked` gives each its own.
+        Args: those of the members' forward. A tensor is passed to every member; `hfusion.stacked` gives each its own.
 
-        Returns: as the members' forward, each tensor ``[B, *shape]``.
+        Returns: the output of the members' forward, each tensor ``[B, *shape]``.
 
         Raises:
             FusionError: forward cannot be fused, or the self-check failed.
-            ValueError: a stacked input with another leading size than B, or arguments that the members' forward does
-                not take.
+            ValueError: the leading size of a stacked input is not B, or the members' forward does not accept the
+                arguments.
         """
         if torch.compiler.is_dynamo_compiling():
             return inline(self, self._found, self._pattern(), args, kwargs)
@@ -157,7 +158,7 @@ class FusedModule(Rows, Tree):
         return found
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call another method of the members, as forward is called; ``fused.method(...)`` is the same.
+        """Call another method of the members in the same way as forward; ``fused.method(...)`` is equivalent.
 
         Raises:
             FusionError: the members' class defines no such method, or it cannot be fused.
@@ -238,11 +239,11 @@ class FusedModule(Rows, Tree):
             self._checks.clear()
 
     def find(self, arguments: Arguments) -> Compiled | None:
-        """The program for such a call in the present training pattern, if there is one already."""
+        """Return the program for such a call in the current modes, or None if there is none yet."""
         return None if self._split() is not None else self._compiler.find(self._modes(arguments), arguments)
 
     def compiled(self, arguments: Arguments) -> Compiled:
-        """The program for such a call; made if there is none. Raises FusionError."""
+        """Return the program for such a call, compiling it if necessary. Raises FusionError."""
         check_together(self, "a program of all of them")
         return self._program(arguments)
 
@@ -250,13 +251,15 @@ class FusedModule(Rows, Tree):
         modes = self._modes(arguments)
         found = self._compiler.find(modes, arguments)
         if found is None:
-            found = self._compiler.get(modes, arguments)
+            with hint_at_stacked(arguments, len(self)):
+                found = self._compiler.get(modes, arguments)
             if partly := found.written & self._array.comparison.partly:
                 self._compiler.clear()
                 raise partly_written(min(partly))
             if self._number_buffers.hold(found.numbers):
                 self._forget()
                 self._compiler.adopt(self._modes(arguments), arguments, found)
+            self._unstacked.look(self._original, found, arguments, len(self))
             self._on_program(found)
         return found
 
@@ -282,7 +285,7 @@ class FusedModule(Rows, Tree):
         return (*self._modes(arguments), *(() if split is None else (split.key,)), self._number)
 
     def check(self, compiled: Compiled, arguments: Arguments) -> None:
-        """The self-check of a program, once, unless it was turned off. Raises FusionError."""
+        """Run the self-check of a program once, unless it was turned off. Raises FusionError."""
         if self._array.verify and id(compiled) not in self._checks:
             with tracing:
                 if id(compiled) not in self._checks:
@@ -295,7 +298,7 @@ class FusedModule(Rows, Tree):
             return verify(CheckedArray(compiled, stacks, comparison.shared, self._around, plain, comparison.variants))
 
     def report(self) -> FusionReport:
-        """Report how each operator runs, and why; one part per program that calls have created so far."""
+        """Report how each operator runs, and why, with one part per program that has been created."""
         forward = [compiled for each in self._compilers() for family in each.families.values() for compiled in family]
         parts = [describe(c.program, self._checks.get(id(c), "self-check not run")) for c in forward]
         methods = [array.report() for _, array in self._methods.values()]
@@ -349,7 +352,7 @@ class FusedModule(Rows, Tree):
     def unfuse(self) -> list[nn.Module]:
         """Return B modules of the original class with their own copies of the tensors.
 
-        A tensor that was one object in all models before fusing is one object, a copy, in all models again.
+        A tensor that was one object in all models before fusing is copied once, and shared by all of them again.
         """
         shared = self._array.comparison.shared
         once = {name: row_copy(t, None) for name, t in tensors(self) if name in shared}
@@ -373,11 +376,8 @@ class FusedModule(Rows, Tree):
 
     def _forget(self) -> None:
         """Drop the programs: tensors of another dtype or device want others."""
-        for compiler in self._compilers():
-            compiler.clear()
-        self._bound.clear()
-        self._checks.clear()
-        self._methods.clear()
+        for programs in (*self._compilers(), self._bound, self._checks, self._methods):
+            programs.clear()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         self._split()
