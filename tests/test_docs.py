@@ -7,13 +7,11 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import geometric_mean
 
 import pytest
 import torch
 
 import hfusion as hf
-from docs.benchmarks import speedup
 from tests.test_names import files
 
 ROOT = Path(__file__).parents[1]
@@ -130,29 +128,6 @@ def test_paragraphs_and_list_items_are_short(page: str) -> None:
     for is_item, block in prose(PAGES[page]):
         sentences = re.split(r"(?<=[.!?])\s+(?=[A-Zx*\[])", re.sub(r"^\d+\. ", "", block))
         assert len(sentences) <= (MAX_ITEM_SENTENCES if is_item else MAX_SENTENCES), block
-
-
-MEASURED = {
-    "MLP 64-128-128-10, batch 32": "mlp-small",
-    "MLP 784-512-512-10, batch 128": "mlp-large",
-    "CNN with BatchNorm, 28x28": "cnn",
-    "transformer, 2 layers, seq 32": "transformer",
-    "LoRA on one frozen base": "lora",
-    "GRU, seq 32": "gru",
-}
-
-
-def test_figures_of_the_readme_are_those_measured() -> None:
-    text = (ROOT / "README.md").read_text()
-    ratios = [speedup.speedups(members) for members in (16, 64)]
-    for title, model in MEASURED.items():
-        cells = [f"{value:.2f}x" for measured in ratios for value in measured[model]]
-        assert f"| {title} | {' | '.join(cells)} |" in text
-    loop = [geometric_mean(ours for ours, _ in measured.values()) for measured in ratios]
-    best = [geometric_mean(ours / other for ours, other in measured.values()) for measured in ratios]
-    assert len(ratios[0]) == 13
-    assert f"thirteen models is {loop[0]:.2f}x at 16 models and {loop[1]:.2f}x at 64." in text
-    assert f"Over the best other way it is {best[0]:.2f}x and {best[1]:.2f}x." in text
 
 
 def test_every_environment_variable_is_described() -> None:
