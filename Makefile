@@ -63,10 +63,10 @@ test-cluster: $(VENV)/.cluster
 test-foreign: $(VENV)/.foreign
 	$(BIN)/python -m pytest -m foreign tests/foreign
 
-# PYTHONS="python3.11 python3.12" TORCHES="2.11.0 2.13.0": a smoke selection in an environment of its own for each pair.
+# PYTHONS="python3.11 python3.12" TORCHES="2.11.0 2.13.0": a smoke selection in a separate environment for each pair.
 PYTHONS ?= $(PYTHON)
 TORCHES ?= 2.11.0 2.13.0
-SMOKE := tests/test_training.py tests/schedule tests/core/test_errors.py
+SMOKE := tests/test_training.py tests/schedule tests/core/test_errors.py tests/array/test_exported.py tests/capture/test_export.py tests/capture/test_export_context.py
 test-matrix:
 	@set -e; for python in $(PYTHONS); do for torch in $(TORCHES); do \
 		echo "== $$python, torch $$torch"; \

@@ -27,27 +27,28 @@ except ImportError as error:
 
 
 class LightningArray(lightning.LightningModule):  # type: ignore[misc]
-    """B members as one LightningModule, by manual optimization: what Lightning does by itself is for one model.
+    """B members as one LightningModule. It uses manual optimization, since Lightning's own is for one model.
 
-    A batch is ``(inputs, target)``. Logged are the mean over the members, ``train_loss``, ``val_loss`` and so on, for
-    callbacks such as EarlyStopping; the best of them, ``val_loss_best``; and each, ``val_loss/<name>``.
+    A batch is ``(inputs, target)``. It logs the mean over the members (``train_loss``, ``val_loss``, ...), for
+    callbacks such as EarlyStopping; the best member (``val_loss_best``); and each member (``val_loss/<name>``).
 
     Args:
-        models: as of `hfusion.fuse`, or a fused module.
-        loss: any functional loss, see `hfusion.per_model`.
-        optimizer: gives an optimizer of hf.optim for the parameters that it gets.
-        scheduler: gives for that optimizer a scheduler of torch, or of hf.optim.lr_scheduler.
-        interval: when the scheduler steps: after every ``"epoch"`` or every ``"step"``, an update.
-        clip_norm, clip_value: limits of the gradients, one or one per member. ``Trainer(gradient_clip_val=...)`` would
-            clip all members by one norm, and is refused.
-        accumulate: so many batches make one update, of the mean of their gradients.
-        metrics: functions of one member's output and the target that are logged at validation and test, by name.
-        own_batches: whether inputs and target are ``[B, ...]``, of each member its own; else all see the same.
-        names: of the members, for the logs; their numbers if not given.
+        models: a list of models as in `hfusion.fuse`, or a fused module.
+        loss: a functional loss, see `hfusion.per_model`.
+        optimizer: makes an optimizer of hf.optim from parameters.
+        scheduler: makes a scheduler of torch or of hf.optim.lr_scheduler from that optimizer.
+        interval: step the scheduler after every ``"epoch"``, or after every ``"step"`` of the optimizer.
+        clip_norm, clip_value: limits of the gradients, one or one per member. ``Trainer(gradient_clip_val=...)`` raises
+            an error, since it would clip all members by one norm.
+        accumulate: the number of batches per update, which uses the mean of their gradients.
+        metrics: functions of one member's output and target, by name, that are logged in validation and test.
+        own_batches: True if inputs and target are ``[B, ...]``, with a batch per member. By default all members get
+            the same batch.
+        names: the members' names in logs; by default their numbers.
 
     Raises:
-        FusionError: models that cannot be fused.
-        ValueError: another number of names than members, an ``accumulate`` below 1.
+        FusionError: the models cannot be fused.
+        ValueError: names and members differ in number, or ``accumulate`` is less than 1.
     """
 
     def __init__(

@@ -247,20 +247,20 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     """A deep ensemble as a classifier: the mean of its members' probabilities (Lakshminarayanan et al., 2017).
 
     Args:
-        module: ``module(n_features, n_classes)`` gives a network, logits ``[N, n_classes]``; None: an MLP.
-        n_estimators: the members.
-        hidden_layer_sizes: of the MLP.
-        learning_rate_init: of AdamW; one value, or one per member. So with ``weight_decay``.
+        module: ``module(n_features, n_classes)`` returns a network with logits ``[N, n_classes]``; by default an MLP.
+        n_estimators: the number of members.
+        hidden_layer_sizes: the hidden sizes of the MLP.
+        learning_rate_init, weight_decay: of AdamW; one value, or one per member.
         batch_size: "auto" is 200, or all samples if there are fewer.
-        max_iter: epochs.
-        bootstrap: every member has its own sample of the data; else all of it, in its own order.
-        early_stopping: hold out ``validation_fraction`` of the samples, and end each member when its own score on these
-            has not improved by ``tol`` for more than ``n_iter_no_change`` epochs in a row, as scikit-learn's MLPs do.
-            Each member has its best weights in the end.
-        random_state: as of scikit-learn; an int makes a fit repeatable.
-        device: where it is trained.
-        compile: see `hfusion.train_step`. None compiles where that pays, if ``random_state`` is None; with an int it
-            does not, as the step from which on a program runs would depend on time, and the last bits on that step.
+        max_iter: the number of epochs.
+        bootstrap: train each member on its own bootstrap sample, instead of all data in its own order.
+        early_stopping: hold out ``validation_fraction`` of the samples, and end each member when its score on them has
+            not improved by ``tol`` for more than ``n_iter_no_change`` consecutive epochs, as scikit-learn's MLPs do.
+            Each member's best weights are restored.
+        random_state: as in scikit-learn; an int makes a fit repeatable.
+        device: the torch device to train on.
+        compile: see `hfusion.train_step`. None compiles if that pays and ``random_state`` is None. With an int it does
+            not compile, since the step at which a program is ready, and so the last bits, would depend on timing.
 
     Attributes: ``classes_``, ``members_`` (the fused module), ``loss_curve_`` ``[epochs, members]``, ``n_iter_``; with
     ``early_stopping`` ``validation_scores_`` ``[epochs, members]`` and ``best_validation_scores_`` ``[members]``.
@@ -275,10 +275,10 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> EnsembleClassifier:
-        """Train on ``X [N, features]`` and labels ``y [N]`` of any type. Returns itself.
+        """Train on ``X [N, features]`` and labels ``y [N]`` of any type. Returns self.
 
-        ``sample_weight [N]`` multiplies the samples' losses, and counts in the means by which features are
-        standardised. What has weight 0 is left out; only the weights' ratios count.
+        ``sample_weight [N]`` multiplies the samples' losses and weights the means by which features are standardised.
+        Samples of weight 0 are left out. Only the ratios of weights matter.
         """
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], order="C")
         check_classification_targets(y)
@@ -288,20 +288,20 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         return self
 
     def member_probabilities(self, X: Any) -> Any:
-        """Each member's own: ``[members, N, classes]``."""
+        """Return each member's probabilities: ``[members, N, classes]``."""
         return self._outputs(X).softmax(-1).numpy()
 
     def predict_proba(self, X: Any) -> Any:
-        """The mean of the members' probabilities: ``[N, classes]``."""
+        """Return the mean of the members' probabilities: ``[N, classes]``."""
         return self.member_probabilities(X).mean(0)
 
     def predict(self, X: Any) -> Any:
-        """The most probable labels: ``[N]``."""
+        """Return the most probable labels: ``[N]``."""
         best = self.predict_proba(X).argmax(1)
         return self.classes_[best]
 
     def uncertainty(self, X: Any) -> Any:
-        """How much the members disagree, in nats: ``[N]``.
+        """Return the members' disagreement in nats: ``[N]``.
 
         The mutual information of label and member: the entropy of the mean minus the mean of the entropies.
         """
@@ -311,16 +311,16 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
 
 class EnsembleRegressor(MultiOutputMixin, RegressorMixin, _Estimator):  # type: ignore[misc]
-    """A deep ensemble as a regressor: the mean of its members. Arguments as of `EnsembleClassifier`.
+    """A deep ensemble as a regressor: the mean of its members. Arguments are those of `EnsembleClassifier`.
 
-    ``module(n_features, n_targets)`` gives a network ``[N, n_targets]``, trained with the squared error of targets that
-    are standardised.
+    ``module(n_features, n_targets)`` returns a network with outputs ``[N, n_targets]``. It is trained with the squared
+    error of standardised targets.
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> EnsembleRegressor:
-        """Train on ``X [N, features]`` and ``y [N]`` or ``[N, targets]``, with weights as the classifier's.
+        """Train on ``X [N, features]`` and ``y [N]`` or ``[N, targets]``; ``sample_weight`` is that of the classifier.
 
-        Returns itself.
+        Returns self.
         """
         X, y = validate_data(self, X, y, dtype=[np.float64, np.float32], order="C", multi_output=True, y_numeric=True)
         self._flat = y.ndim == 1
@@ -331,17 +331,17 @@ class EnsembleRegressor(MultiOutputMixin, RegressorMixin, _Estimator):  # type: 
         return self
 
     def member_predictions(self, X: Any) -> Any:
-        """Each member's own: ``[members, N]`` or ``[members, N, targets]``."""
+        """Return each member's predictions: ``[members, N]`` or ``[members, N, targets]``."""
         found = self._outputs(X).numpy() * self._spread + self._shift
         return found[..., 0] if self._flat else found
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """The mean of the members, ``[N]`` or ``[N, targets]``; with ``return_std`` their spread, too."""
+        """Return the members' mean, ``[N]`` or ``[N, targets]``; with ``return_std`` their standard deviation, too."""
         found = self.member_predictions(X)
         return (found.mean(0), found.std(0)) if return_std else found.mean(0)
 
     def uncertainty(self, X: Any) -> Any:
-        """How much the members disagree: their standard deviation, in units of ``y``."""
+        """Return the members' standard deviation, in units of ``y``."""
         return self.predict(X, return_std=True)[1]
 
 

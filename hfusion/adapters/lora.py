@@ -29,27 +29,27 @@ def lora(
     max_rank: int | None = None,
     autocast_adapter_dtype: bool = True,
 ) -> Adapters:
-    """Many LoRA adapters of one frozen base: a list of peft models for `hfusion.fuse`, `Population`, `Task`.
+    """Make many LoRA adapters of one frozen base: a list of peft models for `hfusion.fuse`, `Population` and `Task`.
 
-    Member b begins as ``peft.get_peft_model(base, config_b)``, and trains as that does alone. The base's parameters
-    are the same objects in all members, so that an array keeps them once, where they lie; the base stays as it is.
+    Member b starts as ``peft.get_peft_model(base, config_b)``, and trains as that model alone. All members have the
+    same parameters of the base, so an array stores them once, without a copy. The base is not changed.
 
     Args:
-        base: any model that peft adapts, as of transformers. Its inputs go through it once for all members where they
-            are the same, and as one batch where they are stacked.
+        base: any model that peft adapts, such as those of transformers. It computes equal inputs once for all members,
+            and stacked inputs as one batch.
         config: a `peft.LoraConfig`.
-        members: their number, or for each member a dict of the fields that differ from ``config``, or a LoraConfig.
-            Members may differ in r, lora_alpha, lora_dropout, rank_pattern, alpha_pattern, target_modules (and the
-            other fields that choose layers), init_lora_weights. Smaller ranks are filled up with zeros, which stay
-            zeros.
-        seeds: one per member, whose adapter is drawn after ``torch.manual_seed(seed)``; the caller's random state is
-            then left as it was. None: adapters are drawn one after the other.
-        max_rank: room for members that join later with a larger rank than those that begin.
-        autocast_adapter_dtype: as of `peft.get_peft_model`.
+        members: the number of members; or for each member a LoraConfig, or a dict of the fields that differ from
+            ``config``. Members may differ in r, lora_alpha, lora_dropout, rank_pattern, alpha_pattern,
+            init_lora_weights, and in target_modules and the other fields that choose layers. Smaller ranks are padded
+            with zeros, which stay zero.
+        seeds: one per member: its adapter is initialised after ``torch.manual_seed(seed)``, and the caller's random
+            state is restored. By default adapters are initialised one after the other.
+        max_rank: the largest rank of members that join later.
+        autocast_adapter_dtype: as in `peft.get_peft_model`.
 
     Raises:
-        FusionError: a configuration that cannot be fused, or members that differ in other fields.
-        ValueError: no LoraConfig, fields that it does not have, numbers of members and seeds that differ.
+        FusionError: a configuration cannot be fused, or members differ in other fields.
+        ValueError: not a LoraConfig, an unknown field, or different numbers of members and seeds.
         ImportError: peft is not installed.
 
     Example:
@@ -75,10 +75,10 @@ def lora(
 
 
 class Adapters(Sequence[nn.Module]):
-    """The members that `hfusion.lora` returns, each a peft model around one base; `member` and `load` create more.
+    """The members that `hfusion.lora` returns: peft models around one base. `member` and `load` create more.
 
-    ``save_pretrained``, ``merge_and_unload`` and ``plain()`` of a member, of ``fused[b]``, of ``pop.models[row]`` and
-    of what ``pop.stop(row)`` gives, are of the adapter alone, in its own rank.
+    A member, ``fused[b]``, ``pop.models[row]`` and the model that ``pop.stop(row)`` returns have ``save_pretrained``,
+    ``merge_and_unload`` and ``plain()``. They act on this adapter alone, in its own rank.
 
     Example:
         >>> import torch, hfusion as hf
@@ -110,15 +110,15 @@ class Adapters(Sequence[nn.Module]):
         return f"Adapters({len(self)} of one {type(self._frozen.base).__name__}, ranks {ranks})"
 
     def member(self, config: Config | None = None, *, seed: int | None = None, **own: Any) -> AdapterMember:
-        """One more member, to join an array of these: ``pop.start(row, adapters.member(r=4, seed=7), lr=1e-3)``.
+        """Return one more member: ``pop.start(row, adapters.member(r=4, seed=7), lr=1e-3)``.
 
         Args:
-            config: a LoraConfig; the one that the array was made with, if not given.
-            seed: as of `hfusion.lora`.
-            own: fields of it that are other.
+            config: a LoraConfig; by default the one of the array.
+            seed: as in `hfusion.lora`.
+            own: fields of the config to change.
 
         Raises:
-            FusionError: it does not fit the array: a larger rank, layers that none of the first members adapts.
+            FusionError: it does not fit the array, such as a larger rank, or a layer that no initial member adapts.
         """
         first = self._config
         one = changed(first if config is None else config, own, "the member that joins")
@@ -126,10 +126,10 @@ class Adapters(Sequence[nn.Module]):
         return self._padded(self._frozen.adapted(one, seed), "the member that joins")
 
     def load(self, directory: Any) -> AdapterMember:
-        """A member that goes on from an adapter that peft saved, or a member's ``save_pretrained``.
+        """Return a member that continues from an adapter that peft, or a member's ``save_pretrained``, has saved.
 
         Raises:
-            FusionError: it does not fit the array, as of `member`.
+            FusionError: it does not fit the array, see `member`.
         """
         from peft import LoraConfig, PeftModel
 

@@ -49,17 +49,18 @@ def save(
     keep: int = 3,
     score: float | None = None,
 ) -> Path:
-    """Save an array and what belongs to it in a new folder under ``root``: it is there whole or not at all.
+    """Save an array and its optimizer, scheduler and loader in a new folder under ``root``, atomically.
 
     Args:
         scheduler: of hf.optim.lr_scheduler, or of torch.
-        loader: anything with a ``state_dict``, such as torchdata's StatefulDataLoader.
-        extra: any nest of numbers, strings and tensors.
-        names: the members' names, by which they are found again, by default ``member 0`` and so on.
-        keep: how many saves are left there, and the one of the highest ``score`` besides.
+        loader: an object with ``state_dict``, such as torchdata's StatefulDataLoader.
+        extra: a nest of numbers, strings and tensors.
+        names: the members' names, by which `load` finds them; by default ``member 0`` and so on.
+        keep: how many saves to keep, in addition to the one of the highest ``score``.
 
     Raises:
-        CheckpointError: it could not be written, and what was there before still is; or a value that only code makes.
+        CheckpointError: the save cannot be written, and earlier saves are unchanged; or a value needs code to
+            construct.
 
     Example:
         >>> import tempfile, torch, hfusion as hf
@@ -126,16 +127,16 @@ def load(
     names: str | Sequence[str] | None = None,
     random: bool = True,
 ) -> Loaded:
-    """Write members of the latest save under ``root``, or of the save there, into an array and what belongs to it.
+    """Load members of the latest save under ``root``, or of the save at ``root``, into an array and its optimizer.
 
     Args:
-        root: several to merge the members of several saves.
-        model: a fused module of as many members, or a plain model for one.
-        names: which members, in the order of the array's rows, or the one; by default all.
-        random: whether the random generators go on from where they were.
+        root: a folder, or several, whose members are combined.
+        model: a fused module with as many members, or a plain model for one member.
+        names: which members, in the order of the array's rows; by default all.
+        random: restore the states of the random generators.
 
     Raises:
-        CheckpointError: there is none, a file is damaged, or it is of another model; nothing was written then.
+        CheckpointError: there is no save, a file is damaged, or it belongs to another model. Nothing has been changed.
 
     Example:
         >>> import tempfile, torch, hfusion as hf

@@ -24,27 +24,26 @@ from hfusion.tasks.training_report import Report
 
 
 class Cluster:
-    """Many devices, each with a process of its own that trains one array after the other: ``hf.train(tasks, cluster)``.
+    """Many devices, each with a process that trains one array after the other: ``hf.train(tasks, cluster)``.
 
-    The driver, which calls `hfusion.train`, plans by the rates that each device measured, and places arrays, never
-    single members: longest first, each where it ends first. Models and data go to every node once. An array whose
-    process or node is lost begins again on another, at its last checkpoint if ``hf.train(checkpoint=...)`` names a
-    folder that all nodes reach.
+    The driver, which calls `hfusion.train`, places whole arrays, the longest first, by rates that each device measures.
+    Models and data are sent to each node once. An array whose process or node is lost starts again on another device:
+    from its last checkpoint, if ``hf.train(checkpoint=...)`` names a folder that all nodes reach.
 
     Args:
-        where: the address of a Ray cluster as ``ray.init`` takes it, such as ``"auto"``; None: the one that this
-            process is connected to, or a new one on this machine. Or a Machine: a process of this machine for each of
-            its devices, without Ray; the script then needs ``if __name__ == "__main__":``.
-        num_cpus, num_gpus, resources: what the process of a device takes of Ray's resources, as of ``ray.remote``. By
-            default each GPU has a process, and a node without GPUs has one that takes all its CPUs.
-        runtime_env: as of ``ray.init``; of the actors alone, as of ``ray.remote``, where this process is connected.
-        memory: bytes of each device, see `hfusion.Device`; by default what `hfusion.Machine.detect` finds there.
-        host: bytes of host memory of each process for what is spilled; likewise.
-        disk: a folder on each node for what the host has no room for.
+        where: the address of a Ray cluster, as in ``ray.init``, such as ``"auto"``. None: the cluster that this process
+            is connected to, or a new one on this machine. A Machine: one process of this machine per device, without
+            Ray; the script then needs ``if __name__ == "__main__":``.
+        num_cpus, num_gpus, resources: Ray's resources for the process of a device, as in ``ray.remote``. By default
+            each GPU has a process, and a node without GPUs has one that takes all its CPUs.
+        runtime_env: as in ``ray.init``; if this process is already connected, for the actors only.
+        memory: the budget of each device, see `hfusion.Device`; by default what `hfusion.Machine.detect` finds there.
+        host: bytes of host memory of each process for spilled state; likewise.
+        disk: a folder on each node for what exceeds ``host``.
         max_failures: how often the process of an array may be lost before the array is given up.
 
     Raises:
-        PlanError: values out of range, or options of Ray for a machine.
+        PlanError: a value is out of range, or an option of Ray is given with a machine.
 
     Example:
         >>> import hfusion as hf
@@ -103,11 +102,11 @@ class Cluster:
     ) -> Report:
         """Train tasks on the cluster; see `hfusion.train`.
 
-        A task that fails ends alone: the others are trained, and the TrainError that comes then holds them. Callbacks
-        of tasks are called here, in the driver.
+        If a task fails, the others are trained, and the TrainError at the end holds their results. Callbacks of tasks
+        run in the driver.
 
         Raises:
-            PlanError: also for ``plan``, which is for one machine.
+            PlanError: as `hfusion.train`, and if ``plan`` is given, which is for one machine.
         """
         found = listed(tasks)
         if plan is not None:

@@ -17,10 +17,10 @@ from hfusion.population.population import ArrayGroup
 
 
 def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-    """As ``pop.copy(src, dst)``, with the rows of all ranks' populations, numbered in the order of the ranks.
+    """Copy members between the populations of all ranks, as ``pop.copy(src, dst)`` does within one.
 
-    So are the values that `gather_rows` gives. All ranks call it with the same rows; only those that give or get a
-    member wait for each other. Between updates; in one process it is ``pop.copy``.
+    Rows are numbered over all ranks in order, as in the results of `gather_rows`. Call it between updates, on all ranks
+    with the same rows; only ranks that send or receive a member wait. In one process it is ``pop.copy``.
 
     Raises:
         ValueError: as ``pop.copy``.

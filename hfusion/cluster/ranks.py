@@ -10,17 +10,16 @@ from torch import distributed as dist
 
 
 def rows(members: int, rank: int | None = None, world: int | None = None) -> slice:
-    """Return which of ``members`` members this rank trains: ``models[hf.rows(len(models))]``.
+    """Return the slice of ``members`` members that this rank trains: ``models[hf.rows(len(models))]``.
 
-    Ranks have neighbouring members in the order of the ranks, and as many as each other, or one more. A step of such
-    an array needs no other rank.
+    Ranks get consecutive members; their numbers differ by at most one. A step needs no other rank.
 
     Args:
-        rank, world: None: those of torch.distributed's default group; before `init_process_group` what torchrun says in
-            RANK and WORLD_SIZE; and where neither is, one process has all members.
+        rank, world: by default those of torch.distributed's default group. Before `init_process_group` those that
+            torchrun sets in RANK and WORLD_SIZE. Without either, one process has all members.
 
     Raises:
-        ValueError: fewer members than ranks, so that a rank would have none; a rank that is none.
+        ValueError: there are fewer members than ranks, or the rank is out of range.
 
     Example:
         >>> rows(10, rank=1, world=4)
@@ -44,14 +43,14 @@ def rows(members: int, rank: int | None = None, world: int | None = None) -> sli
 
 
 def gather_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The values ``[rows, ...]`` of all ranks' members, on every rank: ``[B, ...]`` in the order of the ranks.
+    """Return the values ``[rows, ...]`` of all ranks' members on every rank: ``[B, ...]``, in the order of the ranks.
 
-    For losses and metrics at rungs. All ranks of ``group`` call it; they may have different numbers of rows. The
-    tensors lie where the backend wants them: for nccl on the GPU. In one process, without torch.distributed, it gives
-    what it gets.
+    For losses and metrics that are compared between members. All ranks of ``group`` call it, with any number of rows
+    each. Tensors must be on the device that the backend needs: the GPU for nccl. In one process, without
+    torch.distributed, it returns its argument.
 
     Raises:
-        ValueError: a tensor without a dim of rows, or ranks whose values differ in dtype or in the other dims.
+        ValueError: a tensor has no dimension of rows, or ranks differ in dtype or in the other dimensions.
 
     Example:
         >>> import torch, hfusion as hf

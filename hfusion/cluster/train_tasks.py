@@ -41,13 +41,23 @@ _MACHINE = "give hf.Machine.detect(), or hf.Machine([hf.Device(...), ...])"
 
 
 def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
-    """Plan the training of one or several tasks: which members together, resident or spilled, in how many shards.
+    """Plan the training of one or several tasks: which members run together, where, and in how many shards.
 
-    Also in one process or one for each device (``plan.processes``), which ``dataclasses.replace`` changes:
-    ``replace(plan, processes=None)`` is decided again, ``replace(plan.processes, count=1)`` is one.
+    The plan also chooses one process, or one per device (``plan.processes``). To change that, use
+    ``dataclasses.replace``: ``replace(plan, processes=None)`` decides again, and ``replace(plan.processes, count=1)``
+    uses one process.
 
-    ``machine``: by default this one (`Machine.detect`). Captures the models, but trains nothing. Raises PlanError and
-    FusionError.
+    Args:
+        tasks: one task or several.
+        machine: by default this one, see `Machine.detect`.
+
+    Returns:
+        A plan that ``print`` shows, `hfusion.simulate` simulates, and `hfusion.train` takes. The models are captured,
+        and nothing is trained.
+
+    Raises:
+        PlanError: the tasks cannot fit the machine.
+        FusionError: a model cannot be captured.
 
     Example:
         >>> import torch, hfusion as hf
@@ -81,33 +91,32 @@ def train(
     """Train all tasks, each exactly as if alone, within the memory of every device.
 
     Args:
-        tasks: one, or several with different names, none of which reaches memory that another trains in place.
-        machine: devices with budgets, host memory and a folder; by default this one, as `Machine.detect` finds it. Or
-            an `hfusion.Cluster`. Where one process would let several devices wait for Python, each has a process of
-            its own, see `hfusion.plan`: with the same results. Callbacks and ``on_result`` are called in this one.
-        policy: which unit a device runs next; one of `hfusion.schedule.policy.POLICIES` or its name. Of more tasks than
-            devices none keeps a shard on its device unless the policy is patient.
-        plan: what `plan` gave for these tasks and this machine, possibly changed; None: plan now.
-        progress: show a bar per task; where nothing can be drawn over, as in a file, ten lines.
-        checkpoint: a folder in which each task is saved as it goes, and from which it goes on if it was saved there;
-            what had ended is not trained again. None: nothing is saved.
-        every: the most minibatches of a task that are lost if the process is killed; None: those of an epoch. It is
-            saved twice as often, so that a save is written while the half of them is trained, and at its end; where
-            gradients are accumulated, at the next step of the optimizer.
-        resume: False: a folder with saves in it is an error.
-        on_result: asked after every minibatch (with a `Step`, once the optimizer has stepped, if it is to) and every
-            evaluation (`Evaluation`) who stops, by one device at a time. It gives None or False: all go on; True: all
-            ``result.members`` stop; or the members that do, or a bool tensor with a value for each of
-            ``result.members``. Who stops is what it was then, and has losses of NaN from there on; an array of which
-            all have stopped takes no more time. When a run goes on from a checkpoint it first hears again what was
-            before, and what it answers to that does not count.
+        tasks: one task, or several with different names that train no memory in common.
+        machine: devices with budgets, host memory and a folder; by default this machine, see `Machine.detect`. Or an
+            `hfusion.Cluster`. If one process would keep several devices waiting for Python, each device gets a process
+            of its own, with the same results, see `hfusion.plan`. Callbacks and ``on_result`` run in this process.
+        policy: which unit a device runs next: one of `hfusion.schedule.policy.POLICIES` or its name. With more tasks
+            than devices, only a patient policy keeps a shard on its device.
+        plan: a plan from `hfusion.plan` for these tasks and this machine, possibly changed. Default: plan now.
+        progress: show a bar per task, or ten lines if the output is not a terminal or a notebook.
+        checkpoint: a folder in which each task is saved during training, and from which it resumes. Finished tasks are
+            not trained again. Default: no saves.
+        every: the most minibatches of a task that a crash can cost; by default those of an epoch. Saves are made twice
+            as often, since one half trains while the save of the other is written, and at the end. With ``accumulate``
+            they follow the next step of the optimizer.
+        resume: with False, a folder that holds saves is an error.
+        on_result: called after every minibatch with a `Step`, and after every evaluation with an `Evaluation`, by one
+            device at a time. It decides which members stop: None or False for none, True for all ``result.members``, a
+            sequence of members, or a bool tensor with a value for each of ``result.members``. A stopped member keeps
+            its weights, and its later losses are NaN. An array whose members have all stopped takes no more time. When
+            a run resumes, earlier results are passed again, and the answers are ignored.
 
     Raises:
-        PlanError: the tasks fit the machine in no way, or cannot be trained at once, or not with their loss.
-        FusionError: models that cannot be captured.
-        CheckpointError: a save is damaged, or of other tasks, members or shapes, or the folder cannot be made.
-        TrainError: a task failed, or could not be saved; ``error.report`` has the finished ones, ``error.__cause__``
-            what happened.
+        PlanError: the tasks cannot fit the machine, cannot be trained together, or have an invalid loss.
+        FusionError: a model cannot be captured.
+        CheckpointError: a save is damaged, or belongs to other tasks, members or shapes, or the folder cannot be made.
+        TrainError: a task failed, or could not be saved. ``error.report`` has the finished tasks, ``error.__cause__``
+            the reason.
 
     Example:
         >>> import torch, hfusion as hf

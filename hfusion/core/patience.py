@@ -40,19 +40,18 @@ class TaggedMembers(Protocol):
 
 
 class Patience:
-    """Tells which members have not improved a metric for ``patience`` calls in a row.
+    """Early stopping for each member: report members whose metric has not improved for ``patience`` calls.
 
-    `hfusion.Task` takes one, too, for the losses of its evaluations.
-
-    Counts as Keras and Lightning do: the first metric that is no improvement is 1, so that 0 and 1 mean the same.
+    Pass one to `hfusion.Task` to stop its members by their evaluation losses. Counts are those of Keras and Lightning:
+    the first metric without an improvement counts as 1, so that 0 and 1 mean the same.
 
     Args:
-        patience: so many metrics in a row without an improvement end a member.
-        mode: whether less or more is better.
-        least: an improvement is one of more than this, as ``min_delta`` elsewhere.
-        restore_best: keep each member's best weights on its device (``population.best``), and write them into a member
-            when its patience is over. Counts are kept there, too: they follow members that are copied, and are saved
-            by `Population.save`. Otherwise they belong to the member's tag, and are in `state_dict`.
+        patience: the number of consecutive metrics without an improvement after which a member ends.
+        mode: ``"min"`` or ``"max"``: whether lower or higher metrics are better.
+        least: an improvement must be larger than this, as ``min_delta`` in Keras.
+        restore_best: keep each member's best weights on its device (``population.best``), and write them back when its
+            patience is over. Counts then belong to rows: they follow members that are copied, and `Population.save`
+            saves them. Otherwise they belong to members' tags, and are in `state_dict`.
 
     Example:
         >>> patience = Patience(5, mode="max", restore_best=True)
@@ -88,7 +87,7 @@ class Patience:
         return over
 
     def count(self, tag: str, value: float) -> int:
-        """How many metrics of a member in a row were no improvement, ``value`` included: 0 for an improvement."""
+        """Return a member's number of consecutive metrics without an improvement, with ``value`` as the latest."""
         value = -value if self.mode == "max" else value
         if is_better(value, self._best.get(tag, math.nan), "min", self.least):
             self._best[tag], self._waited[tag] = value, 0
@@ -97,11 +96,11 @@ class Patience:
         return self._waited[tag]
 
     def is_over(self, waited: int) -> bool:
-        """Return whether so many metrics in a row without an improvement end a member."""
+        """Return whether a member ends after this many consecutive metrics without an improvement."""
         return waited >= self._patience
 
     def renewed(self) -> Patience:
-        """One that counts alike, and has counted nothing."""
+        """Return a copy of the settings, without counts."""
         return Patience(self._patience, mode=self.mode, least=self.least, restore_best=self.restore_best)
 
     def state_dict(self) -> dict[str, Any]:

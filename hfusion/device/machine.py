@@ -47,14 +47,15 @@ def parse_bytes(text: str | int) -> int:
 
 @dataclass(frozen=True, init=False)
 class Device:
-    """A torch device ``"cpu"``, ``"cpu:1"``, ``"cuda:0"``, ... with a budget of ``memory`` bytes.
+    """A torch device, such as ``"cpu"``, ``"cpu:1"`` or ``"cuda:0"``, with a budget of ``memory`` bytes.
 
     Args:
-        device: as torch.device reads it; any ``cpu:i`` is the one CPU.
+        device: as in torch.device. Every ``cpu:i`` is the same CPU.
         name: one word, by default ``device``.
-        memory: bytes that may be taken there, as `parse_bytes` reads them.
+        memory: the budget, a number of bytes or a string such as ``"2GiB"``.
 
-    Raises PlanError for a device that is neither, a name with spaces, and a bad budget.
+    Raises:
+        PlanError: the device, the name or the budget is invalid.
 
     Example:
         >>> Device("cpu:1", memory="2GiB").memory
@@ -81,16 +82,17 @@ class Device:
 
     @property
     def physical(self) -> torch.device:
-        """The torch device of its tensors; equal for devices that share one."""
+        """The torch device of its tensors; devices that share one are equal here."""
         kind, _, index = self.device.partition(":")
         return torch.device("cpu") if kind == "cpu" else torch.device(kind, int(index or 0))
 
 
 @dataclass(frozen=True, init=False)
 class Machine:
-    """Devices, ``host`` bytes of memory that spilled state may take, and a ``disk`` folder for the rest.
+    """Devices with budgets, ``host`` bytes of memory for spilled state, and a ``disk`` folder for what exceeds them.
 
-    Raises PlanError for no device, two of one name, a bad size of the host, and a disk that is no path.
+    Raises:
+        PlanError: no device, two devices of one name, or an invalid size or path.
 
     Example:
         >>> import hfusion as hf
@@ -120,9 +122,9 @@ class Machine:
 
     @staticmethod
     def detect(disk: str | Path = "spill/") -> Machine:
-        """This machine: every accelerator with most of the memory that is free there now, and half of the host's.
+        """Return this machine: every accelerator with most of its free memory, and half of the host's memory.
 
-        Without one the CPU is the device, and shares the memory: half for it, a quarter for spilled state.
+        Without an accelerator the CPU is the device: half of the memory is its budget, a quarter is for spilled state.
         """
         total, present = host_memory(), accelerators()
         if not present:

@@ -14,13 +14,13 @@ from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class Adadelta(FusedOptimizer):
-    """``torch.optim.Adadelta`` for every member of an array (Zeiler, 2012; torch.optim.Adadelta).
+    """``torch.optim.Adadelta`` with a value of each hyper-parameter per member (Zeiler, 2012).
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``rho``, ``eps`` and
-    ``weight_decay``: one value, or one per member. ``maximize`` holds for a whole group. Raises ValueError
-    for parameters of no fused module and for values of the wrong number or range.
+    ``weight_decay``: one value, or one per member. ``maximize`` is set per param group. Raises ValueError if
+    parameters do not belong to a fused module, or if values have the wrong number or range.
 
-    ``master_weights``: see `FusedOptimizer`.
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (

@@ -14,13 +14,13 @@ from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class Adagrad(FusedOptimizer):
-    """``torch.optim.Adagrad`` for every member of an array (Duchi, Hazan and Singer, 2011; torch.optim.Adagrad).
+    """``torch.optim.Adagrad`` with a value of each hyper-parameter per member (Duchi, Hazan and Singer, 2011).
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``lr_decay``, ``weight_decay``,
-    ``initial_accumulator_value`` and ``eps``: one value, or one per member. ``maximize`` holds for a whole group.
-    Raises ValueError for parameters of no fused module and for values of the wrong number or range.
+    ``initial_accumulator_value`` and ``eps``: one value, or one per member. ``maximize`` is set per param group.
+    Raises ValueError if parameters do not belong to a fused module, or if values have the wrong number or range.
 
-    ``master_weights``: see `FusedOptimizer`.
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (

@@ -14,13 +14,13 @@ from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class Adam(FusedOptimizer):
-    """``torch.optim.Adam`` for every member of an array (Kingma and Ba, 2015; torch.optim.Adam).
+    """``torch.optim.Adam`` with a value of each hyper-parameter per member (Kingma and Ba, 2015).
 
-    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and
-    each of ``betas``: one value, or one per member. ``amsgrad`` and ``maximize`` hold for a whole group.
-    Raises ValueError for parameters of no fused module and for values of the wrong number or range.
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and each
+    of ``betas``: one value, or one per member. ``amsgrad`` and ``maximize`` are set per param group. Raises
+    ValueError if parameters do not belong to a fused module, or if values have the wrong number or range.
 
-    ``master_weights``: see `FusedOptimizer`.
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (
@@ -98,9 +98,9 @@ def _moments(h: Any, o: Any, step: Tensor, decay: Tensor | None, shrink: Tensor 
 
 
 class AdamW(Adam):
-    """``torch.optim.AdamW`` for every member of an array (Loshchilov and Hutter, 2019; torch.optim.AdamW).
+    """``torch.optim.AdamW`` with a value of each hyper-parameter per member (Loshchilov and Hutter, 2019).
 
-    As :class:`Adam`, with the weight decay decoupled from the gradient.
+    Like :class:`Adam`, with decoupled weight decay.
     """
 
     torch_class: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.AdamW

@@ -46,15 +46,14 @@ _LAYOUT = attrgetter("layout")
 
 
 class FusedOptimizer(MemberRows, Formula, Optimizer):
-    """Base class: a torch.optim.Optimizer whose every numeric hyper-parameter has one value per member.
+    """Base class: a torch.optim.Optimizer whose numeric hyper-parameters have one value per member.
 
-    ``group["lr"]`` and the others are float64 vectors ``[B]``; a user may also write one number or a sequence
-    there. ``state[p]`` holds ``step``, the counts ``[B]``, and stacks shaped like ``p``. A subclass is a
-    :class:`Formula`, and its ``__init__`` gives the defaults of a param group.
+    ``group["lr"]`` and the others are float64 vectors ``[B]``; you may assign one number or a sequence. ``state[p]``
+    holds ``step``, the counts ``[B]``, and stacks shaped like ``p``. A subclass is a :class:`Formula`, and its
+    ``__init__`` gives the defaults of a param group.
 
-    With ``master_weights=True`` the state of bfloat16 and float16 parameters is in float32, and holds the parameters in
-    float32, too, as ``master_param``: steps update these, and the parameters are what they round to. It is an option of
-    a param group; parameters of other dtypes are stepped as without it.
+    ``master_weights=True``, an option of a param group: bfloat16 and float16 parameters have their state, and a copy
+    ``master_param``, in float32. Steps update the copy and round it to the parameter. Other dtypes are not affected.
     """
 
     keeps_members_apart: ClassVar[bool] = True
@@ -84,7 +83,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return membership_of(self.param_groups[0]["params"][0]).members
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """As torch's; ValueError for parameters of no array or of another B, or for bad values."""
+        """As in torch. Raises ValueError for parameters of no array or of another B, or for bad values."""
         by_stacks = not asked_of_members(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -107,7 +106,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """As torch's, which opens a profiler's range at every step, whether anybody looks or not."""
+        """As in torch, but open a range of the profiler only if it runs."""
         hooked = Optimizer.profile_hook_step(func)
 
         @wraps(func)
@@ -117,7 +116,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, without its profiler's range where nobody looks."""
+        """As in torch, but open a range of the profiler only if it runs."""
         if not set_to_none or _observed(self):
             super().zero_grad(set_to_none)
             return
@@ -127,12 +126,12 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         settle(self._params())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every member; returns what ``closure`` returns.
+        """Update every member. Returns what ``closure`` returns.
 
-        Parameters whose ``grad`` is None are skipped, as in torch, and a member that has not used a parameter, in a
-        branch on values, keeps its row of it. Under a torch.amp.GradScaler a member whose gradients are not all finite
-        does not step, and the others do. Raises ValueError if a hyper-parameter was set to something out of range,
-        FusionError if the state is no longer of the parameters' dtype, device and shapes.
+        Parameters whose ``grad`` is None are skipped, as in torch. A member that did not use a parameter, in a branch
+        on values, keeps its row of it. Under a torch.amp.GradScaler, only members whose gradients are all finite step.
+        Raises ValueError if a hyper-parameter is out of range, and FusionError if the state no longer has the
+        parameters' dtype, device and shapes.
         """
         loss = None
         if closure is not None:
@@ -183,7 +182,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     @property
     def state_stacks(self) -> int:
-        """The most stacks that the state of a parameter holds: 2 for Adam, 0 for SGD without momentum."""
+        """The number of stacks in the state of a parameter: 2 for Adam, 0 for SGD without momentum."""
         return max(
             master_weights.state_stacks(group["params"], group, len(self._settings(group).names))
             for group in self.param_groups
@@ -191,11 +190,11 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     @property
     def launches(self) -> str:
-        """How an accelerator is asked for steps, and why nothing is recorded if so; empty on the host."""
+        """How steps are launched on an accelerator, and why they are not recorded; empty on a CPU."""
         return self._recording.how if isinstance(self._recording, RecordedUpdates) else self._recording or ""
 
     def initialise(self) -> None:
-        """Make the state of every trained parameter now, which otherwise happens at its first step."""
+        """Create the state of every trained parameter now instead of at its first step."""
         for group in self.param_groups:
             settings = self._settings(group)
             for param in group["params"]:
@@ -203,7 +202,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
                     self._state(param, settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with hyper-parameters as plain float64 tensors ``[B]``: ``weights_only`` loads it."""
+        """As in torch, with hyper-parameters as float64 tensors ``[B]``, which ``weights_only`` accepts."""
         found = super().state_dict()
         groups = [{key: plain(value) for key, value in group.items()} for group in found["param_groups"]]
         # A copy: what a user keeps does not count on.
@@ -214,7 +213,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return {**found, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As torch's, but the state is copied; CheckpointError if it is none, or the state of another array."""
+        """As in torch, but copy the state. Raises CheckpointError for a state of another array."""
         entries, groups = parts_of(state_dict)
         for group, saved in zip(self.param_groups, groups, strict=False):
             try:
@@ -236,7 +235,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         master_weights.complete(self.param_groups)
 
     def unfuse(self) -> list[dict[str, Any]]:
-        """B state dicts, one per member, from which torch.optim's class of the same name continues."""
+        """Return B state dicts, one per member, for torch.optim's class of the same name."""
         master_weights.check_unfused(self.param_groups)
         options, early = _torch_ways(self.torch_class)
         if early:
@@ -244,7 +243,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return member_state_dicts(self.param_groups, self.state, options, counted=self.counts_steps, early=early)
 
     def forget(self) -> None:
-        """Let go of the memory of tensors that are moved; the next step looks where they lie."""
+        """Drop references to tensors that have moved; the next step reads their new addresses."""
         self._cache = None
         if isinstance(self._recording, RecordedUpdates):
             self._recording.forget()

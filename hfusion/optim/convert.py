@@ -33,12 +33,17 @@ class FusedArray(Protocol):
 def fuse(
     optimizers: Sequence[Optimizer], fused: FusedArray, into: type[FusedOptimizer] | None = None
 ) -> FusedOptimizer:
-    """The fused optimizer that continues where ``optimizers`` are.
+    """Return a fused optimizer that continues from the state of ``optimizers``.
 
-    ``optimizers``: one of torch.optim per member, all of one class, over that member's original parameters, with the
-    same param groups; hyper-parameters, step counts and state may differ. ``fused``: the array of these members.
-    ``into``: the class to make, for optimizers that are not torch's; by default the one that is named as theirs. The
-    state is copied. Raises FusionError for anything else, ValueError for values out of range.
+    Args:
+        optimizers: one optimizer of torch.optim per member, of one class, over that member's original parameters, with
+            the same param groups. Hyper-parameters, step counts and state may differ. The state is copied.
+        fused: the array of these members.
+        into: the class of hf.optim to create; by default the one of the same name.
+
+    Raises:
+        FusionError: optimizers of several classes, other parameters or other groups.
+        ValueError: a value is out of range.
     """
     optimizers = _checked(optimizers, fused, into)
     if len(optimizers) != len(fused):

@@ -14,13 +14,14 @@ from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class Lion(FusedOptimizer):
-    """Lion for every member of an array (Chen and others, 2023, "Symbolic Discovery of Optimization Algorithms", 2).
+    """Lion with a value of each hyper-parameter per member (Chen and others, 2023, "Symbolic Discovery of Optimization
+    Algorithms", 2).
 
-    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``weight_decay``, which is decoupled,
-    and each of ``betas``: one value, or one per member. ``maximize`` holds for a whole group. Raises ValueError for
-    parameters of no fused module and for values of the wrong number or range.
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``weight_decay``, which is
+    decoupled, and each of ``betas``: one value, or one per member. ``maximize`` is set per param group. Raises
+    ValueError if parameters do not belong to a fused module, or if values have the wrong number or range.
 
-    ``master_weights``: see `FusedOptimizer`.
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (

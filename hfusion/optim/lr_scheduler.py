@@ -37,12 +37,12 @@ def one_for_each(make: Make | Sequence[Make], count: int) -> list[Make]:
 
 
 class PerMember(torch_schedulers.LRScheduler):
-    """A scheduler of torch for each member of an array, of its own kind, with arguments and a step count of its own.
+    """One scheduler of torch per member of an array, each with its own class, arguments and step count.
 
-    ``make``: gives the scheduler of one member from an optimizer, which stands for the member's; or a list of B such
-    functions. A subclass may name a class of torch in ``kind`` and take its ``options`` instead: a list, tuple or
-    tensor holds one value per member, anything else is for all. Members join, leave and are copied as in the optimizer,
-    after it has been told. Raises TypeError for an optimizer of others, ValueError for a list of another length than B.
+    ``make``: makes the scheduler of one member from a stand-in for its optimizer; or a list of B such functions. In a
+    subclass ``kind`` may name a class of torch, whose ``options`` are lists, tuples or tensors of one value per member,
+    or values for all. Call `keep`, `copy` and `append` on the optimizer first. Raises TypeError for an optimizer that
+    is not of hf.optim, ValueError for a list whose length is not B.
 
     Example:
         >>> import hfusion as hf, torch
@@ -121,7 +121,7 @@ class PerMember(torch_schedulers.LRScheduler):
         self._push()
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with the schedules of members ``rows`` alone, in this order."""
+        """Keep the schedules of members ``rows`` only, in this order."""
         self.rearrange(kept(rows, len(self._makes)))
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
@@ -162,12 +162,12 @@ class PerMember(torch_schedulers.LRScheduler):
         return [self._begun] * count
 
     def load_member(self, row: int, state: Mapping[str, Any]) -> None:
-        """Let one member go on from what `member_state` gave."""
+        """Restore one member's scheduler from the result of `member_state`."""
         self._pull()
         _load_member(self._schedulers[row], self._stand_ins[row], state)
 
     def rearrange(self, sources: Sequence[int]) -> None:
-        """Let member b go on with the schedule of member ``sources[b]`` of before."""
+        """Give member b the former schedule of member ``sources[b]``."""
         states = {source: self.member_state(source) for source in sources if list(sources).count(source) > 1}
         firsts: set[int] = set()
         makes, stand_ins, schedulers = [], [], []
@@ -200,22 +200,22 @@ class PerMember(torch_schedulers.LRScheduler):
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
-        """As of torch's schedulers, of the first member; see ``last_epochs``."""
+        """The step count of the first member, as in torch; see ``last_epochs``."""
         return int(self.last_epochs[0])
 
     @property
     def last_epochs(self) -> Tensor:
-        """How often each member's scheduler has stepped: ``[B]``."""
+        """The step counts of the members' schedulers: ``[B]``."""
         return torch.tensor([scheduler.last_epoch for scheduler in self._schedulers], device="cpu")
 
     @property
     def base_lrs(self) -> list[Tensor]:  # type: ignore[override]
-        """As of torch's schedulers: for each param group ``[B]``."""
+        """The initial learning rates, for each param group ``[B]``."""
         rates = zip(*(scheduler.base_lrs for scheduler in self._schedulers), strict=True)
         return [torch.tensor([float(rate) for rate in group], dtype=torch.float64, device="cpu") for group in rates]
 
     def get_last_lr(self) -> list[Tensor]:  # type: ignore[override]
-        """The learning rates that were set last, for each param group ``[B]``."""
+        """Return the current learning rates, for each param group ``[B]``."""
         rates = (scheduler.get_last_lr() for scheduler in self._schedulers)
         return [torch.tensor(group, dtype=torch.float64, device="cpu") for group in zip(*rates, strict=True)]
 
@@ -297,30 +297,30 @@ class PerMember(torch_schedulers.LRScheduler):
 
 
 class ReduceLROnPlateau(PerMember, torch_schedulers.ReduceLROnPlateau):
-    """torch.optim.lr_scheduler.ReduceLROnPlateau for every member by itself: ``step(metrics)`` with metrics ``[B]``."""
+    """torch.optim.lr_scheduler.ReduceLROnPlateau for each member separately: ``step(metrics)`` with metrics ``[B]``."""
 
     kind = torch_schedulers.ReduceLROnPlateau
 
     def step(  # type: ignore[override]
         self, metrics: Tensor | Sequence[float], epoch: int | None = None, *, rows: Sequence[int] | None = None
     ) -> None:
-        """Note one metric per member, and reduce the learning rates of those that got no better for too long.
+        """Record one metric per member, and reduce the learning rates of members that have reached a plateau.
 
-        ``rows``: the members that are asked, by default all.
+        ``rows``: the members to step, by default all.
         """
         values = self._metrics(metrics)
         self._step([(value,) if epoch is None else (value, epoch) for value in values], rows)
 
     @property
     def in_cooldown(self) -> Tensor:
-        """Whether the members wait after a reduction: bool ``[B]``."""
+        """Whether members are in cooldown after a reduction: bool ``[B]``."""
         return torch.tensor([scheduler.in_cooldown for scheduler in self._schedulers], device="cpu")
 
 
 class OneCycleLR(PerMember, torch_schedulers.OneCycleLR):
-    """torch.optim.lr_scheduler.OneCycleLR with a ``max_lr``, and every other argument, of each member's own.
+    """torch.optim.lr_scheduler.OneCycleLR with a ``max_lr``, and every other argument, for each member.
 
-    With several param groups a member's ``max_lr`` is a list of one for each: ``[[lr / 10, lr] for lr in rates]``.
+    With several param groups a member's ``max_lr`` is a list, a value for each: ``[[lr / 10, lr] for lr in rates]``.
     """
 
     kind = torch_schedulers.OneCycleLR

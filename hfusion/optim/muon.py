@@ -14,15 +14,15 @@ from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class Muon(FusedOptimizer):
-    """``torch.optim.Muon`` for every member of an array (Jordan and others, 2024; torch.optim.Muon).
+    """``torch.optim.Muon`` with a value of each hyper-parameter per member (Jordan and others, 2024).
 
     ``params``: parameters of one fused module that are matrices in each member, or param groups of them. ``lr``,
     ``weight_decay``, ``momentum`` and ``eps``: one value, or one per member. ``nesterov``, ``ns_coefficients``,
-    ``ns_steps`` and ``adjust_lr_fn`` hold for a whole group. Each member's matrix is orthogonalised by itself, all of
-    them at once. Raises ValueError for parameters of no fused module or of another number of dimensions, and for values
-    of the wrong number or range.
+    ``ns_steps`` and ``adjust_lr_fn`` are set per param group. Members' matrices are orthogonalised
+    separately, in one batch. Raises ValueError if parameters do not belong to a fused module or are not matrices,
+    or if values have the wrong number or range.
 
-    ``master_weights``: see `FusedOptimizer`.
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (

@@ -14,14 +14,14 @@ from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class NAdam(FusedOptimizer):
-    """``torch.optim.NAdam`` for every member of an array (Dozat, 2016; torch.optim.NAdam).
+    """``torch.optim.NAdam`` with a value of each hyper-parameter per member (Dozat, 2016).
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay``,
-    ``momentum_decay`` and each of ``betas``: one value, or one per member. ``decoupled_weight_decay`` and ``maximize``
-    hold for a whole group. Raises ValueError for parameters of no fused module and for values of the wrong number or
-    range.
+    ``momentum_decay`` and each of ``betas``: one value, or one per member. ``decoupled_weight_decay`` and
+    ``maximize`` are set per param group. Raises ValueError if parameters do not belong to a fused module, or if
+    values have the wrong number or range.
 
-    ``master_weights``: see `FusedOptimizer`.
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (

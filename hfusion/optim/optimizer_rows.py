@@ -46,33 +46,33 @@ class MemberRows:
         return [] if self._held is None else [int(row) for row in self._held.nonzero().reshape(-1)]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Hold the state and the hyper-parameters of members ``rows`` alone, in this order.
+        """Keep the state and the hyper-parameters of members ``rows`` only, in this order.
 
         Raises:
-            ValueError: no rows, a row twice, or a row that is none.
+            ValueError: no rows, a repeated row, or a row out of range.
         """
         rearrange(self, kept(rows, _width(self)), {})
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-        """Write state, counts and hyper-parameters of members ``src`` over those of ``dst``: ints or lists.
+        """Copy state, counts and hyper-parameters of members ``src`` to ``dst``: ints or lists.
 
         Raises:
-            ValueError: a row that is none, one that is written twice, or other numbers of ``src`` and ``dst``.
+            ValueError: a row is out of range or written twice, or ``src`` and ``dst`` differ in number.
         """
         rearrange(self, copied(src, dst, _width(self)), {})
 
     def append(self, count: int = 1, *, groups: Mapping[int, Sequence[Tensor]] | None = None, **hypers: Any) -> None:
-        """Let ``count`` members join as the last, with no state and counts of 0, as if made now.
+        """Add ``count`` members at the end, without state and with counts of 0, as in a new optimizer.
 
         Args:
-            groups: which param group takes which of the parameters that only these members have, where they differ
-                from the others in submodules. By default the only group takes all.
-            hypers: their hyper-parameters, one value or ``count`` of each, for all param groups. What is not given is
-                as it was first given, where that is one value for all members.
+            groups: which param group takes which of the parameters that only these members have, if they differ from
+                the others in submodules. By default the only group takes all.
+            hypers: their hyper-parameters, one value or ``count`` values each, for all param groups. By default the
+                initial value, if that is one for all members.
 
         Raises:
-            ValueError: a hyper-parameter that differs between members and is not given, or is out of range; several
-                groups, or one that holds some of the parameters only, where members bring others.
+            ValueError: a hyper-parameter that differs between members is missing, or a value is out of range; or
+                members bring parameters, and it is ambiguous which group takes them.
         """
         if count < 1:
             raise ValueError(f"append() needs at least one member, got {count}.")
@@ -81,15 +81,15 @@ class MemberRows:
     def restart(
         self, rows: int | Sequence[int], *, groups: Mapping[int, Sequence[Tensor]] | None = None, **hypers: Any
     ) -> None:
-        """Restart members ``rows``: no state, counts of 0.
+        """Restart members ``rows``: clear their state and set their counts to 0.
 
         Args:
-            groups: see `append`, for members that `FusedModule.put` has let join.
-            hypers: their new hyper-parameters, one value or one for each of ``rows``, for all param groups; the others
-                stay as they are.
+            groups: see `append`, for members that `FusedModule.put` has added.
+            hypers: new hyper-parameters, one value or one for each of ``rows``, for all param groups. By default they
+                do not change.
 
         Raises:
-            ValueError: a row that is none or comes twice, or a value that is out of range.
+            ValueError: a row is out of range or repeated, or a value is out of range.
         """
         width = _width(self)
         fresh = rows_of(rows, width)

@@ -14,13 +14,13 @@ from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class RAdam(FusedOptimizer):
-    """``torch.optim.RAdam`` for every member of an array (Liu and others, 2020; torch.optim.RAdam).
+    """``torch.optim.RAdam`` with a value of each hyper-parameter per member (Liu and others, 2020).
 
-    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and each of
-    ``betas``: one value, or one per member. ``decoupled_weight_decay`` and ``maximize`` hold for a whole group. Raises
-    ValueError for parameters of no fused module and for values of the wrong number or range.
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``eps``, ``weight_decay`` and each
+    of ``betas``: one value, or one per member. ``decoupled_weight_decay`` and ``maximize`` are set per param group.
+    Raises ValueError if parameters do not belong to a fused module, or if values have the wrong number or range.
 
-    ``master_weights``: see `FusedOptimizer`.
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (

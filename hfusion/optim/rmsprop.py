@@ -14,13 +14,13 @@ from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class RMSprop(FusedOptimizer):
-    """``torch.optim.RMSprop`` for every member of an array (Tieleman and Hinton, 2012; torch.optim.RMSprop).
+    """``torch.optim.RMSprop`` with a value of each hyper-parameter per member (Tieleman and Hinton, 2012).
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``alpha``, ``eps``, ``weight_decay``
-    and ``momentum``: one value, or one per member. ``centered`` and ``maximize`` hold for a whole group. Raises
-    ValueError for parameters of no fused module and for values of the wrong number or range.
+    and ``momentum``: one value, or one per member. ``centered`` and ``maximize`` are set per param group. Raises
+    ValueError if parameters do not belong to a fused module, or if values have the wrong number or range.
 
-    ``master_weights``: see `FusedOptimizer`.
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (

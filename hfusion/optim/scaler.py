@@ -22,10 +22,11 @@ from hfusion.optim.hyper import HyperValue, member_vector, plain
 
 
 class GradScaler:
-    """``torch.amp.GradScaler`` for every member of an array by itself; used as torch's.
+    """``torch.amp.GradScaler`` with a scale for each member of an array; used in the same way.
 
-    ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``: one value, or one per member. ``device``
-    is there as torch has it first: losses and gradients are scaled where they are.
+    ``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``: one value, or one per member.
+    ``device`` is
+    accepted as in torch and has no effect: losses and gradients are scaled on their own device.
 
     Example:
         >>> import hfusion as hf, torch
@@ -83,7 +84,7 @@ class GradScaler:
         return self._values["scale"].clone()
 
     def scale(self, losses: Any) -> Any:
-        """Losses ``[B, ...]``, or a list or tuple of such, times the members' scales."""
+        """Multiply losses ``[B, ...]``, or a list or tuple of such, by the members' scales."""
         if not self._enabled:
             return losses
         if isinstance(losses, list | tuple):
@@ -94,11 +95,12 @@ class GradScaler:
 
     @torch.no_grad()
     def unscale_(self, optimizer: FusedOptimizer) -> Tensor:
-        """Divide the gradients in place, and tell which members have one that is not finite: bool ``[B]``.
+        """Divide the gradients by the scales in place. Returns which members have a gradient that is not finite: bool
+        ``[B]``.
 
         Raises:
             RuntimeError: called twice since `update`.
-            FusionError: a parameter of all members, whose gradient is the sum of losses with different scales.
+            FusionError: all members share a trained parameter, whose gradient sums losses of different scales.
         """
         if not self._enabled:
             return torch.zeros(optimizer.members, dtype=torch.bool, device="cpu")
@@ -118,7 +120,7 @@ class GradScaler:
         return bad.clone()
 
     def step(self, optimizer: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
-        """A step of ``optimizer`` for the members whose gradients are all finite; unscales them if that was not done.
+        """Call ``optimizer.step()`` for the members whose gradients are all finite; unscale them first if necessary.
 
         Raises:
             RuntimeError: called twice since `update`.
@@ -134,10 +136,10 @@ class GradScaler:
             return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: HyperValue | None = None, *, resting: Tensor | None = None) -> None:
-        """Raise the scale of members that have not overflowed for long, lower it of those that have just now.
+        """Lower the scale of members that have just overflowed, and raise that of members that have not for long.
 
         Args:
-            resting: bool ``[B]``, the members that have made no step, whose scales and counts stay as they are.
+            resting: bool ``[B]``, the members that made no step, whose scales and counts stay.
 
         Raises:
             RuntimeError: no optimizer was unscaled since the last update.
@@ -164,11 +166,11 @@ class GradScaler:
         self._found, self._stepped = {}, set()
 
     def forget(self) -> None:
-        """Reset what `update` would end, after an error within it: unscaled gradients do not count."""
+        """Discard what was unscaled since the last `update`, after an error."""
         self._found, self._stepped = {}, set()
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Hold the scales of members ``rows`` alone, in this order."""
+        """Keep the scales of members ``rows`` only, in this order."""
         if self._values:
             self.rearrange(kept(rows, len(self._values["scale"])))
 
@@ -178,7 +180,7 @@ class GradScaler:
             self.rearrange(copied(src, dst, len(self._values["scale"])))
 
     def append(self, count: int = 1) -> None:
-        """Let ``count`` members join with the scale that all began with. Raises ValueError if they differed."""
+        """Add ``count`` members with the initial scale. Raises ValueError if initial scales differ."""
         if self._values:
             fresh = self._fresh(count)
             self._values = {name: torch.cat([own, fresh[name]]) for name, own in self._values.items()}
@@ -196,7 +198,7 @@ class GradScaler:
         return {name: value.clone() for name, value in self._values.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``. Raises CheckpointError where it is none."""
+        """Restore ``state_dict``. Raises CheckpointError if it is not the state of a scaler."""
         if not state_dict:
             self._values = {}
             return
@@ -210,7 +212,7 @@ class GradScaler:
         self._values = {name: value.clone() for name, value in state_dict.items()}
 
     def begin(self, members: int) -> None:
-        """Have a scale for each of ``members``. Raises ValueError where it has those of another number."""
+        """Create a scale for each of ``members``. Raises ValueError if there are already scales for another number."""
         if not self._enabled:
             return
         if not self._values:
@@ -223,19 +225,19 @@ class GradScaler:
             )
 
     def rearrange(self, sources: Iterable[int]) -> None:
-        """Let member b have the scale of member ``sources[b]`` of before."""
+        """Give member b the former scale of member ``sources[b]``."""
         rows = list(sources)
         self._values = {name: own[rows] for name, own in self._values.items()}
 
     def of_rows(self, rows: Sequence[int]) -> GradScaler:
-        """A scaler of members ``rows`` alone, which leaves this one as it is."""
+        """Return a scaler of members ``rows``; this one is not changed."""
         part = copy.copy(self)
         part._found, part._stepped = {}, set()
         part._values = {name: value[list(rows)] for name, value in self._values.items()}
         return part
 
     def put_rows(self, rows: Sequence[int], part: GradScaler) -> None:
-        """Let members ``rows`` have the scales of the first members of ``part``."""
+        """Write the scales of the first members of ``part`` to members ``rows``."""
         for name, value in self._values.items():
             value[list(rows)] = part._values[name][: len(rows)]
 

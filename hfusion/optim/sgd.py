@@ -14,13 +14,13 @@ from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class SGD(FusedOptimizer):
-    """``torch.optim.SGD`` for every member of an array (torch.optim.SGD).
+    """``torch.optim.SGD`` with a value of each hyper-parameter per member.
 
-    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``momentum``, ``dampening``
-    and ``weight_decay``: one value, or one per member. ``nesterov`` and ``maximize`` hold for a whole group.
-    Raises ValueError for parameters of no fused module and for values of the wrong number or range.
+    ``params``: parameters of one fused module, or param groups of them. ``lr``, ``momentum``, ``dampening`` and
+    ``weight_decay``: one value, or one per member. ``nesterov`` and ``maximize`` are set per param group. Raises
+    ValueError if parameters do not belong to a fused module, or if values have the wrong number or range.
 
-    ``master_weights``: see `FusedOptimizer`.
+    ``master_weights``: float32 copies of parameters in half precision, see `FusedOptimizer`.
     """
 
     hypers: ClassVar[tuple[Hyper, ...]] = (

@@ -36,31 +36,32 @@ T = TypeVar("T")
 
 
 class Population(PopulationRows):
-    """Members that train, leave, join and are copied; each exactly as if alone.
+    """Members that train, join, leave and are copied, each exactly as if alone.
 
-    Members that may share an array of batched operators do, the others run as plain torch, see `groups`. A row is taken
-    by a member or free. A free row gives NaN, and `compact` gives its memory and time back.
+    Members that can share an array of batched operators do; the others run as plain torch, see `groups`. A row holds a
+    member or is free. Free rows have NaN in results, until `compact` removes them.
 
     Args:
-        models: what members start as, of any classes and shapes; or a fused module. They stay as they are.
-        optimizer: gives an optimizer of hf.optim for the parameters that it gets. It is called for each group; a list
-            of one value for each member of the population, such as learning rates, is divided among them.
-        loss: any functional loss, see `hfusion.per_model`.
-        scheduler: gives a scheduler of torch.optim.lr_scheduler for an optimizer of one member, or a list of such
-            functions, see `hfusion.optim.lr_scheduler.PerMember`; ``pop.scheduler.step()`` steps it.
-        scaler: scales the losses, each member's by its own scale.
-        clip_norm, clip_value: limits of the gradients, one or one per member; by value first.
-        accumulate: so many calls of `step` make one update, of the mean of their gradients; one, or one per member.
-        on_nonfinite: what happens to a member whose loss or gradient is not finite. ``"freeze"``: it stays as it was
-            before that step until it is stopped, copied over or thawed; ``"raise"``: a NonFiniteError that names it,
-            and all are as before the step; ``"ignore"``: it goes on with what it has. Others are never touched.
-        tags: the members' names, by which checkpoints know them; made up where not given.
-        compile, memory: as of `hfusion.train_step`, for arrays; ``memory`` is what a step of all members may take.
-            Where members train a parameter together, steps run eagerly.
+        models: the initial members, of any classes and shapes, or a fused module. The models are not changed.
+        optimizer: makes an optimizer of hf.optim from parameters. It is called for each group. Lists with a value for
+            each member of the population, such as learning rates, are divided among the groups.
+        loss: a functional loss, see `hfusion.per_model`.
+        scheduler: makes a scheduler of torch.optim.lr_scheduler from the optimizer of one member; or a list of such
+            functions, see `hfusion.optim.lr_scheduler.PerMember`. ``pop.scheduler.step()`` steps it.
+        scaler: scales each member's loss by its own scale.
+        clip_norm, clip_value: limits of the gradients, one or one per member; values are clipped first.
+        accumulate: the number of `step` calls per update, which uses the mean of their gradients; one, or one per
+            member.
+        on_nonfinite: what to do if a loss or gradient of a member is not finite. ``"freeze"`` undoes the member's step
+            and leaves it out until it is stopped, overwritten or thawed. ``"raise"`` undoes the step of all members and
+            raises a NonFiniteError that names it. ``"ignore"`` continues. Other members are never affected.
+        tags: the members' names, also in checkpoints; "member 0" and so on by default.
+        compile, memory: as in `hfusion.train_step`, for arrays; ``memory`` is the limit of a step of all members. Steps
+            run eagerly if members train a parameter together.
 
     Raises:
-        FusionError: models in different groups that train one tensor together.
-        ValueError: options that do not go together, or an optimizer that is none of hf.optim.
+        FusionError: models in different groups train one tensor together.
+        ValueError: options exclude each other, or the optimizer is not one of hf.optim.
 
     Example:
         >>> import hfusion as hf, torch
@@ -133,7 +134,7 @@ class Population(PopulationRows):
 
     @property
     def array(self) -> ArrayGroup:
-        """The array of all members. Raises AttributeError where they are several groups, see `groups`."""
+        """The array of all members. Raises AttributeError if they form several groups, see `groups`."""
         if isinstance(self._members, ArrayGroup):
             return self._members
         raise self._no("array")
@@ -174,20 +175,20 @@ class Population(PopulationRows):
     def step(
         self, inputs: Any, target: Any, *, rows: Sequence[int] | None = None, weights: Any = None, **keywords: Any
     ) -> Tensor:
-        """One step of every member, or of ``rows`` alone: losses ``[rows]``, NaN where a row is free or does not step.
+        """Train all members, or ``rows``, for one step. Returns losses ``[rows]``, NaN for rows that do not step.
 
         Args:
-            inputs, target, keywords: see `hfusion.train_step`; stacked ones have a row for each member that steps, in
+            inputs, target, keywords: as in `hfusion.train_step`. Stacked ones have a row for each member that steps, in
                 the order of ``rows``.
-            rows: the members that step, each once. The others stay as they are, to the bit, and so do their moments,
-                counts, schedules and scales.
-            weights: how often each sample counts in the loss, ``[N]`` for all members or one row for each; 0 removes
-                it. Needs a loss with ``reduction=``, such as torch's, or of values ``[N]``.
+            rows: the members that step, each once. The others do not change: neither weights nor moments, counts,
+                schedules and scales.
+            weights: the weight of each sample in the loss, ``[N]`` for all members or ``[rows, N]``; 0 removes the
+                sample. The loss needs ``reduction=``, as torch's have, or to return values ``[N]``.
 
         Raises:
-            ValueError: rows that are none, are free, or come twice; a stacked argument of another number of members;
-                weights below 0, all 0 for a member, or for a loss that has no values of single samples.
-            FusionError: a step of some rows where a hook, or a parameter that members train together, takes all.
+            ValueError: rows are out of range, free or repeated; a stacked argument has another number of members; or
+                weights are negative, all 0 for a member, or used with a loss without values of samples.
+            FusionError: ``rows`` with a hook or a trained parameter that all members share.
         """
         keywords |= {"rows": rows, "weights": weights}
         try:
@@ -209,17 +210,17 @@ class Population(PopulationRows):
         accumulate: int | Sequence[int] | None = None,
         **hypers: Any,
     ) -> Any:
-        """A model of any shape joins in a free row, at its own step 0: the row. The model stays as it is.
+        """Add a model of any shape as a member, with a step count of 0, and return its row. The model is not changed.
 
         Args:
-            row: a free row; None for the first that is free, or a new one. Several rows take as many models, tags, and
-                one value for all or one for each of what follows.
-            hypers: its hyper-parameters; those that all members began with alike need not be given.
-            scheduler, clip_norm, clip_value, accumulate: of the member; what all began with alike need not be given.
+            row: a free row; None for the first free row, or a new one. For several rows, pass as many models and tags,
+                and one value for all or one for each in the following.
+            hypers: the member's hyper-parameters. Those that all members began with need not be given.
+            scheduler, clip_norm, clip_value, accumulate: likewise.
 
         Raises:
-            ValueError: a row that is taken, a tag that another member has, what is missing because members began with
-                different ones, or a value that is wrong.
+            ValueError: the row is taken, the tag is in use, a value is missing since members began with different
+                ones, or a value is invalid.
         """
         hypers |= {"tag": tag, "scheduler": scheduler, "accumulate": accumulate}
         hypers |= {"clip_norm": clip_norm, "clip_value": clip_value}
@@ -236,7 +237,7 @@ class Population(PopulationRows):
                 raise
 
     def append(self, models: nn.Module | Sequence[nn.Module], **given: Any) -> list[int]:
-        """Let models of any shape join, in free rows and in new ones: their rows. ``given``: see `start`."""
+        """Add models of any shape in free and new rows, and return their rows. For ``given`` see `start`."""
         joining = listed("models", models, nn.Module)
         if missing := max(0, len(joining) - self.tags.count(None)):
             self.grow(missing)
@@ -245,48 +246,49 @@ class Population(PopulationRows):
         return rows
 
     def stop(self, row: int | Sequence[int]) -> Any:
-        """A member leaves: the model, or a list of them for several rows; the rows are free from here on.
+        """Remove a member and return its model, or a list of models for several rows. The rows are free afterwards.
 
-        The model has copies of its own tensors; a frozen base of all members stays the one that they have.
+        The model has copies of its own tensors; a frozen base that all members share stays shared.
 
         Raises:
-            ValueError: a row that is none, is free, or comes twice.
+            ValueError: rows are out of range, free or repeated.
         """
         return self._members.stop(row)
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-        """Let members ``dst`` be what ``src`` are: model, weights, moments, counts, schedule, hyper-parameters, scale.
+        """Make members ``dst`` copies of ``src``: model, weights, moments, counts, schedule, hyper-parameters and
+        scale.
 
-        ``src`` is one row or as many as ``dst``; all are read before one is written. A taken row keeps its tag, a free
-        one gets a new one.
+        ``src`` is one row, or as many as ``dst``. All are read before any is written. A taken row keeps its tag, a
+        free one gets a new tag.
 
         Raises:
-            ValueError: ``src`` is free, or frozen; rows that are none, or are written twice.
+            ValueError: ``src`` is free or frozen, or rows are out of range or written twice.
         """
         self._members.copy(src, dst)
 
     def thaw(self, row: int | Sequence[int]) -> None:
-        """Let frozen members train again, from where they were before the step that was not finite."""
+        """Let frozen members train again, from their state before the step that was not finite."""
         self._members.thaw(row)
 
     def compact(self) -> list[int]:
-        """Give back the time and memory of free rows, but for a few: the members that are left move up.
+        """Remove free rows, and so their time and memory. The remaining members move up.
 
-        Rows of an array come in blocks, so that no program is compiled for every number of members. Returns the old row
-        of each member that is left, in their new order.
+        A few free rows may remain, since arrays have sizes in blocks to limit the number of compiled programs. Returns
+        the old row of each member, in the new order.
         """
         return self._members.compact()
 
     def grow(self, count: int) -> None:
-        """Make room for ``count`` members more at least, in free rows at the end."""
+        """Add free rows at the end, for at least ``count`` more members."""
         self._members.grow(count)
 
     def evaluate(self, metric: Callable[..., Any], loader: Iterable[Any]) -> Tensor:
-        """A metric of every member over all batches ``(inputs, target)``, in eval mode: float64 ``[rows]``.
+        """Return a metric of every member over all batches ``(inputs, target)``, in eval mode: float64 ``[rows]``.
 
-        ``metric(output, target)`` gets one member's outputs of all batches, joined, and gives a number: a loss, a
-        function of torchmetrics.functional, any function. A metric with ``update`` and ``compute`` gets batch by batch.
-        The loader is read once. A free row has NaN.
+        ``metric(output, target)`` gets one member's outputs of all batches, concatenated, and returns a number: a
+        loss, a function of torchmetrics.functional, or your own. A metric with ``update`` and ``compute`` gets batch
+        by batch. The loader is read once. Free rows are NaN.
         """
         if self._options is None and isinstance(self._members, ArrayGroup):
             return self._members.evaluate(metric, loader)
@@ -323,24 +325,22 @@ class Population(PopulationRows):
         into: int | Sequence[int] | Literal["all"] | None = None,
         optimizer: Literal["keep", "reset"] = "keep",
     ) -> nn.Module | None:
-        """Average members of one shape: parameters and floating-point buffers, weighted.
+        """Average the parameters and floating-point buffers of members of one shape, weighted.
 
-        Other buffers, such as BatchNorm's count of batches, are those of the last of ``rows`` with a weight, as
-        `torch.optim.swa_utils.AveragedModel` has those of the model that it got last. Halves are averaged in float32.
+        Other buffers, such as BatchNorm's count of batches, are taken from the last of ``rows`` with a weight, as in
+        `torch.optim.swa_utils.AveragedModel`. Half precision is averaged in float32.
 
         Args:
-            rows: the members that are averaged; None: all.
-            weights: one for each of them, at least 0, of any sum above 0, such as numbers of samples. Who has 0 is left
-                out. None: all alike.
-            into: the rows that the average is written into, ``"all"`` of the members, as a server of federated
-                averaging sends it to its clients. None: it is returned as a model, a copy of the first of ``rows``, and
-                members stay as they are.
-            optimizer: what members that are written have of the optimizer: ``"keep"`` their own moments and counts,
-                or ``"reset"``, as if they began. Rates and schedules stay.
+            rows: the members to average; by default all.
+            weights: a weight for each, at least 0, such as the number of samples; by default equal. 0 leaves a member
+                out.
+            into: the rows to write the average into, or ``"all"``, as a server of federated averaging does. By default
+                it is returned as a model, a copy of the first of ``rows``, and members do not change.
+            optimizer: for members that are written, ``"keep"`` keeps their moments and counts, and ``"reset"`` clears
+                them. Learning rates and schedules stay.
 
         Raises:
-            ValueError: a row that is none, is free or comes twice, members of different shapes, or weights that are
-                none.
+            ValueError: rows are out of range, free or repeated, members differ in shape, or weights are invalid.
         """
         if isinstance(self._members, ArrayGroup):
             return self._members.average(rows, weights, into=into, optimizer=optimizer)
@@ -356,10 +356,10 @@ class Population(PopulationRows):
         score: float | None = None,
         wait: bool = True,
     ) -> Future[Path]:
-        """Save everything in a new folder under ``root``; see `hfusion.save` for the arguments, and what is raised.
+        """Save everything in a new folder under ``root``; arguments and exceptions are those of `hfusion.save`.
 
-        ``wait=False``: only the copies are made now, and another thread writes them; the result of what is returned is
-        the folder, or the error. A save waits for the one before, and tells its error where nobody asked for it.
+        With ``wait=False`` this copies the state, and a background thread writes it; ``result()`` of the returned
+        future is the folder, or raises. A save waits for the previous one, and raises its error if nothing else has.
         """
         if isinstance(self._members, ArrayGroup):
             return self._members.save(root, loader=loader, extra=extra, keep=keep, score=score, wait=wait)
@@ -379,20 +379,20 @@ class Population(PopulationRows):
         random: bool = True,
         **options: Any,
     ) -> Population:
-        """The population of the latest save under ``root``, or under several, as it was; or ``names`` of its members.
+        """Return the population of the latest save under ``root``, or of several saves, or only its members ``names``.
 
         Args:
-            make_model: gives a model of each member; its tensors are written over. It may take the member's name, and
-                must where members are of different models.
-            optimizer: as when it was made; give one value of each hyper-parameter for all, what was saved is written
-                over it. So with ``scaler``, ``clip_norm`` and ``clip_value``.
-            options: others of the population; ``accumulate`` and ``on_nonfinite`` are by default as they were.
-            scheduler: as when it was made; where members have different ones, by their names.
-            loader: goes on from where the saved one was.
-            random: whether the random generators go on from where they were.
+            make_model: makes a model of each member; its tensors are overwritten. It may take the member's name, and
+                must if members are of different models.
+            optimizer: as when the population was made, with one value of each hyper-parameter for all members; saved
+                values replace them. The same holds for ``scaler``, ``clip_norm`` and ``clip_value``.
+            options: further options of the population; ``accumulate`` and ``on_nonfinite`` are saved, too.
+            scheduler: as when the population was made; a dict by name if members have different ones.
+            loader: its position is restored.
+            random: restore the states of the random generators.
 
         Raises:
-            CheckpointError: there is none, a file is damaged, or it is of other models.
+            CheckpointError: there is no save, a file is damaged, or it belongs to other models.
         """
         options |= {"optimizer": optimizer, "loss": loss, "scheduler": scheduler}
         population = cls.__new__(cls)

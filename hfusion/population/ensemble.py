@@ -19,24 +19,24 @@ _SMALL = (torch.float16, torch.bfloat16)
 
 
 class Ensemble(nn.Module):
-    """The members of arrays as one model: ``ensemble(x)`` gives the mean and the spread of their outputs.
+    """The members of arrays as one model: ``mean, std = ensemble(x)`` over the members' outputs.
 
-    ``mean, std = ensemble(x)``: tensors, or nests of tensors, of the shapes that one member gives. ``std`` is the
-    standard deviation over the members, divided by B, not by B - 1.
+    ``mean`` and ``std`` have the shapes of one member's output, a tensor or a nest of tensors. ``std`` divides by B,
+    not by B - 1.
 
     Args:
-        models: a fused module, a population, or a list of models. Members of a population may be of several groups if
-            they give outputs of one shape. If all members take part, the tensors are those of the groups, and follow
-            their training until a member joins or leaves. Otherwise those that do are copied.
-        weights: ``[B]``, at least 0, of any sum above 0, such as ``select(...).weights``. None: members count alike.
-            Those of weight 0, and free rows of a population, are left out and take no time.
-        softmax: a dim of one member's output, -1 for logits ``[N, classes]``: members' logits become probabilities
-            before they are averaged. None: outputs are averaged as they are.
+        models: a fused module, a population, or a list of models. Groups of a population must have outputs of one
+            shape. If all members take part, the ensemble shares their tensors and follows their training until a member
+            joins or leaves. Otherwise it has copies.
+        weights: ``[B]``, not negative, with a positive sum, such as ``select(...).weights``; by default equal. Members
+            of weight 0 and free rows are left out, and take no time.
+        softmax: a dim of one member's output, such as -1 for logits ``[N, classes]``, that is turned into probabilities
+            before the average. By default outputs are averaged as they are.
 
     Raises:
-        ValueError: weights that are no weights of these members, or no member; in a call, outputs of groups that have
-            different shapes or dtypes.
-        TypeError: in a call, an output that is not of floating-point numbers.
+        ValueError: weights are invalid, or there is no member. In a call: groups differ in the shape or dtype of
+            outputs.
+        TypeError: in a call, an output is not of floating-point numbers.
 
     Example:
         >>> import hfusion as hf
@@ -69,7 +69,7 @@ class Ensemble(nn.Module):
         self.register_buffer("weights", values)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Arguments as of one member, see `FusedModule.forward`; ``(mean, std)``."""
+        """Return ``(mean, std)``. Arguments are those of the members, see `FusedModule.forward`."""
         leaves, spec = pytree.tree_flatten_with_path(self.members(*args, **kwargs))
         pairs = [(None, None) if leaf is None else self._moments(leaf, path) for path, leaf in leaves]
         mean, std = ([pair[place] for pair in pairs] for place in (0, 1))

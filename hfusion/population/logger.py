@@ -23,22 +23,22 @@ Numbers = Tensor | Sequence[float]
 
 
 class MemberLogger:
-    """Writes one number of each member under its name, to any of these: files, TensorBoard, W&B, MLflow.
+    """Log numbers of each member, under its name, to files, TensorBoard, W&B and MLflow.
 
     Args:
-        csv: a file, see `Csv`.
+        csv: the path of a file, see `Csv`.
         tensorboard: a folder, see `TensorBoard`.
         wandb: options of ``wandb.init``, such as ``{"project": "sweep"}``, see `Wandb`.
         mlflow: the name of an experiment, see `Mlflow`.
-        sinks: whatever else has ``write(step, member, values)`` and ``close(error)``.
-        purge_step: for a run that goes on from a checkpoint: what the file and the folder hold of this step and later,
-            as it was written before the run was killed, counts no longer.
+        sinks: further objects with ``write(step, member, values)`` and ``close(error)``.
+        purge_step: for a run that resumes from a checkpoint of this step: values of this step and later, which were
+            logged before the run was killed, are ignored in the file and the folder.
 
-    Used as a context manager, what ends it early is told: runs of W&B and MLflow have failed then, or were killed.
+    If an exception ends its ``with`` block, runs of W&B and MLflow are marked as failed or killed.
 
     Raises:
-        ImportError: a package that is not installed.
-        ValueError: a file that is no log, or options that are not the user's to give.
+        ImportError: a package is not installed.
+        ValueError: the file is not a log, or an option is set by the logger itself.
 
     Example:
         >>> with MemberLogger() as logger:
@@ -73,11 +73,11 @@ class MemberLogger:
             raise
 
     def log(self, members: Any, step: int, **values: Numbers) -> None:
-        """Note numbers ``[rows]`` by name; ``members``: a population, or the members' names, None where nobody is.
+        """Log values ``[rows]`` of each name. ``members`` is a population, or a list of names, None for free rows.
 
         Raises:
-            ValueError: another number of values than of rows, names that are none, or of two members, a step that is
-                no whole number, or a logger that is closed.
+            ValueError: values and rows differ in number, a name is invalid or used twice, the step is not a whole
+                number, or the logger is closed.
         """
         if self._closed:
             raise ValueError("this logger is closed: make another, which goes on in the same files")
@@ -91,7 +91,7 @@ class MemberLogger:
                         sink.write(step, tag, {name: column[row] for name, column in columns.items()})
 
     def close(self) -> None:
-        """Write what is left, and close everything. A second time it does nothing."""
+        """Write what is buffered, and close all files and runs. Calling it again has no effect."""
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
@@ -111,10 +111,12 @@ class MemberLogger:
 
 
 class MemberProgress:
-    """A progress bar with the best and the worst member, in terminals and notebooks; else ten lines.
+    """A progress bar with the best and the worst member, in terminals and notebooks; ten lines elsewhere.
 
-    ``total``: how many calls of `update` there will be. ``name`` is that of the number told of, ``mode`` whether less
-    or more of it is better.
+    Args:
+        total: the number of calls of `update`.
+        name: the name of the number that is shown.
+        mode: ``"min"`` or ``"max"``: whether lower or higher values are better.
 
     Example:
         >>> import io
@@ -141,9 +143,9 @@ class MemberProgress:
         self.text, self._entered = "", False
 
     def update(self, members: Any, values: Numbers) -> None:
-        """One step further; ``members`` and ``values`` as of `MemberLogger.log`. NaN is worst of all.
+        """Advance by one step. ``members`` and ``values`` are those of `MemberLogger.log`; NaN counts as the worst.
 
-        Raises ValueError outside of its ``with`` block, where nothing could be drawn.
+        Raises ValueError outside of the ``with`` block.
         """
         if not self._entered:
             raise ValueError("a progress is drawn inside of its block: with hf.MemberProgress(...) as progress: ...")

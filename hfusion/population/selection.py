@@ -67,28 +67,27 @@ def select(
     mode: Literal["min", "max"] = "min",
     softmax: int | None = None,
 ) -> Selection:
-    """Choose an ensemble of at most ``size`` members, greedily and with replacement, on a validation set.
+    """Choose an ensemble of at most ``size`` members on a validation set, greedily and with replacement.
 
-    Starts with the best member, and adds the one that makes the mean prediction best, ``size`` times; a member that is
-    added twice counts twice. Of these ensembles the best one is chosen, the smallest of equal ones. After R. Caruana,
-    A. Niculescu-Mizil, G. Crew, A. Ksikes, "Ensemble selection from libraries of models", ICML 2004.
+    Starts with the best member, and repeatedly adds the member that improves the mean prediction most; a member that is
+    added twice counts twice. Returns the best ensemble on the way, the smallest of equal ones. R. Caruana, A.
+    Niculescu-Mizil, G. Crew, A. Ksikes, "Ensemble selection from libraries of models", ICML 2004.
 
     Args:
-        models: a population, a fused module, or a list of models; they predict in eval mode. Members of a population
-            may be of several groups if they give outputs of one shape.
-        loader: the validation set, batches ``(inputs, target)``. All members have the same targets.
-        size: the most additions.
-        score: ``score(prediction, target)`` gives a number for the mean prediction of an ensemble on the whole set, a
-            tensor or a nest as one member gives it. None: of integer targets the cross-entropy of the mean
-            probabilities of outputs that are logits (classes in dim 1, as for `torch.nn.functional.cross_entropy`); of
-            floating-point targets the mean squared error.
-        mode: whether a lower or a higher score is better.
-        softmax: as of `Ensemble`: a dim of one member's output, over which logits become probabilities before they are
-            averaged. None: 1 for the cross-entropy of before, else outputs are averaged as they are.
+        models: a population, a fused module, or a list of models, evaluated in eval mode. Groups of a population must
+            have outputs of one shape.
+        loader: the validation set, batches ``(inputs, target)``, the same for all members.
+        size: the maximum number of additions.
+        score: ``score(prediction, target)`` returns a number for the mean prediction on the whole set. By default
+            cross-entropy for integer targets, with logits in dim 1 as in `torch.nn.functional.cross_entropy`, and mean
+            squared error for floating-point targets.
+        mode: ``"min"`` or ``"max"``: whether lower or higher scores are better.
+        softmax: a dim of one member's output that is turned into probabilities before the average, see `Ensemble`. By
+            default 1 with the cross-entropy above, and none otherwise.
 
     Raises:
-        ValueError: no size, a loader without batches, targets of each member, outputs of groups that have different
-            shapes, a score that is no number, or no member whose score is one.
+        ValueError: ``size`` is invalid, the loader has no batches or stacked targets, groups differ in the shape of
+            outputs, or no score is a number.
 
     Example:
         >>> import hfusion as hf

@@ -16,16 +16,16 @@ def zip_loaders(
 ) -> Iterator[tuple[Any, Any, list[int]]]:
     """Yield ``(inputs, target, rows)`` for `Population.step`, until each member has had its epochs.
 
-    In each round every loader gives one batch. Batches of one shape are one minibatch, so a member whose last batch
-    is smaller steps by itself; no sample is filled up or left out. A member that is through its epochs steps no more.
+    In each round every loader gives one batch. Batches of one shape form one minibatch, so a member whose last batch is
+    smaller steps separately. No sample is padded or left out, and members that have finished do not step.
 
     Args:
-        loaders: one for each member, which gives batches ``(inputs, target)``; their lengths may differ.
-        epochs: how often each is gone through; one number, or one per loader. 0 leaves a member out.
+        loaders: one per member, each yielding batches ``(inputs, target)``; their lengths may differ.
+        epochs: the number of passes over each loader, one number or one per loader; 0 leaves a member out.
         rows: the row of each loader's member; by default 0, 1, ...
 
     Raises:
-        ValueError: other numbers of epochs or rows than loaders, a loader without a batch, or a batch that is no pair.
+        ValueError: epochs or rows differ in number from loaders, a loader has no batch, or a batch is not a pair.
 
     Example:
         >>> import torch

@@ -320,61 +320,53 @@ def train_step(
     steps: int | None = None,
     memory: str | int | None = None,
 ) -> TrainStep:
-    """One training step of all members as a callable: ``losses = step(inputs, target)``, losses ``[B]``, detached.
+    """Return one training step of all members as a callable: ``losses = step(inputs, target)``.
 
-    A step clears the gradients, computes outputs, losses and gradients, and updates by ``opt``: to the members the same
-    as the loop ``loss_fn(model(inputs), target).backward(); opt.step()``. Hyper-parameters are read at every step, so
-    schedulers work as ever; clip in a hook that returns None, ``opt.register_step_pre_hook``. The gradients stay in
-    ``.grad`` afterwards.
+    A step clears the gradients, computes forward, loss and backward, and calls ``opt.step()``. Each member gets the
+    update that it would get from ``loss_fn(model(inputs), target).backward(); opt.step()`` alone. Hyper-parameters are
+    read at every step, so schedulers work. To clip gradients, use ``opt.register_step_pre_hook`` with a hook that
+    returns None. The gradients remain in ``.grad``.
 
     Args:
-        fused: of `hfusion.fuse` or `hfusion.build`.
-        loss_fn: any functional loss as for `hfusion.per_model`: one number, called with output and target.
-        opt: an optimizer over parameters of ``fused``.
-        compile: forward, losses and backward become one program without autograd, made by inductor at the second call
-            of its kind (the first is eager, and checked) and kept for other numbers of samples; where the array loops
-            over members, as over convolutions on a CPU, one program of a member, called for each. Mode, requires_grad,
-            dtype, device, hooks and what the loss reads by itself may change; a program is made for each situation.
-            Random draws, as of dropout, differ from those of the eager step. What cannot be compiled runs eagerly, and
-            a UserWarning says why, as does ``step.report()``. On an accelerator that can (CUDA graphs) the program is
-            recorded for each size of batch, up to four; gradients then lie in the same memory at every step.
+        fused: the array, from `hfusion.fuse` or `hfusion.build`.
+        loss_fn: a functional loss that returns one number for a member's output and target, see `hfusion.per_model`.
+        opt: an optimizer of parameters of ``fused``.
+        compile: when to compile forward, loss and backward into one program, with torch's Inductor. ``None`` (default)
+            uses cached programs, and compiles others only if that saves time within ``steps``, judged by earlier
+            compilations on this machine. Without ``steps``, it assumes that as many steps follow as have run. ``True``
+            compiles at the second call of each kind, and ``False`` never. ``"background"`` compiles in another process
+            while steps run eagerly. On an accelerator, ``None`` and ``"background"`` compile at the second call.
 
-            None, the default, takes programs that are kept, and compiles others only if that pays within ``steps``;
-            where these are not given, once it would pay if as many steps are to come as were made. It goes by what
-            compilations and their steps took on this machine before; another process compiles where steps leave it a
-            core, or where nothing is known yet. Without a program two steps at least are eager. On an accelerator the
-            second call compiles. ``True`` always compiles, while the second call waits, and False never.
-            ``"background"`` always has another process do it while steps run eagerly; the first step after that is
-            compiled. That process ends with its work, with this one, and with the step. On an accelerator, and where
-            its order cannot be written, it is as ``True``. Programs for CPUs are kept in the user's cache folder, for
-            all processes.
-        eager_steps: how many steps of a kind run eagerly; then they are compiled, with whatever wait that takes. So two
-            runs with ``"background"`` change over at the same step, and agree to the bit. Not given: one, or with
-            ``"background"`` as many as there are before the program.
-        parts: on a CPU, how many blocks of members compiled programs compute at the same time, each in a thread of its
-            own. ``"auto"`` takes as many as torch has threads (``torch.get_num_threads``), or members, unless all
-            members at once are faster, which is measured once and kept in the cache folder: from then on the same
-            program runs. 1 computes all members at once, and lets torch divide its operators. A thread's share may be
-            several blocks, each of what stays in a core's cache. Which members stand in a block may show in the last
-            bit, the threads that compute it do not. What cannot be divided, such as members that share a trained
-            parameter, runs in one part, and ``step.report()`` says so.
-        steps: how many steps will be made, if that is known: what ``compile=None`` goes by.
-        memory: bytes that a step may take, such as ``"2GiB"``: weights, gradients, optimizer state and what forward and
-            backward compute. Forward, loss and backward run for as many members at a time as are estimated to fit, and
-            the optimizer then updates all; ``step.report()`` says how many. None computes all members at a time.
+            The first step of a kind runs eagerly and is checked. If the array loops over members, as for convolutions
+            on a CPU, the program is that of one member. A change of mode, requires_grad, dtype, device, hooks or values
+            that the loss reads makes another program. Random draws, as of dropout, differ from those of eager steps.
+            What cannot be compiled runs eagerly, with a UserWarning; ``step.report()`` gives the reason. With CUDA
+            graphs, up to four batch sizes are recorded, and gradients stay at the same address. Programs for CPUs are
+            cached on disk for all processes.
+        eager_steps: the number of eager steps of each kind before it is compiled, so that two runs with
+            ``"background"`` switch at the same step and agree to the bit. Default: 1; with ``"background"`` as many as
+            run until the program is ready.
+        parts: on a CPU, the number of blocks of members that are computed in parallel, one thread each. ``"auto"``
+            compares one block per torch thread (``torch.get_num_threads``) with a single block, once, and caches the
+            choice. 1 computes all members together with torch's own threads. Results may differ in the last bit with
+            how members are grouped into blocks. Arrays that cannot be divided, such as members that share a trained
+            parameter, run as one block, and ``step.report()`` says so.
+        steps: the number of steps that will be made, if known, for ``compile=None``.
+        memory: the most bytes that a step may take, such as ``"2GiB"``: weights, gradients, optimizer state and
+            activations. Forward, loss and backward then run for blocks of members that are estimated to fit; the
+            optimizer updates all. Default: no limit.
 
     Returns:
-        A callable ``step(inputs, target, **keywords)``. Inputs are the one argument of the fused module, a tuple or
-        list of its arguments, or a dict of keyword arguments; further keywords go there, too. They and the target may
-        be `hfusion.stacked`.
+        A callable ``step(inputs, target, **keywords)`` that returns the losses, ``[B]``, detached. ``inputs`` is one
+        argument of the fused module, a tuple or list of its arguments, or a dict of keyword arguments. Inputs, target
+        and keywords may be `hfusion.stacked`.
 
     Raises:
-        ValueError: ``fused`` is no array, or ``opt`` holds parameters that are none of it; ``compile``,
-            ``eager_steps``, ``parts`` or ``steps`` is none of the above; at a step, a loss that is not one number per
-            member.
-        PlanError: ``memory`` is no number of bytes; at a step, it is less than a step of one member at a time takes.
-        FusionError: ``opt`` is one that would couple the members, such as torch.optim.LBFGS; at a step, members that
-            cannot be computed in blocks, where ``memory`` asks for that.
+        ValueError: ``fused`` is not an array, ``opt`` has parameters of other modules, or an option is invalid. At a
+            step: the loss is not one number per member.
+        PlanError: ``memory`` is not a number of bytes. At a step: it is less than one member takes.
+        FusionError: ``opt`` would mix members, such as torch.optim.LBFGS. At a step with ``memory``: members cannot be
+            computed in blocks.
 
     Example:
         >>> import torch, torch.nn.functional as F, hfusion as hf

@@ -32,15 +32,15 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Step:
-    """The argument of callbacks after a minibatch: the task's name, epoch and step from 0, ``losses [B]``.
+    """The argument of callbacks after a minibatch: the task's name, epoch and step from 0, and ``losses``, ``[B]``.
 
-    The members of a task that is trained in several arrays come array by array; ``members`` says which these are.
+    If the members of a task are trained as several arrays, there is one call for each; ``members`` lists its members.
 
     Example:
         >>> import hfusion as hf
-        >>> def log(told):
-        ...     if isinstance(told, hf.Step):
-        ...         print(told.task, told.epoch, told.step, told.losses.tolist())
+        >>> def log(result):
+        ...     if isinstance(result, hf.Step):
+        ...         print(result.task, result.epoch, result.step, result.losses.tolist())
     """
 
     task: str
@@ -52,13 +52,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The argument of callbacks after the evaluation of an epoch: ``losses [minibatches, B]``; else as `Step`.
+    """The argument of callbacks after an evaluation: ``losses``, ``[minibatches, B]``, and the other fields of `Step`.
 
     Example:
         >>> import hfusion as hf
-        >>> def best_member(told):
-        ...     if isinstance(told, hf.Evaluation):
-        ...         return int(told.losses.mean(0).argmin())
+        >>> def best_member(result):
+        ...     if isinstance(result, hf.Evaluation):
+        ...         return int(result.losses.mean(0).argmin())
     """
 
     task: str
@@ -72,47 +72,46 @@ class Task:
     """Models that are trained with one loss on one stream of minibatches, each as if alone.
 
     Args:
-        models: one module, a list, or a fused array. Listed models stay as they are; those of one shape are fused. An
+        models: one module, a list, or a fused array. Listed models are not changed; those of one shape are fused. An
             array is trained in place.
-        loss: as `hfusion.per_model` takes it; ``loss(output, target)`` is one number per member.
-        optimizer: a function that makes a fused optimizer from parameters, with one value or one per member (in the
-            order of ``models``) for every hyper-parameter; or, for an array, its optimizer.
-        loader: gives minibatches ``(inputs, target)`` again for every epoch, and has a length. ``inputs`` is a tensor,
-            a tuple of arguments, or a dict of keyword arguments; `hfusion.stacked` gives each member its own. It is
-            read under the task's own random state.
+        loss: ``loss(output, target)`` returns one number per member, see `hfusion.per_model`.
+        optimizer: a function that makes a fused optimizer from parameters. Every hyper-parameter is one value, or one
+            per member in the order of ``models``. For an array, its optimizer.
+        loader: an iterable with a length that yields minibatches ``(inputs, target)`` in every epoch. ``inputs`` is a
+            tensor, a tuple of arguments, or a dict of keyword arguments; `hfusion.stacked` gives each member its own.
+            It is read under the task's own random state.
         epochs: passes over the loader.
-        eval_loader: minibatches like those of ``loader``, which may have more samples; after every epoch their losses
-            are computed in eval mode, without gradients. The first minibatch of a loader that is no list or tuple must
-            be its largest.
+        eval_loader: minibatches like those of ``loader``, possibly with more samples. Their losses are computed after
+            every epoch, in eval mode and without gradients. Unless it is a list or tuple, its first minibatch must be
+            the largest.
         name: one word.
-        clip: the largest gradient norm, one value or one per member, as `hfusion.optim.clip_grad_norm_`.
-        accumulate: minibatches per optimizer step; their losses are divided by it. The last group of an epoch may be
-            smaller (as in Lightning).
-        seed: of torch's random numbers for this task: it draws what a loop after ``torch.manual_seed(seed)`` would
-            draw. None: drawn from torch's generator, so that ``torch.manual_seed`` settles it.
+        clip: the maximum gradient norm, one value or one per member, as in `hfusion.optim.clip_grad_norm_`.
+        accumulate: minibatches per optimizer step; losses are divided by it. The last group of an epoch may be smaller,
+            as in Lightning.
+        seed: the seed of torch's random numbers for this task: those of a loop after ``torch.manual_seed(seed)``. By
+            default it is drawn from torch's generator, so that ``torch.manual_seed`` determines it.
         scheduler: a function that makes a scheduler of torch.optim.lr_scheduler from the optimizer of one member, or a
-            list with one such function per member; or, with an optimizer that exists, a scheduler of it.
-        scheduler_interval: when it steps: after every ``"epoch"``, and its evaluation, as in torch's examples; or after
-            every ``"step"`` of the optimizer. A ReduceLROnPlateau is told the member's mean loss of the evaluation, or
-            of the epoch where there is none; or the loss of the last minibatch.
-        compile: as of `hfusion.train_step`: a minibatch is such a step, forward and backward by one program, where the
-            task stays on its device and can be compiled; else it runs eagerly, and the report says why, with ``True``
-            and ``"background"`` a UserWarning, too. Compiled, results are those of a loop over `hfusion.train_step`,
-            and those of the plain loop but for rounding, and for other random draws, as of dropout. False: bit for bit
-            those of the plain loop. None decides before the first minibatch, by the estimated time of all of them; it
-            compiles nothing that draws random numbers, and checkpoints hold the choice.
-        parts: as of `hfusion.train_step`, where the task is compiled.
-        patience: a member stops whose mean loss of an evaluation has not improved for so many epochs in a row, as
-            `hfusion.Patience` counts, on its own. With the ``restore_best`` of that, as with the one below.
-        restore_best: in the end the members' parameters and buffers are those after the epoch whose evaluation was best
-            for each; with ``patience``, as its ``mode`` and ``least`` say. Copies are kept in host memory. Optimizers
-            stay as they are.
+            list of such functions, one per member. For an existing optimizer, its scheduler.
+        scheduler_interval: step the scheduler after every ``"epoch"`` and its evaluation, or after every ``"step"`` of
+            the optimizer. A ReduceLROnPlateau gets the member's mean evaluation loss; without ``eval_loader`` the mean
+            loss of the epoch; with ``"step"`` the loss of the last minibatch.
+        compile: as in `hfusion.train_step`: forward and backward of a minibatch become one program, if the task stays
+            on its device. Otherwise it runs eagerly, and the report gives the reason; with ``True`` and
+            ``"background"`` a UserWarning does, too. Compiled results are those of a loop over `hfusion.train_step`:
+            they differ from the plain loop by rounding, and in random draws, as of dropout. With False they are those
+            of the plain loop, bit for bit. None decides before the first minibatch, by the estimated time of all; it
+            does not compile tasks that draw random numbers, and checkpoints store the choice.
+        parts: as in `hfusion.train_step`, for compiled tasks.
+        patience: a member stops after this many consecutive evaluations in which its mean loss has not improved. Pass
+            an `hfusion.Patience` for other settings, such as ``restore_best``.
+        restore_best: at the end, give each member the parameters and buffers of its best evaluation, by the ``mode``
+            and ``least`` of ``patience``. Copies are in host memory. Optimizer state is not restored.
         callbacks: called after every minibatch with a `Step`, and after the evaluation of an epoch with an
-            `Evaluation`, in another thread. A compiled task on an accelerator does not wait for its losses: callbacks
-            hear the same numbers in the same order, up to 16 minibatches later.
+            `Evaluation`, in another thread. For a compiled task on an accelerator they are called up to 16 minibatches
+            later, in the same order.
 
     Raises:
-        PlanError: a value out of range, or a loader that cannot be read again or has no length.
+        PlanError: a value is out of range, or the loader has no length or cannot be read again.
 
     Example:
         >>> import torch, hfusion as hf
@@ -227,27 +226,27 @@ class Task:
 
     @property
     def epoch(self) -> int:
-        """Minibatches of an epoch."""
+        """The number of minibatches of an epoch."""
         return length(self.loader)
 
     @property
     def evaluated(self) -> int:
-        """Minibatches that are evaluated after every epoch."""
+        """The number of minibatches that are evaluated after every epoch."""
         return 0 if self.eval_loader is None else length(self.eval_loader)
 
     @property
     def restores_best(self) -> bool:
-        """Whether members end with their best weights."""
+        """True if members end with their best weights."""
         return self.restore_best or (self.patience is not None and self.patience.restore_best)
 
     @property
     def steps(self) -> int:
-        """Minibatches of all epochs."""
+        """The number of minibatches of all epochs."""
         return self.epochs * self.epoch
 
     @property
     def members(self) -> int:
-        """B, over all shapes."""
+        """The number of members, over all shapes."""
         if isinstance(self.models, FusedModule):
             return len(self.models)
         return 1 if isinstance(self.models, nn.Module) else len(self.models)

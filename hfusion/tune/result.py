@@ -27,16 +27,16 @@ _BEST, _WIDTH = 10, 100
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SweepResult:
-    """The study, and the models of the best trials that the sweep completed. ``print`` shows the best trials.
+    """The study of a sweep, and the models of its best completed trials. ``print`` shows the best trials.
 
-    With several objectives the best are those of the Pareto front, ``best_trials`` and ``best_models``, and
-    ``best_trial``, ``best_params``, ``best_value`` and ``best_model`` raise RuntimeError, as Optuna's do.
+    With several objectives, ``best_trials`` and ``best_models`` hold the Pareto front; ``best_trial``, ``best_params``,
+    ``best_value`` and ``best_model`` raise RuntimeError, as in Optuna.
 
-    ``params`` of trials are those that they were trained with last: with population based training others than they
-    suggested, which are in their user attribute ``hfusion:suggested`` and in the ``study``.
+    With population based training, ``params`` of a trial are those it was trained with last. What it suggested first is
+    in its user attribute ``hfusion:suggested`` and in the ``study``.
 
-    ``numbers``: the trials that the sweep asked of the study. ``processes``: which processes of a machine with several
-    devices trained them, and why; else None.
+    ``numbers``: the numbers of the trials that this sweep started. ``processes``: which processes trained them on a
+    machine with several devices, and why; else None.
 
     Example:
         >>> import torch, hfusion as hf
@@ -66,17 +66,17 @@ class SweepResult:
 
     @property
     def best_trial(self) -> FrozenTrial:
-        """The best of the study. Raises ValueError where no trial is complete, as Optuna does."""
+        """The best trial of the study. Raises ValueError if no trial is complete, as Optuna does."""
         return as_trained(self.study.best_trial, self.study)
 
     @property
     def best_trials(self) -> list[FrozenTrial]:
-        """The trials of the study that no other one dominates: with several objectives its Pareto front."""
+        """The trials of the study that no other trial dominates: the Pareto front."""
         return [as_trained(trial, self.study) for trial in self.study.best_trials]
 
     @property
     def best_params(self) -> dict[str, Any]:
-        """Parameters with which the best trial of the study was trained last."""
+        """The parameters with which the best trial of the study was trained last."""
         return self.best_trial.params
 
     @property
@@ -86,7 +86,7 @@ class SweepResult:
 
     @property
     def best_model(self) -> nn.Module:
-        """The model of the best trial that this sweep completed, on the CPU. Raises ValueError where there is none."""
+        """The model of the best trial that this sweep completed, on the CPU. Raises ValueError if there is none."""
         if len(self.study.directions) > 1:
             raise RuntimeError(
                 f"a sweep of {len(self.study.directions)} objectives has no single best model: use best_models, by the "
@@ -98,16 +98,17 @@ class SweepResult:
 
     @property
     def best_models(self) -> dict[int, nn.Module]:
-        """The models, on the CPU, of the best trials that this sweep completed, by the trials' numbers.
+        """The models of the best trials that this sweep completed, on the CPU, by trial number.
 
-        With one objective the best alone, with several those that no other trial of the sweep dominates.
+        With one objective there is one; with several, those that no other trial of this sweep dominates.
         """
         return {best.number: best.model for best in sorted(self._best, key=lambda best: best.number)}
 
     def trials_dataframe(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the trials of the sweep as optuna.Study.trials_dataframe does, with what they were trained with last.
+        """Return the trials of this sweep as a pandas frame, as optuna.Study.trials_dataframe does.
 
-        Raises ImportError without pandas.
+        The columns of parameters have the values with which trials were trained last. Raises ImportError without
+        pandas.
         """
         return self._as_trained().trials_dataframe(*args, **kwargs)
 

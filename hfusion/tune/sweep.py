@@ -75,70 +75,69 @@ def sweep(
     progress: bool = False,
     processes: int | None = None,
 ) -> SweepResult:
-    """Search hyper-parameters with Optuna, many trials at a time in one array, each trained as if alone.
+    """Search hyper-parameters with Optuna, training many trials at a time in one array, each as if alone.
 
     Args:
-        make_model: ``make_model(...)`` gives a trial's model, after ``torch.manual_seed(trial.number)``.
-        space: ``space(trial)`` suggests by Optuna's define-by-run, and gives a dict. Each value goes, by its name, to
-            the function that takes it: hyper-parameters and options of the optimizer (lr, betas, nesterov, ...), and
-            parameters of ``make_model``, ``loader``, ``loss`` and ``scheduler``; ``"optimizer"`` (a name such as
-            ``"adam"``, or a class), ``"epochs"``, ``"clip"`` and ``"accumulate"`` are those of the sweep. A name that
-            several take is written ``"optimizer.eps"``, ``"make_model.eps"``, ``"sweep.epochs"``. Trials that cannot
-            share an array, as their models, optimizers, loss options, loaders or ``accumulate`` differ, are different
-            arrays.
-        loss: of one member's outputs and target, any functional one.
-        loader: gives minibatches ``(inputs, target)`` again for every epoch; or a function that makes such a loader
-            from values of the space, ``loader(batch_size)``, after ``torch.manual_seed(seed)``.
-        trials: how many are asked of the study, those of earlier calls with the same ``directory`` included.
-        epochs: of each trial. After epoch k, from 0, a value is reported as of step k, and the pruner decides.
-        optimizer: a class of hf.optim, or a function of parameters that makes one.
-        scheduler: makes a scheduler of torch.optim.lr_scheduler from the optimizer of one trial and values of the
-            space, ``scheduler(optimizer, gamma)``.
-        scheduler_interval: when it steps: after every ``"epoch"``, and its evaluation, or after every ``"step"`` of the
-            optimizer. A ReduceLROnPlateau is told the trial's value, or the loss of its last minibatch.
-        eval_loader, metric: the value is ``metric(outputs, target)`` over all minibatches of ``eval_loader`` in eval
-            mode, see `hfusion.Population.evaluate`; without a metric the loss there; without both the mean loss of the
-            epoch's steps.
-        study: an optuna.Study, or the name of one; else one is made with ``direction`` ("minimize"), ``sampler``,
-            ``pruner`` and ``storage``, Optuna's own by default.
-        directions: of several objectives, in place of ``direction``: ``metric`` returns a value for each. Trials are
-            evaluated after their last epoch alone: as Optuna has it, nothing is reported before, and none is pruned.
-        storage: as optuna.create_study takes it. By default a journal in ``directory``, or memory; with a directory
-            it must outlive the process.
-        machine: on whose largest device the arrays are; never in more bytes than it has there. By default this one.
-            Where a sweep on several devices takes longer than processes to begin, its arrays are on all of them, in a
-            process for each, see ``result.processes``. A Cluster: on all devices of its; the trials, values and
-            decisions are those of one machine with the same ``rows``. Functions then go to other processes.
-        directory: where the sweep is saved after every round, and goes on after it was killed.
-        rows: the most trials at once; by default so many as make a trial cheaper by the machine's rates;
-            with ``pbt`` all.
-        seed: in round r every array trains an epoch, and reads the loaders after ``torch.manual_seed(seed + r)``.
-        clip: the norm that each trial's gradients have at most, as of torch.nn.utils.clip_grad_norm_.
-        accumulate: minibatches of an update, as `hfusion.Task` has it: losses are divided by it, and the last update of
-            an epoch may be of fewer.
-        timeout: seconds after which no more trials are asked, as study.optimize has it; those that train are trained
-            to their end. A resumed sweep starts counting again.
-        catch: errors of ``space`` and ``make_model`` that fail their trial, as study.optimize has it; others end the
-            sweep.
-        callbacks: are called with the study and each trial that was told, as study.optimize has it, with the params
-            that it was trained with last. They, ``space`` and ``metric`` may call study.stop(): no more trials are
-            asked then.
-        pbt: population based training among the trials of each array; by default no pruner goes with it. Params of the
-            result are those that trials were trained with last.
-        compile: as of `hfusion.train_step`. Each shape wants up to three programs: None makes them once the steps
-            of an array have taken as long as that, ``True`` at once, for long sweeps of few shapes.
-        progress: show a bar of the trials that have finished, as study.optimize(show_progress_bar=True) does. The
-            logger ``hfusion`` gets a line after every round, at level INFO.
-        processes: the most processes that train trials which are not worth an array; by default one for each core.
-            They are forks of this one, started where that is measured to save time. Functions that are called there,
-            such as ``loss`` and ``metric``, change nothing in this process: with ``processes=0`` all are called here.
+        make_model: ``make_model(...)`` returns a trial's model. It is called after ``torch.manual_seed(trial.number)``.
+        space: ``space(trial)`` makes suggestions as in any Optuna objective, and returns them as a dict. Each value is
+            passed by its name: to the optimizer (lr, betas, nesterov, ...), to ``make_model``, ``loader``, ``loss`` or
+            ``scheduler``, or to the sweep itself: ``"optimizer"`` (a name such as ``"adam"``, or a class),
+            ``"epochs"``, ``"clip"`` and ``"accumulate"``. If several take the name, write ``"optimizer.eps"``,
+            ``"make_model.eps"`` or ``"sweep.epochs"``. Trials whose models, optimizers, loss options, loaders or
+            ``accumulate`` differ are in different arrays.
+        loss: a functional loss of one member's output and target.
+        loader: an iterable of minibatches ``(inputs, target)`` that can be read every epoch, or a function that makes
+            one from values of the space, such as ``loader(batch_size)``, called after ``torch.manual_seed(seed)``.
+        trials: the number of trials in the study. Trials of earlier calls with the same ``directory`` count.
+        epochs: epochs of each trial. After epoch k, counted from 0, a value is reported as step k, and the pruner
+            decides.
+        optimizer: a class of hf.optim, or a function that makes an optimizer from parameters.
+        scheduler: ``scheduler(optimizer, ...)`` makes a scheduler of torch.optim.lr_scheduler from the optimizer of one
+            trial and values of the space.
+        scheduler_interval: step the scheduler after every ``"epoch"`` and its evaluation, or after every ``"step"`` of
+            the optimizer. A ReduceLROnPlateau gets the trial's value, or the loss of its last minibatch.
+        eval_loader, metric: the value of a trial is ``metric(outputs, target)`` over all minibatches of ``eval_loader``
+            in eval mode, see `hfusion.Population.evaluate`. Without a metric it is the loss there; without both, the
+            mean training loss of the epoch.
+        study: an optuna.Study, or the name of one. By default a study is created with ``direction`` ("minimize"),
+            ``sampler``, ``pruner`` and ``storage``, whose defaults are Optuna's.
+        directions: the directions of several objectives, in place of ``direction``; ``metric`` returns a value for
+            each. Trials are then evaluated after their last epoch only, and none is pruned, as in Optuna.
+        storage: as in optuna.create_study. By default a journal in ``directory``, or memory. With a directory it must
+            be persistent.
+        machine: the arrays are on its largest device, within its memory; by default this machine. If the sweep would
+            take longer than starting processes, each of several devices has a process, see ``result.processes``. With a
+            Cluster, all its devices are used. Values and decisions are those of one machine with the same ``rows``.
+            Functions are then sent to other processes.
+        directory: a folder in which the sweep is saved after every round, and from which the same call resumes.
+        rows: the most trials at a time. By default as many as lower the time per trial on this machine; with ``pbt``
+            all.
+        seed: in round r every array trains one epoch, and reads its loaders after ``torch.manual_seed(seed + r)``.
+        clip: the maximum gradient norm of each trial, as in torch.nn.utils.clip_grad_norm_.
+        accumulate: minibatches per update, as in `hfusion.Task`: losses are divided by it, and the last update of an
+            epoch may have fewer.
+        timeout: seconds after which no new trials start, as in study.optimize. Running trials are finished. A resumed
+            sweep starts counting again.
+        catch: exceptions of ``space`` and ``make_model`` that fail their trial only, as in study.optimize.
+        callbacks: called with the study and each finished trial, as in study.optimize. ``trial.params`` are those it
+            was trained with last. Callbacks, ``space`` and ``metric`` may call study.stop(), after which no new trials
+            start.
+        pbt: population based training within each array; the default is then no pruner. The params of the result are
+            those that trials were trained with last.
+        compile: as in `hfusion.train_step`. Each shape needs up to three programs. None compiles them once the steps of
+            an array have taken as long as that would; ``True`` compiles immediately, for long sweeps of few shapes.
+        progress: show a bar of finished trials, as study.optimize(show_progress_bar=True) does. The logger ``hfusion``
+            gets a line per round at level INFO.
+        processes: the most processes that train trials whose shape occurs too rarely for an array; by default one per
+            core. They are forked if that is measured to save time. ``loss`` and ``metric`` then run in them, without
+            side effects here; with ``processes=0`` all functions run in this process.
 
     Raises:
         ImportError: Optuna is not installed.
-        ValueError: several objectives and what needs one, a study in memory with a directory, or other arguments that
-            do not go together.
+        ValueError: arguments exclude each other, such as several objectives with a pruner, or a directory with a study
+            in memory.
         CheckpointError: the directory is in use, damaged, or of another sweep.
-        PlanError: a trial that the device has no memory for, a loader that cannot be used, or what cannot go to another
+        PlanError: a trial does not fit on the device, a loader cannot be used, or a function cannot be sent to another
             process.
         DeviceLost: the processes of an array were lost more often than the cluster allows.
 
