@@ -122,8 +122,7 @@ class FusedModule(Rows, Tree):
 
         Raises:
             FusionError: forward cannot be fused, or the self-check failed.
-            ValueError: the leading size of a stacked input is not B, or the members' forward does not accept the
-                arguments.
+            ValueError: a stacked input's leading size is not B, or the members' forward rejects the arguments.
         """
         if torch.compiler.is_dynamo_compiling():
             return inline(self, self._found, self._pattern(), args, kwargs)
@@ -376,7 +375,8 @@ class FusedModule(Rows, Tree):
 
     def _forget(self) -> None:
         """Drop the programs: tensors of another dtype or device want others."""
-        for programs in (*self._compilers(), self._bound, self._checks, self._methods):
+        held: list[Any] = [*self._compilers(), self._bound, self._checks, self._methods]
+        for programs in held:
             programs.clear()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

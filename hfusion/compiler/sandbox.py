@@ -38,7 +38,7 @@ def without_trace() -> Iterator[None]:
 def apart() -> Iterator[None]:
     """Context manager: hide computations from an outer checkpoint, export, dispatch mode or `parametrize.cached`.
 
-    Tried on torch 2.13.
+    Tried on torch 2.11 and 2.13.
     """
     cached = parametrize._cache_enabled, parametrize._cache
     parametrize._cache_enabled, parametrize._cache = 0, {}
