@@ -16,9 +16,9 @@ import torch
 from hfusion.device.calibrate import describe
 from hfusion.device.measured_records import RecordFile, nearest
 
-# Where nothing was measured: seconds of captures, and an array's step in units of its estimate, which was 1.2 to 1.5
-# for MLPs on two cores of an EPYC.
-_FIRST_STARTUP, _FIRST_FACTOR = 1.0, 1.5
+# Where nothing was measured: seconds of captures, and an array's step in units of its estimate, as of MLPs on two cores
+# of an EPYC.
+_FIRST_STARTUP, _FIRST_FACTOR = 2.4, 1.9
 # Rows of which the median is taken; priors stand for those that are missing.
 _ENOUGH = 3
 
