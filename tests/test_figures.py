@@ -28,7 +28,7 @@ MEASURED = {
 H200 = ["mlp-small B=16", "mlp-small B=64", "resnet8 B=16", "transformer B=16"]
 H200_ROWS = {
     "serial loop": "serial",
-    "16 processes under MPS": "processes",
+    "4 processes under MPS": "processes",
     "serial CUDA graphs": "serial-cuda-graph",
     "vmap under torch.compile": "vmap-compiled",
     "eager array": "hfusion",

@@ -40,7 +40,7 @@ from hfusion.step.compiled_step import (
 )
 from hfusion.step.cpp_block_entry import Unparted
 from hfusion.step.program_cache import NoProgram, StepPrograms
-from hfusion.step.program_state import Compiling, Due, Eager, Ended, Failed, Made, Postponed, Requested, Waiting
+from hfusion.step.program_state import Compiling, Deferred, Due, Eager, Ended, Failed, Made, Postponed, Requested
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import StepVariant
 
@@ -90,7 +90,7 @@ class ProgramMaker:
             if isinstance(way.state, Eager) and not any(o.pending and o.like(way) for o in self._variants()):
                 self._make(way, replace(request, due=False, wait=False))
             return
-        if isinstance(way.state, Waiting):
+        if isinstance(way.state, Deferred):
             way.note(Due())
             return
         if self._take_fitting(way, call) or self._waits(way, call, steps):

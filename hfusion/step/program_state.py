@@ -25,14 +25,14 @@ class Compiling:
 
 
 @dataclass(frozen=True, eq=False)
-class Waiting:
+class Deferred:
     """Steps run by autograd until the step at which the program, which is there, is due."""
 
     program: StepProgram
 
 
 @dataclass(frozen=True, eq=False)
-class Running:
+class InUse:
     """Steps run by the program."""
 
     program: StepProgram
@@ -46,7 +46,7 @@ class Refused:
     by_choice: bool = False
 
 
-ProgramState: TypeAlias = Eager | Compiling | Waiting | Running | Refused
+ProgramState: TypeAlias = Eager | Compiling | Deferred | InUse | Refused
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ def next_state(state: ProgramState, event: Event) -> ProgramState:
         case Eager(), Requested(pending, behind):
             return Compiling(pending, behind)
         case Eager(), Made(program, due):
-            return Running(program) if due else Waiting(program)
+            return InUse(program) if due else Deferred(program)
         case Eager(), Failed(why, by_choice):
             return Refused(why, by_choice)
         case Compiling(), Ended():
             return Eager()
-        case Waiting(program), Due():
-            return Running(program)
+        case Deferred(program), Due():
+            return InUse(program)
         case _:
             raise ValueError(f"{type(event).__name__} cannot come in the state {type(state).__name__}")

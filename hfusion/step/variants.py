@@ -21,7 +21,7 @@ from hfusion.step.background_job import PendingProgram
 from hfusion.step.block_layout import Parting, drawing
 from hfusion.step.compile_payoff import StepClock
 from hfusion.step.compiled_step import StepProgram
-from hfusion.step.program_state import Compiling, Eager, Event, ProgramState, Refused, Running, Waiting, next_state
+from hfusion.step.program_state import Compiling, Deferred, Eager, Event, InUse, ProgramState, Refused, next_state
 from hfusion.step.recorded_step import RecordedStep
 from hfusion.step.step_graph import StepCall
 
@@ -108,7 +108,7 @@ class StepVariant:
     @property
     def program(self) -> StepProgram | None:
         """The program that steps run by."""
-        return self.state.program if isinstance(self.state, Running) else None
+        return self.state.program if isinstance(self.state, InUse) else None
 
     @property
     def why(self) -> str:
@@ -156,11 +156,11 @@ class StepVariant:
 
     def row(self) -> CallReport:
         match self.state:
-            case Running(program):
+            case InUse(program):
                 return CallReport(self.call, program.how)
             case Compiling():
                 return CallReport(self.call, "eager", "its program is being compiled in the background")
-            case Waiting():
+            case Deferred():
                 return CallReport(self.call, "eager", "the first step of its kind")
             case Eager(why) | Refused(why):
                 return CallReport(self.call, "eager", why or "the first step of its kind")

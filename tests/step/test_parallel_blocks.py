@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.ops import attention_dropout
 from hfusion.step.parallel_blocks import TURNS, PartedStep, ThreadTrial
-from hfusion.step.program_state import Running
+from hfusion.step.program_state import InUse
 from tests.step.test_step_graph import arrays, loss_of
 from tests.step.test_train_step import ATTENTION, TINY, Pair, batch, needs_compiler
 from tests.zoo import Model, normal
@@ -103,7 +103,7 @@ def test_threads_show_in_no_bit(stacked: bool) -> None:
         if threads:
             way.program._threads = threads
         else:
-            way.state = Running(way.program._program)
+            way.state = InUse(way.program._program)
         results.append(advance(step, *given))
     assert all(same(results[0], other) for other in results[1:])
 

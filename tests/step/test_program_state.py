@@ -8,18 +8,18 @@ import pytest
 
 from hfusion.step.program_state import (
     Compiling,
+    Deferred,
     Due,
     Eager,
     Ended,
     Event,
     Failed,
+    InUse,
     Made,
     Postponed,
     ProgramState,
     Refused,
     Requested,
-    Running,
-    Waiting,
     next_state,
 )
 
@@ -30,8 +30,8 @@ STATES: tuple[ProgramState, ...] = (
     Eager(),
     Eager("not yet"),
     Compiling(PENDING),
-    Waiting(PROGRAM),
-    Running(PROGRAM),
+    Deferred(PROGRAM),
+    InUse(PROGRAM),
     Refused("never"),
 )
 EVENTS: tuple[Event, ...] = (
@@ -47,18 +47,18 @@ EVENTS: tuple[Event, ...] = (
 TABLE = """
 Eager() + Postponed(later): Eager(later)
 Eager() + Requested(pending, True): Compiling(pending, True)
-Eager() + Made(another program, True): Running(another program)
-Eager() + Made(another program, False): Waiting(another program)
+Eager() + Made(another program, True): InUse(another program)
+Eager() + Made(another program, False): Deferred(another program)
 Eager() + Failed(broken, False): Refused(broken, False)
 Eager() + Failed(too slow, True): Refused(too slow, True)
 Eager(not yet) + Postponed(later): Eager(later)
 Eager(not yet) + Requested(pending, True): Compiling(pending, True)
-Eager(not yet) + Made(another program, True): Running(another program)
-Eager(not yet) + Made(another program, False): Waiting(another program)
+Eager(not yet) + Made(another program, True): InUse(another program)
+Eager(not yet) + Made(another program, False): Deferred(another program)
 Eager(not yet) + Failed(broken, False): Refused(broken, False)
 Eager(not yet) + Failed(too slow, True): Refused(too slow, True)
 Compiling(pending, False) + Ended(): Eager()
-Waiting(program) + Due(): Running(program)
+Deferred(program) + Due(): InUse(program)
 """
 
 
@@ -80,7 +80,7 @@ def test_every_event_in_every_state() -> None:
     assert lines == TABLE.strip().splitlines()
 
 
-@pytest.mark.parametrize(("state", "event"), [(Running(PROGRAM), Made(OTHER)), (Refused("never"), Made(OTHER))])
+@pytest.mark.parametrize(("state", "event"), [(InUse(PROGRAM), Made(OTHER)), (Refused("never"), Made(OTHER))])
 def test_an_event_that_cannot_come(state: ProgramState, event: Event) -> None:
     with pytest.raises(ValueError, match=f"Made cannot come in the state {type(state).__name__}"):
         next_state(state, event)

@@ -18,7 +18,7 @@ def test_parameters_that_were_replaced(compiled: bool) -> None:
     x, y = torch.randn(5, 4), torch.randint(3, (5,))
     for _ in range(3):
         step(x, y)
-    assert ("compiled" in step.report().rows[0].how) is compiled
+    assert ("program" in step.report().rows[0].how) is compiled
     for name, param in list(fused.named_parameters()):
         setattr(fused, name, nn.Parameter(param.detach().clone()))
     before = [param.detach().clone() for param in fused.parameters()]
