@@ -10,7 +10,7 @@ PIP = $(BIN)/python -m pip install --quiet --constraint constraints.txt $(if $(I
 
 NULL_VENV := .venv-null
 
-.PHONY: test-matrix dist help demo test test-all lint style types suite suite-fast test-cluster test-foreign test-null docs linkcheck bench fuzz ops-sweep clean
+.PHONY: test-matrix dist help demo test test-all lint style types suite suite-fast test-cluster test-foreign test-null docs linkcheck bench fuzz faults ops-sweep clean
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
@@ -26,6 +26,7 @@ help:
 	@echo "make linkcheck  open every link of the pages to another site (needs a network)"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
+	@echo "make faults plant the faults of tests/planted_faults.toml in a copy, one at a time, and see which tests find them"
 	@echo "make soak   10,000 damaged checkpoints; runs that are killed: 200 times, and nodes 20 times (FILES= KILLS= NODE_KILLS=)"
 	@echo "make ops-sweep  compare every operator of PyTorch's database, and write docs/coverage.md"
 	@echo "make clean  remove .venv and every cache"
@@ -111,6 +112,10 @@ soak: $(VENV)/.cluster
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.damage --files $(FILES)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::DeprecationWarning -m tests.checkpoint.killed --kills $(KILLS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cluster.killed --kills $(NODE_KILLS)
+
+# FAULTS: names of some, by default all.
+faults: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.planted_faults $(FAULTS)
 
 ops-sweep: $(STAMP)
 	$(BIN)/python -m tests.ops_sweep --docs docs/coverage.md
