@@ -310,7 +310,7 @@ def test_a_penalty_on_the_parameters_uses_them_all() -> None:
 
 
 def test_clipping_counts_what_is_there() -> None:
-    for order in (2.0, float("inf"), -float("inf"), 0.5):
+    for order in (2.0, float("inf"), -float("inf"), 0.5, 0.0):
         pair = Pair(Alone, "SGD", {})
         pair.backward(batch(2.0, 0.5, -1.0), whole)
         norms = hf.optim.clip_grad_norm_(pair.fused.parameters(), 0.1, norm_type=order)

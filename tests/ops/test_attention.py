@@ -159,6 +159,8 @@ def test_blocks_draw_the_same_in_backward_by_torchs_generator(monkeypatch: pytes
     ours = torch.autograd.grad((y * weights).sum(), (q, k, v))
     (noise,) = draws
     assert 0.3 < float(noise.mean()) < 0.7
+    # Each query, which is a block here, has numbers of its own.
+    assert len(noise.flatten(0, 2).movedim(1, 0).flatten(1).unique(dim=0)) == 7
     expected = torch.matmul(attention.attention_weights(q, k, None, True, None) * noise * 2, v)
     torch.testing.assert_close(y, expected)
     for a, b in zip(ours, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):

@@ -75,6 +75,11 @@ def test_second_derivatives_of_the_own_backward() -> None:
     assert torch.autograd.gradgradcheck(linear.TokenMajor.apply, operands)
 
 
+def test_gradients_of_complex_operands_by_the_own_backward() -> None:
+    operands = [torch.randn(s, dtype=torch.complex128, requires_grad=True) for s in ((2, 3, 4), (2, 5, 4), (2, 5))]
+    assert torch.autograd.gradcheck(linear.TokenMajor.apply, operands)
+
+
 @pytest.mark.parametrize("threshold", [0, 1 << 15], ids=["own", "autograd"])
 def test_frozen_parts_of_a_linear(threshold: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "OWN_BACKWARD_NUMEL", threshold)

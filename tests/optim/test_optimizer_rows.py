@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion import optim
 from hfusion.optim import native_kernels
-from tests.optim.arrays import Per, for_member
+from tests.optim.arrays import Array, Per, for_member
 
 LR = Per(0.1, 0.7)
 DECAY = Per(0.1, 0.5)
@@ -198,6 +198,19 @@ def test_a_copy_of_an_optimizer_lets_members_join_as_it_would() -> None:
     other = pickle.loads(pickle.dumps(run.optimizer))
     other.append(1)
     assert other.param_groups[0]["lr"].tolist() == [0.1, 0.1, 0.1]
+
+
+def test_a_hold_within_another_adds_to_it() -> None:
+    array = Array(3, shapes=[(2,)])
+    opt, before = optim.SGD(array.params, lr=0.1), array.params[0].detach().clone()
+    array.draw_grads()
+    with opt.holding(torch.tensor([True, False, False])):
+        with opt.holding(torch.tensor([False, True, False])):
+            assert opt.held_members == [0, 1]
+            opt.step()
+        assert opt.held_members == [0]
+    assert opt.held_members == []
+    assert (array.params[0].detach() != before).any(1).tolist() == [False, False, True]
 
 
 def test_shared_parameters_keep_their_state() -> None:

@@ -66,6 +66,22 @@ def test_equals_alone(name: str, options: dict[str, Any], way: str) -> None:
         array.assert_equal(rtol=1e-12)
 
 
+def test_a_scale_that_would_be_infinite_stays_as_in_torch() -> None:
+    array = Array(2, shapes=[(2,)])
+    opt = hf.optim.SGD(array.params, lr=0.1)
+    options: dict[str, Any] = {"init_scale": 2.0**126, "growth_interval": 1}
+    ours, theirs = hf.optim.GradScaler(**options), torch.amp.GradScaler("cpu", **options)
+    theirs.scale(torch.zeros(()))
+    alone = torch.optim.SGD(array.members[0], lr=0.1)
+    for _ in range(3):
+        array.draw_grads()
+        for one, optimizer in ((ours, opt), (theirs, alone)):
+            one.step(optimizer)
+            one.update()
+        assert ours.get_scale().tolist() == [theirs.get_scale()] * 2
+    assert theirs.get_scale() == 2.0**127
+
+
 def test_scales_follow_their_members() -> None:
     scaler = hf.optim.GradScaler(init_scale=8.0, growth_interval=1)
     array = Array(3, shapes=[(2,)])
