@@ -147,6 +147,23 @@ def test_other_calls_are_captured_anew() -> None:
     assert len({id(one.graph) for one in [first, *calls]}) == 6
 
 
+class Asking(nn.Module):
+    """Takes tensors of any dtype, and asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.float()) * (2 if x.dtype is torch.float64 else 1)
+
+
+def test_inputs_of_another_dtype_are_captured_anew() -> None:
+    module = Asking()
+    graphs = [found(module, torch.ones(4, 3, dtype=dtype)).graph for dtype in (torch.float32, torch.float64)]
+    assert graphs[0] is not graphs[1]
+
+
 class Drawing(nn.Module):
     """Reads what has no content to compare."""
 

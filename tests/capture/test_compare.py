@@ -80,6 +80,13 @@ def test_variants() -> None:
     assert compare(with_state(lambda self, x: x, states)).variants == (0, 0, 1)
 
 
+def test_a_tensor_of_the_first_and_the_last_model_is_not_that_of_all() -> None:
+    models = [nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)).double() for _ in range(3)]
+    models[2][0] = models[0][0]
+    assert compare(models).shared == frozenset()
+    assert_alone(models, normal(5, 4))
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -145,6 +145,27 @@ def test_views_that_no_schema_tells_of(view: str, write: str) -> None:
         assert torch.equal(ours, theirs)
 
 
+# Views that another order of dims, or another place, would give in the same shape.
+PLACES: dict[str, Callable[[Tensor], Tensor]] = {
+    "dims in a cycle": lambda x: x.view(2, 2, 2, 2).permute(1, 2, 0, 3),
+    "third of uneven parts": lambda x: x.split([1, 2, 1])[2],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_written_into_a_view_comes_to_its_place(place: str) -> None:
+    class Places(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            whole = x * 2
+            part = PLACES[place](whole)
+            part.mul_(part.sin())
+            return whole, part
+
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+    for ours, theirs in zip(run(capture(Places(), (x,), {}, varying=False), x, {}), Places()(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 class Buffered(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -144,6 +144,26 @@ def test_the_others_keep_every_bit() -> None:
     assert pop.scaler.get_scale().tolist() == [8.0, 32.0, 8.0, 32.0]
 
 
+def test_a_loss_that_is_not_finite_spoils_its_update_whatever_call_it_was() -> None:
+    """Also where its gradients are finite."""
+    pop = hf.Population(
+        [nn.Linear(4, 1).double() for _ in range(3)],
+        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
+        loss=lambda output, target: F.mse_loss(output, target[:-1]) + target[-1].sum(),
+        on_nonfinite="freeze",
+        accumulate=2,
+        compile=False,
+    )
+    weight = pop.fused.get_parameter("weight")
+    x, before, target = torch.randn(5, 4, dtype=DOUBLE), weight.detach().clone(), torch.zeros(3, 6, 1, dtype=DOUBLE)
+    bad = target.clone()
+    bad[1, -1] = math.nan
+    for each in (bad, target):
+        pop.step(x, hf.stacked(each))
+    assert pop.frozen == [1]
+    assert (weight.detach() != before).flatten(1).any(1).tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_trained_base_is_trained_by_those_that_step(compiled: bool) -> None:
     torch.manual_seed(0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
+from hfusion.checkpoint import files
 from tests.checkpoint.living import OPTIONS, Batches, Net, population, same, train
 
 
@@ -124,6 +127,20 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
         pop.save(tmp_path, keep=2, score=score)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"save-{n:012d}" for n in (2, 4, 5)]
     assert pop.save(tmp_path, keep=2, wait=False).result().name == "save-000000000006"
+
+
+def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pop, begin, write = population(2), Event(), files.write
+    train(pop, Batches(), 1)
+    monkeypatch.setattr(files, "write", lambda *args, **options: write(*args, **options) if begin.wait(60) else None)
+    before = copy.deepcopy(pop)
+    saving = pop.save(tmp_path, wait=False)
+    train(pop, Batches(), 2)
+    begin.set()
+    saving.result()
+    assert same(before, hf.Population.load(tmp_path, Net, **OPTIONS))
 
 
 def test_nothing_but_plain_values_is_saved(tmp_path: Path) -> None:

@@ -54,6 +54,12 @@ def test_a_running_task_goes_on_or_not(name: str, chosen: Candidate) -> None:
     assert COMPARED[name](state(name, [B, C], running=A, share=20.0)) is chosen
 
 
+@pytest.mark.parametrize("name", ["sharded-lrtf", "patient-lrtf"])
+@pytest.mark.parametrize("share", [0.0, 99.0])
+def test_of_two_that_are_equal_the_running_one_goes_on(name: str, share: float) -> None:
+    assert COMPARED[name](state(name, [A._replace(task=9)], running=A, share=share)) is A
+
+
 def test_patience_ends_when_a_task_would_end_too_late() -> None:
     patient = COMPARED["patient-lrtf"]
     assert patient(state("patient-lrtf", [B], running=A, share=10.1)) is A

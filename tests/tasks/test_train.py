@@ -141,7 +141,7 @@ def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
         torch.manual_seed(0)
         return [nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3)) for k in range(5)]
 
-    rates = [0.1, 0.2, 0.3, 0.4, 0.5]
+    rates, limits = [0.1, 0.2, 0.3, 0.4, 0.5], [0.2, 10.0, 0.1, 0.5, 0.3]
     loader = batches(torch.float32)
     own = models()
     one = hf.Task(
@@ -150,6 +150,7 @@ def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
         optimizer=lambda params: hf.optim.SGD(params, lr=rates),
         loader=loader,
         epochs=EPOCHS,
+        clip=limits,
         name="mixed",
     )
     report = hf.train([one], machine())
@@ -164,6 +165,7 @@ def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
                 losses.append(loss.detach())
                 optimizer.zero_grad()
                 loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), limits[index])
                 optimizer.step()
         torch.testing.assert_close(report["mixed"].losses[:, index], torch.stack(losses))
         for ours, theirs in zip(trained.parameters(), model.parameters(), strict=True):
