@@ -42,6 +42,17 @@ def test_a_save_takes_the_next_name_that_is_free(name: str, tmp_path: Path) -> N
     assert list(tmp_path.glob(".aside-*")) == []
 
 
+def test_sizes_that_were_exchanged_in_the_header_are_damage(tmp_path: Path) -> None:
+    """The bytes of the tensor, and how many there are, fit both."""
+    made = files.write(tmp_path, {}, {"x": torch.arange(6.0).view(2, 3)}, step=0, keep=1) / files.TENSORS
+    content = made.read_bytes()
+    changed = content.replace(b'"shape":[2,3]', b'"shape":[3,2]')
+    assert changed != content
+    made.write_bytes(changed)
+    with pytest.raises(hf.CheckpointError, match=r"header of .* is damaged: its checksum is another"):
+        files.read(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["file", "broken link"])
 def test_a_root_that_is_no_folder_is_told(name: str, tmp_path: Path) -> None:
     root = tmp_path / "root"

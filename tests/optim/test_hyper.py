@@ -118,6 +118,15 @@ def test_a_vector_copies_as_itself_and_pickles_as_a_tensor() -> None:
     assert loaded.tolist() == [0.1, 0.2]
 
 
+@pytest.mark.parametrize("given", ["tensor", "vector"])
+def test_groups_that_are_given_one_tensor_have_vectors_of_their_own(given: str) -> None:
+    lr = torch.tensor([0.1, 0.2], dtype=torch.float64)
+    value = lr if given == "tensor" else member_vector("lr", lr, 2)
+    opt = optim.SGD([{"params": [param]} for param in Array(2).params[:2]], lr=value)
+    opt.param_groups[0]["lr"].mul_(2)
+    assert opt.param_groups[1]["lr"].tolist() == value.tolist() == [0.1, 0.2]
+
+
 def test_fill() -> None:
     vector = member_vector("lr", 0.0, 2)
     assert vector.fill_(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]

@@ -46,6 +46,15 @@ def test_state_layout(name: str, options: dict[str, Any]) -> None:
             assert value.is_contiguous()
 
 
+def test_counts_in_a_state_dict_do_not_go_on() -> None:
+    array = Array(2)
+    fused, alone = start("Adam", {"lr": 0.1}, array)
+    run(array, fused, alone, 1)
+    kept = fused.state_dict()
+    run(array, fused, alone, 2)
+    assert [entry["step"].tolist() for entry in kept["state"].values()] == [[1.0, 1.0]] * len(array.params)
+
+
 def test_loaded_state_is_a_copy() -> None:
     array = Array(2)
     fused, alone = start("Adam", {"lr": 0.1}, array)
