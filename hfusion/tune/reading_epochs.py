@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.core.errors import PlanError
+from hfusion.device.backend import seed_in_use
 from hfusion.device.generators import draws_kept
 from hfusion.tasks.reading import generators, length, reading, restart_workers
 
@@ -21,7 +22,7 @@ def seeded(loader: Iterable[Any], seed: int) -> Iterator[None]:
     restart_workers(loader)
     own = [(each, each.get_state()) for each in generators(loader)]
     with draws_kept():
-        torch.manual_seed(seed)
+        seed_in_use(seed)
         for each, _ in own:
             each.manual_seed(seed)
         try:

@@ -218,10 +218,12 @@ class TrialSpread:
 
     def _pays(self, here: Sequence[tuple[SpreadTrials, str]]) -> bool:
         """Return whether workers save more than they cost, by the remaining epochs of live trials."""
+        known = self._here or self._seconds
+        if not self._together or self._workers or not known:
+            return False
         movable = self._movable(here)
         count = min(self._most, len(movable))
-        known = self._here or self._seconds
-        if not self._together or self._workers or not known or count < 2:
+        if count < 2:
             return False
         usual = sum(known.values()) / len(known)
         left = sum(
