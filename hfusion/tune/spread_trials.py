@@ -116,6 +116,8 @@ class TrialSpread:
         self._seconds: dict[str, float] = {}
         self._here: dict[str, float] = {}
         self._stuck: set[str] = set()
+        # Whether workers were measured to be slower. Trials keep their one thread, so that no time shows in roundings.
+        self._alone = False
         self._sent: list[TrialProcess] = []
         if self._most > 1:
             self._refuse(why_no_fork(recipe.device) or _why_no_readers(recipe))
@@ -155,7 +157,7 @@ class TrialSpread:
     @property
     def side_by_side(self) -> int:
         """Number of trials that are trained at the same time, if there are enough."""
-        return max(1, self._most)
+        return 1 if self._alone else max(1, self._most)
 
     def begin(self, calls: Mapping[str, tuple[int, bool]]) -> None:
         """Let the workers begin an epoch of arrays, each of a seed, and evaluated or not."""
@@ -214,12 +216,17 @@ class TrialSpread:
             ends[self._arrays[name].away[tag]] += result.seconds  # type: ignore[assignment]
         if sum(ends.values()) / max(ends.values()) < slower:
             self._close()
-            self._refuse(f"in {len(ends)} processes each took {slower:.1f} times as long")
+            self._alone = True
+            _log.info(
+                "plain trials are trained one after another: in %d processes each took %.1f times as long",
+                len(ends),
+                slower,
+            )
 
     def _pays(self, here: Sequence[tuple[SpreadTrials, str]]) -> bool:
         """Return whether workers save more than they cost, by the remaining epochs of live trials."""
         known = self._here or self._seconds
-        if not self._together or self._workers or not known:
+        if self._alone or not self._together or self._workers or not known:
             return False
         movable = self._movable(here)
         count = min(self._most, len(movable))

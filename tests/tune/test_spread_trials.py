@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.core.errors import HFusionError
+from hfusion.device.openmp import torch_threads
 from hfusion.tune.spread_trials import TrialSpread
 from hfusion.tune.trial_process import why_no_fork
 from tests.tune.cases import MACHINE
@@ -111,16 +112,33 @@ def test_trials_that_share_a_tensor_stay() -> None:
     assert set.union(*where(search(make, metric=process, pruner=unpruned()))) == {HERE}
 
 
-def test_workers_that_are_slower_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    train = TrialSpread._judge
+@pytest.fixture
+def slower_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = TrialSpread._judge
 
     def slower(spread: TrialSpread, elsewhere: Any) -> None:
         spread._here = dict.fromkeys(spread._here, 1e-9)
-        train(spread, elsewhere)
+        judge(spread, elsewhere)
 
     monkeypatch.setattr(TrialSpread, "_judge", slower)
+
+
+@pytest.mark.usefixtures("slower_workers")
+def test_workers_that_are_slower_end() -> None:
     # The first trial is elsewhere in its second epoch, and is compared with its first.
     assert all(HERE in trial and len(trial) > 1 for trial in where(search(metric=process, pruner=unpruned())))
+
+
+def threads(outputs: Tensor, target: Tensor) -> float:
+    return float(torch.get_num_threads())
+
+
+@pytest.mark.usefixtures("slower_workers")
+def test_trials_keep_one_thread_where_workers_end() -> None:
+    """Whether workers are slower is a matter of times, and the number of threads shows in roundings."""
+    with torch_threads(2):
+        result = search(metric=threads, pruner=unpruned())
+    assert [set(trial.intermediate_values.values()) for trial in result.trials] == [{1.0}] * 6
 
 
 class _Odd(Exception):
