@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import fx, nn
 
@@ -117,6 +117,8 @@ PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, ma
 GIVEN = st.sampled_from([Layout.SHARED, Layout.STACKED, Layout.PACKED, Layout.LISTED])
 
 
+# In the least choice a value is needed in a second layout, then in a third, and in the second again.
+@example([(0, 2), (0, 3), (0, 4), (0, 5)], 2, (Layout.STACKED, Layout.STACKED), 110, 4)
 @given(PAIRS, st.integers(1, 2), st.tuples(GIVEN, st.just(Layout.STACKED)), st.integers(0, 99), st.integers(1, 4))
 def test_least_cost_of_all_choices(
     pairs: list[tuple[int, int]], ends: int, layouts: tuple[Layout, Layout], seed: int, width: int
