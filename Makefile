@@ -1,6 +1,8 @@
 # Everything runs in .venv, which the first target that needs it makes. Needs Python >= 3.11 and make.
 PYTHON ?= python3
 WORKERS ?= 2
+# Seconds after which a test fails; the longest takes 70 on two busy cores.
+LIMIT := --timeout 300
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -52,11 +54,11 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 suite: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --durations=40
+	$(BIN)/python -m pytest $(LIMIT) --numprocesses $(WORKERS) --durations=40
 
 # Without those of tests/slow_tests.txt.
 suite-fast: $(STAMP)
-	$(BIN)/python -m pytest --fast --numprocesses $(WORKERS)
+	$(BIN)/python -m pytest $(LIMIT) --fast --numprocesses $(WORKERS)
 
 test-cluster: $(VENV)/.cluster
 	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m cluster tests/cluster tests/tune
