@@ -16,7 +16,7 @@ from tests.alone import assert_alone, net, normal
 
 Forward = Callable[..., Any]
 
-SEQUENCES = (normal(2, 5, 4), normal(2, 7, 4), normal(2, 3, 4))
+SEQUENCES = (normal(3, 5, 4), normal(3, 7, 4), normal(3, 4, 4))
 
 
 def pair(forward: Forward, state: Any) -> list[Any]:
