@@ -59,7 +59,13 @@ class Array:
         """The shape of a row of each stack that members' own tensors do not all fill."""
         return row_shapes(self.own_shapes)
 
-    @property
+    @cached_property
+    def structures(self) -> tuple[Any, ...]:
+        """A key of the modules and shapes of each variant: equal for those that differ in attributes only."""
+        pairs = zip(self.own_modules, self.own_shapes, strict=True)
+        return tuple((tuple(modules.items()), tuple(shapes.items())) for modules, shapes in pairs)
+
+    @cached_property
     def has_variants(self) -> bool:
         """Whether members differ in submodules."""
         return bool(self.row_shapes) or any(own != self.own_modules[0] for own in self.own_modules)
@@ -71,10 +77,8 @@ class Array:
         return tuple(self.own_shapes[variant].get(name) for variant in self.comparison.variants)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {
-            key: value for key, value in vars(self).items() if key not in ("own_shapes", "own_modules", "row_shapes")
-        }
-        return {**own, "origins": None}
+        cached = ("own_shapes", "own_modules", "row_shapes", "structures", "has_variants")
+        return {**{key: value for key, value in vars(self).items() if key not in cached}, "origins": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Array:
         skeletons = tuple(module_copy(skeleton, memo) for skeleton in self.skeletons)

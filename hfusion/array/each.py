@@ -11,7 +11,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.array_state import check_one_structure
 from hfusion.array.each_runs import EachCall, differs, run_looped, run_vmapped, selected
 from hfusion.array.module import FusedModule
 from hfusion.compiler.arguments import Arguments
@@ -24,7 +23,7 @@ from hfusion.core.gradient_usage import absent_rows, frozen_rows
 from hfusion.core.membership import has_rows, membership
 from hfusion.core.memory import has_address
 from hfusion.core.row_gradients import settle
-from hfusion.core.row_indices import check_once, rows_of
+from hfusion.core.row_indices import check_once, cut_rows, rows_of
 from hfusion.device.backend import random_states_kept
 from hfusion.optim import FusedOptimizer
 
@@ -86,7 +85,6 @@ class Each:
     ) -> None:
         """Run the function for the members of ``target``; see `each`."""
         if isinstance(target, FusedModule):
-            check_one_structure(target, "hf.each")
             chosen = training_rows(target) if rows is None else rows_of(rows, len(target))
             check_once(chosen)
             with torch.no_grad():
@@ -145,21 +143,27 @@ class Each:
         for name, tensor in named.items():
             self._check_tensor(name, tensor)
         whole = self._whole(named, arguments, len(fused))
-        groups: dict[frozenset[str], list[int]] = {}
+        groups: dict[Any, list[int]] = {}
         absent = {name: _absent(tensor) for name, tensor in named.items()}
+        differing = {
+            name: mark.shapes for name, t in named.items() if (mark := membership(t)) is not None and mark.shapes
+        }
         for row in rows:
-            groups.setdefault(frozenset(n for n, gone in absent.items() if gone is not None and gone[row]), []).append(
-                row
-            )
-        for without, members in groups.items():
-            keys = [key for key in whole.tensors if not (key[0] == "grads" and key[1] in without)]
-            part = EachCall(whole.rows, {k: whole.tensors[k] for k in keys}, whole.shared, whole.arguments)
-            with selected(part, members) as call:
+            without = frozenset(name for name, gone in absent.items() if gone is not None and gone[row])
+            groups.setdefault((without, tuple(shapes[row] for shapes in differing.values())), []).append(row)
+        for (without, own), members in groups.items():
+            shapes = dict(zip(differing, own, strict=True))
+            tensors = {
+                (kind, name): tensor if (shape := shapes.get(name)) is None else cut_rows(tensor, shape)
+                for (kind, name), tensor in whole.tensors.items()
+                if not (kind == "grads" and name in without) and shapes.get(name, ()) is not None
+            }
+            with selected(EachCall(whole.rows, tensors, whole.shared, whole.arguments), members) as call:
                 self._run_together(call)
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         mark = membership(tensor)
-        if mark is not None and mark.padded:
+        if mark is not None and mark.padded and not mark.shapes:
             raise FusionError(
                 f"{name} is padded, as members' ranks differ, and {self!r} would see the padding: give all members "
                 f"one rank, or call it for each member's own model"

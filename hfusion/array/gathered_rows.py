@@ -27,6 +27,7 @@ from hfusion.compiler.program_rows import of_rows
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows, freeze_rows, frozen_rows, mark_absent
 from hfusion.core.memory import has_address
+from hfusion.core.row_indices import cut_rows, write_rows
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
@@ -48,11 +49,12 @@ class GatheredRows:
     modes: dict[str, bool]
 
     _room = staticmethod(copied_rows)
+    _takes_variants = True
 
     @classmethod
     def of(cls, whole: FusedModule, rows: Sequence[int]) -> Self:
         """Raises FusionError as `load`."""
-        gathered = cls(whole, part_of(whole, rows, cls._room), list(rows), {})
+        gathered = cls(whole, part_of(whole, rows, cls._room, cls._takes_variants), list(rows), {})
         gathered.array._views = GatheredViews(gathered.array)
         gathered._find_kin(gathered.array._compiler, Kinds.of(gathered.array).contents)
         gathered.load(rows)
@@ -61,7 +63,9 @@ class GatheredRows:
     def fits(self) -> bool:
         """Return whether the array still has the tensors, dtypes and devices that this was made for."""
         ours, theirs = dict(tensors(self.array)), dict(tensors(self.whole))
-        return ours.keys() == theirs.keys() and all(
+        if ours.keys() != theirs.keys() and not self.whole._array.has_variants:
+            return False
+        return ours.keys() <= theirs.keys() and all(
             (t.dtype, t.device, t.dim()) == (theirs[name].dtype, theirs[name].device, theirs[name].dim())
             for name, t in ours.items()
         )
@@ -115,7 +119,7 @@ class GatheredRows:
                 continue
             if stack.device not in index:
                 index[stack.device] = torch.tensor(self.rows, device=stack.device)
-            rows = stack.detach().index_select(0, index[stack.device])
+            rows = cut_rows(stack.detach(), tensor.shape[1:]).index_select(0, index[stack.device])
             if resized:
                 tensor.grad = None
                 resize(tensor, rows, False)
@@ -141,8 +145,7 @@ class GatheredRows:
             if name in shared or id(tensor) in visited:
                 continue
             visited.add(id(tensor))
-            index = torch.tensor(self.rows[:count], device=tensor.device)
-            stacks[name].detach().index_copy_(0, index, tensor.detach()[:count])
+            write_rows(stacks[name].detach(), self.rows[:count], tensor.detach()[:count])
 
     def check_modes(self) -> None:
         """Raise a FusionError if forward has set train or eval modes by itself."""
@@ -228,6 +231,8 @@ class WholeKin:
         related = self.kin(modes, arguments)
         if related is not None:
             return related
+        if self.whole._array.has_variants:
+            return None
         contents = Kinds.of(self.whole).contents
         program = self.whole._compiler.fitting(modes, arguments)
         if program is None or not set(self.kin.contents) <= set(contents):

@@ -40,6 +40,16 @@ def check_joining(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn
     return joining
 
 
+def may_join(fused: FusedModule, model: nn.Module) -> bool:
+    """Return whether the structure of a model allows it to join an array whose members differ in submodules."""
+    try:
+        check_alone(0, model)
+        check_structures([*_members_of_each_structure(fused, range(len(fused))).values(), model])
+    except FusionError:
+        return False
+    return True
+
+
 def check_one_kind(fused: FusedModule, rows: Sequence[int], models: Sequence[nn.Module]) -> None:
     """Raise a FusionError where ``models``, which are to join in ``rows``, differ from the members in submodules."""
     first = fused._member(0)

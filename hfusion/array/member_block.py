@@ -22,6 +22,9 @@ class MemberBlock(GatheredRows):
     by `load`.
     """
 
+    # Rows of a stack are of one size.
+    _takes_variants = False
+
     @staticmethod
     def _room(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
         values = stack.detach() if rows is None else _view(stack, rows)

@@ -29,6 +29,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.functorch import in_transform, is_wrapped
 from hfusion.core.gradient_usage import frozen_rows, of_rows, watching_row
 from hfusion.core.member_random import seeds_of_rows
+from hfusion.core.row_indices import cut_rows
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
@@ -176,14 +177,23 @@ def _why(groups: Mapping[Any, Sequence[int]], hooked: Mapping[int, str]) -> str:
     return "; ".join(reasons)
 
 
-def part_of(fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, Any], Tensor]) -> FusedModule:
-    """An array of some members, in the modes of ``fused``; ``stack(whole, rows)`` gives its tensors.
+def part_of(
+    fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, Any], Tensor], takes_variants: bool = False
+) -> FusedModule:
+    """An array of some members, in the modes of ``fused``.
 
-    ``rows`` is None for a tensor that all members share.
+    Args:
+        stack: ``stack(whole, rows)`` gives its tensors; ``rows`` is None for a tensor that all members share.
+        takes_variants: members may differ in submodules. ``stack`` then gives memory of the array's own, as rows may
+            be smaller than in ``fused``.
+
+    Raises:
+        FusionError: members differ in submodules.
     """
     from hfusion.array.module import FusedModule
 
-    check_one_structure(fused, "an array of some of the members")
+    if not takes_variants:
+        check_one_structure(fused, "an array of some of the members")
     array = fused._array
     comparison, left = array.comparison.of_members(rows)
     skeletons = tuple(array.skeletons[variant] for variant in left)
@@ -191,12 +201,27 @@ def part_of(fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, An
     for parameter, (member, name) in array.origins.items():
         if member in rows:
             part.origins[parameter] = (list(rows).index(member), name)
-    once: dict[int, Tensor] = {}
     shared = comparison.shared
-    stacks = {n: once.setdefault(id(t), stack(t, None if n in shared else rows)) for n, t in fused.stacks.items()}
+    shapes = {name: shape for own in part.own_shapes for name, shape in own.items()} | part.row_shapes
+
+    def of_part(name: str, whole: Tensor) -> Tensor:
+        made = stack(whole, None if name in shared else rows)
+        if name not in shared and made.shape[1:] != shapes[name]:
+            own = cut_rows(made.detach(), shapes[name]).contiguous()
+            made = nn.Parameter(own, requires_grad=made.requires_grad) if isinstance(made, nn.Parameter) else own
+        return made
+
+    once: dict[int, Tensor] = {}
+    stacks: dict[str, Tensor] = {}
+    for name, whole in fused.stacks.items():
+        if name in shapes:
+            if id(whole) not in once:
+                once[id(whole)] = of_part(name, whole)
+            stacks[name] = once[id(whole)]
     found = FusedModule(part, stacks)
-    for path, module in fused.named_modules():
-        found.get_submodule(path).training = module.training
+    modes = fused.training_by_path()
+    for path, module in found.named_modules(remove_duplicate=False):
+        module.training = modes[path]
     return found
 
 

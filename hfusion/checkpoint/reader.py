@@ -21,6 +21,7 @@ from hfusion.capture.named import tensors as tensors_of
 from hfusion.checkpoint.files import Saved, told
 from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.checkpoint.save_contents import OWN, devices_of, shapes_of
+from hfusion.checkpoint.saved_shapes import OwnShapes, cut_to_members, differing, held_names, saved_shapes
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import membership
 from hfusion.device.backend import backend
@@ -113,15 +114,15 @@ class SaveReader:
         """Return a function that writes the members into a fused module, or one into a model. Checks come first."""
         single = not isinstance(model, FusedModule)
         own = dict(tensors_of(model))
-        for saved, _ in self.parts:
-            if odd := sorted(own.keys() ^ saved.body["module"]["stacked"].keys()):
+        for saved, places in self.parts:
+            if odd := sorted(own.keys() ^ held_names(saved, places)):
                 raise CheckpointError(
                     f"{saved.path} and the model do not have the same tensors: {odd[0]} is in one of them only"
                 )
         if single and len(self.names) != 1:
             raise CheckpointError(f"{self.path} holds {self.names}: say which one the model shall be, names=[...]")
-        there = self._shapes()
-        here = shapes_of(model, range(len(self.names)))
+        there = differing(self._shapes())
+        here = differing(shapes_of(model, range(len(self.names))))
         if here != there:
             raise CheckpointError(
                 f"{self.path} holds members of other shapes, or that lack other tensors: {there}, not {here}; "
@@ -132,13 +133,13 @@ class SaveReader:
             _check(self.path, name, found[name], tensor)
         return lambda: _copy([(tensor, found[name]) for name, tensor in own.items()])
 
-    def _shapes(self) -> dict[str, list[list[int] | None]]:
+    def _shapes(self) -> OwnShapes:
         """The members' own shapes where they differ, as of `shapes_of`."""
-        own = [(saved.body["module"].get("shapes", {}), places) for saved, places in self.parts]
-        names = dict.fromkeys(name for shapes, _ in own for name in shapes)
+        own = [saved_shapes(saved, places) for saved, places in self.parts]
+        names = dict.fromkeys(name for shapes in own for name in shapes)
         if len(own) > 1 and names:
             raise CheckpointError(f"saves of members that differ in submodules, {next(iter(names))}, do not merge")
-        return {name: [shapes[name][place] for place in places] for shapes, places in own for name in names}
+        return own[0] if names else {}
 
     def _values(self, key: str, name: str, like: Tensor) -> Tensor:
         """Read a tensor or its optimizer state, stacked or shared as ``like`` is.
@@ -158,6 +159,7 @@ class SaveReader:
                 "ones did"
             )
         rows = torch.cat([_rows(saved, key, places) for saved, places in self.parts])
+        rows = cut_to_members(rows, self._shapes(), name)
         if stacked:
             return rows
         if not all(_identical(row, rows[0]) for row in rows):
@@ -176,7 +178,9 @@ class SaveReader:
         for group in optimizer.param_groups:
             options = encode({key: group[key] for key in optimizer.options}, {}, "options")
             ours.append({"params": [membership_of(param).name for param in group["params"]], "options": options})
-        if odd := _difference(kept, {"class": kind, "groups": ours}):
+        names = set.union(*(held_names(saved, places) for saved, places in self.parts))
+        theirs = [{**group, "params": [name for name in group["params"] if name in names]} for group in kept["groups"]]
+        if odd := _difference({"class": kept["class"], "groups": theirs}, {"class": kind, "groups": ours}):
             raise CheckpointError(f"{self.path} was saved with another optimizer: {odd}; give the one that it had")
         values: list[tuple[Tensor, Tensor]] = []
         states: dict[Tensor, tuple[dict[str, Tensor], dict[str, list[int]]]] = {}

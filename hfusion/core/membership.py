@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 
 from hfusion.core.errors import FusionError
+from hfusion.core.row_indices import leading
 
 _MARK = "_hfusion_membership"
 _OWN_HOOK = "_hfusion_own_hook"
@@ -57,6 +58,20 @@ class Membership:
 def member_rows(tensor: torch.Tensor, mark: Membership) -> torch.Tensor:
     """A tensor, or a state or gradient of it, as ``[B, *shape]``: that of a model in no array as its only row."""
     return tensor if mark.stacked else tensor.unsqueeze(0)
+
+
+def own_row(tensor: torch.Tensor, mark: Membership, member: int) -> torch.Tensor | None:
+    """The part of a stack, or of a gradient or state of it, that one member fills, a view; None if it has none.
+
+    A state whose rows are not of the stack's shape, such as a count, is returned as a whole row.
+    """
+    row = member_rows(tensor, mark)[member]
+    if not mark.shapes:
+        return row
+    own = mark.shapes[member]
+    if own is None:
+        return None
+    return leading(row, own) if row.dim() == len(own) else row
 
 
 arrays: WeakSet[torch.nn.Module] = WeakSet()

@@ -15,6 +15,36 @@ def leading(row: Tensor, shape: Sequence[int]) -> Tensor:
     return row if row.shape == tuple(shape) else row[tuple(slice(size) for size in shape)]
 
 
+def cut_rows(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the part of ``rows [n, ...]`` that rows of ``shape`` have, a view.
+
+    All is returned of rows with another number of dims.
+    """
+    if rows.dim() != len(shape) + 1 or rows.shape[1:] == tuple(shape):
+        return rows
+    return rows[(slice(None), *map(slice, shape))]
+
+
+def padded_rows(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return ``rows [n, ...]`` with rows of ``shape``: cut, and filled up with zeros; themselves if they are so."""
+    if rows.shape[1:] == tuple(shape):
+        return rows
+    padded = rows.new_zeros(len(rows), *shape)
+    common = (slice(None), *map(slice, map(min, zip(shape, rows.shape[1:], strict=True))))
+    padded[common] = rows[common]
+    return padded
+
+
+def write_rows(stack: Tensor, rows: Sequence[int], values: Tensor) -> None:
+    """Write ``values [len(rows), ...]`` into ``rows`` of a stack.
+
+    Where rows have another size, as padding is of another length, the common leading part is written, and the rest of
+    these rows is zero.
+    """
+    index = torch.tensor(list(rows), device=stack.device)
+    stack.index_copy_(0, index, padded_rows(values, stack.shape[1:]).to(stack.device, stack.dtype))
+
+
 def kept(rows: Sequence[int], members: int) -> list[int]:
     """The sources of an array of ``rows`` alone. Raises ValueError."""
     found = [row_of(row, members) for row in rows]

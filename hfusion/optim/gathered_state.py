@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import optimizer as optimizer_module
 
 from hfusion.core.errors import FusionError
+from hfusion.core.row_indices import cut_rows, write_rows
 from hfusion.optim import coupling
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.group import membership_of, same_objects
@@ -27,6 +28,7 @@ class GatheredState:
 
     Attributes:
         params: for each stack of parameters of ``whole`` the small one; what all members share stands for itself.
+            Stacks that none of the members has a row of are missing.
     """
 
     whole: FusedOptimizer
@@ -44,7 +46,7 @@ class GatheredState:
 
     def fits(self) -> bool:
         """Whether the whole optimizer has still the parameters that this one was made for."""
-        theirs = [list(map(self.params.get, group["params"])) for group in self.whole.param_groups]
+        theirs = [self._small(group) for group in self.whole.param_groups]
         ours = [group["params"] for group in self.part.param_groups]
         return len(ours) == len(theirs) and all(map(same_objects, ours, theirs))
 
@@ -69,13 +71,17 @@ class GatheredState:
         if not part.param_groups:
             for group in whole.param_groups:
                 read(group, whole.hypers, whole.members)
-                mine = {**group, "params": [self.params[param] for param in group["params"]]}
+                mine = {**group, "params": self._small(group)}
                 own(mine)
                 part.param_groups.append(mine)
         for theirs, ours in zip(whole.param_groups, part.param_groups, strict=True):
             self._load_group(theirs, ours, list(rows))
             for param in theirs["params"]:
-                self._load_state(param, rows)
+                if param in self.params:
+                    self._load_state(param, rows)
+
+    def _small(self, group: ParamGroup) -> list[Tensor]:
+        return [self.params[param] for param in group["params"] if param in self.params]
 
     def _load_group(self, theirs: ParamGroup, ours: ParamGroup, rows: list[int]) -> None:
         whole = self.whole
@@ -101,7 +107,8 @@ class GatheredState:
         for name in ours.keys() - entry.keys():
             del ours[name]
         for name, value in entry.items():
-            chosen = value.index_select(0, torch.tensor(list(rows), device=value.device))
+            own = cut_rows(value, small.shape[1:])
+            chosen = own.index_select(0, torch.tensor(list(rows), device=value.device))
             known = ours.get(name)
             if known is not None and (known.shape, known.dtype) == (chosen.shape, chosen.dtype):
                 known.copy_(chosen)
@@ -115,7 +122,7 @@ class GatheredState:
         for group in whole.param_groups:
             settings: Any = None
             for param in group["params"]:
-                ours = part.state.get(self.params[param])
+                ours = part.state.get(self.params[param]) if param in self.params else None
                 if not ours:
                     continue
                 if not membership_of(param).stacked:
@@ -126,6 +133,4 @@ class GatheredState:
                     settings = settings or whole._settings(group)
                     whole._state(param, settings)
                 for name, value in ours.items():
-                    stack = whole.state[param][name]
-                    index = torch.tensor(list(rows), device=stack.device)
-                    stack.index_copy_(0, index, value[: len(rows)].to(stack.device, stack.dtype))
+                    write_rows(whole.state[param][name], rows, value[: len(rows)])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hfusion.array.module import FusedModule
-from hfusion.population.best import member_tensors
+from hfusion.core.membership import member_rows, own_row
+from hfusion.core.row_indices import cut_rows
+from hfusion.population.best import marked_tensors
 
 
 def checked_weights(weights: Tensor | Sequence[float] | None, rows: Sequence[int]) -> dict[int, float]:
@@ -29,19 +31,22 @@ def checked_weights(weights: Tensor | Sequence[float] | None, rows: Sequence[int
 
 @torch.no_grad()
 def mean_tensors(fused: FusedModule, shares: dict[int, float]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The stacks by key, each with the mean ``[*shape]`` of the rows in ``shares``.
+    """The stacks by key, each with the mean ``[*shape]`` of the rows in ``shares``, which have the same tensors.
 
     Of what is no floating-point number, such as BatchNorm's count of batches, there is no mean: it is that of the last
     row, as `torch.optim.swa_utils.AveragedModel` has the buffers of the model that it got last.
     """
     rows = list(shares)
     share = torch.tensor(list(shares.values()), dtype=torch.float64, device="cpu")
-    for name, stack in member_tensors(fused):
+    for name, tensor, mark in marked_tensors(fused):
+        if (own := own_row(tensor, mark, rows[-1])) is None:
+            continue
+        stack = member_rows(tensor, mark)
         if not stack.is_floating_point() and not stack.is_complex():
-            yield name, stack, stack[rows[-1]].clone()
+            yield name, stack, own.clone()
             continue
         values = stack if rows == list(range(len(stack))) else stack[torch.tensor(rows, device=stack.device)]
-        yield name, stack, weighted_mean(values, share)
+        yield name, stack, weighted_mean(cut_rows(values, own.shape), share)
 
 
 def weighted_mean(values: Tensor, shares: Tensor) -> Tensor:
@@ -51,10 +56,14 @@ def weighted_mean(values: Tensor, shares: Tensor) -> Tensor:
     return mean.to(values.dtype)
 
 
-@torch.no_grad()
-def write_rows(stack: Tensor, rows: Sequence[int], value: Tensor) -> None:
-    """Write ``value [*shape]`` into ``rows`` of a stack."""
-    if len(rows) == len(stack):
-        stack.copy_(value)
-    else:
-        stack.index_copy_(0, torch.tensor(rows, device=stack.device), value.expand(len(rows), *value.shape))
+def check_alike(held: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Raise a ValueError unless all members have tensors of the same keys and shapes."""
+    (first, known), *others = held.items()
+    for row, own in others:
+        for name in dict.fromkeys([*known, *own]):
+            if name not in own or name not in known or own[name].shape != known[name].shape:
+                shapes = [list(each[name].shape) if name in each else "none" for each in (known, own)]
+                raise ValueError(
+                    f"average of members of different shapes: {name} is {shapes[0]} in row {first} and {shapes[1]} in "
+                    f"row {row}. Average members of one shape, by rows="
+                )

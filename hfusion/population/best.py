@@ -15,9 +15,9 @@ from hfusion.capture.named import tensors
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save_contents import OWN, SaveWriter
 from hfusion.core.errors import CheckpointError
-from hfusion.core.membership import is_per_member, member_rows, membership
+from hfusion.core.membership import Membership, is_per_member, member_rows, membership, own_row
 from hfusion.core.patience import is_better, numbers
-from hfusion.core.row_indices import rows_of
+from hfusion.core.row_indices import leading, rows_of
 from hfusion.population.members import Roll, apart
 
 if TYPE_CHECKING:
@@ -45,12 +45,24 @@ class BestRecord:
 
 def member_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor]]:
     """The stacks ``[B, *shape]`` of the members' parameters and buffers by key, tied ones once."""
+    for name, tensor, mark in marked_tensors(fused):
+        yield name, member_rows(tensor, mark)
+
+
+def tensors_of_member(fused: FusedModule, row: int) -> dict[str, Tensor]:
+    """A member's own parameters and buffers by key, tied ones once: views of the array's."""
+    rows = {name: own_row(tensor, mark, row) for name, tensor, mark in marked_tensors(fused)}
+    return {name: own for name, own in rows.items() if own is not None}
+
+
+def marked_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor, Membership]]:
+    """The members' parameters and buffers by key, tied ones once, as the array holds them, with their marks."""
     visited: set[int] = set()
     for name, tensor in tensors(fused):
         mark = membership(tensor)
-        if mark is not None and mark.is_own and id(tensor) not in visited:
+        if mark is not None and mark.is_own and not mark.is_unused and id(tensor) not in visited:
             visited.add(id(tensor))
-            yield name, member_rows(tensor.detach(), mark)
+            yield name, tensor.detach(), mark
 
 
 def check_independent(fused: FusedModule, action: str) -> None:
@@ -114,13 +126,13 @@ class BestMembers:
         with pop._lock:
             values = numbers(metrics, len(pop))
             check_independent(pop.fused, "the best weights of each member")
-            stacks, ages = dict(member_tensors(pop.fused)), pop.ages.tolist()
+            ages = pop.ages.tolist()
             for row, tag in enumerate(pop.tags):
                 if tag is None:
                     continue
                 record = self._record(tag)
                 if is_better(values[row], record.score, mode, least):
-                    weights = {name: stack[row].clone() for name, stack in stacks.items()}
+                    weights = {name: own.clone() for name, own in tensors_of_member(pop.fused, row).items()}
                     self._records[tag] = BestRecord(values[row], ages[row], 0, weights)
                     improved.append(row)
                 else:
@@ -138,9 +150,9 @@ class BestMembers:
             chosen = range(len(pop)) if rows is None else rows_of(rows, len(pop))
             stored = {row: self._rows()[row].weights for row in chosen}
             written = {row: weights for row, weights in stored.items() if weights is not None}
-            for name, stack in member_tensors(pop.fused) if written else ():
-                for row, weights in written.items():
-                    stack[row].copy_(weights[name])
+            for row, weights in written.items():
+                for name, own in tensors_of_member(pop.fused, row).items():
+                    own.copy_(weights[name])
         return list(written)
 
     def clear(self, rows: int | Sequence[int] | None = None) -> None:
@@ -184,8 +196,7 @@ def copy_records(records: dict[str, BestRecord], pairs: Sequence[tuple[str, str]
 def write_records(writer: SaveWriter, records: Mapping[str, BestRecord], roll: Roll) -> None:
     """Let a save hold the records of its members, as stacks on the CPU; nothing if there are none."""
     rows = [records.get(roll.tag(row), BestRecord()) for row in roll.live]
-    filled = next((record.weights for record in rows if record.weights is not None), None)
-    if filled is None and not any(record.waited for record in rows):
+    if not any(record.weights is not None or record.waited for record in rows):
         return
 
     def write(key: str, values: Any) -> None:
@@ -194,31 +205,42 @@ def write_records(writer: SaveWriter, records: Mapping[str, BestRecord], roll: R
     write("score", torch.tensor([record.score for record in rows], dtype=torch.float64, device="cpu"))
     write("age", torch.tensor([record.age for record in rows], device="cpu"))
     write("waited", torch.tensor([record.waited for record in rows], device="cpu"))
-    for name, like in (filled or {}).items():
-        values = [torch.zeros_like(like) if record.weights is None else record.weights[name] for record in rows]
-        write(f"weights/{name}", torch.stack([value.cpu() for value in values]))
+    held = [record.weights or {} for record in rows]
+    for name in dict.fromkeys(name for weights in held for name in weights):
+        values = [weights[name] for weights in held if name in weights]
+        shape = map(max, zip(*(value.shape for value in values), strict=True))
+        stack = values[0].new_zeros(len(rows), *shape, device="cpu")
+        for row, weights in zip(stack, held, strict=True):
+            if name in weights:
+                leading(row, weights[name].shape).copy_(weights[name])
+        write(f"weights/{name}", stack)
 
 
 def read_records(wide: SaveReader, rows: Sequence[str | None], fused: FusedModule) -> dict[str, BestRecord]:
     """The records of the members in ``rows`` by name; saves may have none. Raises CheckpointError for other shapes."""
-    stacks, records, start = dict(member_tensors(fused)), {}, 0
+    differ = isinstance(fused, FusedModule) and fused._array.has_variants
+    records, start = {}, 0
     for saved, places in wide.parts:
-        tags, start = rows[start : start + len(places)], start + len(places)
+        tags, first, start = rows[start : start + len(places)], start, start + len(places)
         if f"{OWN}{_SAVED}/score" not in saved.tensors:
             continue
 
         def read(key: str, place: int, held: Callable[[str], Tensor] = saved.tensors.__getitem__) -> Tensor:
             return held(f"{OWN}{_SAVED}/{key}")[place]
 
-        for tag, place in zip(tags, places, strict=True):
+        for row, (tag, place) in enumerate(zip(tags, places, strict=True), start=first):
             if tag is None:
                 continue
             score, age, waited = (read(key, place).item() for key in ("score", "age", "waited"))
             weights = None
             if age >= 0:
-                weights = {name: read(f"weights/{name}", place).to(stack.device) for name, stack in stacks.items()}
-                for name, value in weights.items():
-                    if value.shape != stacks[name].shape[1:]:
+                weights = {}
+                for name, own in tensors_of_member(fused, row).items():
+                    value = read(f"weights/{name}", place)
+                    if differ and value.dim() == own.dim():
+                        value = leading(value, own.shape)
+                    if value.shape != own.shape:
                         raise CheckpointError(f"{saved.path}: the best {name} of {tag!r} has shape {list(value.shape)}")
+                    weights[name] = value.to(own.device, copy=True)
             records[tag] = BestRecord(float(score), int(age), int(waited), weights)
     return records

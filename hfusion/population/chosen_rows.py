@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from hfusion.population.population import ArrayGroup
 
 
+# Sets of structures for which a small population is kept; the oldest go first.
+MAX_STRUCTURES = 8
+
+
 @dataclass(eq=False)
 class ChosenRows:
     """The small population ``part`` that computes for some members of ``whole``, filled again at each step."""
@@ -36,8 +40,8 @@ class ChosenRows:
     def of(whole: ArrayGroup, places: Sequence[int]) -> ChosenRows:
         """Raises FusionError where rows cannot be stepped apart."""
         array = GatheredRows.of(whole.fused, places)
-        small = dict(array.array.named_parameters())
-        params: dict[Tensor, Tensor] = {param: small[name] for name, param in whole.fused.named_parameters()}
+        small, large = dict(array.array.named_parameters()), dict(whole.fused.named_parameters())
+        params: dict[Tensor, Tensor] = {large[name]: param for name, param in small.items()}
         state = GatheredState.of(whole.optimizer, params, places)
         part: ArrayGroup = object.__new__(type(whole))
         vars(part).update(vars(whole))
@@ -124,10 +128,17 @@ def step_rows(pop: ArrayGroup, rows: Any, inputs: Any, target: Any, keywords: di
 
 
 def _small_population(pop: ArrayGroup, rows: Sequence[int], width: int) -> ChosenRows:
-    chosen: ChosenRows | None = vars(pop).get("_chosen")
+    known: dict[Any, ChosenRows] = vars(pop).setdefault("_chosen", {})
+    array = pop.fused._array
+    # Where members differ in submodules, an array of some has the stacks of their structures only.
+    variants = {array.comparison.variants[row] for row in rows} if pop.takes_variants else set[int]()
+    key = frozenset(array.structures[variant] for variant in variants)
+    chosen = known.pop(key, None)
     if chosen is None or not chosen.fits():
         chosen = ChosenRows.of(pop, [*rows, *list(rows[:1]) * (width - len(rows))])
-        vars(pop)["_chosen"] = chosen
+    known[key] = chosen
+    while len(known) > MAX_STRUCTURES:
+        del known[next(iter(known))]
     chosen.load(rows, width)
     return chosen
 

@@ -7,12 +7,13 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import stacked
 from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.membership import member_rows
+from hfusion.core.row_indices import padded_rows, write_rows
 from hfusion.optim import GradScaler
 from hfusion.optim.device_numbers import sent
 from hfusion.optim.group import membership_of
@@ -93,25 +94,28 @@ class GradientSums:
         if everybody:
             self.sums, self.absent = {}, {}
 
-    def of_rows(self, rows: Sequence[int]) -> GradientSums:
-        """Copies of those of members ``rows``."""
-        part = GradientSums(len(rows))
-        for name, value in self.sums.items():
+    def of_rows(self, rows: Sequence[int], module: nn.Module) -> GradientSums:
+        """Copies of those of members ``rows``, which are the members of ``module``."""
+        part, shapes = GradientSums(len(rows)), _row_shapes(module) if self.sums else {}
+        for name in self.sums.keys() & shapes.keys():
             absent = self.absent[name]
-            part.sums[name] = value[list(rows)]
+            part.sums[name] = padded_rows(self.sums[name][list(rows)], shapes[name])
             part.absent[name] = None if absent is None else absent[list(rows)]
         return part
 
-    def put_rows(self, rows: Sequence[int], part: GradientSums) -> None:
-        """Write those of the first members of ``part`` over those of members ``rows``."""
-        count, places = len(rows), list(rows)
+    def put_rows(self, rows: Sequence[int], part: GradientSums, module: nn.Module) -> None:
+        """Write those of the first members of ``part`` over those of members ``rows`` of ``module``."""
+        count, places, shapes = len(rows), list(rows), _row_shapes(module) if part.sums else {}
         for name in [*self.sums, *(name for name in part.sums if name not in self.sums)]:
             theirs, gone = part.sums.get(name), part.absent.get(name)
             if name not in self.sums:
                 assert theirs is not None
-                self.sums[name] = theirs.new_zeros(self._members, *theirs.shape[1:])
+                self.sums[name] = theirs.new_zeros(self._members, *shapes[name])
                 self.absent[name] = torch.ones(self._members, dtype=torch.bool, device="cpu")
-            self.sums[name][places] = 0 if theirs is None else theirs[:count]
+            if theirs is None:
+                self.sums[name][places] = 0
+            else:
+                write_rows(self.sums[name], places, theirs[:count])
             absent = self.absent[name]
             absent = torch.zeros(self._members, dtype=torch.bool, device="cpu") if absent is None else absent.clone()
             absent[places] = True if theirs is None else False if gone is None else gone[:count]
@@ -119,5 +123,14 @@ class GradientSums:
 
     def clear(self, rows: Sequence[int]) -> None:
         """Forget those of members ``rows``."""
-        if self.sums:
-            self.put_rows(rows, GradientSums(len(rows)))
+        for name, value in self.sums.items():
+            value[list(rows)] = 0
+            absent = self.absent[name]
+            absent = torch.zeros(self._members, dtype=torch.bool, device="cpu") if absent is None else absent.clone()
+            absent[list(rows)] = True
+            self.absent[name] = absent
+
+
+def _row_shapes(module: nn.Module) -> dict[str, torch.Size]:
+    """The shape of a row of each trained stack, by key; of a plain model's parameters themselves."""
+    return {name: member_rows(p, membership_of(p)).shape[1:] for name, p in module.named_parameters()}

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hfusion.array.joining_models import may_join
 from hfusion.core.calls import entry_counts
-from hfusion.population.grouping import PopulationGroup, signature
+from hfusion.population.grouping import PopulationGroup, may_share, signature
 from hfusion.population.members import key_of
 from hfusion.population.plain_member import PlainMember
 from hfusion.population.population import ArrayGroup
@@ -42,6 +43,12 @@ class PlacedGroup:
     @property
     def is_plain(self) -> bool:
         return isinstance(self.members, PlainMember)
+
+    def may_take(self, model: nn.Module, known: Any) -> bool:
+        """Return whether the structure of a model, ``known`` by its signature, allows it to join."""
+        if self.members.takes_variants:
+            return may_join(self.members.fused, model)
+        return bool(self.signature == known) and may_share(self.model, model)
 
     @property
     def model(self) -> nn.Module:

@@ -11,7 +11,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.array_state import check_one_structure
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.core.copies import module_copy
@@ -21,10 +20,8 @@ from hfusion.core.row_indices import check_once
 
 
 def population_array(models: Sequence[nn.Module] | FusedModule) -> FusedModule:
-    """Return the array of a population's members. Raises FusionError where they differ in submodules."""
-    array = models if isinstance(models, FusedModule) else fuse(models)
-    check_one_structure(array, "a population")
-    return array
+    """Return the array of a population's members."""
+    return models if isinstance(models, FusedModule) else fuse(models)
 
 
 class What(StrEnum):

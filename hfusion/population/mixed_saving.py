@@ -17,7 +17,7 @@ from hfusion.checkpoint.save import Root, Writing, in_thread
 from hfusion.checkpoint.save_contents import SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.population.group_options import GroupOptions
-from hfusion.population.grouping import Candidates, grouped, shared_frozen
+from hfusion.population.grouping import VARIANTS, Candidates, grouped, shared_frozen
 from hfusion.population.members import Event, What
 from hfusion.population.mixed import MixedMembers
 from hfusion.population.plain_module import PlainModule
@@ -158,11 +158,7 @@ def load_mixed(
     mixed.size = len(rows)
     live = list(models)
     where = {name: group for group in groups for name in group.saved.body["members"]}
-    candidates = [
-        part
-        for candidate in grouped([models[row] for row in live])
-        for part in _as_saved(candidate, [where[str(rows[row])] for row in live])
-    ]
+    candidates = _candidates([models[row] for row in live], [where[str(rows[row])] for row in live])
     shared = shared_frozen(list(models.values()))
     for candidate in candidates:
         places = [live[index] for index in candidate.models]
@@ -173,6 +169,7 @@ def load_mixed(
         reader = SaveReader.of([holder.saved for holder in holders], names)
         restore(members, reader, names, None, False, counted)
         members._updates.begun = options.updates.begun
+        members.takes_variants |= all(map(holds_variants, holders)) and len(places) > 1
         if not mixed.groups:
             mixed.options = mixed.options.with_begun(members)
         mixed.add(members, list(places), candidate.why)
@@ -199,6 +196,25 @@ def history(mixed: MixedMembers, saves: Iterable[Saved]) -> None:
     mixed.steps, mixed.made = (max(values) for values in zip(*bodies, strict=True))
     for group in mixed.groups:
         group.members._roll.lineage, group.members._roll.step = mixed.lineage, mixed.steps
+
+
+def holds_variants(group: SavedGroup) -> bool:
+    """Return whether the members of a group differ in submodules."""
+    return bool(group.saved.body["population"].get("variants"))
+
+
+def _candidates(models: Sequence[nn.Module], holders: Sequence[SavedGroup]) -> list[Candidates]:
+    """The groups that models are to form: the arrays of variants as they were saved, of the others those that fit."""
+    arrays: dict[SavedGroup, list[int]] = {}
+    for index, holder in enumerate(holders):
+        if holds_variants(holder):
+            arrays.setdefault(holder, []).append(index)
+    found = [Candidates(tuple(indices), VARIANTS) for indices in arrays.values()]
+    others = [index for index, holder in enumerate(holders) if not holds_variants(holder)]
+    for candidate in grouped([models[index] for index in others]) if others else ():
+        of_models = Candidates(tuple(others[index] for index in candidate.models), candidate.why)
+        found += _as_saved(of_models, holders)
+    return sorted(found, key=lambda candidate: candidate.models[0])
 
 
 def _as_saved(candidate: Candidates, holders: Sequence[SavedGroup]) -> list[Candidates]:

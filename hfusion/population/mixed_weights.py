@@ -13,8 +13,8 @@ from hfusion.capture.named import tensors
 from hfusion.core.calls import take_entries
 from hfusion.core.patience import numbers
 from hfusion.core.row_indices import check_once, rows_of
-from hfusion.population.average import checked_weights, weighted_mean
-from hfusion.population.best import BestMembers, BestRecord, member_tensors, no_best
+from hfusion.population.average import check_alike, checked_weights, weighted_mean
+from hfusion.population.best import BestMembers, BestRecord, no_best, tensors_of_member
 from hfusion.population.member_layout import check_entries
 from hfusion.population.members import apart
 from hfusion.population.weights import check_not_underway
@@ -120,7 +120,7 @@ def average_mixed(
         shares = checked_weights(weights, sources)
         targets = [] if into is None else _members(mixed, None if isinstance(into, str) and into == "all" else into)
         held = {row: _tensors(mixed, row) for row in dict.fromkeys([*sources, *targets])}
-        _check_alike(held)
+        check_alike(held)
         counted = list(shares)
         share = torch.tensor(list(shares.values()), dtype=torch.float64, device="cpu")
         means: dict[str, Tensor] = {}
@@ -161,20 +161,7 @@ def _members(mixed: MixedMembers, rows: Any) -> list[int]:
 def _tensors(mixed: MixedMembers, row: int) -> dict[str, Tensor]:
     """A member's tensors by key, tied ones once, as views of what its group holds; without what is shared frozen."""
     group, local = mixed.layout.place(row)
-    return {name: rows[local] for name, rows in member_tensors(group.members.fused)}
-
-
-def _check_alike(held: dict[int, dict[str, Tensor]]) -> None:
-    """Raise a ValueError unless all members have tensors of the same keys and shapes."""
-    (first, known), *others = held.items()
-    for row, own in others:
-        for name in dict.fromkeys([*known, *own]):
-            if name not in own or name not in known or own[name].shape != known[name].shape:
-                shapes = [list(each[name].shape) if name in each else "none" for each in (known, own)]
-                raise ValueError(
-                    f"average of members of different shapes: {name} is {shapes[0]} in row {first} and {shapes[1]} in "
-                    f"row {row}. Average members of one shape, by rows="
-                )
+    return tensors_of_member(group.members.fused, local)
 
 
 def active_mixed(mixed: MixedMembers) -> list[int]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.named import tensors
-from hfusion.core.membership import member_rows, membership
+from hfusion.core.membership import member_rows, membership, own_row
+from hfusion.core.row_indices import write_rows
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import read
 from hfusion.optim.lr_scheduler import Make
@@ -61,7 +62,8 @@ def taken(group: ArrayGroup, row: int) -> MemberState:
         for param in param_group["params"]:
             found = membership_of(param)
             for entry, value in optimizer.state.get(param, {}).items():
-                state[found.name, entry] = member_rows(value, found)[row].clone()
+                if (own := own_row(value, found, row)) is not None:
+                    state[found.name, entry] = own.clone()
     scale = {} if group.scaler is None else {name: float(v[row]) for name, v in group.scaler.state_dict().items()}
     limits = {
         name: float(limit.values[row])
@@ -83,7 +85,7 @@ def taken(group: ArrayGroup, row: int) -> MemberState:
         None if scheduler is None else scheduler.member_state(row),
         scale,
         limits,
-        updates.of_rows([row], cast(Any, None if updates.buffers is None else PlainModule(model))),
+        updates.of_rows([row], cast(Any, PlainModule(model) if updates.underway or updates.buffers else None)),
     )
 
 
@@ -95,8 +97,8 @@ def put(group: ArrayGroup, row: int, member: MemberState, *, tensors_too: bool =
         given = dict(tensors(member.model))
         for name, tensor in tensors(group.fused):
             found = membership(tensor)
-            if found is not None and found.is_own:
-                member_rows(tensor.detach(), found)[row].copy_(given[name].detach())
+            if found is not None and found.is_own and (own := own_row(tensor.detach(), found, row)) is not None:
+                own.copy_(given[name].detach())
     if group.scheduler is not None:
         group.scheduler.replace([row], member.make)
     for number, param_group in enumerate(optimizer.param_groups):
@@ -148,13 +150,15 @@ def _put_state(group: ArrayGroup, row: int, state: Mapping[tuple[str, str], Tens
         param = params[name]
         entries = optimizer.state.get(param, {})
         if entry in entries:
-            member_rows(entries[entry], membership_of(param))[row].copy_(value)
+            write_rows(member_rows(entries[entry], membership_of(param)), [row], value[None])
         elif entry not in optimizer.numbers:
             # An entry that no settings ask for any more, such as a momentum that was set to 0 later.
-            stack = value.new_zeros((len(group), *value.shape)) if membership_of(param).stacked else value.clone()
-            if membership_of(param).stacked:
-                stack[row] = value
-            optimizer.state[param][entry] = stack
+            if not membership_of(param).stacked:
+                optimizer.state[param][entry] = value.clone()
+                continue
+            shape = param.shape[1:] if value.dim() == param.dim() - 1 else value.shape
+            optimizer.state[param][entry] = stack = value.new_zeros((len(group), *shape))
+            write_rows(stack, [row], value[None])
     optimizer.forget()
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.array_rows import rearrange as rearrange_array
-from hfusion.array.joining_models import check_one_kind
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.capture.named import device_of
@@ -28,8 +27,10 @@ from hfusion.population.chosen_rows import step_rows
 from hfusion.population.evaluate import evaluate
 from hfusion.population.gradients import weighed, weighted
 from hfusion.population.group_updates import GroupUpdates
+from hfusion.population.grouping import TWINS, VARIANTS
 from hfusion.population.hparams import Hparams
 from hfusion.population.members import Enrolled, Roll, What, apart, freeze, listed, population_array
+from hfusion.population.placed_models import place_models
 from hfusion.population.plain_module import PlainModule
 from hfusion.population.row_counts import Widths
 from hfusion.population.sample_weights import sample_weighted, weigh_samples
@@ -72,6 +73,8 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
             raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')
         plain = isinstance(models, PlainModule)
         self.fused: FusedModule = cast(Any, models) if plain else population_array(cast(Any, models))
+        # Whether members may differ in submodules, now or later.
+        self.takes_variants = not plain and self.fused._array.has_variants
         self.optimizer = optimizer(self.fused.parameters())
         if not isinstance(self.optimizer, FusedOptimizer):
             name = type(self.optimizer).__name__
@@ -110,6 +113,11 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         frozen = f", {int(roll.frozen.sum())} frozen" if bool(roll.frozen.any()) else ""
         kinds = f"{self.fused._original}, {type(self.optimizer).__name__}"
         return f"Population({kinds}, {len(roll.live)} members in {len(self)} rows{frozen}, step {roll.step})"
+
+    @property
+    def why_together(self) -> str:
+        """Why the members form one group."""
+        return VARIANTS if self.takes_variants else TWINS
 
     @property
     def hparams(self) -> Hparams:
@@ -271,18 +279,17 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
             raise ValueError("scheduler: this population has none; give it one when it is made")
         with self._room(row) as rows:
             self._roll.check_start(rows, tags, len(models))
-            check_one_kind(self.fused, rows, models)
             limits = self._limits.with_rows(rows, clip_norm, clip_value)
             updates = self._updates.restart(rows, accumulate)
             self._drop_gradients()
-            self.fused.put(rows, models)
+            place_models(self, rows, models)
             rearrange_optimizer(self.optimizer, [None if one in rows else one for one in range(len(self))], hypers)
             if self.scheduler is not None:
                 self.scheduler.replace(rows, scheduler)
             if self.scaler is not None:
                 self.scaler.restart(rows)
-        self._limits, self._updates = limits, updates
-        updates.clear(rows)
+        self._limits, self._updates = limits, updates.fitted(self.fused)
+        self._updates.clear(rows)
         for one, name in zip(rows, tags, strict=True):
             self._roll.enter(one, name)
         return rows[0] if row is None or is_row(row) else rows

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from hfusion.array.joining_models import check_one_kind
 from hfusion.capture.attribute_values import fingerprint
 from hfusion.capture.python_differences import differing_attributes
 from hfusion.core.errors import ForwardsDiffer, FusionError
-from hfusion.population.grouping import TWINS, UNIQUE, may_share, shared_frozen, shortened
+from hfusion.population.grouping import TWINS, UNIQUE, shared_frozen, shortened
 from hfusion.population.member_layout import PlacedGroup
 from hfusion.population.moving import MemberState, put, taken
+from hfusion.population.placed_models import place_models
 
 if TYPE_CHECKING:
     from hfusion.population.mixed import MixedMembers
@@ -46,9 +46,8 @@ def _target(mixed: MixedMembers, group: PlacedGroup, moving: set[int]) -> Placed
         other
         for other in mixed.groups
         if other.number not in moving
-        and other.signature == group.signature
         and frozenset((other.number, group.number)) not in mixed.apart
-        and may_share(other.model, model)
+        and other.may_take(model, group.signature)
     ]
     if len(candidates) < 2:
         return candidates[0] if candidates else None
@@ -92,9 +91,8 @@ def _receive(target: PlacedGroup, states: Sequence[MemberState], rows: Sequence[
         target.rows = [*target.rows, *[None] * (len(array) - len(target.rows))]
     places = array._roll.free[: len(states)]
     array._drop_gradients()
-    models = [state.model for state in states]
-    check_one_kind(array.fused, places, models)
-    array.fused.put(places, models)
+    place_models(array, places, [state.model for state in states])
+    array._updates = array._updates.fitted(array.fused)
     for place, row, state in zip(places, rows, states, strict=True):
         put(array, place, state)
         target.rows[place] = row

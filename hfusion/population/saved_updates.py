@@ -12,6 +12,7 @@ from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save_contents import OWN, SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import member_rows
+from hfusion.core.row_indices import padded_rows
 from hfusion.optim.group import membership_of
 from hfusion.population.accumulation import Accumulation
 from hfusion.population.gradients import GradientSums
@@ -87,7 +88,10 @@ def _own(wide: SaveReader, key: str, otherwise: Tensor) -> Tensor:
     for saved, places in wide.parts:
         stack = saved.tensors.get(OWN + key)
         stop = start + len(places)
-        rows.append(otherwise[start:stop].cpu() if stack is None else stack[places])
+        if stack is not None and saved.body["module"].get("shapes") and stack.dim() == otherwise.dim():
+            rows.append(padded_rows(stack[places], otherwise.shape[1:]))
+        else:
+            rows.append(otherwise[start:stop].cpu() if stack is None else stack[places])
         start = stop
     found = torch.cat(rows)
     if (found.dtype, found.shape) != (otherwise.dtype, otherwise.shape):

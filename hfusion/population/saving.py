@@ -120,6 +120,7 @@ def gathered(pop: ArrayGroup, loader: Any, extra: Any) -> SaveWriter:
     writer.body["limits begun"] = encode(limits_begun, {}, "limits begun")
     writer.body["population"] = {
         "rows": roll.tags,
+        "variants": pop.takes_variants,
         "accumulate": pop._updates.begun,
         "on_nonfinite": pop._on_nonfinite,
         "first": pop._widths.first,

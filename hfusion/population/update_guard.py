@@ -15,6 +15,7 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import is_per_member, member_rows, membership
+from hfusion.core.row_indices import padded_rows, write_rows
 from hfusion.optim import clip_grad_norm_, clip_grad_value_
 from hfusion.optim.hyper import HyperValue, member_vector, plain
 from hfusion.optim.scaler import overflowing
@@ -180,7 +181,8 @@ class Buffers:
         made = Buffers(part)
         for name, (_, before) in self._before.items():
             if name in made._before:
-                made._before[name][1].copy_(before[list(rows)])
+                held = made._before[name][1]
+                held.copy_(padded_rows(before[list(rows)], held.shape[1:]))
         return made
 
     def put_rows(self, rows: Sequence[int], part: Buffers) -> None:
@@ -188,7 +190,7 @@ class Buffers:
         named = dict(tensors(self._fused))
         self._keep((name, named[name]) for name in part._before.keys() - self._before.keys())
         for name, (_, before) in part._before.items():
-            self._before[name][1][list(rows)] = before[: len(rows)]
+            write_rows(self._before[name][1], rows, before[: len(rows)])
 
     @torch.no_grad()
     def put_back(self, rows: Tensor) -> None:

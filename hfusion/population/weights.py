@@ -11,10 +11,10 @@ from torch.utils.hooks import RemovableHandle
 
 from hfusion.array.each import Each, as_each, training_rows
 from hfusion.capture.named import tensors
-from hfusion.core.row_indices import check_once, rows_of
+from hfusion.core.row_indices import check_once, rows_of, write_rows
 from hfusion.population.accumulation import Accumulation
-from hfusion.population.average import checked_weights, mean_tensors, write_rows
-from hfusion.population.best import BestRecord
+from hfusion.population.average import check_alike, checked_weights, mean_tensors
+from hfusion.population.best import BestRecord, tensors_of_member
 from hfusion.population.members import apart
 from hfusion.population.saving import in_turn
 
@@ -43,17 +43,19 @@ class MemberWeights:
             raise ValueError(f'optimizer={optimizer!r}: it is "keep" or "reset"')
         sources = _members(pop, rows)
         shares = checked_weights(weights, sources)
+        targets = [] if into is None else _members(pop, None if isinstance(into, str) and into == "all" else into)
+        if pop.takes_variants:
+            check_alike({row: tensors_of_member(pop.fused, row) for row in dict.fromkeys([*sources, *targets])})
         if into is None:
             model = apart(pop.fused, sources[0])
             held = dict(tensors(model))
             for name, _, mean in mean_tensors(pop.fused, shares):
                 held[name].detach().copy_(mean)
             return model
-        targets = _members(pop, None if isinstance(into, str) and into == "all" else into)
         for row in targets:
             check_not_underway(pop._updates, row, row)
         for _, stack, mean in mean_tensors(pop.fused, shares):
-            write_rows(stack, targets, mean)
+            write_rows(stack, targets, mean.expand(len(targets), *mean.shape))
         if optimizer == "reset":
             pop.optimizer.restart(targets)
         return None

@@ -279,8 +279,6 @@ def test_optimizers_and_saves_follow(tmp_path: Any) -> None:
 
 REFUSED: dict[str, Callable[[hf.FusedModule], object]] = {
     "slices": lambda fused: fused[1:3],
-    "a function of one member": lambda fused: hf.each(lambda p: None)(fused),
-    "a population": lambda fused: hf.Population(fused, optimizer=hf.optim.SGD, loss=F.mse_loss),
     "batches of different sizes": lambda fused: fused(
         hf.stacked([torch.zeros(1 + row, 5).double() for row in range(4)])
     ),

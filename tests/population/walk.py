@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
 import hfusion as hf
+from hfusion.core.row_indices import leading
 
 DOUBLE = torch.float64
 # Measured over 200 walks of 40 acts: 2.1e-14, by centered RMSprop, which takes a square from another one.
@@ -66,6 +67,17 @@ class Recurrent(nn.Module):
         return self.last(self.cells(x[:, :, None])[0][:, -1])
 
 
+ACTIVATIONS: list[Callable[[], nn.Module]] = [nn.LeakyReLU, nn.PReLU, nn.GELU, nn.Tanh]
+NORMS: list[Callable[[], nn.Module]] = [lambda: nn.BatchNorm1d(8), lambda: nn.LayerNorm(8), nn.Identity]
+
+
+def variant(kind: int) -> nn.Module:
+    """Members of other kinds differ in the activation, the norm, and the size of a layer."""
+    act, norm, width = ACTIVATIONS[kind % 4], NORMS[kind % 3], (3, 5)[kind % 2]
+    layers = [nn.Linear(5, 8, bias=False), norm(), act(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 3)).double()
+
+
 BASE = nn.Linear(5, 5).double().requires_grad_(False)
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -74,6 +86,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "convolved": lambda: Convolved().double(),
     "recurrent": lambda: Recurrent().double(),
     "on a frozen base": lambda: nn.Sequential(BASE, nn.GELU(), nn.Linear(5, 3)).double(),
+    "variants": lambda: variant(0),
 }
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -119,10 +132,10 @@ class Options:
     """All members begin with the same limits, and those who join are given none."""
 
     @staticmethod
-    def drawn(draw: random.Random, compile: bool) -> Options:
+    def drawn(draw: random.Random, compile: bool, model: str | None) -> Options:
         scaled = draw.random() < 0.3
         return Options(
-            draw.choice(list(MODELS)),
+            model or draw.choice(list(MODELS)),
             draw.choice(list(OPTIMIZERS)),
             draw.random() < 0.6,
             scaled,
@@ -146,6 +159,8 @@ class Alone:
     norm: float = math.inf
     value: float = math.inf
     accumulate: int = 1
+    kind: int | None = None
+    """Of a member that may differ from others in submodules."""
     age: int = 0
     calls: int = 0
     """Of the present update."""
@@ -217,19 +232,21 @@ def own_copy(model: nn.Module) -> nn.Module:
 class Walk:
     """A population and its members alone, by name."""
 
-    def __init__(self, seed: int, compile: bool) -> None:
+    def __init__(self, seed: int, compile: bool, model: str | None = None) -> None:
         self.draw = random.Random(seed)
         torch.manual_seed(seed)
-        self.options = Options.drawn(self.draw, compile)
+        self.options = Options.drawn(self.draw, compile, model)
         self.alone: dict[str, Alone] = {}
         self.frozen: set[str] = set()
         self.names = 0
         self.worst = 0.0
         self.acts: list[str] = []
-        members = [self.member() for _ in range(self.draw.choice([1, 2, 3, 5, 9]))]
+        differ = self.options.model == "variants"
+        members = [self.member() for _ in range(self.draw.choice([2, 3, 5, 9] if differ else [1, 2, 3, 5, 9]))]
         tags = [self.name() for _ in members]
         self.alone = dict(zip(tags, members, strict=True))
-        self.pop = hf.Population([own_copy(one.model) for one in members], **self.given(tags), tags=tags)
+        models = [own_copy(one.model) for one in members]
+        self.pop = hf.Population(hf.fuse(models) if differ else models, **self.given(tags), tags=tags)
         self.set_rates(range(len(members)))
 
     def name(self) -> str:
@@ -238,14 +255,20 @@ class Walk:
 
     def member(self) -> Alone:
         own, draw = self.options, self.draw
+        kind = None
+        if own.model == "variants":
+            # The first two differ.
+            kind = self.names if self.names < 2 else draw.randrange(12)
+            self.names += 1
         return Alone(
-            MODELS[own.model](),
+            MODELS[own.model]() if kind is None else variant(kind),
             own,
             draw.choice([0.001, 0.01, 0.03]),
             draw.choice(list(SCHEDULES.values())) if own.scheduled else None,
             draw.choice([0.1] if own.one_limit else [0.1, 1.0]) if own.clip_norm else math.inf,
             draw.choice([0.01] if own.one_limit else [0.01, 0.1]) if own.clip_value else math.inf,
             draw.choice(own.accumulate),
+            kind,
         )
 
     def given(self, rows: Sequence[str | None]) -> dict[str, Any]:
@@ -354,7 +377,7 @@ class Walk:
         """What members have by themselves, with the moments and counts of parameters that were ``stepped``."""
         fused, state = self.pop.fused, self.pop.optimizer.state
         shared = fused._array.comparison.shared
-        own = [tensor for name, tensor in fused.state_dict().items() if name not in shared]
+        own = [tensor for name, tensor in fused.stacks.items() if name not in shared]
         return own + [value for param in stepped for value in state[param].values()]
 
     def check(self) -> None:
@@ -451,12 +474,20 @@ class Walk:
             else:
                 names = self.draw.sample(tags, self.draw.randint(1, len(tags)))
                 rows = list(names)
-            make = MODELS[self.options.model]
+            make: Any = MODELS[self.options.model]
+            if self.options.model == "variants":
+                make = self.alike
             self.pop = hf.Population.load(folder, make, names=names, **self.given(rows))
         kept = set(tags if names is None else names)
         self.alone = {tag: one for tag, one in self.alone.items() if tag in kept}
         self.frozen &= kept
         assert self.pop.tags == rows
+
+    def alike(self, tag: str) -> nn.Module:
+        """A new model of a member's structure."""
+        kind = self.alone[tag].kind
+        assert kind is not None
+        return variant(kind)
 
     def deepcopy(self) -> None:
         self.pop = copy.deepcopy(self.pop)
@@ -467,12 +498,11 @@ class Walk:
             return
         row = self.draw.choice(self.live)
         tag = self.tag(row)
-        name = self.draw.choice(
-            [n for n, p in self.pop.fused.named_parameters() if p.requires_grad and "norm" not in n]
-        )
+        own = dict(self.alone[tag].model.named_parameters())
+        name = self.draw.choice([n for n, p in own.items() if p.requires_grad and "norm" not in n])
         with torch.no_grad():
-            self.pop.fused.get_parameter(name)[row].fill_(math.nan)
-            dict(self.alone[tag].model.named_parameters())[name].copy_(self.pop.fused.get_parameter(name)[row])
+            leading(self.pop.fused.get_parameter(name)[row], own[name].shape).fill_(math.nan)
+            own[name].fill_(math.nan)
         if tag in self.frozen:
             return
         one = self.alone[tag]
@@ -502,12 +532,13 @@ def main() -> None:
     parser.add_argument("--walks", type=int, default=200)
     parser.add_argument("--acts", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", choices=list(MODELS), help="by default one at random for each walk")
     parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     begin, worst, acts = time.monotonic(), 0.0, 0
     for seed in range(options.seed, options.seed + options.walks):
-        walk = Walk(seed, options.compiled)
+        walk = Walk(seed, options.compiled, options.model)
         try:
             walk.run(options.acts)
         except BaseException:
