@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,37 @@ from hfusion.core.errors import FusionError
 from hfusion.core.membership import TAKE_BEFORE, Membership, check_whole_stack, mark
 from hfusion.core.parameter_attributes import mark_stack
 from hfusion.core.row_indices import leading
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """The structure of a model.
+
+    Attributes:
+        modules: the class of each module, by path: the Python module and the name in it.
+        shapes: the shape of each tensor, by key.
+    """
+
+    modules: dict[str, tuple[str, str]]
+    shapes: dict[str, torch.Size]
+
+    @cached_property
+    def key(self) -> Any:
+        """Equal for models of one structure."""
+        return tuple(self.modules.items()), tuple(self.shapes.items())
+
+
+# A skeleton never changes.
+_structures: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
+
+
+def structure_of(skeleton: nn.Module) -> Structure:
+    """Return the structure of a skeleton."""
+    if skeleton not in _structures:
+        named = skeleton.named_modules(remove_duplicate=False)
+        modules = {path: (type(module).__module__, type(module).__qualname__) for path, module in named}
+        _structures[skeleton] = Structure(modules, {name: tensor.shape for name, tensor in tensors(skeleton)})
+    return _structures[skeleton]
 
 
 @dataclass(frozen=True)
@@ -41,18 +73,12 @@ class Array:
     @cached_property
     def own_shapes(self) -> tuple[dict[str, torch.Size], ...]:
         """The shapes of the tensors of each variant, by key."""
-        return tuple({name: tensor.shape for name, tensor in tensors(each)} for each in self.skeletons)
+        return tuple(structure_of(each).shapes for each in self.skeletons)
 
     @cached_property
     def own_modules(self) -> tuple[dict[str, tuple[str, str]], ...]:
         """The classes of the modules of each variant, by path: the Python module and the name in it."""
-        return tuple(
-            {
-                path: (type(module).__module__, type(module).__qualname__)
-                for path, module in each.named_modules(remove_duplicate=False)
-            }
-            for each in self.skeletons
-        )
+        return tuple(structure_of(each).modules for each in self.skeletons)
 
     @cached_property
     def row_shapes(self) -> dict[str, torch.Size]:
@@ -62,8 +88,7 @@ class Array:
     @cached_property
     def structures(self) -> tuple[Any, ...]:
         """A key of the modules and shapes of each variant: equal for those that differ in attributes only."""
-        pairs = zip(self.own_modules, self.own_shapes, strict=True)
-        return tuple((tuple(modules.items()), tuple(shapes.items())) for modules, shapes in pairs)
+        return tuple(structure_of(each).key for each in self.skeletons)
 
     @cached_property
     def has_variants(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +58,11 @@ def check_one_kind(fused: FusedModule, rows: Sequence[int], models: Sequence[nn.
 
 
 def _members_of_each_structure(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn.Module]:
-    """A member of each variant that stays, by its new row; member 0 where none stays."""
-    variants, found = fused._array.comparison.variants, dict[int, tuple[int, int]]()
+    """A member of each structure that stays, by its new row; member 0 where none stays."""
+    array, found = fused._array, dict[Any, tuple[int, int]]()
     for index, source in enumerate(sources):
         if isinstance(source, int):
-            found.setdefault(variants[source], (index, source))
+            found.setdefault(array.structures[array.comparison.variants[source]], (index, source))
     return {index: fused._member(source) for index, source in found.values() or [(0, 0)]}
 
 

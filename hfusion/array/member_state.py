@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from hfusion.array.array_state import structure_of
 from hfusion.array.row_view import Said, said_to
 from hfusion.capture.compare import check_pair
 from hfusion.core.errors import FusionError
@@ -67,7 +68,7 @@ def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], said: Mappin
 def restructured(before: Array, after: Array, sources: Sequence[Any]) -> list[int]:
     """Rows of ``before`` whose members are written over by others with other modules or sizes."""
     places = _places(sources, before.members)
-    return [row for row, place in places.items() if _structure(before, row) != _structure(after, place)]
+    return [row for row, place in places.items() if _differ(_skeleton(before, row), _skeleton(after, place))]
 
 
 def part(views: Views, rows: Sequence[int]) -> None:
@@ -85,10 +86,16 @@ def part(views: Views, rows: Sequence[int]) -> None:
         views.index()
 
 
-def _structure(array: Array, row: int) -> Any:
-    variant = array.comparison.variants[row]
-    kinds = {path: type(module) for path, module in array.skeletons[variant].named_modules(remove_duplicate=False)}
-    return kinds, array.own_shapes[variant]
+def _skeleton(array: Array, row: int) -> nn.Module:
+    return array.skeletons[array.comparison.variants[row]]
+
+
+def _differ(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two members, without their tensors, have other modules or sizes."""
+    if one is other:
+        return False
+    kinds = [[(path, type(m)) for path, m in each.named_modules(remove_duplicate=False)] for each in (one, other)]
+    return kinds[0] != kinds[1] or structure_of(one).shapes != structure_of(other).shapes
 
 
 def said(views: Views, fused: FusedModule) -> dict[int, Said]:

@@ -231,10 +231,6 @@ def test_a_joined_loss_is_the_same_after_it_was_written() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[hf.FusedModule], object], str]] = {
-    "a population": (
-        lambda fused: hf.Population(fused, optimizer=hf.optim.SGD, loss=F.cross_entropy),
-        "give the models to hf.Population",
-    ),
     "torch.export": (
         lambda fused: torch.export.export(fused, (inputs(),)),
         "torch.export cannot take results whose shapes differ between members",

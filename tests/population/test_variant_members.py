@@ -184,3 +184,23 @@ def test_weights_of_variants() -> None:
     for one, model in zip(pop.models, before, strict=True):
         assert one is not None
         same(one, model)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_heads_of_different_sizes(scaled: bool) -> None:
+    classes = (3, 10, 3, 5)
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, count)).double() for count in classes]
+    alone = [Alone(copy.deepcopy(model), scaled=scaled) for model in models]
+    scaler = hf.optim.GradScaler(init_scale=64.0, growth_interval=3) if scaled else None
+    pop = hf.Population(hf.fuse(models), optimizer=adamw, loss=F.cross_entropy, scaler=scaler, compile=False)
+    for rows in (None, [1, 3], [2, 0], None):
+        x, chosen = torch.randn(6, 5, dtype=torch.float64), list(range(4)) if rows is None else rows
+        targets = [torch.randint(classes[row], (6,)) for row in chosen]
+        losses = pop.step(x, hf.stacked(targets), rows=rows)
+        for row, target in zip(chosen, targets, strict=True):
+            close(losses[row], alone[row].step(x, target))
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
+    values = pop.evaluate(F.cross_entropy, [(x, y)])
+    for row, member in enumerate(alone):
+        close(values[row], F.cross_entropy(member.model(x), y))
