@@ -66,6 +66,13 @@ class Arguments:
         """The `loose_key` without the values of numbers."""
         return (self.spec, *(type(leaf) if type(leaf) in (int, float) else _loose_key(leaf) for leaf in self.leaves))
 
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the positional and keyword arguments as the array takes them."""
+        if isinstance(self.spec, int):
+            return self.leaves, {}
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        return args, kwargs
+
     def of_member(self, member: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments of member ``member``."""
         rows = [row_of_leaf(leaf, member) for leaf in self.leaves]

@@ -29,6 +29,9 @@ from hfusion.step.program_cache import circumstances
 from hfusion.step.step_graph import StepCall
 
 ONE_PART, PARTS = "in one part", "in parts"
+COMPILED, EAGER = "compiled", "eager"
+# A program that is less than this faster than another one may be the slower of them.
+_CLOSE = 1.03
 
 # Steps of each way in a row, of which the first does not count, as it finds nothing in place; and how many rows, in
 # turn, unless they take so long that little could disturb them.
@@ -49,6 +52,11 @@ class WayTimes:
     @property
     def fastest(self) -> str:
         return min(self.seconds, key=lambda way: self.seconds[way])
+
+    @property
+    def eager_wins(self) -> bool:
+        """Whether eager steps are clearly faster than compiled ones."""
+        return self.seconds[COMPILED] > _CLOSE * self.seconds[EAGER]
 
     def __str__(self) -> str:
         ordered = sorted(self.seconds, key=lambda way: self.seconds[way])
@@ -116,27 +124,28 @@ def _row(program: StepProgram, call: StepCall) -> list[float]:
     return found[1:]
 
 
-def find_times(parts: Order, threads: int) -> WayTimes | None:
+def find_times(order: Order, threads: int, ways: tuple[str, str]) -> WayTimes | None:
     """Return earlier measurements of a step that may run in parts on several threads, by its request."""
     try:
-        seconds: Mapping[str, Any] = json.loads(read_sealed(_path(parts, threads)))["seconds"]
-        return WayTimes({way: number(seconds[way], *_PLAUSIBLE) for way in (ONE_PART, PARTS)})
+        seconds: Mapping[str, Any] = json.loads(read_sealed(_path(order, threads, ways)))["seconds"]
+        return WayTimes({way: number(seconds[way], *_PLAUSIBLE) for way in ways})
     except (OSError, LookupError, ValueError, TypeError, AttributeError):
         return None
 
 
-def keep_times(parts: Order, times: WayTimes | None, threads: int) -> WayTimes | None:
+def keep_times(order: Order, times: WayTimes | None, threads: int, ways: tuple[str, str]) -> WayTimes | None:
     """``times``, now kept, or what another process has kept meanwhile; None where nothing can be, or is known."""
     if times is None:
-        return find_times(parts, threads)
+        return find_times(order, threads, ways)
     told = json.dumps({"seconds": dict(times.seconds)}).encode()
     try:
-        return times if write_sealed_once(_path(parts, threads), told) else find_times(parts, threads)
+        return times if write_sealed_once(_path(order, threads, ways), told) else find_times(order, threads, ways)
     except OSError:
         return None
 
 
-def _path(parts: Order, threads: int) -> Path:
+def _path(order: Order, threads: int, ways: tuple[str, str]) -> Path:
     """The order says how many threads compute a part, and ``threads`` how many parts there are at a time."""
-    whole = json.dumps([parts.key(circumstances()), threads])
-    return cache_folder() / f"step-{hashlib.sha256(whole.encode()).hexdigest()[:32]}-choice.json"
+    whole = json.dumps([order.key(circumstances()), threads])
+    name = "choice" if ways == (ONE_PART, PARTS) else "eager"
+    return cache_folder() / f"step-{hashlib.sha256(whole.encode()).hexdigest()[:32]}-{name}.json"

@@ -18,6 +18,10 @@ class Unprofitable(Exception):
     """A step is not worth its compilation, or would not survive it; the message says why."""
 
 
+class SlowerThanEager(Unprofitable):
+    """A compiled step is slower than an eager one."""
+
+
 class TooManyOperators(Unprofitable):
     """Fewer members at a time may have few enough of them."""
 

@@ -20,16 +20,22 @@ from hfusion.core.stages import BrokenProgram
 from hfusion.device.cache import cache_folder, lasts
 from hfusion.device.openmp import torch_threads
 from hfusion.step import program_cache
-from hfusion.step.autotune import ONE_PART, PARTS, NotedProgram, find_times, keep_times, measure
+from hfusion.step.autotune import (
+    ONE_PART,
+    PARTS,
+    NotedProgram,
+    find_times,
+    keep_times,
+    measure,
+)
 from hfusion.step.background_job import PendingProgram, Rival
 from hfusion.step.block_layout import Parting
-from hfusion.step.compile_limits import Unprofitable
+from hfusion.step.compile_limits import SlowerThanEager, Unprofitable
 from hfusion.step.compile_mode import CompileMode
 from hfusion.step.compile_payoff import CompileRecord, add_record, compile_seconds, judge, read_records, spare_core
 from hfusion.step.compile_request import Order
 from hfusion.step.compile_worker import BackgroundJob, error_text
 from hfusion.step.compiled_step import (
-    MAX_LOOPED_CALLS,
     FusedStep,
     Library,
     PerMemberStep,
@@ -39,6 +45,7 @@ from hfusion.step.compiled_step import (
     step_of,
 )
 from hfusion.step.cpp_block_entry import Unparted
+from hfusion.step.eager_program import EagerProgram, check_faster, known_times, not_slower_than_eager
 from hfusion.step.program_cache import NoProgram, StepPrograms
 from hfusion.step.program_state import Compiling, Deferred, Due, Eager, Ended, Failed, Made, Postponed, Requested
 from hfusion.step.step_graph import ProgramMismatch, StepCall
@@ -73,8 +80,11 @@ class MakeRequest:
 class ProgramMaker:
     """Finds or makes the programs of one step, whose variants are ``ways``."""
 
-    def __init__(self, mode: CompileMode, ways: Mapping[Any, list[StepVariant]]) -> None:
+    def __init__(
+        self, mode: CompileMode, ways: Mapping[Any, list[StepVariant]], eager: Callable[[Any], EagerProgram]
+    ) -> None:
         self.mode = mode
+        self._eager = eager
         self.library = Library()
         self._ways = ways
 
@@ -114,7 +124,7 @@ class ProgramMaker:
         left = self.mode.left(steps)
         if left is None:
             return False
-        operators, looped = _extent(way)
+        operators, looped = way.extent
         found = judge(left, median(way.clock.eager), operators, looped, read_records(), spare_core())
         way.clock.behind = found.behind
         final = bool(found.why) and self.mode.steps is not None
@@ -132,7 +142,7 @@ class ProgramMaker:
         if pending is None or self.mode.eager_steps is not None or count == 1 or spare_core():
             return nullcontext()
         if way.clock.expected is None:
-            way.clock.expected = compile_seconds(*_extent(way), read_records(), behind=False)
+            way.clock.expected = compile_seconds(*way.extent, read_records(), behind=False)
         return torch_threads(count - 1) if pending.age > way.clock.expected else nullcontext()
 
     def remember(self, way: StepVariant) -> None:
@@ -140,7 +150,7 @@ class ProgramMaker:
         clock = way.clock
         if clock.compilation is not None:
             behind = clock.behind or self.mode.background
-            add_record(CompileRecord(*_extent(way), behind, clock.compilation, clock.speedup))
+            add_record(CompileRecord(*way.extent, behind, clock.compilation, clock.speedup))
 
     def _variants(self) -> Iterator[StepVariant]:
         return (way for ways in self._ways.values() for way in ways)
@@ -191,7 +201,7 @@ class ProgramMaker:
         except (ProgramMismatch, BrokenProgram):
             raise
         except Unprofitable as error:
-            way.note(Failed(str(error)))
+            way.note(Failed(str(error), by_choice=isinstance(error, SlowerThanEager)))
         except Exception as error:
             # Only what is traced and compiled here: the call itself has run eagerly, with the user's own errors.
             way.note(Failed(f"compilation failed: {error_text(error)}"))
@@ -203,10 +213,12 @@ class ProgramMaker:
         parting, began = way.parting, perf_counter()
         with parting.set_threads():
             order = order_for(*way.sources, request.call, parting.size, request.autocast, always=request.behind)
+        if self.mode.judged and (known_eager := known_times(order, parting.threads)) is not None:
+            check_faster(known_eager)
         rival = None
         # The two differ in last bits: time decides once for all, or not at all.
         if parting.rival and order is not None and program_cache.keeping() and lasts():
-            times = find_times(order, parting.threads)
+            times = find_times(order, parting.threads, (ONE_PART, PARTS))
             if times is not None:
                 way.parting = parting = parting.chosen(times)
                 if times.fastest == ONE_PART:
@@ -218,7 +230,7 @@ class ProgramMaker:
                 rival = self._rival(way, request.call, order, request.autocast)
         known = self._known(way, request, order)
         if known is not None and (rival is None or not request.behind):
-            self._use(way, request.call, known, rival, request.due)
+            self._use(way, request.call, order, known, rival, request.due)
             if way.clock.compilation is not None:
                 way.clock.compilation = perf_counter() - began
         elif not request.find_only:
@@ -276,12 +288,12 @@ class ProgramMaker:
             way.clock.compilation = pending.job.seconds
             self.library.count += 0 if isinstance(found, NoProgram) else len(found.runs)
         try:
-            self._use(way, pending.call, found, pending.rival)
+            self._use(way, pending.call, pending.order, found, pending.rival)
         except Unparted as error:
             # It is asked for anew, as one part, at the next call.
             way.parting = Parting(way.most, why=str(error))
         except Unprofitable as error:
-            way.note(Failed(str(error)))
+            way.note(Failed(str(error), by_choice=isinstance(error, SlowerThanEager)))
 
     def _result(self, pending: PendingProgram) -> StepPrograms | NoProgram | str | None:
         """Wait for a request and return its programs; the reason if there are none, None if it was cancelled."""
@@ -295,10 +307,12 @@ class ProgramMaker:
         self,
         way: StepVariant,
         call: StepCall,
+        order: Order | None,
         found: StepPrograms | NoProgram,
         rival: Rival | None = None,
         due: bool = True,
     ) -> None:
+        """Let ``way`` run by what was made. Raises Unprofitable if eager steps are faster, or there is no program."""
         if isinstance(found, NoProgram):
             raise Unprofitable(found.why)
         assert way.parting is not None
@@ -309,6 +323,8 @@ class ProgramMaker:
             program = self._faster(way, call, program, parts, other, rival.parts)
         if way.parting.times is not None:
             program = NotedProgram(program, f"chosen: {way.parting.times}")
+        if self.mode.judged and all(holder[name].device.type == "cpu" for holder, name in way.places):
+            program = not_slower_than_eager(way, call, order, program, self._eager)
         way.note(Made(program, due))
 
     def _faster(
@@ -328,7 +344,7 @@ class ProgramMaker:
             ONE_PART: way.parting.applied(one),
             PARTS: replace(parting, measured=False).applied(parts),
         }
-        times = keep_times(order, measure(ways, call, way.places), parting.threads)
+        times = keep_times(order, measure(ways, call, way.places), parting.threads, (ONE_PART, PARTS))
         way.parting = parting if times is None else parting.chosen(times)
         return ways[ONE_PART] if times is not None and times.fastest == ONE_PART else applied
 
@@ -350,13 +366,6 @@ class ProgramMaker:
         for way in self._variants():
             if way.pending is not None:
                 way.pending.cancel()
-
-
-def _extent(way: StepVariant) -> tuple[int, bool]:
-    """Return the number of operators of a member, and whether the array loops over members."""
-    assert way.sources is not None
-    count = sum(len(source.compiled.graph.nodes) for source in way.sources)
-    return count, way.sources[0].looped_calls > MAX_LOOPED_CALLS
 
 
 def _kind(way: StepVariant, call: StepCall) -> Any:

@@ -29,6 +29,7 @@ from hfusion.optim import coupling
 from hfusion.step.checked_step import checked_step
 from hfusion.step.compile_mode import Compile, CompileMode
 from hfusion.step.compile_service import ProgramMaker
+from hfusion.step.eager_program import EagerProgram
 from hfusion.step.eager_step import EagerStep
 from hfusion.step.memory_budget import MemoryBudget, MemoryPlan
 from hfusion.step.program_state import Eager, Refused
@@ -98,7 +99,7 @@ class TrainStep:
         self._memory: dict[str, MemoryPlan] = {}
         self._warned: set[str] = set()
         self._trained = TrainedParameters(fused, opt)
-        self._maker = ProgramMaker(mode, self._ways)
+        self._maker = ProgramMaker(mode, self._ways, self._eager_program)
         self._turn = RLock()  # Gradients and parameters are those of one step at a time.
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
@@ -221,6 +222,10 @@ class TrainStep:
         self.update(losses)
         return losses, outputs
 
+    def _eager_program(self, situation: Any) -> EagerProgram:
+        _, _, autocast, (_, block) = situation
+        return EagerProgram(self._fused, self._by_autograd, autocast, self._draws_by_seeds(), block)
+
     def _draws_by_seeds(self) -> bool:
         """Return whether members of an eager step have seeds of their own: as they will have in its program, where it
         is to have one and members have keys, and where blocks are not to show in what members draw.
@@ -333,9 +338,10 @@ def train_step(
         opt: an optimizer of parameters of ``fused``.
         compile: when to compile forward, loss and backward into one program, with torch's Inductor. ``None`` (default)
             uses cached programs, and compiles others only if that saves time within ``steps``, judged by earlier
-            compilations on this machine. Without ``steps``, it assumes that as many steps follow as have run. ``True``
-            compiles at the second call of each kind, and ``False`` never. ``"background"`` compiles in another process
-            while steps run eagerly. On an accelerator, ``None`` and ``"background"`` compile at the second call.
+            compilations on this machine. Without ``steps``, it assumes that as many steps follow as have run. On a CPU
+            it then times compiled and eager steps, once per processor, and uses the faster. ``True`` compiles at the
+            second call of each kind, and ``False`` never. ``"background"`` compiles in another process while steps run
+            eagerly. On an accelerator, ``None`` and ``"background"`` compile at the second call.
 
             The first step of a kind runs eagerly and is checked. If the array loops over members, as for convolutions
             on a CPU, the program is that of one member. A change of mode, requires_grad, dtype, device, hooks or values

@@ -20,7 +20,7 @@ from hfusion.core import html
 from hfusion.step.background_job import PendingProgram
 from hfusion.step.block_layout import Parting, drawing
 from hfusion.step.compile_payoff import StepClock
-from hfusion.step.compiled_step import StepProgram
+from hfusion.step.compiled_step import MAX_LOOPED_CALLS, StepProgram
 from hfusion.step.program_state import Compiling, Deferred, Eager, Event, InUse, ProgramState, Refused, next_state
 from hfusion.step.recorded_step import RecordedStep
 from hfusion.step.step_graph import StepCall
@@ -125,6 +125,13 @@ class StepVariant:
         """How many members may be computed at a time; None for all."""
         most: int | None = self.situation[-1][1]
         return most
+
+    @property
+    def extent(self) -> tuple[int, bool]:
+        """The number of operators of a member, and whether the array loops over members."""
+        assert self.sources is not None
+        count = sum(len(source.compiled.graph.nodes) for source in self.sources)
+        return count, self.sources[0].looped_calls > MAX_LOOPED_CALLS
 
     @cached_property
     def draws_together(self) -> bool:
