@@ -65,6 +65,11 @@ class Situations:
                 self.number = self._numbers.setdefault(self._key(known.values), len(self._numbers))
         return self.number
 
+    @property
+    def state(self) -> Any:
+        """The state that was looked at last, hashable."""
+        return None if self._variables is None else self._key(self._variables.values)
+
     def asks_gradients(self, models: Sequence[nn.Module]) -> bool:
         """Return whether the code of ``models`` reads which parameters need a gradient."""
         known = self._variables if self._variables is not None and self._models == models else None

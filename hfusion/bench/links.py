@@ -27,7 +27,8 @@ from hfusion.device.backend import types
 from hfusion.device.calibrate import Rates
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.simulate import simulate
-from hfusion.tasks.arrange import Room, arrays_of
+from hfusion.tasks.arrange import arrays_of
+from hfusion.tasks.array_plan import Room
 
 # FLOP/s and bytes/s of an accelerator's data sheet, operators per second as of a host that calls one in 30 us, and a
 # disk that no case needs.

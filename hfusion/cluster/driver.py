@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Timeline
 from hfusion.tasks.array_log import ArrayLogs, ArrayNote
 from hfusion.tasks.stopping import OnResult, answered
-from hfusion.tasks.task import Evaluation, Step
+from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError
 from hfusion.tasks.training_report import Report, TaskReport, joined
 
@@ -206,8 +206,11 @@ class Drive:
 
     def _report(self) -> Report:
         tasks: dict[str, TaskReport] = {}
+        arrays = defaultdict[Task, list[int]](list)
+        for number, one in enumerate(self._arrays):
+            arrays[one.task].append(number)
         for task in self._tasks:
-            own = [number for number, one in enumerate(self._arrays) if one.task is task]
+            own = arrays[task]
             if all(number in self._done and number not in self._failed for number in own):
                 tasks[task.name] = joined([self._part(self._arrays[number], self._done[number][1]) for number in own])
         return Report(tasks, self._plan(), self._timeline(), self._peak())

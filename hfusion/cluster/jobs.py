@@ -22,7 +22,8 @@ from hfusion.cluster.placement import Load
 from hfusion.cluster.serialization import pack
 from hfusion.core.errors import PlanError
 from hfusion.schedule.plan import Plan, Processes, TaskPlan
-from hfusion.tasks.arrange import Arrangement, Room, arrays_of
+from hfusion.tasks.arrange import Arrangement, arrays_of
+from hfusion.tasks.array_plan import Room
 from hfusion.tasks.checkpoints import check_every, check_folder
 from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.task import Task

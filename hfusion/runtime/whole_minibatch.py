@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -14,21 +14,17 @@ from hfusion.runtime.copying import Move
 from hfusion.runtime.loss_ring import Arrived, LossRing
 from hfusion.runtime.process import Gate
 from hfusion.runtime.recipe import WholeStep
+from hfusion.runtime.sliced_training import SlicedTraining
 from hfusion.runtime.training import Training
 from hfusion.schedule.minibatch_slices import Ran, Slices
-from hfusion.schedule.plan import Phase, TaskPlan, Unit
-from hfusion.schedule.timeline import Span
+from hfusion.schedule.plan import Phase, Unit
 
 
-class WholeTraining(Training):
-    """As `Training`, of one shard. Its units are those of slices, all of which is computed in their backwards."""
+class WholeTraining(SlicedTraining):
+    """As `SlicedTraining`, on any device, by steps that may be compiled."""
 
     def __init__(self, *args: Any, step: WholeStep, slices: Slices) -> None:
-        super().__init__(*args)
-        self.slices = slices
-        self._times: list[Ran] = []
-        self._first = 0
-        self._saved_at: dict[int, float] = {}
+        super().__init__(*args, slices=slices)
         self._step = step
         self._ring = LossRing()
         self._had: list[float] = []
@@ -52,37 +48,17 @@ class WholeTraining(Training):
     def arrive(self) -> None:
         self._arrived(self._ring.drain())
 
-    @property
-    def scheduled(self) -> TaskPlan:
-        return self.slices.scheduled
-
-    def begun(self, steps: int) -> int:
-        self._first = steps
-        return self.slices.after(steps)
-
-    def ran(self, unit: Unit) -> None:
-        if unit.phase is Phase.EVALUATE:
-            self.ended(unit)
-            if self.plan.saves(unit) and not self.over:
-                self._saved_at[unit.step] = perf_counter()
-                self.save(unit)
-
-    def spans(self, spans: Sequence[Span], began: float) -> Iterator[Span]:
-        """What ran of slices, by minibatches; ``began``: the run did, by `time.perf_counter`."""
-        times = [Ran(*(time - began for time in each)) for each in computed(self._times, self._had)]
-        saved = {step: time - began for step, time in self._saved_at.items()}
-        return self.slices.spans(spans, times, self._first, saved)
+    def _measured(self) -> Sequence[Ran]:
+        return computed(self._times, self._had)
 
     def run(self, unit: Unit, device: torch.device, gate: Gate) -> None:
-        if unit.phase is Phase.EVALUATE:
+        if unit.phase is not Phase.BACKWARD:
             super().run(unit, device, gate)
-        elif unit.phase is Phase.BACKWARD:
-            self.state.bind(0)
-            end = self.slices.end(unit.step)
-            # To trace or compile, which a step does before it computes, nobody else may compute.
-            with compiling_within(gate.exclusive):
-                while self.minibatches < end and not self.over:
-                    self._minibatch(device, gate)
+            return
+        self.state.bind(0)
+        # To trace or compile, which a step does before it computes, nobody else may compute.
+        with compiling_within(gate.exclusive):
+            super().run(unit, device, gate)
 
     def _arrived(self, arrived: Sequence[Arrived]) -> None:
         self.losses.extend(each.losses for each in arrived)
@@ -91,9 +67,6 @@ class WholeTraining(Training):
     def put_away(self, shard: int, *, leave: bool) -> list[Move]:
         self._step.release()
         return super().put_away(shard, leave=leave)
-
-    def update(self, unit: Unit, gate: Gate) -> None:
-        """Nothing: it was made in the backward of the slice."""
 
     def _minibatch(self, device: torch.device, gate: Gate) -> None:
         unit, began = self.slices.unit(self.minibatches, Phase.BACKWARD), perf_counter()
@@ -113,21 +86,14 @@ class WholeTraining(Training):
             if not self._carried:
                 self.state.update(0, grads)
             elif self.plan.closes(unit.step):
-                super(WholeTraining, self).update(unit, gate)
+                Training.update(self, unit, gate)
 
         with gate.computing():
             with self._drawing(self._generators, device):
                 losses = self._step.run(prepared, update)
             self._arrived(self._ring.put(losses))
             self.state.wrote(0, [self._names[name] for name in recipe.parts[0].writes])
-        self.ended(unit)
-        if self.plan.clipped and self.plan.closes(unit.step):
-            unit = self.slices.unit(unit.step, Phase.UPDATE)
-            self.ended(unit)
-        ended = perf_counter()
-        if self.plan.saves(unit) and not self.over:
-            self.save(unit)
-        self._times.append(Ran(began, read, computed, ended, perf_counter()))
+        self._after(unit, began, read, computed)
 
     def _noted(self, norms: Tensor) -> Tensor:
         """On the device: the same unit clips by them there."""

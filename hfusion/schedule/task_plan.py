@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -154,6 +154,12 @@ class TaskPlan:
                 f"task {self.name!r} is saved every {self.save_every} minibatches: give at least 1, or None"
             )
         self._check_shards()
+
+    def named(self, name: str) -> TaskPlan:
+        """Return this plan under another name, with all that was computed of it."""
+        plan = replace(self, name=name)
+        vars(plan).update({key: value for key, value in vars(self).items() if key != "name"})
+        return plan
 
     def _check_shards(self) -> None:
         for position, shard in enumerate(self.shards):

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -15,17 +15,17 @@ from torch import nn
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
+from hfusion.array.shared_programs import share_programs
 from hfusion.array.split_by_mode import check_alike
 from hfusion.capture.attribute_values import fingerprint
 from hfusion.core.errors import ForwardsDiffer, PlanError
-from hfusion.core.program import Program
 from hfusion.device.backend import random_states_kept
 from hfusion.device.calibrate import Rates
 from hfusion.device.machine import Machine
 from hfusion.optim.base import FusedOptimizer
-from hfusion.passes.partition.cut_shards import Sharding, growth, sharding, shards_at
 from hfusion.runtime.recipe import Recipe
 from hfusion.schedule.plan import Plan, TaskPlan
+from hfusion.tasks.array_plan import Room, array_plan, minibatch_seconds
 from hfusion.tasks.minibatch import Minibatch
 from hfusion.tasks.reading import generators, length, reading
 from hfusion.tasks.sharing import check_loaders, check_tensors
@@ -41,16 +41,6 @@ class First:
 
     trained: Any
     evaluated: Any
-
-
-@dataclass(frozen=True)
-class Room:
-    """The device that arrays are planned for: its bytes and rates; ``keep``: a spilled one may keep its last shard."""
-
-    device: torch.device
-    budget: int
-    rates: Rates
-    keep: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +69,10 @@ class Arrangement:
         program, members = self.array.compiled(minibatch.arguments_for(self.array)).program, len(self.members)
         samples = minibatch.samples, self.evaluated_samples
         try:
-            plan = _plan(self.task, program, samples, self.optimizer, room, self.plan.name, members)
+            plan = array_plan(self.task, program, samples, self.optimizer, room, self.plan.name, members)
         except PlanError:
             return None
-        return plan.steps * _seconds(plan, room.rates)
+        return plan.steps * minibatch_seconds(plan, room.rates)
 
     def trained(
         self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device], turn: Turn = None
@@ -210,7 +200,7 @@ def _alike(
         yield group, None
         return
     whole = fuse([models[index] for index in group])
-    whole.planned_for(room.device)
+    _plan_for(whole, room)
     try:
         whole.compiled(Minibatch.of(task, first.trained, group).arguments_for(whole))
         if task.eval_loader is not None:
@@ -234,10 +224,11 @@ def _widths(
 ) -> list[Arrangement]:
     """The arrays of models that do the same: as wide as gives the least estimated time."""
     whole = whole or fuse([models[index] for index in group])
-    width = _width(task, whole, group, first, room)
+    optimizer = optimizer_of(task, whole, group)
+    width = _width(task, whole, optimizer, group, first, room)
     if width == len(group):
-        return [_arranged(task, whole, group, first, room, name)]
-    del whole
+        return [_arranged(task, whole, group, first, room, name, optimizer)]
+    del whole, optimizer
     return [
         _arranged(task, fuse([models[index] for index in part]), part, first, room, f"{name}.{number}")
         for number, part in enumerate(batched_evenly(group, width))
@@ -256,26 +247,27 @@ def batched_evenly(items: Sequence[int], width: int) -> list[tuple[int, ...]]:
     return [tuple(items[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def _width(task: Task, whole: FusedModule, group: Sequence[int], first: First, room: Room) -> int:
+def _width(
+    task: Task, whole: FusedModule, optimizer: FusedOptimizer, group: Sequence[int], first: First, room: Room
+) -> int:
     """Return the number of members to fuse: the fastest of B, B/2, B/4, ...; the widest if equal.
 
     A resident array costs its computing; a spilled one its computing or its transfers, whichever take longer.
     """
     minibatch = Minibatch.of(task, first.trained, group)
-    whole.planned_for(room.device)
+    _plan_for(whole, room)
     program = whole.compiled(minibatch.arguments_for(whole)).program
     samples = minibatch.samples, _evaluated_samples(task, first, group)
-    optimizer = optimizer_of(task, whole, group)
     best: tuple[float, int] | None = None
     failure: PlanError | None = None
     width = len(group)
     while width:
         try:
-            plan = _plan(task, replace(program, members=width), samples, optimizer, room, "width", width)
+            plan = array_plan(task, program, samples, optimizer, room, "width", width)
         except PlanError as error:
             failure = failure or error
         else:
-            seconds = math.ceil(len(group) / width) * _seconds(plan, room.rates)
+            seconds = math.ceil(len(group) / width) * minibatch_seconds(plan, room.rates)
             if best is None or seconds < 0.99 * best[0]:
                 best = (seconds, width)
         width = 0 if width == 1 else math.ceil(width / 2)
@@ -285,76 +277,33 @@ def _width(task: Task, whole: FusedModule, group: Sequence[int], first: First, r
     return best[1]
 
 
-def _seconds(plan: TaskPlan, rates: Rates) -> float:
-    """Estimated seconds of a minibatch."""
-    if plan.resident:
-        return plan.step_seconds
-    moved_in, moved_out = plan.moved_bytes
-    return max(plan.step_seconds, moved_in / rates.load, moved_out / rates.evict)
-
-
 def _arranged(
-    task: Task, array: FusedModule, members: Sequence[int], first: First, room: Room, name: str
+    task: Task,
+    array: FusedModule,
+    members: Sequence[int],
+    first: First,
+    room: Room,
+    name: str,
+    optimizer: FusedOptimizer | None = None,
 ) -> Arrangement:
     minibatch = Minibatch.of(task, first.trained, members)
-    array.planned_for(room.device)
+    _plan_for(array, room)
     program = array.compiled(minibatch.arguments_for(array)).program
-    optimizer = optimizer_of(task, array, members)
+    optimizer = optimizer or optimizer_of(task, array, members)
     samples = minibatch.samples, _evaluated_samples(task, first, members)
-    plan = _plan(task, program, samples, optimizer, room, name, len(members))
+    plan = array_plan(task, program, samples, optimizer, room, name, len(members))
     return Arrangement(task, tuple(members), array, optimizer, first, plan)
+
+
+def _plan_for(array: FusedModule, room: Room) -> None:
+    array.planned_for(room.device)
+    share_programs(array)
 
 
 def _evaluated_samples(task: Task, first: First, members: Sequence[int]) -> int:
     """Of the first minibatch that is evaluated, or of the first one that is trained if that has more."""
     loaded = [first.trained] if first.evaluated is None else [first.trained, first.evaluated]
     return max(Minibatch.of(task, each, members).samples for each in loaded)
-
-
-def _plan(
-    task: Task,
-    program: Program,
-    samples: tuple[int, int],
-    optimizer: FusedOptimizer,
-    room: Room,
-    name: str,
-    width: int,
-) -> TaskPlan:
-    """Resident if that fits the budget; else spilled.
-
-    ``samples``: of a trained minibatch, and of an evaluated one.
-    """
-    state, (trained, evaluated) = optimizer.state_stacks, samples
-    larger = growth(program, trained, evaluated, room.rates)
-
-    def planned(cut: Sharding, *, resident: bool) -> TaskPlan:
-        return TaskPlan(
-            name,
-            cut.shards,
-            task.steps,
-            resident,
-            width,
-            task.epoch,
-            task.accumulate,
-            clipped=task.clip is not None,
-            evaluated=task.evaluated,
-            growth=larger,
-            kept=cut.kept,
-        )
-
-    whole = Sharding(shards_at(program, (), trained, room.rates, state), kept=False)
-    resident = planned(whole, resident=True)
-    if resident.device_bytes <= room.budget:
-        return resident
-    cut = sharding(program, trained, room.budget, room.rates, state, carried=resident.carried, keep=room.keep)
-    spilled = planned(cut, resident=False)
-    if larger > 1 and spilled.device_bytes > room.budget:
-        raise PlanError(
-            f"task {task.name!r}: to evaluate a minibatch of {evaluated} samples needs {spilled.device_bytes:,} bytes "
-            f"in {len(cut.shards)} shards, and the largest device has {room.budget:,}; those of {trained} samples can "
-            "be trained there: give an eval_loader with smaller minibatches, or more memory"
-        )
-    return spilled
 
 
 def _first(task: Task) -> First:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
 from threading import Lock
 from typing import Any
 
@@ -29,13 +31,16 @@ def listed(tasks: Any) -> list[Task]:
     found = [tasks] if isinstance(tasks, Task) or not isinstance(tasks, Iterable) else list(tasks)
     if not found:
         raise PlanError("there is no task: give at least one hf.Task")
+    by_name: dict[str, Task] = {}
     for index, task in enumerate(found):
         if not isinstance(task, Task):
             raise PlanError(f"task {index} is a {type(task).__name__}: give an hf.Task, or a list of them")
-        if any(task is other for other in found[:index]):
+        other = by_name.get(task.name)
+        if other is task:
             raise PlanError(f"task {task.name!r} is given twice: give it once, or make a second one of its own")
-        if any(task.name == other.name for other in found[:index]):
+        if other is not None:
             raise PlanError(f"two tasks are named {task.name!r}: give each its own name")
+        by_name[task.name] = task
     return found
 
 
@@ -48,16 +53,26 @@ def check_tensors(tasks: Sequence[Task]) -> None:
         for model in [task.models] if isinstance(task.models, FusedModule) else ():
             for _, tensor in tensors(model):
                 check_whole_stack(tensor, "hf.train shards arrays by itself, within the memory of each device")
-    for writer in tasks:
-        written = sorted((*_memory(tensor), name) for name, tensor in _written(writer))
-        for other in tasks if written else ():
-            for name, tensor in _reached(other) if other is not writer else ():
-                if (theirs := _overlap(written, tensor)) is not None:
-                    raise PlanError(
-                        f"tasks {writer.name!r} and {other.name!r} share memory: {name!r} of {other.name!r} is "
-                        f"{theirs!r} of the array that {writer.name!r} trains in place. Train both in one task, one "
-                        "after the other in two calls, or give one of them a copy (copy.deepcopy, array.unfuse())"
-                    )
+    written = sorted(
+        (*_memory(tensor), writer, name) for writer, task in enumerate(tasks) for name, tensor in _written(task)
+    )
+    # The largest end of all that begins so far: nothing before reaches further.
+    ends = list(accumulate((end for _, end, _, _ in written), max))
+    shared = [
+        (theirs[2], other, name, theirs[3])
+        for other, task in enumerate(tasks if written else ())
+        for name, tensor in _reached(task)
+        for theirs in _overlapping(written, ends, tensor)
+        if theirs[2] != other
+    ]
+    if shared:
+        first, second, name, theirs_name = min(shared, key=lambda pair: pair[:2])
+        writer_name, other_name = tasks[first].name, tasks[second].name
+        raise PlanError(
+            f"tasks {writer_name!r} and {other_name!r} share memory: {name!r} of {other_name!r} is {theirs_name!r} of "
+            f"the array that {writer_name!r} trains in place. Train both in one task, one after the other in two "
+            "calls, or give one of them a copy (copy.deepcopy, array.unfuse())"
+        )
 
 
 @contextmanager
@@ -105,11 +120,16 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-def _overlap(written: Sequence[tuple[int, int, str]], tensor: Tensor) -> str | None:
-    """Return the name of the written memory range that overlaps a tensor; None without."""
+def _overlapping(
+    written: Sequence[tuple[int, int, int, str]], ends: Sequence[int], tensor: Tensor
+) -> Iterator[tuple[int, int, int, str]]:
+    """Yield the written memory ranges that overlap a tensor."""
     start, end = _memory(tensor)
     place = bisect_left(written, (end,)) - 1
-    return written[place][2] if start < end and place >= 0 and written[place][1] > start else None
+    while start < end and place >= 0 and ends[place] > start:
+        if written[place][1] > start:
+            yield written[place]
+        place -= 1
 
 
 def check_loaders(arrays: Sequence[tuple[str, Sequence[Any]]]) -> None:
@@ -117,18 +137,18 @@ def check_loaders(arrays: Sequence[tuple[str, Sequence[Any]]]) -> None:
 
     Which reads when depends on what else runs, so that neither would read as if alone.
     """
-    for index, (name, loaders) in enumerate(arrays):
-        for other, theirs in arrays[:index]:
-            _check_apart(name, [*_parts(loaders)], other, [*_parts(theirs)])
-
-
-def _check_apart(name: str, parts: Sequence[Any], other: str, theirs: Sequence[Any]) -> None:
-    for part in parts:
-        if any(part is each for each in theirs):
+    first: dict[int, tuple[str, object]] = {}
+    for name, loaders in arrays:
+        parts = {id(part): part for part in _parts(loaders)}
+        for key, part in parts.items():
+            if key not in first:
+                continue
             generator = isinstance(part, torch.Generator)
             what = "draw from one torch.Generator" if generator else "read with the workers of one DataLoader"
             remedy = "leave it out: hf.Task(seed=...) settles the order" if generator else "persistent_workers=False"
-            raise PlanError(f"{other!r} and {name!r} {what}: give each its own DataLoader, or {remedy}")
+            raise PlanError(f"{first[key][0]!r} and {name!r} {what}: give each its own DataLoader, or {remedy}")
+        # The objects are held, so that no id is reused.
+        first |= {key: (name, part) for key, part in parts.items()}
 
 
 def _parts(loaders: Sequence[Any]) -> Iterator[Any]:
@@ -145,19 +165,23 @@ def turns(arrays: Sequence[Sequence[Any]]) -> list[AbstractContextManager[Any]]:
 
     Such an object is a data set with an open file. Workers of a DataLoader have their own copies.
     """
-    found: list[AbstractContextManager[Any]] = [nullcontext() for _ in arrays]
     first: dict[int, int] = {}
-    groups = list(range(len(arrays)))
+    # Of each array another one of its group, itself for one of them.
+    others = list(range(len(arrays)))
+
+    def group(index: int) -> int:
+        while others[index] != index:
+            others[index] = index = others[others[index]]
+        return index
+
     # References are held, so that no id is reused.
     kept = [[each for loader in loaders for each in _read_from(loader, set())] for loaders in arrays]
     for index, objects in enumerate(kept):
-        for other in {first.setdefault(id(each), index) for each in objects}:
-            old, new = groups[index], groups[other]
-            groups = [new if group == old else group for group in groups]
-    for group in {group for group in groups if groups.count(group) > 1}:
-        lock = Lock()
-        found = [lock if groups[index] == group else each for index, each in enumerate(found)]
-    return found
+        for each in objects:
+            others[group(index)] = group(first.setdefault(id(each), index))
+    groups = [group(index) for index in range(len(arrays))]
+    locks = {number: Lock() for number, count in Counter(groups).items() if count > 1}
+    return [locks.get(number) or nullcontext() for number in groups]
 
 
 def _read_from(value: Any, seen: set[int]) -> Iterator[object]:

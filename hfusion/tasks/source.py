@@ -16,10 +16,12 @@ from torch.utils import _pytree as pytree
 from hfusion.array.module import FusedModule
 from hfusion.array.number_buffers import held_values
 from hfusion.array.per_model import PerModel
+from hfusion.array.shared_programs import check_once
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import HFusionError, PlanError
+from hfusion.core.fingerprint import Same
 from hfusion.core.layout import Layout
 from hfusion.core.member_random import draws_random
 from hfusion.core.program import Part, Program
@@ -36,6 +38,10 @@ from hfusion.tasks.minibatch import Minibatch
 from hfusion.tasks.position import Position, rereading
 from hfusion.tasks.reading import Reader, end_workers, length, reading
 from hfusion.tasks.task import Task
+
+# Losses that were called with the outputs of a program, and whether they may draw random numbers.
+MAX_LOSSES = 256
+_draws_of_losses: dict[Any, bool] = {}
 
 
 class CutPrograms(Protocol):
@@ -62,7 +68,7 @@ class Trained:
         """Captured, and checked against the members."""
         arguments = minibatch.arguments_for(self.array)
         compiled = self.array.steady(arguments)
-        self.array.check(compiled, arguments)
+        check_once(self.array, compiled, arguments)
         self._check_same(compiled.program)
         return compiled, split(compiled.program, [shard.last for shard in self._shards], self._samples)
 
@@ -195,16 +201,22 @@ class Stream:
             )
         compiled, parts = self._programs.make(minibatch)
         program = compiled.program
-        for device in self._devices:
-            self._check_loss(program, _examples(program, minibatch.samples, device), minibatch.target)
-            # Errors of the device are raised here, not in a later unit.
-            backend(device).wait()
+        loss = self._loss.state()
+        key = Same(program), loss, minibatch.key, tuple(self._devices)
+        if loss is None or key not in _draws_of_losses:
+            for device in self._devices:
+                self._check_loss(program, _examples(program, minibatch.samples, device), minibatch.target)
+                # Errors of the device are raised here, not in a later unit.
+                backend(device).wait()
+            if len(_draws_of_losses) == MAX_LOSSES:
+                _draws_of_losses.clear()
+            _draws_of_losses[key] = not self._loss.programs or any(map(_draws, self._loss.programs))
         recipe = Recipe(
             parts,
             input_names(program),
             compiled.constants,
             lambda outputs, target: self._losses(program, outputs, target),
-            random=_random(compiled) or not self._loss.programs or any(map(_draws, self._loss.programs)),
+            random=_random(compiled) or _draws_of_losses[key],
             branching=program.members if compiled.opaque else None,
         )
         self._recipes[minibatch.key] = recipe

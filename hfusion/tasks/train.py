@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,6 +23,7 @@ from hfusion.core.event_log import first_line
 from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
 from hfusion.runtime.recipe import Recipe
+from hfusion.runtime.sliced_training import SlicedTraining
 from hfusion.runtime.spill import SpillFolder
 from hfusion.runtime.task_state import Holding, TaskTensors, holdings
 from hfusion.runtime.training import Training
@@ -31,7 +33,7 @@ from hfusion.schedule.engine import Engine
 from hfusion.schedule.minibatch_slices import Slices
 from hfusion.schedule.plan import Phase, Plan, TaskPlan, Unit
 from hfusion.schedule.policy import Policy, named
-from hfusion.schedule.timeline import Timeline
+from hfusion.schedule.timeline import Span, Timeline
 from hfusion.schedule.worker_protocol import TaskFailed
 from hfusion.tasks.arrange import Arrangement, arrange_one
 from hfusion.tasks.array_log import ArrayEvent, ArrayListener, ArrayNote
@@ -179,6 +181,7 @@ class _TrainRun:
         self._turns = turns([(one.task.loader, one.task.eval_loader) for one in arrangements])
         self._room = machine.host - sum(s.boundary for t in plan.tasks if not t.resident for s in t.shards)
         self.borders = [self._prepared(index, folder, stack) for index in range(len(arrangements))]
+        self.plan = replace(plan, tasks=tuple(border.plan for border in self.borders))
 
     @property
     def trainings(self) -> list[Training]:
@@ -256,12 +259,11 @@ class _TrainRun:
 
     def _borrowing(self, index: int, held: Sequence[Holding]) -> TaskPlan:
         """The plan of an array, with what only the parts of its programs tell: whose tensors each shard borrows."""
-        tasks = list(self.plan.tasks)
-        owners = [tuple(sorted({*each.borrowed.values()})) for each in held]
-        shards = [replace(each, borrows=found) for each, found in zip(tasks[index].shards, owners, strict=True)]
-        tasks[index] = replace(tasks[index], shards=tuple(shards))
-        self.plan = replace(self.plan, tasks=tuple(tasks))
-        return tasks[index]
+        plan, owners = self.plan.tasks[index], [tuple(sorted({*each.borrowed.values()})) for each in held]
+        if owners == [shard.borrows for shard in plan.shards]:
+            return plan
+        shards = [replace(each, borrows=found) for each, found in zip(plan.shards, owners, strict=True)]
+        return replace(plan, shards=tuple(shards))
 
     def _eager_reason(self, index: int, recipe: Recipe, kept: Mapping[str, Any] | None) -> str:
         """Return why an array runs eagerly; with ``compile=None`` a run that is gone on with has decided already."""
@@ -286,11 +288,15 @@ class _TrainRun:
         """Return the training of an array; ``eager``: why its minibatches are not compiled steps, empty if they are."""
         one, plan, (stream, *evaluation) = self.arrangements[index], self.plan.tasks[index], streams
         given = (plan, state, names, stream, evaluation[0] if evaluation else None, limits, seed)
+        slices = None if shards_obstacle(plan) else Slices.of(plan, alone=len(self.arrangements) == 1)
         if eager:
             self.eager[index] = eager
-            return Training(*given)
+            if slices is None or any(device.type != "cpu" for device in self._devices.values()):
+                return Training(*given)
+            return SlicedTraining(*given, slices=slices)
+        assert slices is not None
         self._steps[index] = ArrayStep(one, plan.name)
-        return WholeTraining(*given, step=self._steps[index], slices=Slices.of(plan, alone=len(self.arrangements) == 1))
+        return WholeTraining(*given, step=self._steps[index], slices=slices)
 
     def _file(self, folder: SpillFolder, task: int, shard: int, size: int) -> Path | None:
         """A file for a shard that the host has no room for."""
@@ -355,19 +361,22 @@ class _TrainRun:
 
     def _timeline(self, engine: Engine, worker: DeviceWorker) -> Timeline:
         """Return the timeline of the run, by minibatches."""
-        own = {one.plan.name: one for one in self.trainings if isinstance(one, WholeTraining)}
-        found = [span for span in engine.timeline.actions if span.task not in own]
+        own = {one.plan.name: one for one in self.trainings if isinstance(one, SlicedTraining)}
+        whole, found, slices = engine.timeline, list[Span](), defaultdict[str, list[Span]](list)
+        for span in whole.actions:
+            (slices[span.task] if span.task in own else found).append(span)
         for name, training in own.items():
-            spans = [span for span in engine.timeline.actions if span.task == name]
-            found += training.spans(spans, worker.began)
+            found += training.spans(slices[name], worker.began)
         found.sort(key=lambda span: span.start)
-        return replace(engine.timeline, actions=tuple(found))
+        return replace(whole, actions=tuple(found))
 
     def _report(self, engine: Engine, worker: DeviceWorker, done: Sequence[int]) -> Report:
         tasks: dict[str, TaskReport] = {}
-        for task in dict.fromkeys(one.task for one in self.arrangements):
-            indices = [index for index, one in enumerate(self.arrangements) if one.task is task]
-            if all(index in done for index in indices):
+        arrays, finished = defaultdict[Task, list[int]](list), set(done)
+        for index, one in enumerate(self.arrangements):
+            arrays[one.task].append(index)
+        for task, indices in arrays.items():
+            if finished.issuperset(indices):
                 tasks[task.name] = self._task_report(task, indices)
         return Report(tasks, self.plan, self._timeline(engine, worker), engine.peak)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import torch
@@ -11,6 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from hfusion.core.errors import PlanError
+from hfusion.core.fingerprint import Same
 from hfusion.core.program import Kind, Part, Program, Slot
 from hfusion.passes.cost.cost import operators, viewed
 from hfusion.passes.islands import OPAQUE
@@ -33,6 +34,7 @@ def input_names(program: Program) -> tuple[str, ...]:
 def split(program: Program, ends: Sequence[int], batch: int) -> tuple[Part, ...]:
     """Split ``program`` into parts. A part ends before the operator numbered in ``ends``, where the next one begins.
 
+    A program that is split again in the same way gives the same parts.
     Run one after the other, the parts compute the program, bit for bit.
     Views of weights are taken again in every part that uses them: a weight never crosses a cut. ``batch``: samples for
     which a reshaped weight is checked to be a view.
@@ -40,6 +42,12 @@ def split(program: Program, ends: Sequence[int], batch: int) -> tuple[Part, ...]
     Raises:
         PlanError: a cut inside an autocast region, or ends of another program.
     """
+    return _split(Same(program), tuple(ends), batch)
+
+
+@lru_cache(maxsize=64)
+def _split(held: Same, ends: tuple[int, ...], batch: int) -> tuple[Part, ...]:
+    program: Program = held.held
     nodes = operators(program)
     if ends[-1] != len(nodes):
         raise PlanError(

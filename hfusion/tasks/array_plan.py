@@ -1,0 +1,108 @@
+"""Plan one array: resident or spilled, in how many shards; many tasks of one shape share a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hfusion.core.errors import PlanError
+from hfusion.core.fingerprint import Same
+from hfusion.core.program import Program
+from hfusion.device.calibrate import Rates
+from hfusion.optim.base import FusedOptimizer
+from hfusion.passes.partition.cut_shards import Sharding, growth, sharding, shards_at
+from hfusion.schedule.plan import TaskPlan
+from hfusion.tasks.task import Task
+
+# Plans that are kept for tasks that need the same.
+MAX_PLANS = 256
+_plans: dict[Any, TaskPlan] = {}
+
+
+@dataclass(frozen=True)
+class Room:
+    """The device that arrays are planned for: its bytes and rates; ``keep``: a spilled one may keep its last shard."""
+
+    device: torch.device
+    budget: int
+    rates: Rates
+    keep: bool
+
+
+def array_plan(
+    task: Task,
+    program: Program,
+    samples: tuple[int, int],
+    optimizer: FusedOptimizer,
+    room: Room,
+    name: str,
+    width: int,
+) -> TaskPlan:
+    """Return the plan of ``width`` members of a program; tasks of which all that it depends on is equal share it.
+
+    ``samples``: of a trained minibatch, and of an evaluated one.
+    """
+    numbers = task.steps, task.epoch, task.accumulate, task.evaluated, task.clip is not None
+    key = Same(program), width, samples, optimizer.state_stacks, room, numbers
+    if key not in _plans:
+        sized = program if program.members == width else replace(program, members=width)
+        plan = _new_plan(task, sized, samples, optimizer, room, name, width)
+        if len(_plans) == MAX_PLANS:
+            _plans.clear()
+        # Computed once, and not for each name.
+        assert plan.seconds >= 0
+        _plans[key] = plan
+    return _plans[key].named(name)
+
+
+def _new_plan(
+    task: Task,
+    program: Program,
+    samples: tuple[int, int],
+    optimizer: FusedOptimizer,
+    room: Room,
+    name: str,
+    width: int,
+) -> TaskPlan:
+    """Resident if that fits the budget; else spilled."""
+    state, (trained, evaluated) = optimizer.state_stacks, samples
+    larger = growth(program, trained, evaluated, room.rates)
+
+    def planned(cut: Sharding, *, resident: bool) -> TaskPlan:
+        return TaskPlan(
+            name,
+            cut.shards,
+            task.steps,
+            resident,
+            width,
+            task.epoch,
+            task.accumulate,
+            clipped=task.clip is not None,
+            evaluated=task.evaluated,
+            growth=larger,
+            kept=cut.kept,
+        )
+
+    whole = Sharding(shards_at(program, (), trained, room.rates, state), kept=False)
+    resident = planned(whole, resident=True)
+    if resident.device_bytes <= room.budget:
+        return resident
+    cut = sharding(program, trained, room.budget, room.rates, state, carried=resident.carried, keep=room.keep)
+    spilled = planned(cut, resident=False)
+    if larger > 1 and spilled.device_bytes > room.budget:
+        raise PlanError(
+            f"task {task.name!r}: to evaluate a minibatch of {evaluated} samples needs {spilled.device_bytes:,} bytes "
+            f"in {len(cut.shards)} shards, and the largest device has {room.budget:,}; those of {trained} samples can "
+            "be trained there: give an eval_loader with smaller minibatches, or more memory"
+        )
+    return spilled
+
+
+def minibatch_seconds(plan: TaskPlan, rates: Rates) -> float:
+    """Estimated seconds of a minibatch."""
+    if plan.resident:
+        return plan.step_seconds
+    moved_in, moved_out = plan.moved_bytes
+    return max(plan.step_seconds, moved_in / rates.load, moved_out / rates.evict)

@@ -1,0 +1,143 @@
+"""Many small tasks of one shape: planned and trained as one after the other, and captured once."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.array import shared_programs
+from hfusion.compiler import compiled_program
+from hfusion.schedule.actions import Act
+from hfusion.tasks import array_plan
+
+COUNT, STEPS, EPOCHS = 6, 5, 2
+RATES = [1e-2, 1e-3]
+
+
+@pytest.fixture(autouse=True)
+def first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFUSION_RATES", "standard")
+    monkeypatch.setattr(shared_programs, "_programs", OrderedDict())
+    monkeypatch.setattr(array_plan, "_plans", {})
+
+
+def models(width: int, seed: int) -> list[nn.Module]:
+    torch.manual_seed(seed)
+    return [nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Dropout(0.25), nn.Linear(width, 3)) for _ in RATES]
+
+
+def batches(seed: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)) for _ in range(STEPS)]
+
+
+def task(number: int, **options: Any) -> hf.Task:
+    given = {"width": 6, "epochs": EPOCHS, "seed": number, **options}
+    return hf.Task(
+        models(given.pop("width"), number),
+        F.cross_entropy,
+        lambda params: hf.optim.Adam(params, lr=RATES),
+        batches(number),
+        name=f"task-{number}",
+        compile=False,
+        **given,
+    )
+
+
+def machine(memory: str = "1MiB") -> hf.Machine:
+    return hf.Machine([hf.Device("cpu", memory=memory)], "1GiB")
+
+
+def plain(number: int, width: int = 6, clip: float | None = None, accumulate: int = 1) -> tuple[Tensor, Tensor]:
+    """The losses and the parameters of a loop over the fused array."""
+    fused = hf.fuse(models(width, number))
+    optimizer, loss = hf.optim.Adam(fused.parameters(), lr=RATES), hf.per_model(F.cross_entropy)
+    torch.manual_seed(number)
+    losses = []
+    for _ in range(EPOCHS):
+        for step, (x, y) in enumerate(batches(number)):
+            losses.append(loss(fused(x), y))
+            (losses[-1].sum() / accumulate).backward()
+            if (step + 1) % accumulate and step + 1 < STEPS:
+                continue
+            if clip is not None:
+                hf.optim.clip_grad_norm_(fused.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.stack(losses).detach(), torch.cat([p.detach().flatten() for p in fused.parameters()])
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    capture, plan = compiled_program._captured, array_plan.shards_at
+
+    def captured(*args: Any) -> Any:
+        counts["captures"] += 1
+        return capture(*args)
+
+    def planned(*args: Any) -> Any:
+        counts["plans"] += 1
+        return plan(*args)
+
+    monkeypatch.setattr(compiled_program, "_captured", captured)
+    monkeypatch.setattr(array_plan, "shards_at", planned)
+    return counts
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 0.1}, {"accumulate": 2}], ids=["plain", "clip", "accumulate"])
+def test_tasks_of_one_shape_train_as_alone(options: dict[str, Any]) -> None:
+    tasks = [task(number, **options) for number in range(COUNT)]
+    report = hf.train(tasks, machine())
+    for number in range(COUNT):
+        losses, parameters = plain(number, **options)
+        found = report[f"task-{number}"]
+        assert torch.equal(found.losses, losses)
+        array = hf.fuse(found.models)
+        assert torch.equal(torch.cat([p.detach().flatten() for p in array.parameters()]), parameters)
+
+
+def test_a_shape_is_captured_and_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = [task(number) for number in range(COUNT)]
+    counts = counted(monkeypatch)
+    plan = hf.plan(tasks, machine())
+    first = dict(counts)
+    assert first == {"captures": 1, "plans": 2}, "for both members together, and for one"
+    assert [each.name for each in plan.tasks] == [f"task-{number}" for number in range(COUNT)]
+    assert {str(each.shards) for each in plan.tasks} == {str(plan.tasks[0].shards)}
+    hf.plan([*tasks, task(COUNT, width=7)], machine())
+    assert counts["captures"] == 2
+
+
+@pytest.mark.parametrize("options", [{"epochs": 3}, {"accumulate": 2}, {"clip": 1.0}, {"eval_loader": batches(0)}])
+def test_what_differs_is_planned_by_itself(options: dict[str, Any]) -> None:
+    other = hf.plan([task(1, **options)], machine()).tasks[0]
+    first, second = hf.plan([task(0), task(1, **options)], machine()).tasks
+    assert second == other
+    numbers = ("steps", "epoch", "accumulate", "clipped", "evaluated")
+    assert any(getattr(first, name) != getattr(second, name) for name in numbers)
+
+
+def test_a_smaller_device_has_a_plan_of_its_own() -> None:
+    large = hf.plan([task(0, width=256)], machine("1MiB")).tasks[0]
+    small = hf.plan([task(0, width=256)], machine("40KiB")).tasks[0]
+    assert large.resident
+    assert small.width < large.width or not small.resident
+
+
+def test_the_timeline_has_each_minibatch() -> None:
+    report = hf.train([task(number, eval_loader=batches(9)[:1]) for number in range(3)], machine())
+    for number in range(3):
+        spans = [span for span in report.timeline.actions if span.task == f"task-{number}"]
+        counts = Counter(span.act for span in spans)
+        assert counts[Act.FORWARD] == counts[Act.BACKWARD] == counts[Act.STEP] == EPOCHS * STEPS
+        assert counts[Act.EVALUATE] == EPOCHS
+        steps = [span.step for span in spans if span.act is Act.BACKWARD]
+        assert steps == list(range(EPOCHS * STEPS))
+        assert all(a.end <= b.start for a, b in pairwise(spans))
