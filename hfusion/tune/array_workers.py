@@ -33,6 +33,10 @@ class SweepWorkers(Protocol):
         """The numbers of the devices that are lost."""
 
     @property
+    def busy(self) -> Collection[int]:
+        """The numbers of the devices that train."""
+
+    @property
     def side_by_side(self) -> int:
         """Number of plain trials that a device trains at the same time."""
 
@@ -44,6 +48,12 @@ class SweepWorkers(Protocol):
 
     def ask(self, calls: Mapping[str, RowsCall]) -> dict[str, Any]:
         """Call a method of each array; what they give."""
+
+    def start(self, calls: Mapping[str, RowsCall]) -> None:
+        """Begin to call a method of each array, whose results `first` gives."""
+
+    def first(self) -> tuple[str, Any]:
+        """Wait for the first result of those that were started, and return the array's name and it."""
 
     def leave(self, name: str, member: TrialModel) -> nn.Module:
         """A member's model, on the CPU; its row is free."""
@@ -66,6 +76,9 @@ class LocalWorkers:
         rates = machine.calibrate()[device.name]
         self.devices: Sequence[DeviceInfo] = [DeviceInfo(device.name, device.physical, device.memory, rates, 0.0)]
         self.gone: Collection[int] = ()
+        self.busy: Collection[int] = ()
+        self._started: dict[str, RowsCall] = {}
+        self._results: dict[str, Any] = {}
         self._recipe = recipe
         self._rows: dict[str, TrialRows | SpreadTrials] = {}
         self._spread = TrialSpread(recipe, processes)
@@ -96,6 +109,15 @@ class LocalWorkers:
         others = {name: call for name, call in calls.items() if name not in plain}
         found = {name: getattr(self._rows[name], method)(*args) for name, (method, args) in others.items()}
         return found | self._spread.finish(plain)
+
+    def start(self, calls: Mapping[str, RowsCall]) -> None:
+        self._started |= calls
+
+    def first(self) -> tuple[str, Any]:
+        if not self._results:
+            self._results, self._started = self.ask(self._started), {}
+        name = next(iter(self._results))
+        return name, self._results.pop(name)
 
     def leave(self, name: str, member: TrialModel) -> nn.Module:
         return self._rows[name].leave(member.tag)

@@ -97,12 +97,20 @@ class ClusterWorkers:
         self._dropped: dict[int, list[str]] = {}
         self._collect: set[int] = set()
         self.gone: set[int] = set()
+        # Of each device that trains, its arrays, and how many of their calls it makes.
+        self._running: dict[int, dict[str, int]] = {}
+        self._results: dict[str, Any] = {}
+        self._started: dict[str, None] = {}
         self.place: Callable[[str], int] = lambda name: 0
         self.lost: Callable[[str, str], None] = lambda name, reason: None
 
     @property
     def side_by_side(self) -> int:
         return 1
+
+    @property
+    def busy(self) -> Collection[int]:
+        return self._running
 
     @property
     def devices(self) -> Sequence[DeviceInfo]:
@@ -123,32 +131,57 @@ class ClusterWorkers:
             self.send(name, method, *args)
         return self._done(calls)
 
+    def start(self, calls: Mapping[str, RowsCall]) -> None:
+        for name, (method, args) in calls.items():
+            self.send(name, method, *args)
+            self._started[name] = None
+
+    def first(self) -> tuple[str, Any]:
+        while True:
+            # A device trains one array at a time, so that its others may change in between.
+            training = [name for name in self._started if name not in self._results]
+            self._begin_idle({self._told[name].device: [name] for name in reversed(training)})
+            for name in self._results:
+                if name in self._started:
+                    del self._started[name]
+                    return name, self._results.pop(name)
+            self._listen()
+
     def _done(self, names: Collection[str]) -> dict[str, Any]:
         """Return the result of each array's last call, after all of its calls."""
-        running: dict[int, list[str]] = {}
-        found: dict[str, Any] = {}
-        while len(found) < len(names):
-            for device in {self._told[name].device for name in names if name not in found} - running.keys():
-                running[device] = [name for name in names if name not in found and self._told[name].device == device]
-                self._begin(device, running[device])
-            for device, message in self._executor.wait(GLANCE):
-                if isinstance(message, Answered):
-                    for name in running.pop(device):
-                        self._told[name].done = len(self._told[name].calls)
-                    found |= message.value
-                elif isinstance(message, Raised):
-                    raise message.error
-                elif isinstance(message, Lost):
-                    self._lose(device, running.pop(device, []), message.reason)
-        return {name: found[name] for name in names}
+        while missing := [name for name in names if name not in self._results]:
+            devices: dict[int, list[str]] = {}
+            for name in missing:
+                devices.setdefault(self._told[name].device, []).append(name)
+            self._begin_idle(devices)
+            self._listen()
+        return {name: self._results.pop(name) for name in names}
+
+    def _begin_idle(self, wanted: Mapping[int, Sequence[str]]) -> None:
+        """Let devices that are idle make the calls of the arrays ``wanted`` of each."""
+        for device in wanted.keys() - self._running.keys():
+            self._begin(device, wanted[device])
+
+    def _listen(self) -> None:
+        """Wait for what processes tell, and keep their results."""
+        for device, message in self._executor.wait(GLANCE):
+            if isinstance(message, Answered):
+                for name, count in self._running.pop(device).items():
+                    self._told[name].done = count
+                self._results |= message.value
+            elif isinstance(message, Raised):
+                raise message.error
+            elif isinstance(message, Lost):
+                self._lose(device, self._running.pop(device, {}), message.reason)
 
     def _begin(self, device: int, names: Sequence[str]) -> None:
         calls = {name: tuple(self._told[name].calls[self._told[name].done :]) for name in names}
+        self._running[device] = {name: len(self._told[name].calls) for name in names}
         dropped, collect = tuple(self._dropped.pop(device, ())), device in self._collect
         self._collect.discard(device)
         self._executor.begin(device, RowsJob(self.kept, calls, dropped, collect))
 
-    def _lose(self, device: int, running: Sequence[str], reason: str) -> None:
+    def _lose(self, device: int, running: Collection[str], reason: str) -> None:
         """Its arrays begin again there, or on other devices."""
         if not self._executor.revive(device):
             self.gone.add(device)

@@ -213,10 +213,19 @@ class ShapeArray:
         self.widths: Widths | None = None
         self.width = 0
         self.plain = self.measured = False
+        # Its epoch was begun, and what comes of it is not reported.
+        self.training = False
+        # Its last save, as the sweep's folder names it; empty if it has changed since.
+        self.save = ""
+
+    @property
+    def round(self) -> int | None:
+        """The round that it trains next, as of `Seat.began`; None without trials."""
+        return next((seat.began + seat.epochs for seat in self.seats.values()), None)
 
     def promote(self, name: str) -> None:
         """Become an array, of another name, after its trials were plain."""
-        self.name, self.plain, self.measured = name, False, False
+        self.name, self.plain, self.measured, self.save = name, False, False, ""
         self.widths, self.width = Widths(len(self.seats)), len(self.seats)
 
     @property
@@ -242,12 +251,13 @@ class ShapeArray:
         return self.width if members <= self.width else self.widths.of(members)
 
     def seated(self, round_: int) -> Sequence[TrialModel]:
-        """Give rows to waiting trials, and return them."""
-        self.width = self.rows()
+        """Give rows to waiting trials, and return them. Their first round is that of the others, or ``round_``."""
+        self.width, self.save = self.rows(), ""
+        began = round_ if self.round is None else self.round
         new, self.joining = self.joining, []
         if not self.plain:
             self.widths = self.widths or Widths(len(new))
-        self.seats |= {one.tag: Seat(one.number, one.suggestion, round_) for one in new}
+        self.seats |= {one.tag: Seat(one.number, one.suggestion, began) for one in new}
         return new
 
     def compacts(self) -> bool:

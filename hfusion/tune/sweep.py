@@ -6,7 +6,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
 from hfusion.step.compile_mode import Compile, check_compile
 from hfusion.tune.array_workers import LocalWorkers, largest
+from hfusion.tune.asynchronous_rounds import AsynchronousConductor
 from hfusion.tune.chosen_optimizer import MakeOptimizer
 from hfusion.tune.exploit import PBT
 from hfusion.tune.heartbeat import Beats, dead_runs
@@ -30,16 +31,19 @@ from hfusion.tune.objectives import check_objectives
 from hfusion.tune.result import SweepResult
 from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
 from hfusion.tune.study import Draws, check_outlives, import_optuna, listening, open_study
+from hfusion.tune.sweep_extent import Extent
 from hfusion.tune.sweep_folder import SweepFolder
 from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.sweep_recipe import SweepRecipe
-from hfusion.tune.sweep_runner import Conductor, Extent
+from hfusion.tune.sweep_runner import Conductor
 from hfusion.tune.trials import Callback, Trials, Verdict
 
 if TYPE_CHECKING:
     from hfusion.cluster.cluster import Cluster
     from hfusion.schedule.plan import Processes
     from hfusion.tune.cluster_workers import ClusterWorkers
+
+_CONDUCTORS = {kind.rounds: kind for kind in (Conductor, AsynchronousConductor)}
 
 
 def sweep(
@@ -74,6 +78,7 @@ def sweep(
     compile: Compile = None,
     progress: bool = False,
     processes: int | None = None,
+    rounds: Literal["together", "asynchronous"] = "together",
 ) -> SweepResult:
     """Search hyper-parameters with Optuna, training many trials at a time in one array, each as if alone.
 
@@ -131,6 +136,10 @@ def sweep(
         processes: the most processes that train trials whose shape occurs too rarely for an array; by default one per
             core. They are forked if that is measured to save time. ``loss`` and ``metric`` then run in them, without
             side effects here; with ``processes=0`` all functions run in this process.
+        rounds: with ``"together"`` arrays wait for each other after every epoch, and trials are reported in the order
+            of their numbers, so that decisions do not depend on time. With ``"asynchronous"`` each array reports when
+            it is ready: no device waits, and the pruner decides on what has been reported by then. The order is
+            recorded in ``directory``, and a resumed sweep keeps to it.
 
     Raises:
         ImportError: Optuna is not installed.
@@ -164,8 +173,8 @@ def sweep(
         raise ValueError(f"accumulate={accumulate!r}: give a whole number of at least 1")
     if processes is not None and (not isinstance(processes, int) or processes < 0):
         raise ValueError(f"processes={processes!r}: give a whole number of at least 0, or None")
-    if scheduler_interval not in ("epoch", "step"):
-        raise ValueError(f'scheduler_interval={scheduler_interval!r}: it is "epoch" or "step"')
+    _check_choice("scheduler_interval", scheduler_interval, ("epoch", "step"))
+    _check_choice("rounds", rounds, _CONDUCTORS)
     if pbt is not None and scheduler is not None:
         raise ValueError("pbt changes the learning rates that a scheduler would write over: leave one of them out")
     if direction is not None and directions is not None:
@@ -196,7 +205,7 @@ def sweep(
         recipe = SweepRecipe(loss, loaders, eval_loader, metric, device, compile, scheduler, every_step, objectives)
         before = None if folder is None else folder.read()
         body = {} if before is None else before[0]
-        _check_same(body, extent)
+        _check_same(body, extent, rounds)
         stack.enter_context(listening(found))
         asked = _trials(found, body, callbacks, alone=own)
         beats = Beats(found, asked.run, root)
@@ -206,7 +215,7 @@ def sweep(
         bar = SweepProgress(found, trials, shown=progress)
         stack.callback(bar.close)
         log = stack.enter_context(EventLog(root, "sweep", trials=trials, epochs=epochs))
-        conductor = Conductor(asked, maker, recipe, extent, workers, folder, beats, bar, log)
+        conductor = _CONDUCTORS[rounds](asked, maker, recipe, extent, workers, folder, beats, bar, log)
         if not isinstance(workers, LocalWorkers):
             workers.place, workers.lost = conductor.take_over, conductor.lost
         try:
@@ -224,6 +233,11 @@ def sweep(
             raise
         beats.end()
         return SweepResult(found, tuple(asked.asked), conductor.best.all, chosen)
+
+
+def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: it is " + " or ".join(f'"{choice}"' for choice in choices))
 
 
 def _check_kinds(
@@ -323,11 +337,11 @@ def _workers(
     return local, recipe, processes
 
 
-def _check_same(body: Any, extent: Extent) -> None:
+def _check_same(body: Any, extent: Extent, rounds: str) -> None:
     """Raise a CheckpointError where the folder is of a sweep with other epochs, whose values would not compare."""
-    for name in ("epochs", "seed"):
-        if name in body and body[name] != getattr(extent, name):
+    for name, value in (("epochs", extent.epochs), ("seed", extent.seed), ("rounds", rounds)):
+        before = body.get(name, "together" if body and name == "rounds" else value)
+        if before != value:
             raise CheckpointError(
-                f"{name} was {body[name]} when the sweep was saved, and is {getattr(extent, name)}: give what it was, "
-                "or a new directory"
+                f"{name} was {before} when the sweep was saved, and is {value}: give what it was, or a new directory"
             )

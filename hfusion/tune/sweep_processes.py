@@ -30,8 +30,8 @@ from hfusion.tune.cluster_workers import SWEEP_PARCEL, ClusterWorkers
 from hfusion.tune.reading_epochs import first_inputs
 from hfusion.tune.space import Maker, TrialModel
 from hfusion.tune.study import import_optuna
+from hfusion.tune.sweep_extent import Extent
 from hfusion.tune.sweep_recipe import SweepRecipe
-from hfusion.tune.sweep_runner import Extent
 from hfusion.tune.trial_shapes import Shapes
 
 _log = logging.getLogger(__name__)

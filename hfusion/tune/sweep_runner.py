@@ -5,23 +5,21 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog
-from hfusion.tune.array_workers import SweepWorkers
+from hfusion.tune.array_workers import RowsCall, SweepWorkers
 from hfusion.tune.epoch_result import EpochResult
-from hfusion.tune.exploit import PBT
 from hfusion.tune.heartbeat import Beats
 from hfusion.tune.objectives import Best, BestTrials
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray
 from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
+from hfusion.tune.sweep_extent import Extent
 from hfusion.tune.sweep_folder import SweepFolder
 from hfusion.tune.sweep_log import SweepLog
 from hfusion.tune.sweep_progress import SweepProgress
@@ -35,29 +33,16 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Extent:
-    """Size of a sweep: ``trials``, ``epochs``, the most concurrent ``rows``; and the exceptions that fail a trial only.
-
-    After ``deadline``, of time.monotonic, no more trials are asked. ``processes``: how many train, of a machine.
-    """
-
-    trials: int
-    epochs: int
-    rows: int | None
-    seed: int
-    catch: tuple[type[BaseException], ...]
-    pbt: PBT | None
-    deadline: float
-    processes: int = 1
-
-
 class Conductor:
     """Trains the trials of a sweep on devices, and writes what a resumed sweep needs into a folder.
 
     A trial is reported in the order of its number, whatever array it is in: so what is decided does not depend on the
     devices that there are.
     """
+
+    rounds = "together"
+    # Whether the killed sweep had begun more than the reports that were made again.
+    _replays = False
 
     def __init__(
         self,
@@ -76,7 +61,8 @@ class Conductor:
         self._events = SweepLog(log, workers)
         self.rooms = Rooms(workers, extent.trials, extent.rows, together=extent.pbt is not None)
         self._waiting: tuple[TrialModel, Shape] | None = None
-        self._round = 0
+        # Of the array that reported last, and how many times arrays have reported.
+        self._round = self._reported = 0
         self.best = BestTrials(trials.signs)
         waves = 1.0 if extent.rows is None else max(1.0, extent.trials / extent.rows)
         self._shapes = Shapes(maker.models, recipe, waves, saved=folder is not None, may_be_plain=extent.pbt is None)
@@ -93,25 +79,36 @@ class Conductor:
             began = time.monotonic()
             self._move()
             self._train()
-            training = sum(bool(array.seats) for array in self.rooms.arrays)
-            live = len(self.trials.live)
-            finished = len(self.trials.asked) - live
-            self._progress.round(self._round, finished, live, training, time.monotonic() - began)
-            self._round += 1
-            self._beats.beat()
-            self.trials.caught_up()
-            self._promote()
-            self._refill()
+            self._end_round(sum(bool(array.seats) for array in self.rooms.arrays), time.monotonic() - began)
         self.save()
+
+    def _end_round(self, training: int, seconds: float) -> None:
+        """Tell of a round of ``training`` arrays, and let other trials have the rows that are free."""
+        live = len(self.trials.live)
+        self._progress.round(self._round, len(self.trials.asked) - live, live, training, seconds)
+        self._round += 1
+        self._beats.beat()
+        if not self._replays:
+            self.trials.caught_up()
+        self._promote()
+        self._refill()
 
     def _train(self) -> None:
         """An epoch of all arrays; what their members come to is reported."""
-        arrays, seed = self.rooms.arrays, self._extent.seed + self._round
+        arrays = self.rooms.arrays
+        self._report(self._workers.ask({array.name: self._epoch(array) for array in arrays}), arrays)
+
+    def _epoch(self, array: ShapeArray) -> RowsCall:
+        """The call that trains an array in its next round."""
+        assert array.round is not None
         # Of several objectives the values after the last epoch alone are told.
-        several = self._recipe.objectives > 1
-        calls = {array.name: ("epoch", (seed, not several or array.any_ends)) for array in arrays}
-        found: dict[str, EpochResult] = self._workers.ask(calls)
+        evaluates = self._recipe.objectives == 1 or array.any_ends
+        return "epoch", (self._extent.seed + array.round, evaluates)
+
+    def _report(self, found: Mapping[str, EpochResult], arrays: Sequence[ShapeArray]) -> None:
+        """Report what the members of arrays came to in an epoch, in the order of their numbers."""
         for array in arrays:
+            array.save = ""
             self.rooms.note(array, found[array.name])
             self._events.round(array, self._round, found[array.name])
         values = {array.name: found[array.name].values for array in arrays}
@@ -238,7 +235,7 @@ class Conductor:
                 new = array.seated(self._round)
                 self._workers.send(array.name, "join", new)
                 for one in new:
-                    self.trials.place(one.number, self._round)
+                    self.trials.place(one.number, array.seats[one.tag].began)
                 self._events.seated(array, [array.seats[one.tag] for one in new], "started")
         self.rooms.give_back()
         self._events.close_all_but(self.rooms.arrays)
@@ -288,13 +285,18 @@ class Conductor:
         if self._folder is None:
             return
         attributes = self.trials.attributes()
-        members = {array.name: self._members(array) for array in self.rooms.arrays}
-        saves = self._workers.save({name: self._folder.of_array(name) for name in members}, members)
+        changed = [array for array in self.rooms.arrays if not array.save]
+        saves = self._workers.save(
+            {array.name: self._folder.of_array(array.name) for array in changed},
+            {array.name: self._members(array) for array in changed},
+        )
+        for array in changed:
+            array.save = self._folder.found(saves[array.name])
         arrays = [
             {
                 "name": array.name,
                 "plain": array.plain,
-                "save": self._folder.found(saves[array.name]),
+                "save": array.save,
                 "seats": [
                     [
                         seat.number,
@@ -319,7 +321,9 @@ class Conductor:
             "seed": self._extent.seed,
             "epochs": self._extent.epochs,
             "processes": self._extent.processes,
+            "rounds": self.rounds,
             "round": self._round,
+            "reported": self._reported,
             "opened": self.rooms.opened,
             "asked": self.trials.asked,
             "stopped": self._extent.trials if self.trials.stopped else None,
@@ -328,7 +332,7 @@ class Conductor:
             "best": [[best.number, list(best.values)] for best in self.best.all],
         }
         self._folder.write(body, tensors, self._round)
-        self._events.saved(self.rooms.arrays, self._round)
+        self._events.saved(changed, self._round)
 
     def resume(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Go on from what was written."""
@@ -347,7 +351,7 @@ class Conductor:
                 Seat(number, self._copied(number, params) or suggestions[number], began, done, params, *origin)
                 for number, began, done, _, params, *origin in one["seats"]
             ]
-            self._restore(one["name"], self._folder.root / one["save"], seats, plain=one["plain"])
+            self._restore(one["name"], one["save"], seats, plain=one["plain"])
         if body["waiting"] is not None:
             candidate = self._maker.candidate(body["waiting"], suggestions[body["waiting"]])
             self._waiting = candidate, self._shapes.shape(candidate, self.rooms.arrays)
@@ -372,11 +376,12 @@ class Conductor:
             "that it was, or a new directory"
         )
 
-    def _restore(self, name: str, path: Path, seats: list[Seat], *, plain: bool) -> None:
-        members = [self._member(seat) for seat in seats]
+    def _restore(self, name: str, save: str, seats: list[Seat], *, plain: bool) -> None:
+        assert self._folder is not None
+        path, members = self._folder.root / save, [self._member(seat) for seat in seats]
         array = self.rooms.restored(name, self._shapes.shape(members[0], self.rooms.arrays), seats, plain=plain)
         found = self._workers.ask({name: ("restore", (path.absolute(), members))})
-        array.widths, array.width = found[name]
+        (array.widths, array.width), array.save = found[name], save
         self._events.seated(array, seats, "resumed")
 
     def _kept(self, number: int, values: tuple[float, ...], tensors: Mapping[str, Tensor]) -> Best:

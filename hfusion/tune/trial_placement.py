@@ -71,7 +71,7 @@ class Rooms:
         """Plain trials that are an array from now on, as measured seconds say; each after its old name."""
         promoted = []
         for array in self.arrays:
-            if array.plain and array.seats and not array.joining:
+            if array.plain and array.seats and not array.joining and self._rests(array):
                 epochs = [seat.suggestion.epochs - seat.epochs for seat in array.seats.values()]
                 if not self._is_plain(array, (), epochs):
                     promoted.append((array.name, array))
@@ -100,12 +100,17 @@ class Rooms:
         """Free rows, and arrays that nobody is in, give back what they take."""
         crowded = {array.device for array in self.arrays if self.crowded(array.device)}
         for array in self.arrays:
-            if array.seats and array.compacts():
-                self._workers.send(array.name, "compact")
-            elif not array.taken:
+            if not array.taken:
                 self._workers.drop(array.name, collect=array.device in crowded)
+            elif array.seats and self._rests(array) and array.compacts():
+                array.save = ""
+                self._workers.send(array.name, "compact")
         self.arrays = [array for array in self.arrays if array.taken]
         self.seconds.keep(self.arrays)
+
+    def _rests(self, array: ShapeArray) -> bool:
+        """Return whether trials may join and leave an array: neither it trains nor another on its device."""
+        return not array.training and array.device not in self._workers.busy
 
     def _on(self, device: int) -> list[ShapeArray]:
         return [array for array in self.arrays if array.device == device]
@@ -138,10 +143,11 @@ class Rooms:
         """The array that one more trial may join, on the device that ends its round first then, and has the bytes."""
         if self.full or not self._pays(shape):
             return None
-        choices = [array for array in self.arrays if array.shape is shape]
-        if not choices or not self._together:
+        own = [array for array in self.arrays if array.shape is shape]
+        choices = [array for array in own if self._rests(array)]
+        if not own or not self._together:
             # Else its trials are compared with one another, and copied.
-            have = {array.device for array in choices}
+            have = {array.device for array in own} | set(self._workers.busy)
             new = [device for device in self._there if device not in have]
             choices += [ShapeArray(f"array-{self.opened}", shape, device) for device in new]
         for array in sorted(choices, key=lambda each: (self._end(each.device, each, 1), each.device)):

@@ -47,6 +47,7 @@ class Nowhere:
 
     devices: Sequence[DeviceInfo]
     gone: Sequence[int] = ()
+    busy: Sequence[int] = ()
 
     def open(self, name: str, device: int, choices: Any) -> None: ...
     def send(self, name: str, method: str, *args: Any) -> None: ...

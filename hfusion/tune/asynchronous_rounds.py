@@ -1,0 +1,82 @@
+"""A sweep whose arrays report when they are ready: none waits for the epochs of others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hfusion.tune.epoch_result import EpochResult
+from hfusion.tune.report_order import ReportOrder
+from hfusion.tune.shape_array import ShapeArray
+from hfusion.tune.sweep_runner import Conductor
+
+
+class AsynchronousConductor(Conductor):
+    """As `Conductor`, but trials are reported, pruned and replaced when their own array has trained an epoch.
+
+    A device trains one array at a time, of its arrays the one that is in the earliest round. While an array trains
+    nobody joins or leaves it, so that all arrays can be saved between any two reports. Which array reports next is
+    written before it does, and so a resumed sweep makes the decisions that the killed one had begun to make.
+    """
+
+    rounds = "asynchronous"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._results: dict[str, EpochResult] = {}
+
+    def run(self) -> None:
+        """Train until every trial is told."""
+        self._order = ReportOrder(None if self._folder is None else self._folder.root, self._reported)
+        if not self.rooms.arrays:
+            self._refill()
+            self.save()
+        while self.rooms.arrays:
+            began = time.monotonic()
+            array = self._next_ready()
+            self._order.note(array.name, sorted(seat.number for seat in array.seats.values()))
+            self._reported, self._replays = self._order.count, bool(self._order.replayed)
+            assert array.round is not None
+            self._round, array.training = array.round, False
+            self._report({array.name: self._results.pop(array.name)}, [array])
+            self._end_round(1, time.monotonic() - began)
+            self.save()
+
+    def resume(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        self._reported = body["reported"]
+        super().resume(body, tensors)
+
+    def _next_ready(self) -> ShapeArray:
+        """Wait for the array that reports next: the first that is ready, or in a resumed sweep the recorded one."""
+        while True:
+            arrays = {array.name: array for array in self.rooms.arrays}
+            self._order.skip_missing(arrays)
+            wanted = self._order.replayed[0] if self._order.replayed else next(iter(self._results), None)
+            if wanted is not None and wanted in self._results:
+                return arrays[wanted]
+            self._start(wanted)
+            name, self._results[name] = self._workers.first()
+
+    def _start(self, wanted: str | None) -> None:
+        """Let each device that is idle train an epoch of one of its arrays."""
+        there: dict[int, list[ShapeArray]] = {}
+        for array in self.rooms.arrays:
+            there.setdefault(array.device, []).append(array)
+        for device, arrays in there.items():
+            idle = [array for array in arrays if array.seats and not array.training]
+            if device in self._workers.busy or not idle or self._unheard(arrays):
+                continue
+            chosen = min(idle, key=lambda array: (array.name != wanted, array.round))
+            # Plain trials of all shapes are spread over the cores together.
+            several = chosen.plain and self._workers.side_by_side > 1
+            group = [array for array in idle if array.plain] if several else [chosen]
+            for array in group:
+                array.training = True
+            self._workers.start({array.name: self._epoch(array) for array in group})
+
+    def _unheard(self, arrays: list[ShapeArray]) -> bool:
+        """Return whether an array of these was started, and its result has not come."""
+        return any(array.training and array.name not in self._results for array in arrays)
