@@ -26,6 +26,7 @@ from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
 from hfusion.core.functorch import in_transform, is_wrapped
+from hfusion.core.loss_checks import PerMemberFunction, check_loss_function
 from hfusion.core.program import Program
 from hfusion.core.ragged import Ragged
 from hfusion.passes.expected_checks import FailedCheck
@@ -70,7 +71,7 @@ class _Calls:
         return self.joined[key]
 
 
-class PerModel:
+class PerModel(PerMemberFunction):
     """A function per member; see `per_model`.
 
     Args:
@@ -78,6 +79,7 @@ class PerModel:
     """
 
     def __init__(self, function: Callable[..., Any], programs: FunctionPrograms | None = None) -> None:
+        check_loss_function(function)
         self._function = function
         self._module = _Function(function)
         self._name = getattr(function, "__name__", type(function).__name__)

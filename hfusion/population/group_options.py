@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from hfusion.core.loss_checks import check_loss_function
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember, one_for_each
@@ -65,7 +66,8 @@ class GroupOptions:
         compile: Compile = None,
         memory: str | int | None = None,
     ) -> GroupOptions:
-        """Raises ValueError for a list of another length than ``total``."""
+        """Raises ValueError for a list of another length than ``total``, or a loss that is per member already."""
+        check_loss_function(loss)
         schedules = None if scheduler is None else tuple(one_for_each(scheduler, total))
         begun = copy.deepcopy(scaler)
         if begun is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hfusion.array.each import Each
 from hfusion.core.calls import call_arguments
+from hfusion.core.loss_checks import check_losses
 from hfusion.device.backend import active_autocast
 from hfusion.optim import FusedOptimizer
 from hfusion.population.gradients import weighted
@@ -36,7 +37,7 @@ class PlainStep:
         self.budget = None
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
-        """Losses ``[1]`` of one step. Raises ValueError for a loss that is no single number."""
+        """Losses ``[1]`` of one step. Raises ValueError for a loss that is no single number with a gradient."""
         args, kwargs = call_arguments(inputs, keywords)
         if not isinstance(inputs, Tensor) or kwargs:
             args, kwargs = of_row(args), of_row(kwargs)
@@ -45,16 +46,14 @@ class PlainStep:
         self._module.zero_grad()
         with torch.enable_grad():
             loss = self._loss(self._module.model(*args, **kwargs), target)
-            if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() > 0:
-                shown = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise ValueError(f"the loss must give one number for a member, it gave {shown}; take its mean")
+            check_losses(loss, trains=any(param.requires_grad for param in self._module.parameters()))
             with ExitStack() as stack:
                 # As torch advises: an autocast is for forward and loss.
                 for kind, _ in active_autocast() or ():
                     stack.enter_context(torch.autocast(kind, enabled=False))
                 if loss.requires_grad:
                     loss.backward()
-        losses = loss.detach().reshape(1)
+        losses: Tensor = loss.detach().reshape(1)
         self.update(losses)
         return losses
 

@@ -18,6 +18,7 @@ from hfusion.array.program_reuse import trust
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import take_entries
 from hfusion.core.errors import FusionError
+from hfusion.core.loss_checks import check_losses
 from hfusion.core.member_random import new_seeds, seeded
 from hfusion.core.row_indices import blocks_of
 from hfusion.device.backend import active_autocast, without_autocast
@@ -125,13 +126,6 @@ def backward(losses: Tensor) -> None:
     # As torch advises, and as it is when a step's autocast ends before its backward.
     with without_autocast(active_autocast()):
         losses.sum().backward()
-
-
-def check_losses(losses: Any, members: int) -> None:
-    """Raise a ValueError unless there is one number per member."""
-    if not isinstance(losses, Tensor) or losses.shape != (members,):
-        found = f"[B, ...] = {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        raise ValueError(f"loss_fn must give one number for each of {members} members, it gave {found}; take its mean")
 
 
 def _expanded(outputs: Any, members: int) -> Any:

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from hfusion.array.module import FusedModule
 from hfusion.capture.compare import check_alone, check_pair
 from hfusion.core.errors import FusionError, PlanError
+from hfusion.core.loss_checks import check_loss_function
 from hfusion.core.membership import Membership, mark, membership
 from hfusion.core.patience import Patience
 from hfusion.optim.base import FusedOptimizer
@@ -149,6 +150,7 @@ class Task:
         if not isinstance(self.callbacks, Sequence) or not all(map(callable, self.callbacks)):
             raise PlanError(f"task {self.name!r}: callbacks is {self.callbacks!r}; give a list of functions")
         try:
+            check_loss_function(self.loss)
             CompileMode.of(self.compile, None, self.parts)
         except ValueError as error:
             raise PlanError(f"task {self.name!r}: {error}") from None

@@ -19,6 +19,7 @@ from hfusion.checkpoint import files
 from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.checkpoint.packed import PackedSave
 from hfusion.core.calls import call_arguments
+from hfusion.core.loss_checks import check_losses
 from hfusion.core.membership import Membership, mark
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import read
@@ -207,9 +208,7 @@ class PlainTrials:
                     trial.optimizer.zero_grad()
                 args, kwargs = call_arguments(inputs, {})
                 loss = self._loss(trial.model(*args, **kwargs), target)
-                if not isinstance(loss, Tensor) or loss.dim():
-                    shown = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                    raise ValueError(f"the loss must give one number for a member, it gave {shown}; take its mean")
+                check_losses(loss)
                 losses.append(loss.detach())
                 with torch.autocast(recipe.device.type, enabled=False):
                     (loss / accumulate if accumulate > 1 else loss).backward()

@@ -17,6 +17,7 @@ from torch import nn
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog
+from hfusion.core.loss_checks import check_loss_function
 from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
@@ -249,6 +250,7 @@ def _check_kinds(
     for name, value in (("make_model", make_model), ("space", space), ("loss", loss), ("optimizer", optimizer)):
         if not callable(value):
             raise ValueError(f"{name}={value!r}: give a function")
+    check_loss_function(loss)
     if metric is not None and not callable(metric):
         raise ValueError(f"metric={metric!r}: give a function of outputs and targets, or None")
     if scheduler is not None and not callable(scheduler):

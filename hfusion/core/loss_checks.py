@@ -1,0 +1,43 @@
+"""Errors for losses that cannot train a model, with the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class PerMemberFunction:
+    """Base class of functions that are computed for each member already."""
+
+
+def check_loss_function(loss: Any) -> None:
+    """Raise ValueError if ``loss`` is `hfusion.per_model` of a function where the function itself is expected."""
+    if isinstance(loss, PerMemberFunction):
+        raise ValueError(
+            f"the loss is {loss!r}, but a loss is applied to each member here anyway. Pass the function itself, "
+            "without hf.per_model."
+        )
+
+
+def check_losses(losses: Any, members: int | None = None, trains: bool = True) -> None:
+    """Raise ValueError unless a loss returned one number with a gradient for each member.
+
+    Args:
+        members: B of losses ``[B]`` of an array; None for the loss ``[]`` of a single model.
+        trains: whether a parameter requires a gradient, so that the losses must have one.
+    """
+    expected, owner = ((), "a member") if members is None else ((members,), f"each of {members} members")
+    if not isinstance(losses, Tensor):
+        raise ValueError(
+            f"the loss must give one number for {owner}, it gave {type(losses).__name__}. Return a tensor that is "
+            "computed from the outputs, without item()."
+        )
+    if losses.shape != expected:
+        shape = f"a tensor {list(losses.shape)}" if members is None else f"[B, ...] = {list(losses.shape)}"
+        raise ValueError(f"the loss must give one number for {owner}, it gave {shape}. Take its mean.")
+    if trains and not losses.requires_grad:
+        raise ValueError(
+            f"the losses, of dtype {losses.dtype}, have no gradient, so nothing would be trained. Compute them in "
+            "floating point from the outputs, without detach() or item(), and let a parameter require a gradient."
+        )
