@@ -66,18 +66,22 @@ test-cluster: $(VENV)/.cluster
 test-foreign: $(VENV)/.foreign
 	$(BIN)/python -m pytest -m foreign tests/foreign
 
-# PYTHONS="python3.11 python3.12" TORCHES="2.11.0 2.13.0": a smoke selection in a separate environment for each pair.
+# PYTHONS="python3.11 python3.12" TORCHES="2.11.0 2.14.1": a smoke selection in a separate environment for each pair.
+# KEEP=1 keeps the environments, of about 5 GB each on Linux.
 PYTHONS ?= $(PYTHON)
-TORCHES ?= 2.11.0 2.13.0
-SMOKE := tests/test_training.py tests/schedule tests/core/test_errors.py tests/array/test_exported.py tests/capture/test_export.py tests/capture/test_export_context.py
+TORCHES ?= 2.11.0 2.14.1
+SMOKE := tests/test_training.py tests/test_main.py tests/test_import.py tests/test_slices.py tests/schedule tests/core/test_errors.py \
+	tests/array/test_exported.py tests/capture/test_export.py tests/capture/test_export_context.py
 test-matrix:
 	@set -e; for python in $(PYTHONS); do for torch in $(TORCHES); do \
-		echo "== $$python, torch $$torch"; \
-		folder=build/matrix/$$python-$$torch; \
+		version=$$($$python -c 'import sys; print("{}.{}.{}".format(*sys.version_info))'); \
+		folder=build/matrix/python$$version-torch$$torch; \
+		echo "== Python $$version, torch $$torch"; \
 		$$python -m venv $$folder; \
 		$$folder/bin/python -m pip install --quiet $(if $(INDEX),--extra-index-url $(INDEX)) \
-			--editable . "torch==$$torch" pytest hypothesis expecttest matplotlib; \
+			--editable . "torch==$$torch" pytest hypothesis expecttest matplotlib "optuna>=4.0"; \
 		$$folder/bin/python -m pytest -q $(SMOKE); \
+		$(if $(KEEP),:,rm -rf $$folder); \
 	done; done
 
 dist: $(STAMP)
