@@ -6,11 +6,14 @@ becomes a link to the repository's page here. A path that leads nowhere is left 
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from sphinx.util.docutils import SphinxDirective
 
 import hfusion
 
@@ -115,7 +118,24 @@ def skip(app: Any, what: str, name: str, member: object, is_skipped: bool, optio
     return True if re.fullmatch(r"set_\w+_request|get_metadata_routing", name) else None
 
 
+class FileTable(SphinxDirective):
+    """A table of the files of a folder, each with the first line of its docstring."""
+
+    required_arguments = 1
+
+    def run(self) -> list[Any]:
+        folder = ROOT / self.arguments[0]
+        lines = [f"| `{self.arguments[0]}/` | what it does |", "|---|---|"]
+        for path in sorted(folder.glob("*.py")):
+            self.env.note_dependency(str(path))
+            docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+            summary = docstring.partition("\n")[0].replace("``", "`").replace("|", "\\|")
+            lines.append(f"| [`{path.name}`]({REPOSITORY}/{path.relative_to(ROOT)}) | {summary} |")
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
 def setup(app: Any) -> None:
+    app.add_directive("file-table", FileTable)
     app.connect("autodoc-process-docstring", quote)
     app.connect("autodoc-skip-member", skip)
     app.connect("source-read", read)

@@ -1,6 +1,11 @@
-"""No file is longer than a reader takes in at once."""
+"""No file is longer than a reader takes in at once, and a page lists every file with what it does."""
 
 from __future__ import annotations
+
+import ast
+import re
+
+import pytest
 
 from tests.test_names import ROOT, files
 
@@ -10,3 +15,23 @@ MAX_LINES = 400
 def test_no_file_is_long() -> None:
     lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in files()}
     assert {name for name, length in lengths.items() if length > MAX_LINES} == set()
+
+
+def test_every_file_begins_with_what_it_does() -> None:
+    first_lines = {path: (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0] for path in files()}
+    assert [path for path, line in first_lines.items() if not line.endswith((".", ":"))] == []
+
+
+@pytest.mark.parametrize("page", ["files.md", "architecture.md"])
+def test_every_folder_is_on_the_pages_of_the_code(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in files()} - {"hfusion"}
+    if page == "architecture.md":
+        # A folder within a room is named in the row of the room.
+        named = set(re.findall(r"`([\w/]+)/`", text))
+        missing = [name for name in folders if not named & {name, name.rpartition("/")[2]}]
+    else:
+        listed = re.findall(r"^```{file-table} (\S+)$", text, re.MULTILINE)
+        assert len(listed) == len(set(listed))
+        missing = sorted(folders ^ (set(listed) - {"hfusion"}))
+    assert missing == []
