@@ -2,14 +2,14 @@
 
     python examples/sweep.py --trials 64 --epochs 9 --directory runs/digits
 
-Learning rate, weight decay, betas and the number of channels are suggested by Optuna's TPE; Hyperband stops what does
-not get on. Trials with as many channels are one array, and each is trained exactly as if alone. With ``--directory``
-the sweep goes on after Ctrl-C, a crash or a kill: start it again.
+Optuna's TPE suggests learning rate, weight decay, betas and the number of channels; Hyperband stops trials that do not
+improve. Trials with equally many channels are one array, and each is trained exactly as if alone. With ``--directory``
+the sweep resumes after Ctrl-C, a crash or a kill: start it again.
 
     python examples/sweep.py --processes 2
     python examples/sweep.py --ray auto --directory /shared/runs/digits
 
-train the arrays in processes of this machine, or on the nodes of a Ray cluster.
+train the arrays in processes of this machine, or on the nodes of a Ray cluster. Both need ``pip install '.[cluster]'``.
 """
 
 from __future__ import annotations
