@@ -24,7 +24,7 @@ Written by `make ops-sweep`, with torch {version}: {operators} functions and in-
 database (`torch.testing._internal.common_methods_invocations.op_db`), each called by a small module with
 up to {samples} of the database's samples. A pair is an operator and a pattern: one or three members, and which tensor
 arguments are stacked: none, each alone, all. The array must give the outputs and gradients of the members
-alone, in float64 (relative 1e-9), or refuse in words. Of several samples the worst counts.
+alone, in float64 (relative 1e-9), or raise a clear error. Of several samples the worst counts.
 
 {table}
 
@@ -33,7 +33,7 @@ alone, in float64 (relative 1e-9), or refuse in words. Of several samples the wo
 
 REASONS = {
     Verdict.WRONG: "Wrong",
-    Verdict.ERROR: "Errors that are not told in words",
+    Verdict.ERROR: "Other errors",
     Verdict.REFUSED: "Refused",
     Verdict.LOOPED: "Right, but with operators that run in a loop over members",
     Verdict.NONE: "Nothing to compare",
