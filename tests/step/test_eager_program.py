@@ -101,6 +101,16 @@ def test_times_that_are_unsteady_decide_nothing(folder: Path, monkeypatch: pytes
     assert "measured" not in str(step.report())
 
 
+@needs_compiler
+def test_hooks_run_once_for_each_step(folder: Path) -> None:
+    advance(made(True))
+    step, calls = made(), []
+    step._fused.register_forward_hook(lambda *_: calls.append(1))
+    advance(step, 6)
+    assert len(calls) == 6
+    assert not list(folder.glob("*-eager.json"))
+
+
 @pytest.mark.parametrize(("compiled", "wins"), [(1.0, False), (1.02, False), (1.1, True)])
 def test_eager_steps_must_be_clearly_faster(compiled: float, wins: bool) -> None:
     assert WayTimes({COMPILED: compiled, EAGER: 1.0}).eager_wins is wins
