@@ -10,6 +10,9 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from hfusion.core.errors import PlanError
 
 
@@ -35,6 +38,9 @@ def _dump(what: str, value: Any, parts: Mapping[int, str], target: Any) -> None:
         def persistent_id(self, found: object) -> str | None:
             return parts.get(id(found))
 
+        def reducer_override(self, found: Any) -> Any:
+            return _as_bytes(found) if _is_plain(found) else super().reducer_override(found)
+
     try:
         Packer(target).dump(value)
     except Exception as error:
@@ -42,6 +48,29 @@ def _dump(what: str, value: Any, parts: Mapping[int, str], target: Any) -> None:
             f"{what} cannot go to another process, as pickle fails: {type(error).__name__}: {error}; leave out what "
             "only this process has, such as open files, locks and generators"
         ) from error
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is a tensor that its bytes, dtype and shape describe."""
+    if type(value) not in (Tensor, nn.Parameter) or not isinstance(value, Tensor):
+        return False
+    if not (value.is_cpu and value.is_leaf and value.layout is torch.strided and value.is_contiguous()):
+        return False
+    if value.is_quantized or value.is_conj() or value.is_neg() or vars(value) or value._backward_hooks:
+        return False
+    return 0 < value.nbytes == value.untyped_storage().nbytes()
+
+
+def _as_bytes(tensor: Tensor) -> tuple[Any, ...]:
+    """Reduce a plain tensor: torch's own way takes ten times as long for small ones."""
+    data = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return _of_bytes, (data, tensor.dtype, tensor.shape, tensor.requires_grad, type(tensor) is nn.Parameter)
+
+
+def _of_bytes(data: bytes, dtype: torch.dtype, shape: torch.Size, trained: bool, is_parameter: bool) -> Tensor:
+    # A copy in memory of torch's own, which is aligned as that of any other tensor.
+    tensor = torch.frombuffer(bytearray(data), dtype=dtype).clone().reshape(shape)
+    return nn.Parameter(tensor, trained) if is_parameter else tensor.requires_grad_(trained)
 
 
 class _Counter:
@@ -95,6 +124,8 @@ def unpack_message(data: bytes) -> Any:
 
 class _MessagePickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
+        if _is_plain(value):
+            return _as_bytes(value)
         if isinstance(value, type | types.FunctionType):
             module, name = value.__module__, value.__qualname__
             try:

@@ -19,7 +19,7 @@ cloudpickle = pytest.importorskip("cloudpickle")
 
 import hfusion as hf  # noqa: E402
 from hfusion.cluster.messages import Raised  # noqa: E402
-from hfusion.cluster.serialization import pack_message, unpack_message  # noqa: E402
+from hfusion.cluster.serialization import pack, pack_message, unpack, unpack_message  # noqa: E402
 
 
 class Refused(Exception):
@@ -115,3 +115,44 @@ def test_a_script_trains_what_it_defines(variant: str) -> None:
     place = {**os.environ, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
     done = subprocess.run([sys.executable, *command], env=place, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1:] == ["all classes are the script's"], done.stderr
+
+
+def tensors() -> dict[str, Tensor]:
+    base = torch.arange(12.0).reshape(3, 4)
+    marked = nn.Parameter(base.clone())
+    marked.no_decay = True  # type: ignore[attr-defined]
+    return {
+        "plain": base.clone(),
+        "trained": base.clone().requires_grad_(),
+        "parameter": nn.Parameter(base.clone()),
+        "frozen": nn.Parameter(base.clone(), requires_grad=False),
+        "marked": marked,
+        "number": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "part": base[1:],
+        "transposed": base.t(),
+        "expanded": torch.zeros(1, 4).expand(3, 4),
+        "half": base.to(torch.bfloat16),
+        "whole": torch.tensor([[1, -2]]),
+        "truth": torch.tensor([True, False]),
+        "complex": torch.tensor([1 + 2j]),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+    }
+
+
+@pytest.mark.parametrize("name", tensors())
+@pytest.mark.parametrize(
+    "sent", [lambda value: unpack(pack("it", value, {})), lambda value: unpack_message(pack_message(value))]
+)
+def test_tensors_are_what_they_were(name: str, sent: Any) -> None:
+    tensor = tensors()[name]
+    first, second = sent([tensor, tensor])
+    assert first is second
+    assert type(first) is type(tensor)
+    assert torch.equal(first, tensor)
+    for attribute in ("dtype", "shape", "requires_grad"):
+        assert getattr(first, attribute) == getattr(tensor, attribute)
+    assert first.stride() == tensor.stride()
+    assert vars(first) == vars(tensor)
+    with torch.no_grad():
+        first.untyped_storage().fill_(0)
