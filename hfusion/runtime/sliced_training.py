@@ -63,7 +63,8 @@ class SlicedTraining(Training):
 
     def _minibatch(self, device: torch.device, gate: Gate) -> None:
         unit, began = self.slices.unit(self.minibatches, Phase.BACKWARD), perf_counter()
-        self._begin(self._source, device, gate)
+        recipe = self._read(self._source, device, gate)
+        self._boundary.begin(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
         with gate.computing():
             self._forward(0, device)
             between = perf_counter()

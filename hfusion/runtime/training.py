@@ -153,7 +153,8 @@ class Training:
         if unit.shard == 0 and unit.phase is not Phase.BACKWARD:
             source = self._source if unit.phase is Phase.FORWARD else self._evaluation
             assert source is not None
-            self._begin(source, device, gate)
+            recipe = self._read(source, device, gate)
+            self._boundary.begin(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
         with gate.computing():
             if unit.phase is Phase.FORWARD:
                 self._forward(unit.shard, device)
@@ -206,10 +207,6 @@ class Training:
 
     def _is_last(self, shard: int) -> bool:
         return shard == len(self.plan.shards) - 1
-
-    def _begin(self, source: Source, device: torch.device, gate: Gate) -> None:
-        recipe = self._read(source, device, gate)
-        self._boundary.begin(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
 
     def _read(self, source: Source, device: torch.device, gate: Gate) -> Recipe:
         self._batch = source.next(self._generators.apart(device))

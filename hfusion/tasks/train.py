@@ -288,13 +288,13 @@ class _TrainRun:
         """Return the training of an array; ``eager``: why its minibatches are not compiled steps, empty if they are."""
         one, plan, (stream, *evaluation) = self.arrangements[index], self.plan.tasks[index], streams
         given = (plan, state, names, stream, evaluation[0] if evaluation else None, limits, seed)
-        slices = None if shards_obstacle(plan) else Slices.of(plan, alone=len(self.arrangements) == 1)
         if eager:
             self.eager[index] = eager
-            if slices is None or any(device.type != "cpu" for device in self._devices.values()):
-                return Training(*given)
+        if eager and (shards_obstacle(plan) or any(device.type != "cpu" for device in self._devices.values())):
+            return Training(*given)
+        slices = Slices.of(plan, alone=len(self.arrangements) == 1)
+        if eager:
             return SlicedTraining(*given, slices=slices)
-        assert slices is not None
         self._steps[index] = ArrayStep(one, plan.name)
         return WholeTraining(*given, step=self._steps[index], slices=slices)
 
@@ -330,8 +330,7 @@ class _TrainRun:
             name = self.plan.tasks[failed.task].name
             self.note(failed.task, ArrayNote("failed", None, error=first_line(cause or failed)))
             # A callback may have failed after the last unit.
-            others = [index for index in range(len(self.trainings)) if index != failed.task]
-            done = [index for index in others if engine.done(index)]
+            done = [index for index in range(len(self.trainings)) if index != failed.task and engine.done(index)]
             report = self._report(engine, worker, done)
             names = ", ".join(report) or "none"
             raise TrainError(
@@ -371,13 +370,10 @@ class _TrainRun:
         return replace(whole, actions=tuple(found))
 
     def _report(self, engine: Engine, worker: DeviceWorker, done: Sequence[int]) -> Report:
-        tasks: dict[str, TaskReport] = {}
         arrays, finished = defaultdict[Task, list[int]](list), set(done)
         for index, one in enumerate(self.arrangements):
             arrays[one.task].append(index)
-        for task, indices in arrays.items():
-            if finished.issuperset(indices):
-                tasks[task.name] = self._task_report(task, indices)
+        tasks = {task.name: self._task_report(task, own) for task, own in arrays.items() if finished.issuperset(own)}
         return Report(tasks, self.plan, self._timeline(engine, worker), engine.peak)
 
     def _task_report(self, task: Task, indices: Sequence[int]) -> TaskReport:
