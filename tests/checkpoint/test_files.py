@@ -129,3 +129,13 @@ def test_writers_and_a_reader_side_by_side(tmp_path: Path) -> None:
     assert failed == []
     save(tmp_path, 300, keep=1)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_saves_are_ordered_by_number(tmp_path: Path) -> None:
+    for number in (999_999_999_999, 1_000_000_000_000, 7):
+        (tmp_path / f"save-{number:012d}").mkdir()
+    assert [path.name for path in files.saves(tmp_path)] == [
+        "save-000000000007",
+        "save-999999999999",
+        "save-1000000000000",
+    ]

@@ -365,3 +365,23 @@ def test_spectral_norm_is_captured() -> None:
 
     fused = assert_alone([make() for _ in range(2)], normal(3, 4, 5), normal(3, 4, 5))
     assert not looped(fused.report().parts[0])
+
+
+class Rescaled(nn.Module):
+    """Replaces a buffer by a value from which the next call computes; backward needs the one before."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4).double()
+        self.register_buffer("scale", torch.full((4,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x) * self.scale
+        self.scale = self.scale * 0.5
+        return y
+
+
+def test_backward_uses_a_buffer_as_it_was_before_it_was_replaced() -> None:
+    assert_alone([Rescaled() for _ in range(3)], normal(2, 4), normal(2, 4))

@@ -198,3 +198,13 @@ def test_errors(name: str) -> None:
     call, words = WRONG[name]
     with pytest.raises(ValueError, match=words):
         call(pop)
+
+
+def test_a_copy_of_a_member_without_a_record_has_none() -> None:
+    pop = hf.Population([MODELS["normed"]() for _ in range(2)], **OPTIONS)
+    pop.best.update([0.5, 0.25])
+    pop.best.clear(0)
+    pop.copy(0, 1)
+    assert pop.best.scores.isnan().all()
+    with pytest.raises(ValueError, match="no best weights"):
+        pop.best[1]

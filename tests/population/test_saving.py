@@ -253,3 +253,14 @@ def test_a_free_row_may_have_the_model_of_a_member_at_load(tmp_path: Path) -> No
     assert loaded.fused.get_parameter("0.weight").shape == (3, 3)
     x, y = torch.randn(4, 3), torch.randn(4, 2)
     assert torch.equal(pop.step(x, y)[[0, 2]], loaded.step(x, y)[[0, 2]])
+
+
+def test_members_that_join_after_a_load_begin_as_those_before_it(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"loss": F.mse_loss, "compile": False}
+    pop = hf.Population([nn.Linear(3, 2) for _ in range(2)], optimizer=partial(hf.optim.SGD, lr=0.25), **given)
+    pop.step(torch.randn(4, 3), torch.randn(4, 2))
+    pop.save(tmp_path)
+    again = hf.Population.load(tmp_path, lambda: nn.Linear(3, 2), optimizer=partial(hf.optim.SGD, lr=0.5), **given)
+    row = again.start(None, nn.Linear(3, 2))
+    assert again.hparams["lr"][row] == 0.25

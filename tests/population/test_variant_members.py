@@ -63,6 +63,12 @@ def test_compiled_steps_of_all_and_of_some() -> None:
     step(pop, alone)
 
 
+@pytest.mark.parametrize("kinds", [(0, 0, 1, 0), (0, 3, 1, 9)])
+def test_statistics_of_members_that_are_no_neighbours(kinds: Sequence[int]) -> None:
+    pop, alone = made(kinds)
+    step(pop, alone)
+
+
 def test_a_model_of_a_new_variant_joins_the_array() -> None:
     pop, alone = made(accumulate=2)
     for member in alone:
