@@ -4,6 +4,5 @@
 set -euo pipefail
 device=$(cd "${HFUSION_NULL_CUDA:?the folder in which the null CUDA device was built}" && pwd)
 export HFUSION_NULL_CUDA=$device LD_PRELOAD=$device/libnullcuda.so LD_LIBRARY_PATH=$device TRITON_LIBCUDA_PATH=$device
-# It has no convolutions of cuDNN's later interface.
-export TORCH_CUDNN_V8_API_DISABLED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$@"
