@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout, lift
+from hfusion.device import layer_times
 from hfusion.ops.fold import folded
 from hfusion.ops.lowering import Efficiency
 from hfusion.ops.rule import Answer, Call, Memberwise, RuleTable, Site, Value, each, has_per_member, loop
@@ -27,16 +28,17 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 # Of an H200, 16 members, less 0.2 ms that every measured call took: one call 0.2 to 0.3 ms, in a loop 0.12 ms for each.
 # A matrix product took 0.36 ms where the grouped convolution took 0.56 ms.
-ONE_ON_GPU, EACH_ON_GPU, PRODUCT_ON_GPU = Efficiency(14), Efficiency(8), Efficiency(12)
+GROUPED_ON_GPU, DENSE_ON_GPU = Efficiency(14, kind=layer_times.GROUPED), Efficiency(14, kind=layer_times.DENSE)
+EACH_ON_GPU, PRODUCT_ON_GPU = Efficiency(8, kind=layer_times.CONVOLUTIONS), Efficiency(12, kind=layer_times.BATCHED)
 # Fits to forward and backward of single layers, one core of a Xeon (AVX-512), 4 and 16 members.
-GROUPED = Efficiency(67, traffic=0.25, gpu=ONE_ON_GPU)
-DENSE = Efficiency(40, traffic=0.45, gpu=ONE_ON_GPU)
-GROUPED_LAST = Efficiency(20, traffic=0.28, gpu=ONE_ON_GPU)
-DENSE_LAST = Efficiency(40, traffic=0.25, gpu=ONE_ON_GPU)
+GROUPED = Efficiency(67, traffic=0.25, gpu=GROUPED_ON_GPU)
+DENSE = Efficiency(40, traffic=0.45, gpu=DENSE_ON_GPU)
+GROUPED_LAST = Efficiency(20, traffic=0.28, gpu=GROUPED_ON_GPU)
+DENSE_LAST = Efficiency(40, traffic=0.25, gpu=DENSE_ON_GPU)
 LAST = Efficiency(90, traffic=0.7)
 EACH = Efficiency(53, traffic=0.3, gpu=EACH_ON_GPU)
 PRODUCT = Efficiency(21, traffic=0.6, gpu=PRODUCT_ON_GPU)
-PRODUCT_EACH = Efficiency(27, traffic=0.6, gpu=EACH_ON_GPU)
+PRODUCT_EACH = Efficiency(27, traffic=0.6, gpu=Efficiency(8, kind=layer_times.PRODUCTS))
 
 Maybe = Tensor | None
 Options = Mapping[str, Any]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -20,6 +21,7 @@ from hfusion.bench.fuse import reason_of
 from hfusion.bench.gpu_state import gpu_state
 from hfusion.bench.machine import describe
 from hfusion.device.backend import accelerators, backend
+from hfusion.device.calibrate import compute_rates
 
 _TESTS = Path(hfusion.__file__).resolve().parents[1] / "tests"
 _PACKAGES = ("triton", "nvidia-ml-py", "numpy")
@@ -39,6 +41,7 @@ def describe_machine(device: torch.device) -> CheckResult:
     values["packages"] = {name: _version(name) for name in _PACKAGES}
     values["tf32"] = {"matmul": torch.get_float32_matmul_precision(), "cudnn": torch.backends.cudnn.allow_tf32}
     values["devices"] = [str(each) for each in accelerators()]
+    values["rates"] = asdict(compute_rates(device))
     if device.type != "cpu":
         recorder = backend(device).recorder()
         values["records graphs"] = recorder if isinstance(recorder, str) else True

@@ -17,13 +17,16 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 from hfusion.core.claimed_folder import temporary_folder
 from hfusion.core.errors import PlanError
+from hfusion.device import layer_times
 from hfusion.device.backend import accelerators, backend
 from hfusion.device.cache import cache_file, cache_folder, lasts, number, read_json, write_json
+from hfusion.device.layer_times import KindFit
 from hfusion.device.native import core_cache, cores, processor, processor_name
 from hfusion.device.openmp import torch_threads
 
@@ -55,7 +58,8 @@ class ComputeRates:
 
     ``flops``: float32 matrix products, FLOP/s; ``memory``: elementwise operators, bytes/s read and written; ``calls``:
     operators per second that Python calls, and autograd differentiates, while they have next to nothing to compute.
-    ``bfloat16``, ``float16``: matrix products of these dtypes, FLOP/s; without them those of float32.
+    ``bfloat16``, ``float16``: matrix products of these dtypes, FLOP/s; without them those of float32. ``kinds``: what
+    kinds of lowerings were measured to take of these rates, by the names in `hfusion.device.layer_times`.
     """
 
     flops: float
@@ -64,6 +68,7 @@ class ComputeRates:
     bfloat16: float | None = field(default=None, kw_only=True)
     float16: float | None = field(default=None, kw_only=True)
     device: str = field(default="cpu", kw_only=True)
+    kinds: Mapping[str, KindFit] = field(default_factory=dict, kw_only=True, hash=False)
 
     def flops_of(self, dtype: torch.dtype) -> float:
         """Return the rate of matrix products of ``dtype``, FLOP/s."""
@@ -72,7 +77,7 @@ class ComputeRates:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name == "device" or (value is None and name in _HALF):
+            if name in ("device", "kinds") or (value is None and name in _HALF):
                 continue
             if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
                 raise PlanError(f"rate {name} is {value!r}: it must be a positive number")
@@ -121,6 +126,7 @@ def standard_rates(device: torch.device) -> ComputeRates:
 def compute_rates(device: torch.device) -> ComputeRates:
     """Return the rates from which lowerings are chosen: those of this machine, measured once in about 0.2 s.
 
+    On an accelerator up to three seconds more, in which kinds of lowerings are timed (`hfusion.device.layer_times`).
     All processes of a machine choose the same: `standard_rates` are used if measurements cannot be cached, if there is
     no such device here, and with HFUSION_RATES=standard in the environment. They are also used while the machine is too
     busy to be measured, which is tried again in the next process.
@@ -173,12 +179,17 @@ def _computing(device: torch.device) -> tuple[ComputeRates, str]:
     key = tuple(place.values())
     if key in _busy:
         return standard_rates(device), _busy[key]
+    layers = () if device.type == "cpu" else tuple(layer_times.timed_layers())
     try:
-        rates, trouble = _kept("compute", place, _COMPUTING, partial(_measure_computing, device))
+        measured, trouble = _kept("compute", place, (*_COMPUTING, *layers), partial(_measure_compute, device))
     except BusyMachine as error:
         _busy[key] = str(error)
         return standard_rates(device), _busy[key]
-    return ComputeRates(**rates, device=device.type), trouble
+    computing: dict[str, Any] = {name: measured[name] for name in _COMPUTING}
+    if layers:
+        flops, memory, calls = (measured[name] for name in ("flops", "memory", "calls"))
+        computing["kinds"] = layer_times.fitted(measured, flops, memory, calls)
+    return ComputeRates(**computing, device=device.type), trouble
 
 
 # Of what could not be measured, why: one process does not try again.
@@ -237,6 +248,13 @@ def _read(path: Path, description: Mapping[str, str], names: Sequence[str]) -> d
     except OSError as error:
         warnings.warn(f"the rates of the machine in {path} are measured again: {error.strerror}", stacklevel=4)
         return None
+
+
+def _measure_compute(device: torch.device) -> dict[str, float]:
+    """Measure the rates, and on an accelerator the layers. Raises BusyMachine."""
+    rates = _measure_computing(device)
+    with _plainly(device):
+        return rates if device.type == "cpu" else {**rates, **layer_times.measure(device)}
 
 
 def _measure_computing(device: torch.device) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfusion.core.layout import Layout
 from hfusion.device.calibrate import ComputeRates
+from hfusion.device.layer_times import CONVOLUTIONS, KINDS, PRODUCTS, KindFit
 from hfusion.ops import RULES
 from hfusion.passes.cost.price import Model
 from hfusion.passes.layouts import Choice, choose
@@ -44,7 +46,7 @@ LAYERS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def chosen(name: str, members: int = MEMBERS) -> Choice:
+def chosen(name: str, members: int = MEMBERS, rates: ComputeRates = H200) -> Choice:
     """Choose a layer's lowering for stacked inputs."""
     target, shapes, result, options = LAYERS[name]
     graph = fx.Graph()
@@ -56,7 +58,7 @@ def chosen(name: str, members: int = MEMBERS) -> Choice:
             operand.meta["val"] = torch.empty(shape, device="cuda", requires_grad=operand is not operands[0])
         node.meta["val"] = torch.empty(result, device="cuda")
     layouts = [Layout.STACKED] * len(operands)
-    return choose(graph, layouts, members, RULES, Model.of(graph, members, H200))[node]
+    return choose(graph, layouts, members, RULES, Model.of(graph, members, rates))[node]
 
 
 def measured(name: str) -> dict[str, Any]:
@@ -85,3 +87,11 @@ def test_estimates_are_of_the_size_of_the_times(name: str) -> None:
 @pytest.mark.parametrize("name", LAYERS)
 def test_two_members_take_one_call(name: str) -> None:
     assert "loop over members" in {str(lowering) for lowering, _ in chosen(name, members=2).lost}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_where_loops_were_measured_to_be_faster_they_are_chosen(name: str) -> None:
+    measured = dict.fromkeys(KINDS, KindFit(calls=1000.0, arithmetic=0.1))
+    measured |= dict.fromkeys((CONVOLUTIONS, PRODUCTS), KindFit(calls=1.0, arithmetic=1.0))
+    lost = {str(lowering) for lowering, _ in chosen(name, rates=replace(H200, kinds=measured)).lost}
+    assert not any("loop" in text for text in lost)
