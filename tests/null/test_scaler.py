@@ -22,8 +22,24 @@ def test_a_scaled_step_waits_once() -> None:
         scaler.step(opt)
         scaler.update()
 
-    # A largest magnitude and a product for each tensor, and what joins the flags of all.
-    assert calls_per_step(step) == Calls(launches=2 * TENSORS + 11, graphs=1, waits=1)
+    # A largest magnitude and a product for each tensor, and what joins the flags of all, which the host then reads.
+    assert calls_per_step(step) == Calls(launches=2 * TENSORS + 11, graphs=1, waits=1, pageable=1)
+
+
+def test_a_scaled_and_clipped_step_waits_once() -> None:
+    stacks = parameters()
+    opt, scaler = optimizer("AdamW", stacks), hf.optim.GradScaler()
+    losses = torch.zeros(MEMBERS, device="cuda", requires_grad=True)
+
+    def step() -> None:
+        scaler.scale(losses)
+        scaler.unscale_(opt)
+        hf.optim.clip_grad_norm_(stacks, 1.0)
+        scaler.step(opt)
+        scaler.update()
+
+    calls = calls_per_step(step)
+    assert (calls.graphs, calls.waits, calls.refused) == (1, 1, ())
 
 
 def test_losses_are_scaled_without_a_wait() -> None:
