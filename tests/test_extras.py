@@ -99,6 +99,12 @@ def test_extras_that_a_page_names_exist(page: str) -> None:
     assert named(PAGES[page].read_text()) - set(EXTRAS) == set()
 
 
+def test_the_page_on_installation_names_the_versions_of_python_that_are_tested() -> None:
+    versions = [re.search(r":: (3\.\d+)$", classifier) for classifier in PROJECT["classifiers"]]
+    rows = re.findall(r"^\| [^|]+ \| (3\.[\d., ]+) \|", (DOCS / "install.md").read_text(), re.MULTILINE)
+    assert sorted({found[1] for found in versions if found}) == sorted(", ".join(rows).split(", "))
+
+
 def test_the_page_on_installation_lists_the_packages_of_every_extra() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", (DOCS / "install.md").read_text(), re.MULTILINE)
     listed = {
