@@ -100,6 +100,18 @@ def test_values_are_those_of_trials_alone_and_decisions_those_of_the_pruner(tmp_
     assert len({line.split()[0] for line in (tmp_path / f"sweep/{ORDER}").read_text().splitlines()}) > 2
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_trials_in_plain_torch(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, or spread over processes, which train those of all shapes together."""
+    monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: -math.inf)
+    monkeypatch.setattr("hfusion.tune.spread_trials._start_seconds", lambda: 0.0)
+    recorded = Recorded(halving())
+    result = search(MACHINE, recorded, directory=tmp_path / "sweep", processes=workers)
+    assert_as_alone(result)
+    assert [each[:2] for each in recorded.said] == reported(result, tmp_path / "sweep")
+    assert decided_anew(result, recorded.said, halving()) == recorded.said
+
+
 @pytest.mark.parametrize(
     "kills",
     [
