@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, get_type_hints
 
 from hfusion.device.cache import cache_file, number, read_json, write_json
@@ -28,6 +29,9 @@ class SizedRecord(Protocol):
     def operators(self) -> int: ...
 
 
+# Files as they were read last, and what of them tells whether they have changed: many tasks ask for the same.
+_read: dict[tuple[Path, type], tuple[tuple[int, ...], list[Any]]] = {}
+
 Record = TypeVar("Record", bound=Any)
 Sized = TypeVar("Sized", bound=SizedRecord)
 
@@ -49,12 +53,20 @@ class RecordFile(Generic[Record]):
 
     def read(self) -> list[Record]:
         """Return the records; none if the file is missing, unreadable or invalid."""
+        path = cache_file(self.name, self.machine)
         try:
-            rows = read_json(cache_file(self.name, self.machine))["rows"]
-            fields = get_type_hints(self.record)
-            return [self.record(**{key: _value(row[key], kind) for key, kind in fields.items()}) for row in rows]
+            stat = path.stat()
+            stamp = stat.st_ino, stat.st_mtime_ns, stat.st_size
+            if _read.get((path, self.record), ((), []))[0] != stamp:
+                _read[path, self.record] = stamp, self._parsed(path)
+            return list(_read[path, self.record][1])
         except (OSError, ValueError, LookupError, TypeError):
             return []
+
+    def _parsed(self, path: Path) -> list[Record]:
+        fields = get_type_hints(self.record)
+        rows = read_json(path)["rows"]
+        return [self.record(**{key: _value(row[key], kind) for key, kind in fields.items()}) for row in rows]
 
     def add(self, record: Record) -> None:
         """Keep one more record, if the folder can be written: without it estimates are only worse."""
