@@ -51,7 +51,7 @@ def test_weights_are_not_kept(rates: tuple[float, ...], kernels: int) -> None:
 
 def test_what_no_kernel_computes_goes_by_blocks() -> None:
     fused = hf.fuse([Dropped(0.1).double() for _ in range(MEMBERS)], verify=False).cuda()
-    x = torch.zeros(8, HEADS, TOKENS, SIZE, device="cuda", dtype=torch.float64)
+    x = torch.zeros(9, HEADS, TOKENS, SIZE, device="cuda", dtype=torch.float64)
     fused(x).sum().backward()
     assert "by blocks of queries, own draws" in str(fused.report())
     assert calls_per_step(lambda: fused(x).sum().backward()).waits == 0
