@@ -54,6 +54,8 @@ nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_timeout = 600
 nb_merge_streams = True
+# Progress bars and hints of packages about missing widgets; in the tests warnings are errors.
+nb_output_stderr = "remove"
 myst_enable_extensions = ["colon_fence"]
 # `make linkcheck`. Links to files of the repository are checked as paths, by `read`.
 linkcheck_ignore = [re.escape(REPOSITORY)]
