@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
-import hfusion as hf
 from hfusion.device.cache import read_sealed, write_sealed
 from hfusion.step import autotune
 from hfusion.step.autotune import COMPILED, EAGER, WayTimes
-from hfusion.step.train_step import TrainStep
+from tests.step.test_autotune import advance, made, same
 from tests.step.test_train_step import needs_compiler
 
 
@@ -29,35 +25,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None) -
     return tmp_path / "hfusion"
 
 
-def made(compile: Any = None, **settings: Any) -> TrainStep:
-    fused = hf.build(
-        lambda: nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30), nn.Dropout(0.3), nn.Linear(30, 3)), seeds=range(3)
-    )
-    optimizer = hf.optim.Adam(fused.parameters(), lr=[0.1, 0.2, 0.3])
-    return hf.train_step(fused, F.cross_entropy, optimizer, compile=compile, **settings)
-
-
-def advance(step: TrainStep, times: int = 4) -> list[Tensor]:
-    """Losses, state, gradients and what is drawn next: all that a step leaves behind."""
-    torch.manual_seed(1)
-    x, target = torch.randn(8, 40), torch.randint(3, (8,))
-    losses = [step(x, target) for _ in range(times)]
-    grads = [param.grad for param in step._fused.parameters() if param.grad is not None]
-    return [t.clone() for t in (*losses, *step._fused.state_dict().values(), *grads, torch.rand(2))]
-
-
-def same(these: list[Tensor], those: list[Tensor]) -> bool:
-    return len(these) == len(those) and all(map(torch.equal, these, those))
-
-
 @needs_compiler
 @pytest.mark.parametrize("amp", [False, True])
 def test_the_faster_way_runs(folder: Path, amp: bool) -> None:
     """And measuring leaves nothing behind, in the step that does it."""
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        compiled, eager = advance(made(True)), advance(made(False))
+        compiled, eager = advance(made()), advance(made(compile=False))
         assert not list(folder.glob("*-eager.json"))
-        first = made()
+        first = made(compile=None)
         results = advance(first)
         (path,) = folder.glob("*-eager.json")
         seconds = json.loads(read_sealed(path))["seconds"]
@@ -69,7 +44,7 @@ def test_the_faster_way_runs(folder: Path, amp: bool) -> None:
 
         for way in (COMPILED, EAGER):
             write_sealed(path, json.dumps({"seconds": {COMPILED: 1.0, EAGER: 1.0, way: 0.5}}).encode())
-            step = made()
+            step = made(compile=None)
             found = advance(step)
             told = str(step.report())
             if way == COMPILED:
@@ -82,11 +57,11 @@ def test_the_faster_way_runs(folder: Path, amp: bool) -> None:
 
 @needs_compiler
 def test_whoever_wants_compiled_steps_gets_them(folder: Path) -> None:
-    advance(made(True))
     advance(made())
+    advance(made(compile=None))
     (path,) = folder.glob("*-eager.json")
     write_sealed(path, json.dumps({"seconds": {COMPILED: 1.0, EAGER: 0.5}}).encode())
-    step = made(True)
+    step = made()
     advance(step)
     (row,) = step.report().rows
     assert not row.how.startswith("eager")
@@ -95,8 +70,8 @@ def test_whoever_wants_compiled_steps_gets_them(folder: Path) -> None:
 @needs_compiler
 def test_times_that_are_unsteady_decide_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "_STEADY", 0.0)
-    compiled = advance(made(True, parts=1))
-    step = made(parts=1)
+    compiled = advance(made(1))
+    step = made(1, compile=None)
     assert same(advance(step), compiled)
     assert not list(folder.glob("*-eager.json"))
     assert "measured" not in str(step.report())
@@ -104,8 +79,8 @@ def test_times_that_are_unsteady_decide_nothing(folder: Path, monkeypatch: pytes
 
 @needs_compiler
 def test_hooks_run_once_for_each_step(folder: Path) -> None:
-    advance(made(True))
-    step, calls = made(), []
+    advance(made())
+    step, calls = made(compile=None), []
     step._fused.register_forward_hook(lambda *_: calls.append(1))
     advance(step, 6)
     assert len(calls) == 6
