@@ -290,7 +290,8 @@ class _TrainRun:
         given = (plan, state, names, stream, evaluation[0] if evaluation else None, limits, seed)
         if eager:
             self.eager[index] = eager
-        if eager and (shards_obstacle(plan) or any(device.type != "cpu" for device in self._devices.values())):
+        if eager and (shards_obstacle(plan) or [each.type for each in self._devices.values()] != ["cpu"]):
+            # Between several devices a task may move after each minibatch, and not after a slice only.
             return Training(*given)
         slices = Slices.of(plan, alone=len(self.arrangements) == 1)
         if eager:
