@@ -29,10 +29,14 @@ def padded_rows(rows: Tensor, shape: Sequence[int]) -> Tensor:
     """Return ``rows [n, ...]`` with rows of ``shape``: cut, and filled up with zeros; themselves if they are so."""
     if rows.shape[1:] == tuple(shape):
         return rows
-    padded = rows.new_zeros(len(rows), *shape)
-    common = (slice(None), *map(slice, map(min, zip(shape, rows.shape[1:], strict=True))))
-    padded[common] = rows[common]
+    padded, common = rows.new_zeros(len(rows), *shape), _common(shape, rows.shape[1:])
+    padded[:, *common] = rows[:, *common]
     return padded
+
+
+def _common(shape: Sequence[int], other: Sequence[int]) -> tuple[slice, ...]:
+    """The leading part that rows of both shapes have."""
+    return tuple(map(slice, map(min, zip(shape, other, strict=True))))
 
 
 def write_rows(stack: Tensor, rows: Sequence[int], values: Tensor) -> None:
@@ -116,7 +120,7 @@ def moved_rows(
     moves = [(index, source) for index, source in enumerate(sources) if isinstance(source, int)]
     if shape is not None and stack.shape[1:] != tuple(shape):
         target = torch.zeros(len(sources), *shape, dtype=stack.dtype, device=stack.device)
-        common = tuple(map(slice, map(min, zip(shape, stack.shape[1:], strict=True))))
+        common = _common(shape, stack.shape[1:])
         for start, stop, source in _runs(moves):
             target[slice(start, stop), *common] = stack[slice(source, source + stop - start), *common]
     elif len(sources) == len(stack):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,6 @@ from hfusion.step import autotune
 from hfusion.step.autotune import ONE_PART, PARTS
 from hfusion.step.train_step import TrainStep
 from tests.step.test_train_step import needs_compiler
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None) -> Path:
-    """A cache folder of its own, in which programs are kept, and what was measured, however busy the machine is."""
-    monkeypatch.setattr(autotune, "_STEADY", math.inf)
-    monkeypatch.delenv("HFUSION_CHECK")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "hfusion"
 
 
 def member() -> nn.Module:

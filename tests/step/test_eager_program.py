@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,6 @@ from hfusion.step import autotune
 from hfusion.step.autotune import COMPILED, EAGER, WayTimes
 from tests.step.test_autotune import advance, made, same
 from tests.step.test_train_step import needs_compiler
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None) -> Path:
-    """A cache folder of its own, in which times are kept, however busy the machine is."""
-    monkeypatch.setattr(autotune, "_STEADY", math.inf)
-    monkeypatch.delenv("HFUSION_CHECK")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "hfusion"
 
 
 @needs_compiler

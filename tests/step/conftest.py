@@ -1,0 +1,19 @@
+"""Fixtures of the tests of steps."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from hfusion.step import autotune
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None) -> Path:
+    """A cache folder of its own, in which programs are kept, and what was measured, however busy the machine is."""
+    monkeypatch.setattr(autotune, "_STEADY", math.inf)
+    monkeypatch.delenv("HFUSION_CHECK")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "hfusion"
