@@ -170,12 +170,15 @@ class Checkpoints:
             )
 
     def bound(self, index: int, steps: int) -> None:
-        """An array has been trained so far: wait for what is written of it, if more than it may lose is not there.
+        """Wait for what is being written of an array, if it could lose too much while its next minibatch is trained.
+
+        Args:
+            steps: how many minibatches it has been trained on.
 
         Raises:
             CheckpointError: as of `save`.
         """
-        if steps - self._safe[index] > self._most[index]:
+        if steps + 1 - self._safe[index] > self._most[index]:
             self._wait(index)
 
     def save(self, index: int, border: Border) -> None:
@@ -200,6 +203,8 @@ class Checkpoints:
         self._copied[index] = steps
         if border.training.over or steps == border.plan.steps:
             self._wait(index)
+        else:
+            self.bound(index, steps)
 
     def _write(self, index: int, writer: SaveWriter, steps: int) -> None:
         folder = self._root / file_name(self._arrays[index].plan.name)

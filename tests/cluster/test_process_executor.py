@@ -178,7 +178,7 @@ def test_who_is_killed_loses_an_interval_at_most(at: int, saved: bool, tmp_path:
     assert steps == sorted(set(steps)), "what is trained again is heard once"
     assert steps[-1] == 11
     again = {span.step for span in found.timeline.actions if span.task == "plain"}
-    # Once killed it has made 8 minibatches, and saved the last of them.
+    # The ninth minibatch is read while the eighth is trained. By then the sixth has been saved.
     assert min(again) >= (6 if saved and at == 100 else 0)
     rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
     assert sorted((row["member"], int(row["step"])) for row in rows) == sorted(
@@ -193,7 +193,9 @@ def test_who_is_killed_loses_an_interval_at_most(at: int, saved: bool, tmp_path:
     if saved:
         logged = read_events(tmp_path / "saves/logs/arrays/plain.log")
         names = [event.event for event in logged]
-        assert (names[0], names[-1], names.count("lost")) == ("started", "finished", 1)
+        # The first minibatch is read before the array starts.
+        assert names[0] == ("started" if at == 100 or names.count("started") == 2 else "lost")
+        assert (names[-1], names.count("lost")) == ("finished", 1)
         assert names.count("resumed") == (at == 100)
         results = [(one.event, one.values["minibatch"]) for one in logged if one.event in ("trained", "saved")]
         assert len(results) == len(set(results))
