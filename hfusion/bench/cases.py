@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hfusion.bench import models
+from hfusion.bench import derivative_models, models
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class FuseCase:
     ``make_batch`` returns (inputs, target); ``loss(output, target)`` is a scalar; ``tolerance`` is the
     relative difference of a loss, after a few float32 Adam steps, that still counts as agreement. ``make_base``
     creates the frozen base that all members share, which is passed to ``make_model``; without it, ``make_model`` takes
-    no argument. ``attention``: whether the model calls attention.
+    no argument. ``attention``: whether the model calls attention. ``make_functional`` makes the same model with
+    derivatives by torch.func, where vmap and torch.compile cannot take those of ``make_model``.
     """
 
     name: str
@@ -31,6 +32,7 @@ class FuseCase:
     tolerance: float = 1e-3
     make_base: Callable[[], list[nn.Linear]] | None = None
     attention: bool = False
+    make_functional: Callable[[], nn.Module] | None = None
 
 
 def classified(*shape: int) -> tuple[Tensor, Tensor]:
@@ -63,6 +65,15 @@ def drawn(batch: int, noise: int, size: int) -> tuple[Tensor, Tensor]:
     inputs = torch.randn(batch - batch // 2, noise, 1, 1, generator=generator)
     images = torch.rand(batch, 3, size, size, generator=generator).mul_(2).sub_(1)
     return torch.cat([inputs, inputs])[:batch], images
+
+
+def fitted(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Normal inputs of ``shape``, the second half as the first, and other normal targets of a shape for each."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, target = torch.randn(shape, generator=generator), torch.randn(wanted, generator=generator)
+    half = len(inputs) // 2
+    inputs[half : 2 * half] = inputs[:half]
+    return inputs, target
 
 
 def contradict(inputs: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:
@@ -168,5 +179,29 @@ CASES = (
         partial(models.lora_classifier, width=256, rank=8),
         partial(classified, 32, 256),
         make_base=partial(models.frozen, 256, 6),
+    ),
+    FuseCase(
+        "pinn",
+        "residual of Burgers' equation, MLP 2-64-64-1, 256 points",
+        partial(derivative_models.Pinn, 64),
+        partial(fitted, (256, 2), (256, 1)),
+        loss=F.mse_loss,
+        make_functional=partial(derivative_models.FunctionalPinn, 64),
+    ),
+    FuseCase(
+        "forces",
+        "gradient of an energy of 8 atoms' distances, MLP 1-64-64-1, batch 16",
+        partial(derivative_models.Forces, 64),
+        partial(fitted, (16, 8, 3), (16, 8, 3)),
+        loss=F.mse_loss,
+        make_functional=partial(derivative_models.FunctionalForces, 64),
+    ),
+    FuseCase(
+        "hessian",
+        "Hessian of an MLP 3-64-64-1, batch 128",
+        partial(derivative_models.Curvature, 3, 64),
+        partial(fitted, (128, 3), (128, 3, 3)),
+        loss=F.mse_loss,
+        make_functional=partial(derivative_models.FunctionalCurvature, 3, 64),
     ),
 )

@@ -24,7 +24,7 @@ MEMORY = 1.3
 
 def start_serial_compiled(workload: Workload, fused: bool = False) -> Running:
     """The loop with forward and loss compiled; models of one class share the compiled code."""
-    loop = serial.SerialLoop.of(workload, range(workload.members), fused)
+    loop = serial.SerialLoop.of(workload.functional(), range(workload.members), fused)
     return Running(replace(loop, loss_of=torch.compile(loop.loss_of)).step)
 
 
@@ -119,6 +119,13 @@ def start_model_batch(workload: Workload) -> Running:
     return model_batch.start(workload)
 
 
+def start_ensemble_module(workload: Workload) -> Running:
+    """Start tensordict's EnsembleModule, which is imported only when it is selected."""
+    from hfusion.bench.optional import ensemble_module
+
+    return ensemble_module.start(workload)
+
+
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
@@ -138,11 +145,21 @@ OPTIONAL = (
         _installed("modelbatch"),
         Contender("modelbatch", "the package: vmap of the forward, torch's Adam on views", start_model_batch),
     ),
+    (
+        _installed("tensordict"),
+        Contender(
+            "ensemble-module",
+            "tensordict's EnsembleModule: vmap of the forward, torch's Adam with one rate for all",
+            start_ensemble_module,
+            one_rate=True,
+        ),
+    ),
 )
 
 CONTENDERS = (
     Contender("serial", "one member after the other, eager, torch.optim.Adam", serial.start),
-    Contender("serial-compiled", "the same, forward and loss under torch.compile", start_serial_compiled),
+    Contender("serial-channels-last", "the same, convolutions in channels_last", serial.start_channels_last),
+    Contender("serial-compiled", "serial, forward and loss under torch.compile", start_serial_compiled),
     Contender("serial-fused", "the same, with torch's fused Adam", start_serial_fused),
     Contender("vmap", "torch.func: vmap of the gradient, Adam over the stacks", vmapped.start),
     Contender("vmap-compiled", "the same, the whole step under torch.compile", vmapped.start_compiled),
@@ -152,7 +169,13 @@ CONTENDERS = (
         "a process for each core, at most 4 on an accelerator, its share of the members one by one",
         processes.start,
     ),
+    Contender("processes-channels-last", "the same, each as serial-channels-last", processes.start_channels_last),
     Contender("processes-compiled", "the same, each as serial-fused", processes.start_compiled),
+    Contender(
+        "processes-compiled-channels-last",
+        "the same, each as serial-fused, convolutions in channels_last",
+        processes.start_compiled_channels_last,
+    ),
     *(contender for present, contender in OPTIONAL if present),
     Contender("hfusion", "hf.fuse, hf.per_model, hf.optim.Adam", start_hfusion),
     Contender("hfusion-tuned", "the same, ways to run operators measured: hf.fuse(tune=True)", start_hfusion_tuned),

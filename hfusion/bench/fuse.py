@@ -20,6 +20,7 @@ from hfusion.bench.workload import (
     Unavailable,
     Workload,
     check_agreement,
+    error_line,
     losses,
 )
 
@@ -86,6 +87,9 @@ def _compare(settings: FuseSettings, workload: Workload, meter: Meter) -> tuple[
 
 def prepare(contender: Contender, workload: Workload, expected: Tensor) -> Running | Cell:
     """Start a contender and check its first losses; a Cell with the reason if one of the two fails."""
+    if contender.one_rate:
+        workload = replace(workload, one_rate=True)
+        expected = losses(serial.start(workload), len(expected))
     try:
         running = contender.start(workload)
     except Exception as error:
@@ -105,5 +109,4 @@ def reason_of(error: Exception) -> str:
     """Return the error in one line, for the notes under a table."""
     if isinstance(error, Unavailable):
         return str(error)
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return error_line(error)

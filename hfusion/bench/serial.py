@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hfusion.bench.workload import Running, Workload
+from hfusion.bench.workload import Running, Unavailable, Workload
 
 LossOf = Callable[[nn.Module, Tensor, Tensor], Tensor]
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,26 @@ class SerialLoop:
     loss_of: LossOf
 
     @classmethod
-    def of(cls, workload: Workload, members: Iterable[int], fused: bool = False) -> SerialLoop:
-        """The given members, in eager mode, ``fused``: with torch's fused Adam."""
+    def of(
+        cls, workload: Workload, members: Iterable[int], fused: bool = False, channels_last: bool = False
+    ) -> SerialLoop:
+        """The given members, in eager mode.
+
+        ``fused``: with torch's fused Adam. ``channels_last``: weights and inputs of convolutions in that memory format;
+        raises Unavailable where there are no convolutions of images.
+        """
         chosen = tuple(members)
-        models = tuple(workload.models(chosen))
+        models, (inputs, target) = tuple(workload.models(chosen)), workload.batch()
+        if channels_last:
+            check_convolutions(workload)
+            # torch's types have no stub for this argument alone.
+            models = tuple(model.to(memory_format=torch.channels_last) for model in models)  # type: ignore[call-overload]
+            inputs = inputs.to(memory_format=torch.channels_last)
         optimizers = tuple(
             torch.optim.Adam(trained(model), lr=workload.rates[member], fused=fused or None)
             for model, member in zip(models, chosen, strict=True)
         )
-        return cls(models, optimizers, *workload.batch(), loss_of=_loss_of(workload))
+        return cls(models, optimizers, inputs, target, loss_of=_loss_of(workload))
 
     def step(self) -> list[Tensor]:
         """One training step of each member; their losses, scalars."""
@@ -44,6 +56,13 @@ class SerialLoop:
             optimizer.step()
             losses.append(loss.detach())
         return losses
+
+
+def check_convolutions(workload: Workload) -> None:
+    """Raises Unavailable where a model has no convolution of images, whose memory format matters."""
+    (model,) = workload.models([0])
+    if not any(isinstance(module, _CONVOLUTIONS) for module in model.modules()):
+        raise Unavailable("has no convolution of images")
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -64,6 +83,11 @@ def _loss_of(workload: Workload) -> LossOf:
     return loss_of if workload.amp is None else under_autocast
 
 
-def start(workload: Workload) -> Running:
+def start(workload: Workload, channels_last: bool = False) -> Running:
     """The eager loop."""
-    return Running(SerialLoop.of(workload, range(workload.members)).step)
+    return Running(SerialLoop.of(workload, range(workload.members), channels_last=channels_last).step)
+
+
+def start_channels_last(workload: Workload) -> Running:
+    """The same, convolutions in channels_last."""
+    return start(workload, channels_last=True)

@@ -38,12 +38,17 @@ def _has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
+def models_for(workload: Workload) -> tuple[list[nn.Module], str]:
+    """Return the models of a workload as vmap can take them, and what they do differently then."""
+    models = workload.functional().models()
+    if not _has_batch_norm(models[0]):
+        return models, ""
+    without = [torch.func.replace_all_batch_norm_modules_(model) for model in models]
+    return without, "without BatchNorm's running statistics, which vmap cannot update in place"
+
+
 def _prepare(workload: Workload) -> tuple[Stacks, Gradients, str]:
-    models = workload.models()
-    note = ""
-    if _has_batch_norm(models[0]):
-        models = [torch.func.replace_all_batch_norm_modules_(model) for model in models]
-        note = "without BatchNorm's running statistics, which vmap cannot update in place"
+    models, note = models_for(workload)
     base = copy.deepcopy(models[0]).to("meta")
     # What is frozen is one object in all members, and no stack.
     frozen: Tensors = {name: value for name, value in models[0].named_parameters() if not value.requires_grad}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,12 @@ class Unavailable(Exception):
     """This contender cannot run this workload; the message is the reason, shown in its cell."""
 
 
+def error_line(error: Exception) -> str:
+    """Return the class of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 class Disagreement(Exception):
     """A contender computes other losses than members trained one by one; its time would mean nothing."""
 
@@ -33,17 +39,20 @@ def _nothing() -> None:
 class Workload:
     """``members`` models of ``case``, each with its own seed and its own learning rate.
 
-    ``amp``: forward and loss run under autocast to this dtype.
+    ``amp``: forward and loss run under autocast to this dtype. ``one_rate``: all members have the rate of the first.
     """
 
     case: FuseCase
     members: int
     device: torch.device
     amp: torch.dtype | None = None
+    one_rate: bool = False
 
     @property
     def rates(self) -> tuple[float, ...]:
         """One learning rate per member, from 3e-4 up to 3e-3 in equal ratios."""
+        if self.one_rate:
+            return (3e-4,) * self.members
         steps = max(self.members - 1, 1)
         return tuple(3e-4 * 10 ** (member / steps) for member in range(self.members))
 
@@ -61,6 +70,11 @@ class Workload:
             torch.manual_seed(BASE_SEED)
             base = () if self.case.make_base is None else (self.case.make_base(),)
             return [self._model(member, *base) for member in (range(self.members) if chosen is None else chosen)]
+
+    def functional(self) -> Workload:
+        """The same with models whose forward takes derivatives by torch.func, if it takes any."""
+        make_model = self.case.make_functional or self.case.make_model
+        return replace(self, case=replace(self.case, make_model=make_model))
 
     def _model(self, member: int, *base: object) -> nn.Module:
         torch.manual_seed(member)
@@ -93,11 +107,12 @@ class Running:
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to train many models. ``start`` raises Unavailable when it cannot."""
+    """A way to train many models. ``start`` raises Unavailable when it cannot; ``one_rate``: with one for all only."""
 
     name: str
     about: str
     start: Callable[[Workload], Running]
+    one_rate: bool = False
 
 
 def losses(running: Running, steps: int) -> Tensor:

@@ -34,7 +34,7 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         (["--models", "cnn,mlp"], "unknown model 'mlp': choose from mlp-small, mlp-large, cnn, resnet8,"),
         (["--models", ""], "unknown model '': choose from"),
         (["--contenders", "vmap,vmap"], "a contender is named twice in 'vmap,vmap'"),
-        (["--contenders", "numpy"], "unknown contender 'numpy': choose from serial, serial-compiled,"),
+        (["--contenders", "numpy"], "unknown contender 'numpy': choose from serial, serial-channels-last,"),
         (["--members", "4,-1"], "'-1' is not a whole number of at least 1"),
         (["--repeats", "0"], "'0' is not a whole number of at least 1"),
         (["--device", "tpu"], "unknown device 'tpu': choose from cpu, cuda"),

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hfusion.bench import cases, processes, serial, vmapped
 from hfusion.bench.contenders import start_hfusion, start_hfusion_compiled
-from hfusion.bench.workload import Disagreement, Running, Unavailable, Workload, check_agreement, losses
-from tests.bench.tiny import TINY_BATCH_NORM, TINY_BRANCHING, workload
+from hfusion.bench.fuse import prepare
+from hfusion.bench.workload import Contender, Disagreement, Running, Unavailable, Workload, check_agreement, losses
+from tests.bench.tiny import TINY, TINY_BATCH_NORM, TINY_BRANCHING, TINY_IMAGES, workload
 from tests.step.test_train_step import needs_compiler
 
 (ADAPTERS,) = (case for case in cases.CASES if case.make_base is not None)
@@ -87,6 +90,55 @@ def test_processes_train_as_the_serial_loop(
         check_agreement("processes", losses(serial.start(chosen), STEPS), losses(running, STEPS), tolerance)
     finally:
         running.close()
+
+
+def test_convolutions_in_channels_last_train_as_the_serial_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "cores", lambda: 2)
+    chosen = workload(TINY_IMAGES)
+    loop = serial.SerialLoop.of(chosen, range(2), channels_last=True)
+    assert loop.inputs.is_contiguous(memory_format=torch.channels_last)
+    assert loop.models[0][0].weight.is_contiguous(memory_format=torch.channels_last)
+    expected = losses(serial.start(chosen), STEPS)
+    check_agreement("it", expected, losses(serial.start_channels_last(chosen), STEPS), 1e-5)
+    running = processes.start_channels_last(chosen)
+    try:
+        check_agreement("processes", expected, losses(running, STEPS), 1e-5)
+    finally:
+        running.close()
+
+
+@pytest.mark.parametrize("start", [serial.start_channels_last, processes.start_channels_last])
+def test_channels_last_is_for_models_with_convolutions(start: Callable[[Workload], Running]) -> None:
+    with pytest.raises(Unavailable, match="no convolution"):
+        start(workload())
+
+
+# torch's forward mode calls torch.jit.script.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("case", [case for case in cases.CASES if case.make_functional], ids=lambda case: case.name)
+def test_derivatives_by_autograd_and_by_functions_are_the_same(case: cases.FuseCase) -> None:
+    chosen = workload(case, members=2)
+    expected = losses(serial.start(chosen), STEPS)
+    check_agreement("functional", expected, losses(serial.start(chosen.functional()), STEPS), 1e-5)
+    check_agreement("vmap", expected, losses(vmapped.start(chosen), STEPS), 1e-5)
+
+
+def test_an_error_of_a_worker_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "cores", lambda: 2)
+    broken = replace(TINY, loss=F.mse_loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        running = processes.start(workload(broken))
+        with pytest.raises(RuntimeError, match="in a worker process: RuntimeError: The size of tensor a"):
+            running.step()
+    running.close()
+
+
+def test_a_contender_with_one_rate_is_compared_with_members_of_that_rate() -> None:
+    contender = Contender("one", "the loop with one rate", serial.start, one_rate=True)
+    chosen = workload()
+    assert isinstance(prepare(contender, chosen, losses(serial.start(chosen), STEPS)), Running)
+    assert set(replace(chosen, one_rate=True).rates) == {3e-4}
 
 
 @pytest.mark.parametrize(("members", "cores"), [(1, 4), (4, 1)])

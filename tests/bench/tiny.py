@@ -21,6 +21,13 @@ def tiny_batch_norm() -> nn.Module:
 TINY_BATCH_NORM = cases.FuseCase("tiny-bn", "with BatchNorm", tiny_batch_norm, partial(cases.classified, 5, 3))
 
 
+def tiny_images() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 10))
+
+
+TINY_IMAGES = cases.FuseCase("tiny-images", "a convolution", tiny_images, partial(cases.classified, 5, 3, 4, 4))
+
+
 class Branching(nn.Linear):
     """Its way hangs on values, so that nothing compiles it."""
 
