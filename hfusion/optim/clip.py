@@ -13,7 +13,7 @@ from hfusion.core.gradient_usage import absent_rows
 from hfusion.core.membership import membership
 from hfusion.optim.checks import check_gradient
 from hfusion.optim.device_numbers import sent
-from hfusion.optim.gpu_gradients import ORDERS, on_accelerator
+from hfusion.optim.gpu_gradients import ORDERS, StackedGradients, on_accelerator
 from hfusion.optim.hyper import HyperValue, member_vector
 
 EACH_ALONE = ("cpu",)
@@ -44,25 +44,39 @@ def clip_grad_norm_(
     if not grads:
         return torch.zeros(members, device="cpu")
     norm_type = float(norm_type)
-    first = grads[0].device
-    table = None if first.type in EACH_ALONE or norm_type not in ORDERS else on_accelerator(grads, members)
-    if table is not None:
-        norms = total_norm(table.norms(norm_type), norm_type)
-    else:
-        norms = total_norm([_norms_there(grad, members, norm_type).to(first) for grad in grads], norm_type)
+    norms, together = _norms(grads, members, norm_type)
     if error_if_nonfinite and not bool(norms.isfinite().all()):
         bad = {index: norm for index, norm in enumerate(norms.tolist()) if not math.isfinite(norm)}
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is not finite for members {bad} (member: norm); pass "
             "error_if_nonfinite=False to scale their gradients anyway"
         )
-    factors = clip_factors(norms, limits)
-    if table is not None:
-        table.scale(factors)
+    _scale(grads, together, clip_factors(norms, limits))
+    return norms
+
+
+@torch.no_grad()
+def clip_stacks(grads: Sequence[Tensor], limits: Tensor) -> None:
+    """Clip stacked gradients ``[B, *S]`` in place: the Euclidean norm of each member to its limit in ``limits [B]``."""
+    norms, together = _norms(grads, len(limits), 2.0)
+    _scale(grads, together, clip_factors(norms, limits))
+
+
+def _norms(grads: Sequence[Tensor], members: int, norm_type: float) -> tuple[Tensor, StackedGradients | None]:
+    """Return the norms ``[B]`` over all of ``grads``, and these as kernels take them, where there are kernels."""
+    first = grads[0].device
+    together = None if first.type in EACH_ALONE or norm_type not in ORDERS else on_accelerator(grads, members)
+    if together is not None:
+        return total_norm(together.norms(norm_type), norm_type), together
+    return total_norm([_norms_there(grad, members, norm_type).to(first) for grad in grads], norm_type), None
+
+
+def _scale(grads: Sequence[Tensor], together: StackedGradients | None, factors: Tensor) -> None:
+    if together is not None:
+        together.scale(factors)
     else:
         for grad in grads:
             scale(grad, factors)
-    return norms
 
 
 @torch.no_grad()

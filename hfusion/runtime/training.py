@@ -176,7 +176,7 @@ class Training:
             grads = {name: self._gradient(shard, name) for name in names}
             for name in names:
                 mark_absent(grads[name], self._absent.pop(name, None))
-            if self._clip is not None and self._norms:
+            if self._clip is not None:
                 self._clip_by_norm(grads, self._clip)
             if grads:
                 self.state.update(shard, grads)
@@ -318,13 +318,9 @@ class Training:
             for name in self.state.shards[shard].trained:
                 if name in self._started and self._gradient(shard, name).numel():
                     norms = grad_norms(self._gradient(shard, name), len(self._clip))
-                    self._norms[name] = self._noted(norms)
-
-    def _noted(self, norms: Tensor) -> Tensor:
-        """On the host, where they are once `Arrivals` says so: it does not wait for each."""
-        there = norms.to("cpu", non_blocking=True)
-        self._arrivals.note("norms", norms.device)
-        return there
+                    # `Arrivals` knows when they are there: the host does not wait for each.
+                    self._norms[name] = norms.to("cpu", non_blocking=True)
+                    self._arrivals.note("norms", norms.device)
 
     def _recomputed(self, shard: int, device: torch.device) -> _PartGraph:
         inputs = self._boundary.entry(shard, self._recipe.parts[shard].takes, device)
@@ -337,20 +333,23 @@ class Training:
 
     def _collect(self, shard: int, grads: Mapping[str, Tensor]) -> None:
         """Sort gradients: the shard's own parameters', and what earlier shards go on with."""
+        added: dict[str, Tensor] = {}
+        copied: dict[str, Tensor] = {}
         for name in self.state.shards[shard].trained:
             grad = grads.get(f"param {name}")
             if grad is None:
                 continue
             self._note_absent(name, grad)
-            if not self._carried:
-                self._grads[f"own {name}"] = grad
-            elif name in self._started:
-                self.state.gradient(shard, name).add_(grad)
-            else:
-                self.state.gradient(shard, name).copy_(grad)
             if self._carried:
+                (added if name in self._started else copied)[name] = grad
                 self.state.keep_gradient(shard, name)
+            else:
+                self._grads[f"own {name}"] = grad
             self._started.add(name)
+        if added:
+            torch._foreach_add_([self.state.gradient(shard, name) for name in added], list(added.values()))
+        if copied:
+            torch._foreach_copy_([self.state.gradient(shard, name) for name in copied], list(copied.values()))
         own = {f"param {name}" for name in self.state.shards[shard].trained}
         self._grads |= {place: grad for place, grad in grads.items() if place not in own}
 
@@ -380,6 +379,8 @@ class Training:
     def _clip_by_norm(self, grads: Mapping[str, Tensor], limits: Tensor) -> None:
         """Clip by the norms over all shards."""
         if self._factors is None:
+            if not self._norms:
+                return
             self._arrivals.wait("norms")
             norms = total_norm([self._norms[name] for name in self.state.order if name in self._norms])
             self._factors = clip_factors(norms, limits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.exclusive import compiling_within
+from hfusion.optim.clip import clip_stacks
 from hfusion.runtime.copying import Move
 from hfusion.runtime.loss_ring import Arrived, LossRing
 from hfusion.runtime.process import Gate
@@ -81,7 +82,7 @@ class WholeTraining(SlicedTraining):
             for param in self._params:
                 param.grad = None
             if self._carried:
-                self._sum(unit, grads)
+                self._sum(grads)
             computed = perf_counter()
             if not self._carried:
                 self.state.update(0, grads)
@@ -95,16 +96,17 @@ class WholeTraining(SlicedTraining):
             self.state.wrote(0, [self._names[name] for name in recipe.parts[0].writes])
         self._after(unit, began, read, computed)
 
-    def _noted(self, norms: Tensor) -> Tensor:
-        """On the device: the same unit clips by them there."""
-        return norms
+    def _clip_by_norm(self, grads: Mapping[str, Tensor], limits: Tensor) -> None:
+        """Clip by the norms over these gradients, which are all, in a few launches on their device."""
+        used = [grads[name] for name in self.state.order if name in grads and grads[name].numel()]
+        if used:
+            clip_stacks(used, limits)
 
-    def _sum(self, unit: Unit, grads: dict[str, Tensor]) -> None:
+    def _sum(self, grads: dict[str, Tensor]) -> None:
         """Add to the gradients that outlive the minibatch."""
         if self.plan.accumulate > 1 and grads:
             torch._foreach_div_(list(grads.values()), self.plan.accumulate)
         self._collect(0, {f"param {name}": grad for name, grad in grads.items()})
-        self._note_norms(unit)
 
 
 def computed(asked: Sequence[Ran], had: Sequence[float]) -> list[Ran]:
