@@ -17,7 +17,6 @@ from hfusion.array.module import FusedModule
 from hfusion.array.number_buffers import held_values
 from hfusion.array.per_model import PerModel
 from hfusion.array.shared_programs import check_once
-from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import HFusionError, PlanError
@@ -155,8 +154,7 @@ class Stream:
         key = found.key
         if self._pins:
             # Once, for all units that take them.
-            leaves, target = _each((found.arguments.leaves, found.target), _pinned)
-            found = Minibatch(Arguments(tuple(leaves), found.arguments.spec), target)
+            found = Minibatch(found.arguments.mapped(_pinned), _each(found.target, _pinned))
         return Batch(tuple(_detached(value) for value in found.arguments.values), found.target, key, found)
 
     @property
@@ -301,6 +299,8 @@ def _detached(value: Any) -> Any:
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A nest with its tensors changed, stacked ones too."""
+    if isinstance(value, Tensor):
+        return change(value)
 
     def one(leaf: Any) -> Any:
         if is_stacked(leaf):
