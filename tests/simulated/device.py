@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -81,6 +82,8 @@ def hash_of(source: Path) -> str:
 @cache
 def install() -> object:
     """Add the devices to torch; what this gives lives as long as the process."""
+    # To measure their rates would take minutes, and times mean nothing here.
+    os.environ["HFUSION_RATES"] = "standard"
     library = ctypes.PyDLL(str(_library()))
     library.simulated_stream.argtypes, library.simulated_stream.restype = [_NUMBER], _NUMBER
     QUEUES.current = library.simulated_stream
