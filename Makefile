@@ -97,7 +97,7 @@ dist: $(STAMP)
 test-null: $(NULL_STAMP)
 	tests/null/device/build.sh $(NULL_VENV)/bin/python build/null
 	HFUSION_NULL_CUDA=build/null tests/null/run.sh $(NULL_VENV)/bin/python -m pytest -m null tests/null
-	NULL_DEVICES=2 HFUSION_NULL_CUDA=build/null tests/null/run.sh $(NULL_VENV)/bin/python -m pytest -m null tests/null/test_processes.py
+	NULL_DEVICES=8 HFUSION_NULL_CUDA=build/null tests/null/run.sh $(NULL_VENV)/bin/python -m pytest -m null tests/null/test_processes.py
 
 docs: $(VENV)/.docs
 	$(BIN)/codespell --ignore-words-list coo --skip '*.json,*.svg,*.png' README.md CONTRIBUTING.md CHANGELOG.md docs ops/README.md
@@ -149,7 +149,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 $(NULL_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(NULL_VENV)
-	$(NULL_VENV)/bin/python -m pip install --quiet --editable . torch==$(NULL_TORCH) cloudpickle hypothesis pytest
+	$(NULL_VENV)/bin/python -m pip install --quiet --editable . torch==$(NULL_TORCH) cloudpickle hypothesis optuna pytest
 	touch $@
 
 $(VENV)/.cluster: $(STAMP)

@@ -10,7 +10,7 @@ import ctypes
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -57,13 +57,16 @@ class Calls:
 
 
 def calls_per_step(step: Callable[[], object], warm: int = 6, steps: int = 2) -> Calls:
-    """Return the calls of a step, of which ``warm`` are made before any is counted."""
+    """Return the calls of a step, of which ``warm`` are made before any is counted. Calls refused in them count."""
+    reset()
     for _ in range(warm):
         step()
+    refused = since_reset().refused
     reset()
     for _ in range(steps):
         step()
-    return since_reset(steps)
+    calls = since_reset(steps)
+    return replace(calls, refused=tuple(dict.fromkeys((*refused, *calls.refused))))
 
 
 def reset() -> None:

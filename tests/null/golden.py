@@ -27,7 +27,7 @@ import hfusion as hf
 from hfusion.bench import contenders, serial
 from hfusion.bench.cases import CASES, FuseCase
 from hfusion.bench.workload import Running, Workload
-from tests.null.calls import absence, by_name, calls_per_step, compare_as_equal
+from tests.null.calls import Calls, absence, by_name, calls_per_step, compare_as_equal, reset, since_reset
 
 MEMBERS = 16
 FIRST_STEPS = 2
@@ -140,12 +140,14 @@ def measure(case: FuseCase, contender: Contender) -> StepCounts:
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
+    reset()
     running = contender.start(Workload(case, MEMBERS, torch.device("cuda"), contender.amp))
     for _ in range(FIRST_STEPS):
         running.step()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_STEPS):
         running.step()
+    refuse_none(since_reset())
     counts = [counted(running.step) for _ in range(COUNTED_STEPS)]
     peak = torch.cuda.max_memory_allocated() - before
     running.close()
@@ -153,10 +155,15 @@ def measure(case: FuseCase, contender: Contender) -> StepCounts:
     return StepCounts(*mode(counts), peak)
 
 
+def refuse_none(calls: Calls) -> None:
+    """Raise an AssertionError if a real device would have refused a call."""
+    assert not calls.refused, calls.refused
+
+
 def counted(step: Callable[[], object]) -> tuple[int, ...]:
     """Return the counts of one step."""
     calls = calls_per_step(step, warm=0, steps=1)
-    assert not calls.refused, calls.refused
+    refuse_none(calls)
     replayed = by_name().get("nodes replayed", 0)
     return tuple(map(int, (calls.launches, calls.graphs, replayed, calls.waits, calls.pageable)))
 

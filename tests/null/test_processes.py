@@ -1,4 +1,4 @@
-"""`hf.train` and `hf.Cluster` with a process for each CUDA device: every device trains, in a process of its own."""
+"""`hf.train` on several CUDA devices, in one process or in one for each: all of them train, and no call is refused."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import hfusion as hf
 from hfusion.schedule.plan import Processes
 from tests.cluster.temporary_files import nothing_left, shared_memory
 from tests.null.arrays import losses_of
+from tests.null.calls import reset, since_reset
 
 pytestmark = pytest.mark.null
 pytest.importorskip("cloudpickle")
@@ -32,11 +33,12 @@ class Loader(list[Any]):
         return super().__iter__()
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_each_device_has_its_process(count: int, tmp_path: Path) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two devices: NULL_DEVICES=2")
-    machine = hf.Machine([hf.Device(f"cuda:{n}", memory="1GiB") for n in range(2)], disk=tmp_path / "spill")
+@pytest.mark.parametrize(("devices", "processes"), [(1, 1), (2, 1), (2, 2), (8, 1)])
+def test_every_device_trains(devices: int, processes: int, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} devices: NULL_DEVICES={devices}")
+    names = [f"cuda:{number}" for number in range(devices)]
+    machine = hf.Machine([hf.Device(name, memory="1GiB") for name in names], disk=tmp_path / "spill")
     heard: list[Any] = []
 
     def made(name: str) -> hf.Task:
@@ -46,15 +48,18 @@ def test_each_device_has_its_process(count: int, tmp_path: Path) -> None:
             models, losses_of, lambda p: hf.optim.AdamW(p, lr=0.1), loader, name=name, callbacks=(heard.append,)
         )
 
-    tasks, before = [made("a"), made("b")], shared_memory()
+    tasks = [made(f"task{number}") for number in range(max(2, devices))]
+    before = shared_memory()
     plan = hf.plan(tasks, machine)
-    assert "of Python and" in str(plan.processes)
+    assert devices == 1 or "of Python and" in str(plan.processes)
     for path in tmp_path.glob("[0-9]*"):
         path.unlink()
-    report = hf.train(tasks, machine, plan=replace(plan, processes=Processes(count, "asked for")))
+    reset()
+    report = hf.train(tasks, machine, plan=replace(plan, processes=Processes(processes, "asked for")))
+    assert since_reset().refused == ()
     readers = {int(path.name) for path in tmp_path.glob("[0-9]*")} - {os.getpid()}
-    assert len(readers) == (0 if count == 1 else 2)
-    assert {span.device for span in report.timeline.actions} == {"cuda:0", "cuda:1"}
-    assert len(heard) == 10
-    assert all(next(model.parameters()).device.type == "cpu" for name in "ab" for model in report[name].models)
+    assert len(readers) == (0 if processes == 1 else processes)
+    assert {span.device for span in report.timeline.actions} == set(names)
+    assert len(heard) == 5 * len(tasks)
+    assert all(next(model.parameters()).device.type == "cpu" for task in tasks for model in report[task.name].models)
     assert nothing_left(tmp_path, before)

@@ -12,33 +12,30 @@ from tests.null.calls import Calls, calls_per_step
 pytestmark = pytest.mark.null
 
 
-def test_a_scaled_step_waits_once() -> None:
+def calls_of_a_scaled_step(max_norm: float | None) -> Calls:
+    """Return the calls of a step of AdamW with a loss scale, whose gradients are clipped to ``max_norm``."""
     stacks = parameters()
     opt, scaler = optimizer("AdamW", stacks), hf.optim.GradScaler()
     losses = torch.zeros(MEMBERS, device="cuda", requires_grad=True)
 
     def step() -> None:
         scaler.scale(losses)
+        if max_norm is not None:
+            scaler.unscale_(opt)
+            hf.optim.clip_grad_norm_(stacks, max_norm)
         scaler.step(opt)
         scaler.update()
 
+    return calls_per_step(step)
+
+
+def test_a_scaled_step_waits_once() -> None:
     # A largest magnitude and a product for each tensor, and what joins the flags of all, which the host then reads.
-    assert calls_per_step(step) == Calls(launches=2 * TENSORS + 11, graphs=1, waits=1, pageable=1)
+    assert calls_of_a_scaled_step(None) == Calls(launches=2 * TENSORS + 11, graphs=1, waits=1, pageable=1)
 
 
 def test_a_scaled_and_clipped_step_waits_once() -> None:
-    stacks = parameters()
-    opt, scaler = optimizer("AdamW", stacks), hf.optim.GradScaler()
-    losses = torch.zeros(MEMBERS, device="cuda", requires_grad=True)
-
-    def step() -> None:
-        scaler.scale(losses)
-        scaler.unscale_(opt)
-        hf.optim.clip_grad_norm_(stacks, 1.0)
-        scaler.step(opt)
-        scaler.update()
-
-    calls = calls_per_step(step)
+    calls = calls_of_a_scaled_step(1.0)
     assert (calls.graphs, calls.waits, calls.refused) == (1, 1, ())
 
 
