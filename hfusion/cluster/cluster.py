@@ -41,6 +41,9 @@ class Cluster:
         host: bytes of host memory of each process for spilled state; likewise.
         disk: a folder on each node for what exceeds ``host``.
         max_failures: how often the process of an array may be lost before the array is given up.
+        timeout: for how many seconds to wait for a device of Ray while there is none, at the start and if all are lost.
+        devices: how many devices to ask Ray's autoscaler for, each with ``num_cpus``, ``num_gpus`` and ``resources``.
+            The run begins with the first ones; the others join it.
 
     Raises:
         PlanError: a value is out of range, or an option of Ray is given with a machine.
@@ -63,16 +66,25 @@ class Cluster:
         host: str | int | None = None,
         disk: str | Path = "spill/",
         max_failures: int = 3,
+        timeout: float = 0.0,
+        devices: int | None = None,
     ) -> None:
         if not isinstance(max_failures, int) or max_failures < 0:
             raise PlanError(f"max_failures={max_failures!r}: give a whole number of at least 0")
-        self._where, self._max_failures = where, max_failures
+        if not isinstance(timeout, int | float) or not timeout >= 0:
+            raise PlanError(f"timeout={timeout!r}: give seconds of at least 0")
+        if devices is not None and (not isinstance(devices, int) or devices < 1):
+            raise PlanError(f"devices={devices!r}: give a whole number of at least 1")
+        if devices is not None and not (num_cpus or num_gpus or resources):
+            raise PlanError(f"devices={devices}: also give what each device needs, such as num_gpus=1")
+        self._where, self._max_failures, self._timeout, self._devices = where, max_failures, timeout, devices
         self._options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": resources}
         self._runtime_env = runtime_env
         self._memory = None if memory is None else parse_bytes(memory)
         self._host = None if host is None else parse_bytes(host)
         self._disk = Path(disk)
         given = {**self._options, "runtime_env": runtime_env, "memory": memory, "host": host}
+        given |= {"timeout": timeout or None, "devices": devices}
         if isinstance(where, Machine) and (own := [name for name, value in given.items() if value is not None]):
             raise PlanError(f"{own[0]} is of Ray's nodes: the machine that is given says what it has; leave it out")
 
@@ -83,10 +95,13 @@ class Cluster:
     def _open(self) -> Executor:
         if isinstance(self._where, Machine):
             return ProcessExecutor(self._where)
+        from hfusion.cluster.ray_devices import ActorOptions
         from hfusion.cluster.ray_executor import RayExecutor
 
+        resources = {name: value for name, value in self._options.items() if value is not None}
         machine = (self._memory, self._host, self._disk)
-        return RayExecutor(self._where, self._options, self._runtime_env, machine)
+        options = ActorOptions(resources, None, machine, self._timeout, self._devices)
+        return RayExecutor(self._where, options, self._runtime_env)
 
     def train(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -12,9 +13,9 @@ import torch
 from hfusion.capture.named import tensors
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.jobs import ClusterArrays, PlacedArray, SharedParts
-from hfusion.cluster.messages import DeviceLost, Lost, Raised
+from hfusion.cluster.messages import DeviceInfo, DeviceLost, Lost, Raised
 from hfusion.cluster.node import ArrayDone, ArrayLeft, Message, StopQuery, Told, loader_generators
-from hfusion.cluster.placement import Placement, lower_bound
+from hfusion.cluster.placement import Placement
 from hfusion.core.errors import HFusionError
 from hfusion.core.event_log import EventLog, first_line
 from hfusion.optim.base import FusedOptimizer
@@ -25,6 +26,8 @@ from hfusion.tasks.stopping import OnResult, answered
 from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError
 from hfusion.tasks.training_report import Report, TaskReport, joined
+
+_log = logging.getLogger(__name__)
 
 # Seconds from one look at the devices to the next while none tells anything.
 GLANCE = 1.0
@@ -52,12 +55,11 @@ class Drive:
         self._on_result, self._ends_at_failure = on_result, ends_at_failure
         # Whether a callback, or who decides, was called.
         self.heard = False
-        self._tasks, self._arrays, self._executor = arrays.tasks, arrays.arrays, executor
+        self._run, self._tasks, self._arrays, self._executor = arrays, arrays.tasks, arrays.arrays, executor
         self._logs = ArrayLogs(log, [(one.load.name, one.task, one.members) for one in arrays.arrays])
         # How many minibatches and evaluations of an array callbacks have heard of.
         self._counts: Counter[tuple[int, type]] = Counter()
         loads = [one.load for one in arrays.arrays]
-        self._bound = lower_bound(loads, arrays.kinds)
         saved = [number for number, one in enumerate(arrays.arrays) if one.options.checkpoint is not None]
         self._placement = Placement(loads, arrays.kinds, max_failures, time.monotonic, saved)
         self._parts, self._processes = SharedParts(arrays.arrays, executor), arrays.processes
@@ -67,6 +69,9 @@ class Drive:
         self._failed: dict[int, BaseException] = {}
         self._told: set[int] = set()
         self._began = time.time()
+        # Since when arrays wait for a device to join, and why the last device was lost.
+        self._stranded_since: float | None = None
+        self._last_loss = ""
         self.show: Callable[[int, int], None] = lambda index, steps: None
 
     @property
@@ -87,6 +92,7 @@ class Drive:
                     self._begin(device, number)
             for device, message in self._executor.wait(GLANCE):
                 self._hear(device, message)
+            self._wait_for_devices()
         return self._result()
 
     def _begin(self, device: int, number: int) -> None:
@@ -98,6 +104,8 @@ class Drive:
     def _hear(self, device: int, message: Message) -> None:
         if isinstance(message, Lost):
             self._lose(device, message.reason)
+        elif isinstance(message, DeviceInfo):
+            self._placement.join(*self._run.kind_of(message))
         elif isinstance(message, Told):
             for result in message.results:
                 self._tell(device, result)
@@ -182,11 +190,26 @@ class Drive:
 
     def _lose(self, device: int, reason: str) -> None:
         self._note(device, self._now.pop(device, None), ArrayNote("lost", None, error=reason))
+        self._last_loss = f"{self._executor.devices[device].name!r} at last: {reason}"
         for number in self._placement.lose(device, back=self._executor.revive(device)):
             count = self._placement.failures[number]
-            what = f"its device was lost {count} times" if count else "no device that it fits is left"
-            where = self._executor.devices[device].name
-            self._give_up(device, number, DeviceLost(f"{what}, {where!r} at last: {reason}"))
+            self._give_up(device, number, DeviceLost(f"its device was lost {count} times, {self._last_loss}"))
+
+    def _wait_for_devices(self) -> None:
+        """Give up the arrays that fit no device, if none has joined for too long."""
+        if not self._placement.stranded:
+            self._stranded_since = None
+            return
+        now = time.monotonic()
+        if self._stranded_since is None:
+            self._stranded_since = now
+            count = len(self._placement.stranded)
+            _log.warning("%d arrays wait for a device that they fit; lost was %s", count, self._last_loss)
+        if now - self._stranded_since >= self._executor.timeout and not self._executor.starting:
+            for number in self._placement.give_up_stranded():
+                error = DeviceLost(f"no device that it fits is left, {self._last_loss}")
+                self._failed.setdefault(number, error)
+                self._logs.hear(number, ArrayNote("failed", None, error=first_line(error)), {})
 
     def _result(self) -> Report:
         report = self._report()
@@ -247,7 +270,7 @@ class Drive:
             for span in timeline.actions:
                 start, end = span.start + later, span.end + later
                 spans.append(replace(span, device=names[device], start=start, end=end))
-        return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(names), self._bound)
+        return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(names), self._placement.lower_bound)
 
     def _peak(self) -> dict[str, int]:
         peak = {device.name: 0 for device in self._executor.devices}

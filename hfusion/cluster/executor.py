@@ -10,7 +10,12 @@ from hfusion.cluster.node import ArrayJob, CallJob, Message
 
 
 class Executor(Protocol):
-    """Processes that live as long as the run, one for each device. Devices are numbers, indices of ``devices``."""
+    """Processes that live as long as the run, one for each device. Devices are numbers, indices of ``devices``.
+
+    ``timeout``: for how many seconds an array waits while no device can train it.
+    """
+
+    timeout: float
 
     @property
     def devices(self) -> Sequence[DeviceInfo]: ...
@@ -18,6 +23,10 @@ class Executor(Protocol):
     @property
     def offsets(self) -> Sequence[float]:
         """Seconds by which the clock of each device is ahead of the driver's."""
+
+    @property
+    def starting(self) -> bool:
+        """Whether a device will join soon, as its process starts."""
 
     def put(self, value: Any) -> Any:
         """Keep a part for all processes, once per node: what finds it, for ``job.parts``."""
@@ -32,7 +41,10 @@ class Executor(Protocol):
         """Answer what an array asked: who of its members stops."""
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
-        """Wait for messages of devices; return without any after ``seconds``."""
+        """Wait for messages of devices; return without any after ``seconds``.
+
+        A `DeviceInfo` is of a device that has joined: the last of ``devices`` from now on.
+        """
 
     def revive(self, device: int) -> bool:
         """Restart the lost process of a device; return whether it runs again."""

@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors
+from hfusion.cluster.device_kinds import DeviceKinds
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.cluster.node import ArrayJob
@@ -23,7 +24,7 @@ from hfusion.cluster.serialization import pack
 from hfusion.core.errors import PlanError
 from hfusion.schedule.plan import Plan, Processes, TaskPlan
 from hfusion.tasks.arrange import Arrangement, arrays_of
-from hfusion.tasks.array_plan import Room
+from hfusion.tasks.array_plan import ArrayCost, Room
 from hfusion.tasks.checkpoints import check_every, check_folder
 from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.task import Task
@@ -54,6 +55,7 @@ class PlacedArray:
         sent: the task as it goes there.
         plan: as it is trained; None: the process plans.
         array: of this process, for the results; None: it is fused for them.
+        cost: for estimates on devices that join.
     """
 
     task: Task
@@ -63,6 +65,7 @@ class PlacedArray:
     options: RunOptions
     plan: TaskPlan | None = None
     array: FusedModule | None = None
+    cost: ArrayCost | None = None
 
     def job(self, parts: SharedParts) -> ArrayJob:
         parcel, options = pack(f"the task {self.task.name!r}", self.sent, parts.keys), self.options
@@ -92,12 +95,25 @@ class PlacedArray:
 
 @dataclass(frozen=True, eq=False)
 class ClusterArrays:
-    """All arrays of a run; ``kinds``: of each device, the index of its seconds in the loads."""
+    """All arrays of a run; ``kinds``: of each device, the index of its seconds in the loads.
+
+    ``rooms``: the kinds themselves, if devices may join.
+    """
 
     tasks: tuple[Task, ...]
     arrays: tuple[PlacedArray, ...]
     kinds: tuple[int, ...]
     processes: Processes | None = None
+    rooms: DeviceKinds | None = None
+
+    def kind_of(self, device: DeviceInfo) -> tuple[int, list[float | None] | None]:
+        """Return the kind of a device that joins, and if it is a new one the seconds of each array on it."""
+        assert self.rooms is not None
+        before, kind = len(self.rooms.rooms), self.rooms.kind(device)
+        if kind < before:
+            return kind, None
+        room = self.rooms.rooms[kind]
+        return kind, [None if one.cost is None else one.cost.seconds_on(room) for one in self.arrays]
 
 
 def arranged(
@@ -111,21 +127,23 @@ def arranged(
     """
     check_every(options.every)
     check_schedulers(tasks)
-    rooms = list(dict.fromkeys((device.physical, device.budget, device.rates) for device in devices))
-    kinds = tuple(rooms.index((device.physical, device.budget, device.rates)) for device in devices)
+    rooms = DeviceKinds()
+    kinds = tuple(map(rooms.kind, devices))
     check_tensors(tasks)
-    largest = Room(*max(rooms, key=lambda room: room[1]), keep=True)
+    most = max(devices, key=lambda device: device.budget)
+    largest = Room(most.physical, most.budget, most.rates, keep=True)
     arrays: list[PlacedArray] = []
     for task in tasks:
         # What was fused to plan is not needed any more.
         for one in arrays_of(task, largest):
-            seconds = tuple(one.seconds_on(Room(*room, keep=True)) for room in rooms)
-            load = Load(one.plan.name, seconds, task.name, task.steps)
-            arrays.append(PlacedArray(task, one.members, load, seeded_task(sent_task(one)), options))
+            cost = one.cost
+            load = Load(one.plan.name, tuple(map(cost.seconds_on, rooms.rooms)), task.name, task.steps)
+            sent = seeded_task(sent_task(one))
+            arrays.append(PlacedArray(task, one.members, load, sent, options, cost=cost))
     check_loaders([(one.load.name, (one.task.loader, one.task.eval_loader)) for one in arrays])
     if options.checkpoint is not None:
         check_folder(options.checkpoint, [one.load.name for one in arrays], resume=resume)
-    return ClusterArrays(tuple(tasks), tuple(arrays), kinds)
+    return ClusterArrays(tuple(tasks), tuple(arrays), kinds, rooms=rooms)
 
 
 def planned(

@@ -129,7 +129,7 @@ class ArrayLeft:
 
 # What a job ends with.
 End: TypeAlias = ArrayDone | ArrayLeft | Answered | Raised
-Message: TypeAlias = Told | StopQuery | End | Lost
+Message: TypeAlias = Told | StopQuery | End | Lost | DeviceInfo
 
 
 class _Stopped(Exception):

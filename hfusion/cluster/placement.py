@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 
 from hfusion.cluster.rates import DIFFERS, ArrayProgress, Ratios
@@ -142,9 +142,9 @@ class Placement:
         clock: Callable[[], float],
         saved: Collection[int] = (),
     ) -> None:
-        self._loads, self._kinds, self._max_failures, self._clock = loads, kinds, max_failures, clock
+        self._loads, self._kinds, self._max_failures, self._clock = list(loads), list(kinds), max_failures, clock
         self._saved = frozenset(saved)
-        self._ratios = Ratios([load.task for load in loads], len(kinds))
+        self._ratios = Ratios([load.task for load in loads])
         self._steps = [0] * len(loads)
         self._queues: list[deque[int]] = []
         # Seconds of each array that waits, where it waits.
@@ -161,6 +161,8 @@ class Placement:
         # How much was measured since all was placed, and how much has happened since moves were looked for.
         self._news = self._stirs = 0
         self.failures = [0] * len(loads)
+        # The arrays that fit no device which is there.
+        self.stranded: list[int] = []
         self._arrange(range(len(loads)))
 
     @property
@@ -182,7 +184,12 @@ class Placement:
     @property
     def over(self) -> bool:
         """Whether no array runs or waits."""
-        return not self._running and not self._planned
+        return not self._running and not self._planned and not self.stranded
+
+    @property
+    def lower_bound(self) -> float:
+        """Seconds that no placement on all devices that were there beats, by estimates; see `lower_bound`."""
+        return lower_bound(self._loads, self._kinds)
 
     def _whole(self, number: int, device: int) -> float | None:
         """Seconds of all of an array as they were estimated."""
@@ -333,7 +340,7 @@ class Placement:
         self._handover = max(self._handover, self._clock() - move.asked)
         self._stirs += 1
         if move.target in self._gone:
-            self._arrange([*self._planned, number])
+            self._arrange_fitting([*self._planned, *self.stranded, number])
             return
         self._queues[move.target].appendleft(number)
         self._planned[number] = seconds = self._seconds(number, move.target) or 0.0
@@ -347,11 +354,11 @@ class Placement:
         return self._running.pop(device).number
 
     def lose(self, device: int, *, back: bool) -> list[int]:
-        """A device is lost, or was and is ``back``; those that are given up, of which nothing runs any more.
+        """A device is lost, or was and is ``back``; the arrays that were lost too often, which are given up.
 
         The array that ran there waits again, and all that waits is placed anew.
         """
-        waiting, lost = [*self._planned], list[int]()
+        waiting, lost = [*self._planned, *self.stranded], list[int]()
         if device in self._running:
             number = self.end(device)
             self.failures[number] += 1
@@ -360,7 +367,29 @@ class Placement:
             (waiting if self.failures[number] <= self._max_failures else lost).append(number)
         if not back:
             self._gone.add(device)
-        there = {kind for other, kind in enumerate(self._kinds) if other not in self._gone}
-        fits = [any(self._loads[number].seconds[kind] is not None for kind in there) for number in waiting]
-        self._arrange([number for number, fit in zip(waiting, fits, strict=True) if fit])
-        return [*lost, *(number for number, fit in zip(waiting, fits, strict=True) if not fit)]
+        self._arrange_fitting(waiting)
+        return lost
+
+    def join(self, kind: int, seconds: Sequence[float | None] | None = None) -> None:
+        """A device joins, the last from now on; if its kind is new, with the estimated seconds of each array on it.
+
+        All that waits is placed anew.
+        """
+        if seconds is not None:
+            pairs = zip(self._loads, seconds, strict=True)
+            self._loads = [replace(load, seconds=(*load.seconds, each)) for load, each in pairs]
+        self._kinds.append(kind)
+        self._stirs += 1
+        self._arrange_fitting([*self._planned, *self.stranded])
+
+    def give_up_stranded(self) -> list[int]:
+        """Return the arrays that fit no device, which do not wait any more."""
+        stranded, self.stranded = self.stranded, []
+        return stranded
+
+    def _arrange_fitting(self, waiting: Collection[int]) -> None:
+        """Place the arrays that fit a device which is there; the others are stranded."""
+        there = {kind for device, kind in enumerate(self._kinds) if device not in self._gone}
+        fitting = [n for n in waiting if any(self._loads[n].seconds[kind] is not None for kind in there)]
+        self.stranded = sorted(set(waiting).difference(fitting))
+        self._arrange(fitting)

@@ -63,6 +63,8 @@ class ProcessExecutor:
         self._stops: list[Connection | None] = [None] * count
         self.offsets: list[float] = [0.0] * count
         self.devices: list[DeviceInfo] = []
+        # No device joins a machine.
+        self.timeout, self.starting = 0.0, False
         began = time.monotonic()
         try:
             for device in range(count):

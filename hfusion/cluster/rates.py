@@ -47,11 +47,11 @@ class Ratios:
     nothing else tells which of both it is: the least squares of the logarithms that lie nearest to the estimates.
     """
 
-    def __init__(self, tasks: Sequence[str], devices: int) -> None:
+    def __init__(self, tasks: Sequence[str]) -> None:
         self._tasks = tasks
-        self._of_device = [0.0] * devices
+        self._of_device: dict[int, float] = defaultdict(float)
         self._of_task: dict[str, float] = defaultdict(float)
-        self._on_device: list[dict[str, float]] = [{} for _ in range(devices)]
+        self._on_device: dict[int, dict[str, float]] = defaultdict(dict)
         self._on_task: dict[str, dict[int, float]] = defaultdict(dict)
         self._measured: dict[tuple[int, int], float] = {}
         self._latest: dict[int, int] = {}

@@ -25,7 +25,7 @@ from hfusion.device.machine import Machine
 from hfusion.optim.base import FusedOptimizer
 from hfusion.runtime.recipe import Recipe
 from hfusion.schedule.plan import Plan, TaskPlan
-from hfusion.tasks.array_plan import Room, array_plan, minibatch_seconds
+from hfusion.tasks.array_plan import ArrayCost, Room, array_plan, minibatch_seconds
 from hfusion.tasks.minibatch import Minibatch
 from hfusion.tasks.reading import generators, length, reading
 from hfusion.tasks.sharing import check_loaders, check_tensors
@@ -63,16 +63,14 @@ class Arrangement:
         """The most samples that an evaluated minibatch may have."""
         return _evaluated_samples(self.task, self.first, self.members)
 
-    def seconds_on(self, room: Room) -> float | None:
-        """Estimated seconds of all minibatches on another device; None where it does not fit."""
+    @property
+    def cost(self) -> ArrayCost:
+        """What its seconds on any device are estimated from."""
         minibatch = self.minibatch()
-        program, members = self.array.compiled(minibatch.arguments_for(self.array)).program, len(self.members)
+        program = self.array.compiled(minibatch.arguments_for(self.array)).program
         samples = minibatch.samples, self.evaluated_samples
-        try:
-            plan = array_plan(self.task, program, samples, self.optimizer, room, self.plan.name, members)
-        except PlanError:
-            return None
-        return plan.steps * minibatch_seconds(plan, room.rates)
+        stacks = self.optimizer.state_stacks
+        return ArrayCost(self.task, program, samples, stacks, self.plan.name, len(self.members))
 
     def trained(
         self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device], turn: Turn = None
@@ -263,7 +261,7 @@ def _width(
     width = len(group)
     while width:
         try:
-            plan = array_plan(task, program, samples, optimizer, room, "width", width)
+            plan = array_plan(task, program, samples, optimizer.state_stacks, room, "width", width)
         except PlanError as error:
             failure = failure or error
         else:
@@ -291,7 +289,7 @@ def _arranged(
     program = array.compiled(minibatch.arguments_for(array)).program
     optimizer = optimizer or optimizer_of(task, array, members)
     samples = minibatch.samples, _evaluated_samples(task, first, members)
-    plan = array_plan(task, program, samples, optimizer, room, name, len(members))
+    plan = array_plan(task, program, samples, optimizer.state_stacks, room, name, len(members))
     return Arrangement(task, tuple(members), array, optimizer, first, plan)
 
 

@@ -11,7 +11,6 @@ from hfusion.core.errors import PlanError
 from hfusion.core.fingerprint import Same
 from hfusion.core.program import Program
 from hfusion.device.calibrate import Rates
-from hfusion.optim.base import FusedOptimizer
 from hfusion.passes.partition.cut_shards import Sharding, growth, sharding, shards_at
 from hfusion.schedule.plan import TaskPlan
 from hfusion.tasks.task import Task
@@ -31,24 +30,49 @@ class Room:
     keep: bool
 
 
+@dataclass(frozen=True, eq=False)
+class ArrayCost:
+    """What a plan of members of a task depends on, without their tensors.
+
+    Attributes:
+        samples: of a trained minibatch, and of an evaluated one.
+        stacks: tensors of optimizer state per parameter, see `FusedOptimizer.state_stacks`.
+    """
+
+    task: Task
+    program: Program
+    samples: tuple[int, int]
+    stacks: int
+    name: str
+    members: int
+
+    def seconds_on(self, room: Room) -> float | None:
+        """Return the estimated seconds of all minibatches on a device; None if the array does not fit."""
+        try:
+            plan = array_plan(self.task, self.program, self.samples, self.stacks, room, self.name, self.members)
+        except PlanError:
+            return None
+        return plan.steps * minibatch_seconds(plan, room.rates)
+
+
 def array_plan(
     task: Task,
     program: Program,
     samples: tuple[int, int],
-    optimizer: FusedOptimizer,
+    stacks: int,
     room: Room,
     name: str,
     width: int,
 ) -> TaskPlan:
     """Return the plan of ``width`` members of a program; tasks of which all that it depends on is equal share it.
 
-    ``samples``: of a trained minibatch, and of an evaluated one.
+    ``samples`` and ``stacks``: as of `ArrayCost`.
     """
     numbers = task.steps, task.epoch, task.accumulate, task.evaluated, task.clip is not None
-    key = Same(program), width, samples, optimizer.state_stacks, room, numbers
+    key = Same(program), width, samples, stacks, room, numbers
     if key not in _plans:
         sized = program if program.members == width else replace(program, members=width)
-        plan = _new_plan(task, sized, samples, optimizer, room, name, width)
+        plan = _new_plan(task, sized, samples, stacks, room, name, width)
         if len(_plans) == MAX_PLANS:
             _plans.clear()
         # Computed once, and not for each name.
@@ -61,13 +85,13 @@ def _new_plan(
     task: Task,
     program: Program,
     samples: tuple[int, int],
-    optimizer: FusedOptimizer,
+    stacks: int,
     room: Room,
     name: str,
     width: int,
 ) -> TaskPlan:
     """Resident if that fits the budget; else spilled."""
-    state, (trained, evaluated) = optimizer.state_stacks, samples
+    trained, evaluated = samples
     larger = growth(program, trained, evaluated, room.rates)
 
     def planned(cut: Sharding, *, resident: bool) -> TaskPlan:
@@ -85,11 +109,11 @@ def _new_plan(
             kept=cut.kept,
         )
 
-    whole = Sharding(shards_at(program, (), trained, room.rates, state), kept=False)
+    whole = Sharding(shards_at(program, (), trained, room.rates, stacks), kept=False)
     resident = planned(whole, resident=True)
     if resident.device_bytes <= room.budget:
         return resident
-    cut = sharding(program, trained, room.budget, room.rates, state, carried=resident.carried, keep=room.keep)
+    cut = sharding(program, trained, room.budget, room.rates, stacks, carried=resident.carried, keep=room.keep)
     spilled = planned(cut, resident=False)
     if larger > 1 and spilled.device_bytes > room.budget:
         raise PlanError(

@@ -7,6 +7,8 @@ was lost gets all of them, and so comes to the same state: they are the same mod
 from __future__ import annotations
 
 import gc
+import logging
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +26,8 @@ from hfusion.tune.plain_trials import PlainTrials
 from hfusion.tune.space import ArrayChoices, ModelMaker, TrialModel
 from hfusion.tune.sweep_recipe import SweepRecipe
 from hfusion.tune.trial_rows import TrialRows
+
+_log = logging.getLogger(__name__)
 
 _MAKER = "maker"
 # In errors.
@@ -185,6 +189,7 @@ class ClusterWorkers:
         """Its arrays begin again there, or on other devices."""
         if not self._executor.revive(device):
             self.gone.add(device)
+            self._wait_for_device(reason)
         self._dropped.pop(device, None)
         for name, told in self._told.items():
             if told.device != device:
@@ -195,6 +200,15 @@ class ClusterWorkers:
                 raise DeviceLost(f"the device of {name} was lost {told.lost} times: {reason}")
             if device in self.gone:
                 told.device = self.place(name)
+
+    def _wait_for_device(self, reason: str) -> None:
+        """Wait until a device joins, if all are lost."""
+        executor, end = self._executor, time.monotonic() + self._executor.timeout
+        if len(self.gone) == len(self.devices):
+            _log.warning("the trials wait for a device; lost was the last one: %s", reason)
+        while len(self.gone) == len(self.devices) and (executor.starting or time.monotonic() < end):
+            # What lost devices have reported is not needed any more.
+            executor.wait(GLANCE)
 
     def leave(self, name: str, member: TrialModel) -> nn.Module:
         state = self.ask({name: ("leave", (member.tag,))})[name]

@@ -25,7 +25,7 @@ class EpochSeconds:
         self._devices = devices
         # Of shapes, as arrays of these come: `Ratios` reads it.
         self._names: list[str] = []
-        self._ratios = Ratios(self._names, len(devices))
+        self._ratios = Ratios(self._names)
         self._numbers: dict[Shape, int] = {}
         # Of each array where it is.
         self._late: dict[tuple[str, int], deque[float]] = {}

@@ -103,9 +103,28 @@ def test_the_last_device_takes_all_with_it() -> None:
     placement = Placement(loads_of([1.0, 1.0, 1.0]), [0, 0], 5, lambda: 0.0)
     assert (placement.begin(0), placement.begin(1)) == (0, 1)
     assert placement.lose(0, back=False) == []
-    assert sorted(placement.lose(1, back=False)) == [0, 1, 2]
-    assert placement.over
+    assert placement.lose(1, back=False) == []
+    assert not placement.over
     assert placement.idle == []
+    assert placement.give_up_stranded() == [0, 1, 2]
+    assert placement.over
+
+
+def test_a_device_that_joins_takes_what_waits_and_what_is_stranded() -> None:
+    loads = [Load("small", (1.0,), "a", 1), Load("small too", (2.0,), "a", 1), Load("large", (4.0,), "b", 1)]
+    placement = Placement(loads, [0], 5, lambda: 0.0)
+    assert placement.begin(0) == 2
+    # Of a new kind, which the large one does not fit.
+    placement.join(1, [0.5, 1.0, None])
+    assert placement.to_ask() == [1]
+    assert placement.begin(1) == 1
+    assert placement.lose(0, back=False) == []
+    assert placement.stranded == [2]
+    placement.join(0)
+    assert placement.to_ask() == [2]
+    assert placement.begin(2) == 2
+    assert placement.end(1) == 1
+    assert placement.begin(1) == 0
 
 
 def test_a_device_without_work_takes_what_waits_for_another() -> None:

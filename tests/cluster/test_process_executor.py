@@ -326,8 +326,16 @@ def test_an_array_with_its_optimizer_is_trained_in_place(tmp_path: Path) -> None
 
 def test_what_a_cluster_refuses(tmp_path: Path) -> None:
     one = machine(tmp_path, 1)
-    for options, said in [({"max_failures": -1}, "max_failures=-1"), ({"num_cpus": 2}, "num_cpus is of Ray's nodes")]:
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (one, {"max_failures": -1}, "max_failures=-1"),
+        (one, {"num_cpus": 2}, "num_cpus is of Ray's nodes"),
+        (one, {"timeout": 5}, "timeout is of Ray's nodes"),
+        (None, {"timeout": -1.0}, r"timeout=-1\.0: give seconds"),
+        (None, {"devices": 0, "num_gpus": 1}, "devices=0: give a whole number"),
+        (None, {"devices": 2}, "devices=2: also give what each device needs"),
+    ]
+    for where, options, said in refused:
         with pytest.raises(hf.PlanError, match=said):
-            hf.Cluster(one, **options)
+            hf.Cluster(where, **options)
     with pytest.raises(hf.PlanError, match=r"plan is for an hf\.Machine"):
         hf.train(tasks(), hf.Cluster(one), plan=hf.plan(tasks(), one))

@@ -11,7 +11,7 @@ from hfusion.cluster.rates import DIFFERS, Ratios
 def test_a_device_that_is_no_longer_slow(forgets: bool) -> None:
     """Twenty tasks took four times as long on the second device; what is no more does not speak for it."""
     tasks = [f"task {number}" for number in range(22)]
-    ratios = Ratios(tasks, 2)
+    ratios = Ratios(tasks)
     for number in range(20):
         ratios.note(number, 0, 1.0)
         ratios.note(number, 1, 4.0)

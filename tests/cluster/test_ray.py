@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
-from tests.cluster.test_process_executor import alone, assert_same, interrupt, tasks
+from tests.cluster.test_process_executor import alone, assert_same, interrupt, samples, tasks
 
 pytestmark = [
     pytest.mark.cluster,
@@ -31,7 +34,8 @@ class Nodes:
 
         options: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80_000_000}
         first = {**options, "num_cpus": head, "include_dashboard": False}
-        self.cluster = Cluster(initialize_head=True, head_node_args=first)
+        # Handlers of signals would allow the main thread only to add nodes.
+        self.cluster = Cluster(initialize_head=True, head_node_args=first, shutdown_at_exit=False)
         self._options = options
         self.others = [self.cluster.add_node(**options) for _ in range(count - 1)]
 
@@ -106,8 +110,6 @@ class Raising(list[Any]):
     """A loader that breaks in the processes of actors only."""
 
     def __init__(self, driver: int) -> None:
-        from tests.cluster.test_process_executor import samples
-
         x, y = samples().tensors
         super().__init__(zip(x.chunk(4), y.chunk(4), strict=True))
         self.driver = driver
@@ -122,6 +124,86 @@ class Raising(list[Any]):
 def raising(folder: Path) -> list[hf.Task]:
     mixed, plain = tasks()
     return [mixed, hf.Task(plain.models, plain.loss, plain.optimizer, Raising(os.getpid()), name="raising")]
+
+
+class WaitsForAnother(TensorDataset):
+    """Gives nothing to the first process of a cluster that asks until a second one asks."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(*samples().tensors)
+        self.driver, self.first, self.second = os.getpid(), folder / "first", folder / "second"
+
+    def __getitem__(self, index: Any) -> Any:
+        if os.getpid() != self.driver:
+            if not self.first.exists():
+                self.first.write_text(str(os.getpid()))
+            if self.first.read_text() != str(os.getpid()):
+                self.second.touch()
+            wait_until(self.second.exists)
+        return super().__getitem__(index)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+
+
+def waiting_tasks(folder: Path) -> list[hf.Task]:
+    loader = DataLoader(WaitsForAnother(folder), batch_size=12, shuffle=True)
+    return [replace(task, loader=loader) for task in tasks()]
+
+
+@pytest.mark.parametrize("nodes", [(1,)], indirect=True)
+def test_a_node_that_joins_trains_what_waits(nodes: Nodes, tmp_path: Path) -> None:
+    """The first array cannot go on before another node trains one."""
+    wanted = alone(tmp_path)
+
+    def join() -> None:
+        wait_until((tmp_path / "first").exists)
+        nodes.add()
+
+    joining = threading.Thread(target=join)
+    joining.start()
+    torch.manual_seed(1)
+    found = hf.train(waiting_tasks(tmp_path), cluster(tmp_path))
+    joining.join()
+    assert_same(found, wanted)
+    assert {span.device for span in found.timeline.actions} == {"node0/0", "node1/0"} == set(found.peak)
+    found.timeline.validate(found.plan)
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("nodes", [(1, 0)], indirect=True)
+def test_a_run_waits_for_a_node_while_there_is_none(
+    nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start, and when the only one is killed. Actors have names in Ray's dashboard."""
+    from ray.util import list_named_actors
+
+    wanted, names = alone(tmp_path), set[str]()
+
+    def come_and_go() -> None:
+        wait_until(lambda: "waiting for a device of the Ray cluster" in caplog.text)
+        nodes.add()
+        wait_until((tmp_path / "first").exists)
+        names.update(one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == "hfusion")
+        nodes.kill()
+        wait_until(lambda: "wait for a device that they fit" in caplog.text)
+        nodes.add()
+
+    playing = threading.Thread(target=come_and_go)
+    playing.start()
+    torch.manual_seed(1)
+    waiting = cluster(tmp_path, timeout=120, num_cpus=1, devices=2)
+    found = hf.train(waiting_tasks(tmp_path), waiting, checkpoint=tmp_path / "saves")
+    playing.join()
+    assert_same(found, wanted)
+    assert set(found.peak) == {"node1/0", "node2/0"}
+    (name,) = names
+    assert re.match(r"hfusion \w{8} node1/0", name)
+    assert nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize(("nodes", "replaced"), [((3,), False), ((2, 0), True)], indirect=["nodes"])

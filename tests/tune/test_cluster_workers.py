@@ -33,6 +33,7 @@ class Here:
         self.trainers = [ArrayTrainer(f"cpu:{n}", machine) for n, machine in enumerate(self._machines)]
         self.devices: list[DeviceInfo] = [trainer.info() for trainer in self.trainers]
         self.offsets = [0.0] * count
+        self.timeout, self.starting = 0.0, False
         self._messages: deque[tuple[int, Message]] = deque()
         self.lose: int | None = None
         self.revives = True

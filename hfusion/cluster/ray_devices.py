@@ -1,0 +1,249 @@
+"""The devices of a Ray cluster, each with an actor: those that are free at the start, and those of nodes that join."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfusion.cluster.messages import DeviceInfo
+from hfusion.cluster.ray_actor import DeviceActor
+from hfusion.core.errors import PlanError
+
+_log = logging.getLogger(__name__)
+
+# Seconds that an actor has to begin, with its imports and the measuring of its rates; that the first devices wait for
+# others that begin; until devices that others use are named; and from one look at the nodes to the next.
+_BEGIN = 300.0
+_STRAGGLE = 60.0
+_PATIENCE = 10.0
+_LOOK = 2.0
+_NAMESPACE = "hfusion"
+
+
+@dataclass(frozen=True, eq=False)
+class ActorOptions:
+    """What the actors of a run are made with.
+
+    Attributes:
+        resources: as of ray.remote.
+        environment: their own runtime_env; None: that of the cluster.
+        machine: bytes of a device and of host memory, None for what is found, and the folder for what is spilled.
+        timeout: seconds to wait for a device while there is none.
+        devices: how many an autoscaler is asked for.
+    """
+
+    resources: Mapping[str, Any]
+    environment: Mapping[str, Any] | None
+    machine: tuple[int | None, int | None, Path]
+    timeout: float
+    devices: int | None
+
+
+@dataclass(eq=False)
+class ActorDevice:
+    """A device and its actor, which begins as long as ``info`` is None; without an actor, others use the device."""
+
+    node: Mapping[str, Any]
+    name: str
+    since: float
+    actor: Any = None
+    answer: Any = None
+    info: DeviceInfo | None = None
+    # Seconds by which the actor's clock is ahead.
+    offset: float = 0.0
+
+
+class RayDevices:
+    """Creates the actors of a run. Devices that others use, or that nodes which join bring, get theirs later."""
+
+    def __init__(self, ray: Any, options: ActorOptions) -> None:
+        self._ray, self._options = ray, options
+        # Actors of this run, in Ray's dashboard.
+        self._run = f"hfusion {uuid.uuid4().hex[:8]}"
+        self._known: set[str] = set()
+        self._waiting: list[ActorDevice] = []
+        self._failed: list[str] = []
+        self._looked = -_LOOK
+        if options.devices is not None:
+            self._request([self._bundle({})] * options.devices)
+
+    def first(self) -> list[ActorDevice]:
+        """Wait for the devices that a run begins with.
+
+        Raises PlanError where there is none in time.
+        """
+        begun = since = time.monotonic()
+        found, named = list[ActorDevice](), False
+        while True:
+            found += self.started()
+            now = time.monotonic()
+            since = since if found else now
+            beginning, waited = self.beginning, now - begun
+            late = now - since > _STRAGGLE if beginning else waited > _PATIENCE or not self._waiting
+            if found and late:
+                break
+            limit = max(self._options.timeout, _PATIENCE if self._waiting else 0.0)
+            if not found and not beginning and waited >= limit:
+                raise PlanError(f"no process could begin on the Ray cluster: {self._obstacles()}")
+            if not found and not named and waited > _PATIENCE:
+                named = True
+                _log.warning("waiting for a device of the Ray cluster, for at most %g s: %s", limit, self._obstacles())
+            time.sleep(0.1)
+        for text in [*self._failed, *map(self._why, self._waiting)]:
+            _log.warning("the run begins without a device: %s", text)
+        return found
+
+    @property
+    def beginning(self) -> bool:
+        """Whether an actor begins."""
+        return any(device.actor is not None for device in self._waiting)
+
+    def started(self) -> list[ActorDevice]:
+        """Return the devices whose actors have begun since the last call."""
+        if time.monotonic() - self._looked >= _LOOK:
+            self._look()
+        answers = {device.answer: device for device in self._waiting if device.answer is not None}
+        if not answers:
+            return []
+        ready, late = self._ray.wait(list(answers), num_returns=len(answers), timeout=0)
+        for answer in late:
+            if time.monotonic() - answers[answer].since > _BEGIN:
+                self._fail(answers[answer], f"its process did not begin within {_BEGIN:g} s")
+        return [answers[answer] for answer in ready if self._begun(answers[answer])]
+
+    def _begun(self, device: ActorDevice) -> bool:
+        try:
+            device.info = self._ray.get(device.answer, timeout=_BEGIN)
+            before = time.time()
+            there = self._ray.get(device.actor.info.remote(), timeout=_BEGIN).now
+        except self._ray.exceptions.RayError as error:
+            self._fail(device, f"failed: {str(error).strip().splitlines()[-1]}")
+            return False
+        # Read at the midpoint of the request and its answer.
+        device.offset = there - (before + time.time()) / 2
+        if device in self._waiting:
+            self._waiting.remove(device)
+        return True
+
+    def _fail(self, device: ActorDevice, why: str) -> None:
+        self._waiting = [other for other in self._waiting if other is not device]
+        self._failed.append(f"node {device.node['NodeName']} {why}")
+        with suppress(Exception):
+            self._ray.kill(device.actor)
+
+    def _look(self) -> None:
+        """Note the devices of new nodes, and create actors on those that nobody uses."""
+        # Ray has no public function that tells what is free on a node.
+        from ray._private import state
+
+        available: Any = state.available_resources_per_node
+        self._looked, nodes = time.monotonic(), self._alive()
+        for node in nodes:
+            if node["NodeID"] not in self._known:
+                place, count = len(self._known), self._count(node)
+                self._known.add(node["NodeID"])
+                self._waiting += [ActorDevice(node, f"node{place}/{n}", self._looked) for n in range(count)]
+        alive = {node["NodeID"] for node in nodes}
+        self._waiting = [each for each in self._waiting if each.actor is not None or each.node["NodeID"] in alive]
+        idle = [device for device in self._waiting if device.actor is None]
+        free: Mapping[str, dict[str, float]] = available() if idle else {}
+        for device in idle:
+            there = free.get(device.node["NodeID"], {})
+            asked = self._bundle(device.node)
+            if all(there.get(name, 0) >= value for name, value in asked.items()):
+                for name, value in asked.items():
+                    there[name] -= value
+                self._create(device)
+
+    def _create(self, device: ActorDevice) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        # One thread trains, the other hears that it is to stop. Name and namespace are for Ray's dashboard.
+        options = {
+            **self._wanted(device.node),
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(device.node["NodeID"], soft=False),
+            "max_concurrency": 2,
+            "name": f"{self._run} {device.name} {uuid.uuid4().hex[:4]}",
+            "namespace": _NAMESPACE,
+        }
+        if self._options.environment is not None:
+            options["runtime_env"] = dict(self._options.environment)
+        actor = self._ray.remote(DeviceActor).options(**options).remote(device.name, *self._options.machine)
+        device.actor, device.answer, device.since = actor, actor.info.remote(), time.monotonic()
+
+    def revive(self, device: ActorDevice) -> bool:
+        """Restart the actor of a device on its node; return whether it runs again."""
+        with suppress(Exception):
+            self._ray.kill(device.actor)
+        # That a node is gone may be known only once an actor fails there.
+        if all(node["NodeID"] != device.node["NodeID"] for node in self._alive()):
+            return False
+        self._create(device)
+        return self._begun(device)
+
+    def close(self) -> None:
+        """End what begins, and ask an autoscaler for nothing any more."""
+        for device in self._waiting:
+            with suppress(Exception):
+                self._ray.kill(device.actor)
+        self._waiting, self._looked = [], math.inf
+        if self._options.devices is not None:
+            self._request([])
+
+    @staticmethod
+    def _request(bundles: list[dict[str, float]]) -> None:
+        from ray.autoscaler.sdk import request_resources
+
+        request_resources(bundles=bundles)
+
+    def _obstacles(self) -> str:
+        texts = [*self._failed, *map(self._why, self._waiting)]
+        if texts:
+            return "; ".join(texts)
+        asked = dict(self._options.resources) or "a CPU"
+        return f"no node of the Ray cluster has {asked}: its nodes have {[n['Resources'] for n in self._alive()]}"
+
+    def _why(self, device: ActorDevice) -> str:
+        if device.actor is not None:
+            return f"node {device.node['NodeName']}: the process of {device.name} has not begun yet"
+        return f"node {device.node['NodeName']}: others use what {device.name} needs, {self._wanted(device.node)}"
+
+    def _alive(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _wanted(self, node: Mapping[str, Any]) -> dict[str, Any]:
+        """Return an actor's resources on a node: one GPU each, or all CPUs for one actor without GPUs."""
+        there = node["Resources"]
+        wanted = dict(self._options.resources)
+        if "num_gpus" not in wanted:
+            wanted["num_gpus"] = 1 if there.get("GPU", 0) >= 1 else 0
+        if "num_cpus" not in wanted:
+            wanted["num_cpus"] = there.get("CPU", 0) / max(1, _slots(there, {"GPU": wanted["num_gpus"]}, 1))
+        return wanted
+
+    def _bundle(self, node: Mapping[str, Any]) -> dict[str, float]:
+        """Return them by the names that nodes have for them; without a node, those that the options ask for."""
+        wanted = self._wanted(node) if node else dict(self._options.resources)
+        named = {"CPU": wanted.get("num_cpus"), "GPU": wanted.get("num_gpus"), **(wanted.get("resources") or {})}
+        return {name: value for name, value in named.items() if value}
+
+    def _count(self, node: Mapping[str, Any]) -> int:
+        """Return the number of actors for a node: without GPUs one, as the CPU is one device."""
+        asked = self._bundle(node)
+        if not asked and not self._options.resources:
+            # Such as a head that is to run no tasks.
+            return 0
+        found = _slots(node["Resources"], asked, 1)
+        return found if asked.get("GPU") else min(found, 1)
+
+
+def _slots(there: Mapping[str, float], wanted: Mapping[str, float], most: int) -> int:
+    """Return how often the wanted resources are available; ``most`` if none is wanted."""
+    return min((int(there.get(name, 0) // value) for name, value in wanted.items() if value), default=most)
