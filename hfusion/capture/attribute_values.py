@@ -6,8 +6,9 @@ import hashlib
 import pickle
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.hooks import hooks_of, is_recipe, options, recomputed
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import is_array, tensors
+from hfusion.capture.python_state import holder_name, variable_holders
 from hfusion.core.errors import FusionError
 from hfusion.core.parameter_attributes import marks
 from hfusion.core.tracer_warnings import noted
@@ -78,6 +80,48 @@ def contents(model: nn.Module) -> dict[str, Any]:
     return _attributes(model, lambda tensor, where: (*_digest(tensor), tensor.requires_grad))
 
 
+def variable_contents(model: nn.Module, names: Collection[str]) -> dict[str, Any]:
+    """Return those of the `variables` of ``model`` that are among ``names``, as hashable values."""
+    reader = _AttributeReader({}, lambda tensor, where: _digest(tensor), {})
+    held = {
+        f"{holder_name(holder)}.{name}": value
+        for holder in (variable_holders(model) if names else ())
+        for name, value in list(vars(holder).items())
+    }
+    return {name: reader.read(held[name], name) for name in names if name in held}
+
+
+def follows(before: Any, after: Any, first: Any) -> bool:
+    """Return whether each part of a content ``after`` a call is as ``before`` it, or as after a ``first`` call."""
+    if after in (before, first):
+        return True
+    if not (isinstance(before, tuple) and isinstance(after, tuple) and isinstance(first, tuple)):
+        return False
+    if before[:1] == after[:1] == first[:1] == ("mapping",):
+        old, new = dict(before[1]), dict(first[1])
+        return all(follows(old.get(key), part, new.get(key)) for key, part in after[1])
+    if not len(before) == len(after) == len(first):
+        return False
+    return all(map(follows, before, after, first))
+
+
+def differing(before: Any, after: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the parts of two contents that differ where both have one."""
+    if before is None or after is None or before == after:
+        return
+    if not (isinstance(before, tuple) and isinstance(after, tuple)) or len(before) != len(after):
+        yield before, after
+    elif before[:1] == after[:1] == ("mapping",):
+        new = dict(after[1])
+        for key, part in before[1]:
+            yield from differing(part, new.get(key))
+    elif before[0] == after[0] and before[0] in ("tensor", *NUMBERS):
+        yield before, after
+    else:
+        for parts in zip(before, after, strict=True):
+            yield from differing(*parts)
+
+
 def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> dict[str, Any]:
     registered = {id(tensor): name for name, tensor in tensors(model)}
     registered |= {id(module): path for path, module in model.named_modules()}
@@ -117,6 +161,9 @@ def same_marks(models: Sequence[nn.Module]) -> frozenset[str]:
     return frozenset(key for key in marked[0] if all(key in other and other[key] == read[0][key] for other in read))
 
 
+# How the contents of Python numbers begin.
+NUMBERS = ("number", "int", "bool")
+
 # Marks copies of results, which have no history; a deep copy keeps it.
 _RESULT = "hfusion_result"
 
@@ -130,12 +177,14 @@ class _AttributeReader:
     Attributes:
         registered: the names of the model's own tensors and modules, by id.
         read_tensor: returns the hashable value of a tensor.
-        visited: all objects read so far, which keeps cycles short and ids from being used again.
+        visited: all objects read so far, which keeps cycles short and ids from being used again. Each has the name
+            under which it was read first, with a number: other objects may come before it in another model.
     """
 
     registered: Mapping[int, str]
     read_tensor: Callable[[Tensor, str], Any]
-    visited: dict[int, tuple[int, Any]]
+    visited: dict[int, tuple[Any, Any]]
+    counts: Counter[str] = field(default_factory=Counter)
 
     def read(self, value: Any, where: str) -> Any:
         if id(value) in self.registered and isinstance(value, Tensor | nn.Module):
@@ -152,7 +201,8 @@ class _AttributeReader:
             return self._weak(value, where)
         if id(value) in self.visited:
             return ("again", self.visited[id(value)][0])
-        self.visited[id(value)] = (len(self.visited), value)
+        self.visited[id(value)] = ((where, self.counts[where]), value)
+        self.counts[where] += 1
         return self._read_new(value, where)
 
     def _weak(self, value: Any, where: str) -> Any:

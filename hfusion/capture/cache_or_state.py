@@ -1,118 +1,121 @@
-"""Distinguish caches that forward keeps in attributes from state, by running copies of the member.
+"""Distinguish caches that forward keeps in attributes from state, by later calls of a copy that was called once.
 
-Cached values are no state if a member that has them computes the same as one without them: for the same inputs, for
-others, for other sizes, and after the parameters have changed. Then a graph that computes them again is exact.
+A graph computes everything in every call. It is exact if no call of a member depends on the calls before it: on their
+values, their sizes, the parameters at that time, or on the results that they left.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.attribute_values import contents
+from hfusion.capture.attribute_values import NUMBERS, contents, differing, follows, variable_contents
 from hfusion.capture.eager_runs import (
     ALIKE,
     EQUAL,
-    MAX_SIZES,
     Outcome,
     change_parameters,
     changed_modes,
     difference,
-    other_calls,
+    moved,
     reset,
     run,
+    run_graph,
     run_without_gradients,
-    shortener,
-    spoil,
-    spoiled,
+    shorter_calls,
+    spoil_changed,
     twin,
 )
 from hfusion.capture.named import REMEDY, Registered, check_registered, tensors
+from hfusion.capture.python_reads import CLASSES, STRIDE_QUESTIONS, UNANSWERABLE, RefusedReads
 from hfusion.capture.python_state import restored, variables
-from hfusion.core.copies import copies
+from hfusion.capture.skeleton import is_restrided
+from hfusion.capture.variable_guards import names_of
 from hfusion.core.errors import FusionError
+from hfusion.core.program import Capture
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """The result of a trial run; ``lost`` describes effects that a graph would lose, such as state in global variables.
+class StateError(FusionError):
+    """Forward keeps state in Python attributes, of which an array has none."""
 
-    ``modes``: the submodules, by path, whose mode it changed, with the new one: train (True) or eval.
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """One eager run of a copy of ``module``.
+
+    Attributes:
+        module, args, kwargs: the module before the run, and its arguments.
+        outcome: outputs, gradients, and the tensors of the copy afterwards.
+        called: the copy after the run.
+        modes: the submodules, by path, whose mode it changed, with the new one: train (True) or eval.
+        attributes: the Python attributes that it changed, and the flags of buffers that it made require a gradient.
+        variables: the variables of classes and files that it changed.
     """
-
-    outcome: Outcome
-    modes: Mapping[str, bool]
-    lost: str = ""
-
-
-def rehearse(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Rehearsal:
-    """Run a copy of ``module``; warns of results that forward leaves in attributes.
-
-    Raises:
-        FusionError: forward keeps state of a member where an array has none: in Python attributes, in parameters, in
-            tensors that it registers.
-    """
-    with restored(module) as back:
-        subject = _Rehearsed(module, args, kwargs, back)
-        first = subject.member()
-        before, around, registered = contents(first), variables(first), Registered.of(first)
-        outcome = run(first, args, kwargs)
-        modes = changed_modes(module, first)
-        _check_gradients(module, first)
-        check_registered(module, registered, first)
-        _check_flags(subject, first, outcome)
-        changed = _changed(before, contents(first))
-        varied = _changed(around, variables(first))
-        if changed and not varied and (results := _results_left(subject, first, changed, outcome)) is not None:
-            _warn(module, results)
-            return Rehearsal(outcome, modes)
-        if changed:
-            _warn(module, _judge(subject, changed, outcome))
-        elif varied:
-            try:
-                _judge(subject, varied, outcome)
-            except FusionError as error:
-                return Rehearsal(outcome, modes, str(error))
-        return Rehearsal(outcome, modes, _asks_for_gradients(subject, outcome))
-
-
-@dataclass(frozen=True)
-class _Rehearsed:
-    """A member before the call, and the call. ``back`` restores Python state outside of the members."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    back: Callable[[], None]
+    outcome: Outcome
+    called: nn.Module
+    modes: Mapping[str, bool]
+    attributes: tuple[str, ...]
+    variables: tuple[str, ...]
 
-    def member(self) -> nn.Module:
-        """Return a copy that was not called. Copies returned earlier must not be used any more."""
-        self.back()
-        return twin(self.module)
-
-    def warmed(self, call: Any = None) -> nn.Module:
-        """Return a member that was called once, with the tensors that it had before the call."""
-        member = self.member()
-        args, kwargs = call or (self.args, self.kwargs)
-        run(member, args, kwargs)
-        reset(member, self.module)
-        return member
+    @property
+    def call(self) -> Any:
+        """The arguments, positional and by name."""
+        return self.args, self.kwargs
 
 
-def _check_flags(subject: _Rehearsed, called: nn.Module, outcome: Outcome) -> None:
-    """Raise a FusionError if forward makes a buffer require a gradient and depends on that flag in its next call."""
-    before = dict(tensors(subject.module))
-    flagged = [name for name, t in tensors(called) if t.is_leaf and t.requires_grad and not before[name].requires_grad]
-    if flagged:
-        call = (subject.args, subject.kwargs)
-        again = _run_kept(subject.warmed(), call, f"{flagged[0]}.requires_grad")
-        _compare(subject, f"{flagged[0]}.requires_grad", "the next call", outcome, again)
+def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Observation:
+    """Run a copy of ``module`` once. Python state, arguments and random numbers stay as they were.
+
+    Raises:
+        FusionError: forward accumulates gradients, changes registered tensors in a way that no stack can follow, or
+            reads properties of tensors that differ between an array and a member alone.
+    """
+    with restored(module):
+        called = twin(module)
+        before, around, registered = contents(called), variables(called), Registered.of(called)
+        outcome = run(called, args, kwargs, _watch(module, called, (args, kwargs)))
+        _check_gradients(module, called)
+        check_registered(module, registered, called)
+        flags = {name: tensor.requires_grad for name, tensor in tensors(module)}
+        flagged = [f"{n}.requires_grad" for n, t in tensors(called) if t.is_leaf and t.requires_grad and not flags[n]]
+        return Observation(
+            module,
+            args,
+            kwargs,
+            outcome,
+            called,
+            changed_modes(module, called),
+            (*_changed(before, contents(called)), *flagged),
+            tuple(_changed(around, variables(called))),
+        )
+
+
+def _watch(
+    module: nn.Module, called: nn.Module, arguments: Any
+) -> Callable[[Sequence[Tensor]], AbstractContextManager[Any]]:
+    """Return what refuses reads of what differs in an array, of the inputs and of the tensors of ``called``."""
+    restrided = any(is_restrided(tensor) for _, tensor in tensors(module))
+    names = names_of([module])
+    parameters = [k for k, leaf in enumerate(pytree.tree_leaves(arguments)) if isinstance(leaf, nn.Parameter)]
+    if parameters and not names.isdisjoint(CLASSES):
+        raise FusionError(
+            f"input {parameters[0]} is an nn.Parameter, which members of an array see as a plain tensor, and forward's "
+            f"code reads classes ({', '.join(sorted(names & CLASSES))}): give it as a tensor, such as x.view_as(x)"
+        )
+    if names.isdisjoint(UNANSWERABLE | (STRIDE_QUESTIONS if restrided else frozenset())):
+        return nullcontext
+    return lambda inputs: RefusedReads([*inputs, *(tensor for _, tensor in tensors(called))], restrided)
 
 
 def _check_gradients(module: nn.Module, called: nn.Module) -> None:
@@ -126,17 +129,50 @@ def _check_gradients(module: nn.Module, called: nn.Module) -> None:
             )
 
 
-def _asks_for_gradients(subject: _Rehearsed, outcome: Outcome) -> str:
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**after, **before} if after.get(name) != before.get(name)]
+
+
+def judge(observed: Observation, captured: Capture | None = None) -> str:
+    """Return why a graph would lose what forward does; empty if it loses nothing. Warns of results in attributes.
+
+    Args:
+        captured: the graph, if there is one: its results are compared with those of a later call.
+
+    Raises:
+        StateError: forward keeps state in attributes.
+    """
+    with restored(observed.module) as back:
+        if not observed.attributes and not observed.variables:
+            return _asks_for_gradients(observed) if captured is not None else ""
+        try:
+            if captured is not None:
+                _warn(observed.module, _LaterCalls(observed, captured, back).results())
+                return ""
+        except Exception:
+            # A later call differs, or the graph does by rounding: the code itself shows which.
+            pass
+        try:
+            _warn(observed.module, _LaterCalls(observed, None, back).results())
+        except FusionError as error:
+            if observed.attributes:
+                raise StateError(str(error)) from error
+            return str(error)
+        back()
+        return _asks_for_gradients(observed) if captured is not None else ""
+
+
+def _asks_for_gradients(observed: Observation) -> str:
     """Describe the difference in forward's results while gradients are off; empty if there is none.
 
     Forward may read torch.is_grad_enabled() or requires_grad of its values, and a graph holds only one answer.
     """
     try:
-        without = run_without_gradients(subject.member(), subject.args, subject.kwargs)
+        without = run_without_gradients(twin(observed.module), *observed.call)
     except Exception:
         # Such as torch.autograd.grad in forward: alone, it cannot be called so.
         return ""
-    unlike = difference(_tensors_of(without), _tensors_of(outcome), ALIKE)
+    unlike = difference(_tensors_of(without), _tensors_of(observed.outcome), ALIKE)
     if unlike is None:
         return ""
     return (
@@ -151,187 +187,134 @@ def _tensors_of(outcome: Outcome) -> Outcome:
     return Outcome(outputs, {name: value for name, value in outcome.values.items() if name.endswith(" afterwards")})
 
 
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**after, **before} if after.get(name) != before.get(name)]
+@dataclass(frozen=True)
+class _LaterCalls:
+    """Compares later calls of the observed copy with first calls, and the last of them with the graph.
 
-
-def _results_left(subject: _Rehearsed, called: nn.Module, changed: list[str], outcome: Outcome) -> list[str] | None:
-    """Answer as `_judge` does, by few runs that each ask several questions; None where one of them shows a difference.
-
-    Args:
-        called: the member that gave ``outcome``.
-        changed: the attributes that it changed.
+    Attributes:
+        captured: the graph. Without one, forward itself is run once more, and tried with further spoiled results.
+        back: restores Python state outside of the copies; no copy made before may be run after it.
     """
-    call, training = (subject.args, subject.kwargs), subject.module.training
-    _, other = next(other_calls(*call))
-    cached = contents(called)
-    try:
-        fresh = subject.member()
-        if training:
-            change_parameters(fresh)
-        expected = run(fresh, *other)
-        after = contents(fresh)
-        results = sorted(set(_changed(cached, after)) & set(changed))
-        reset(called, subject.module)
-        # Either all are overwritten before they are read, or all are values that do not depend on the call.
-        if (
-            results not in ([], sorted(changed))
-            or not (training or results)
-            or not _spoil_tensors(called, results, math.nan)
-        ):
-            return None
-        if training:
-            change_parameters(called)
-        # A second call here, and the first there: what counts calls differs.
-        unlike = difference(run(called, *other), expected, EQUAL)
-        if unlike is not None or _changed(contents(called), after):
-            return None
-        if not results and (shorter := _shorter(subject)) is not None:
-            fresh = subject.member()
-            reset(called, subject.module)
-            if difference(run(called, *shorter), run(fresh, *shorter), EQUAL) is not None:
-                return None
-        reset(fresh, subject.module)
-        _spoil_tensors(fresh, results, math.inf, halved=True)
-        again = run_without_gradients(fresh, *call)
-        return results if difference(_tensors_of(again), _tensors_of(outcome), EQUAL) is None else None
-    except Exception:
-        # Runs that ask one question each say what is wrong.
-        return None
 
+    observed: Observation
+    captured: Capture | None
+    back: Callable[[], None]
 
-def _spoil_tensors(member: nn.Module, names: list[str], value: float, halved: bool = False) -> bool:
-    """Overwrite the tensors in attributes ``names``; False where one holds something else.
+    def results(self) -> list[str]:
+        """The attributes in which forward leaves results. Raises FusionError if a later call differs."""
+        # Other values as well, so that one run asks several questions; in eval mode parameters change at the end only.
+        training = self.observed.module.training
+        firsts = list(self._first_calls(training))
+        last_call, expected = self._last_call()
+        member = self._warmed()
+        start = now = self._state(member)
+        for call, outcome, state in firsts:
+            spoil_changed(member, now, state, math.nan, _same_kind)
+            self._compare(outcome, self._run(member, call, training), "another call")
+            before, now = now, self._state(member)
+            for name in now:
+                if not follows(before.get(name), now[name], state.get(name)):
+                    raise FusionError(
+                        f"forward changes the Python attribute {name} at every call (a counter, a list that grows, its "
+                        f"own random numbers?), of which a fused array has none; {REMEDY}"
+                    )
+        # An integer may be the smallest size so far, which another would hide.
+        spoil_changed(member, start, now, math.inf, lambda first, _: first[0] not in ("int", "bool"))
+        self._compare(expected, self._run(member, last_call, True, self.captured is not None), "the next call")
+        end = self._state(member)
+        left = {
+            name: list(differing(start.get(name), end[name]))
+            for name in end
+            if any(differing(start.get(name), now.get(name)))
+        }
+        if any(first[0] in NUMBERS for parts in left.values() for first, _ in parts):
+            for number in (math.inf, -math.inf, 0.0):
+                spoil_changed(member, start, end, number, lambda first, _: True)
+                self._compare(expected, self._run(member, last_call, True, self.captured is not None), "the next call")
+        names = sorted(name for name, parts in left.items() if parts)
+        for name in set(names) & set(self.observed.variables):
+            raise FusionError(f"forward leaves results in {name}, which other code may read; {REMEDY}")
+        return names
 
-    ``halved``: and drop half of their first dim.
-    """
-    for name in names:
-        path, _, attribute = name.rpartition(".")
-        attributes = vars(member.get_submodule(path))
-        tensor = attributes.get(attribute)
-        if not isinstance(tensor, Tensor):
-            return False
-        spoil(tensor, value)
-        if halved and tensor.dim():
-            attributes[attribute] = tensor.detach()[: (len(tensor) + 1) // 2].clone()
-    return True
+    def _first_calls(self, training: bool) -> Iterator[tuple[Any, Outcome, dict[str, Any]]]:
+        """Yield calls with other sizes and values, with the outcomes and the state after first calls."""
+        for group in shorter_calls(self.observed.module, *self.observed.call):
+            taken = False
+            for call in group:
+                member = self._fresh(training)
+                try:
+                    outcome = run(member, *call)
+                except Exception:
+                    # Forward takes no such inputs: nothing to compare.
+                    continue
+                taken = True
+                yield call, outcome, self._state(member)
+            if taken:
+                return
 
-
-def _shorter(subject: _Rehearsed) -> Any:
-    """The call with half of each size that is none of a parameter; None where there is no such size.
-
-    Raises ValueError where a size that may vary is one of a parameter as well.
-    """
-    call = (subject.args, dict(subject.kwargs))
-    inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
-    features = {size for parameter in subject.module.parameters() for size in parameter.shape}
-    last = {x.shape[-1] for x in inputs if x.dim() > 1 and x.is_floating_point()} & features
-    sizes = {size for x in inputs for size in x.shape if size > 1} - last
-    if sizes & features or len(sizes) > MAX_SIZES or any(size in last for x in inputs for size in x.shape[:-1]):
-        raise ValueError("one size after the other must be tried")
-    for size in sizes:
-        call = pytree.tree_map_only(Tensor, shortener(size), call)
-    return copies(call) if sizes else None
-
-
-def _judge(subject: _Rehearsed, changed: list[str], outcome: Outcome) -> list[str]:
-    """The attributes in which forward leaves results for a reader. Raises FusionError for state."""
-    names = ", ".join(changed)
-    second = subject.member()
-    run(second, subject.args, subject.kwargs)
-    reset(second, subject.module)
-    cached, outside = contents(second), variables(second)
-    again = run(second, subject.args, subject.kwargs)
-    further = _changed(cached | outside, contents(second) | variables(second))
-    if further:
-        raise FusionError(
-            f"forward changes the Python attribute {further[0]} at every call (a counter, a list that grows, its own "
-            f"random numbers?), of which a fused array has none; {REMEDY}"
-        )
-    _compare(subject, names, "the same inputs", outcome, again)
-    _compare_calls(subject, names, outcome)
-    by_parameters = _compare_parameters(subject, names, cached)
-    by_inputs = _dependent(subject, cached)
-    results = by_inputs | (by_parameters if subject.module.training else set())
-    _check_unread(subject, sorted(results), outcome)
-    return sorted(results)
-
-
-def _compare(subject: _Rehearsed, names: str, when: str, fresh: Outcome, warmed: Outcome) -> None:
-    if warmed.failed and not fresh.failed and not subject.module.training:
-        # What was kept has a graph that is gone: such a member cannot be trained in this mode, only called.
-        fresh, warmed = (Outcome(o.outputs, {}) for o in (fresh, warmed))
-    unlike = difference(warmed, fresh, EQUAL)
-    if unlike is not None:
-        raise FusionError(
-            f"forward keeps values in the Python attribute {names}, with which {unlike} differs for {when} from what a "
-            f"fresh model gives{_failure(warmed)}; a fused array has no such state: {REMEDY}"
-        )
-
-
-def _failure(outcome: Outcome) -> str:
-    return f" ({outcome.failed})" if outcome.failed else ""
-
-
-def _compare_calls(subject: _Rehearsed, names: str, outcome: Outcome) -> None:
-    """Other values, and other sizes where forward takes them, before and after the call."""
-    for when, call in other_calls(subject.args, subject.kwargs):
+    def _last_call(self) -> tuple[Any, Outcome]:
+        call = moved(*self.observed.call)
+        if self.captured is not None:
+            changed = twin(self.observed.module)
+            change_parameters(changed)
+            return call, _tensors_of(run_graph(self.captured, changed, *call))
         try:
-            fresh = run(subject.member(), *call)
+            return call, run(self._fresh(True), *call)
         except Exception:
-            # Forward takes no such inputs: nothing to compare.
-            continue
-        _compare(subject, names, when, fresh, _run_kept(subject.warmed(), call, names))
-        original = (subject.args, subject.kwargs)
-        _compare(
-            subject, names, f"these inputs after {when}", outcome, _run_kept(subject.warmed(call), original, names)
-        )
+            return self.observed.call, run(self._fresh(True), *self.observed.call)
+
+    def _fresh(self, changed: bool) -> nn.Module:
+        """Return a copy that was not called, with changed parameters if ``changed``."""
+        self.back()
+        member = twin(self.observed.module)
+        if changed:
+            change_parameters(member)
+        return member
+
+    def _warmed(self) -> nn.Module:
+        """Return a copy that was called once."""
+        if self.captured is not None and not self.observed.variables:
+            return self.observed.called
+        member = self._fresh(False)
+        run(member, *self.observed.call)
+        return member
+
+    def _state(self, member: nn.Module) -> dict[str, Any]:
+        return contents(member) | variable_contents(member, self.observed.variables)
+
+    def _run(self, member: nn.Module, call: Any, changed: bool, without_gradients: bool = False) -> Outcome:
+        """Call ``member`` with the tensors that it had at first, and changed parameters if ``changed``."""
+        reset(member, self.observed.module)
+        if changed:
+            change_parameters(member)
+        try:
+            return _tensors_of(run_without_gradients(member, *call)) if without_gradients else run(member, *call)
+        except Exception as error:
+            raise FusionError(
+                f"forward keeps values in the Python attribute {self._names}, with which a later call fails "
+                f"({type(error).__name__}: {error}); a fused array has no such state: {REMEDY}"
+            ) from error
+
+    def _compare(self, fresh: Outcome, warmed: Outcome, when: str) -> None:
+        if warmed.failed and not fresh.failed and not self.observed.module.training:
+            # What was kept has a graph that is gone: such a member cannot be trained in this mode, only called.
+            fresh, warmed = (Outcome(o.outputs, {}) for o in (fresh, warmed))
+        unlike = difference(warmed, fresh, EQUAL)
+        if unlike is not None:
+            failure = f" ({warmed.failed})" if warmed.failed else ""
+            raise FusionError(
+                f"forward keeps values in the Python attribute {self._names}, with which {unlike} differs in {when} "
+                f"from what a fresh model gives{failure}; a fused array has no such state: {REMEDY}"
+            )
+
+    @property
+    def _names(self) -> str:
+        return ", ".join((*self.observed.attributes, *self.observed.variables))
 
 
-def _run_kept(member: nn.Module, call: Any, names: str) -> Outcome:
-    try:
-        return run(member, *call)
-    except Exception as error:
-        raise FusionError(
-            f"forward keeps values in the Python attribute {names}, with which a later call fails "
-            f"({type(error).__name__}: {error}); a fused array has no such state: {REMEDY}"
-        ) from error
-
-
-def _compare_parameters(subject: _Rehearsed, names: str, cached: Mapping[str, Any]) -> set[str]:
-    """Check that cached values follow changed parameters; return the attributes that depend on parameters."""
-    fresh = subject.member()
-    change_parameters(fresh)
-    theirs = run(fresh, subject.args, subject.kwargs)
-    depend = set(_changed(cached, contents(fresh)))
-    warmed = subject.warmed()
-    change_parameters(warmed)
-    ours = _run_kept(warmed, (subject.args, subject.kwargs), names)
-    _compare(subject, names, "changed parameters", theirs, ours)
-    return depend
-
-
-def _dependent(subject: _Rehearsed, cached: Mapping[str, Any]) -> set[str]:
-    """The attributes whose content depends on the values of the inputs."""
-    _, call = next(other_calls(subject.args, subject.kwargs))
-    member = subject.member()
-    run(member, *call)
-    return set(_changed(cached, contents(member)))
-
-
-def _check_unread(subject: _Rehearsed, names: list[str], outcome: Outcome) -> None:
-    """Raise if forward reads results of an earlier call in attributes before it overwrites them."""
-    if not names:
-        return
-    for value in (float("nan"), float("inf"), float("-inf"), 0.0):
-        member = subject.warmed()
-        for name in names:
-            path, _, attribute = name.rpartition(".")
-            held = vars(member.get_submodule(path))
-            held[attribute] = spoiled(held[attribute], value)
-        reset(member, subject.module)
-        original = (subject.args, subject.kwargs)
-        _compare(subject, ", ".join(names), "the next call", outcome, _run_kept(member, original, names[0]))
+def _same_kind(first: Any, second: Any) -> bool:
+    """Return whether two contents are tensors of one shape and dtype, or floating-point numbers."""
+    return bool(first[0] == second[0] == "number" or (first[0] == "tensor" and first[:3] == second[:3]))
 
 
 def _warn(module: nn.Module, names: list[str]) -> None:

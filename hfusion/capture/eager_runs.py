@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -18,7 +18,6 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import tensors
-from hfusion.capture.python_reads import RefusedReads
 from hfusion.capture.python_state import parts
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies, module_copy
@@ -35,6 +34,8 @@ EQUAL = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.
 GRADIENTS = 10.0
 # Sizes of the inputs that are tried shortened.
 MAX_SIZES = 4
+# In place of integers, which may be sizes of tensors.
+LARGE = 1_000_000
 # One that no forward sets by itself.
 SEED = 7_150_342_987
 
@@ -85,11 +86,20 @@ def changed_modes(before: nn.Module, after: nn.Module) -> dict[str, bool]:
     return {path: training for path, training in modes_after.items() if modes_before.get(path, training) != training}
 
 
-def run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
-    """One call of ``module`` and its backward. Arguments and random numbers stay as they were."""
+def run(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    watch: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] = nullcontext,
+) -> Outcome:
+    """One call of ``module`` and its backward. Arguments and random numbers stay as they were.
+
+    Args:
+        watch: called with the tensors among the arguments that ``module`` gets; the call is made in this context.
+    """
     args, kwargs = copies((args, dict(kwargs)))
     leaves = _leaves(module, (args, kwargs))
-    with apart(module):
+    with apart(module), watch([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]):
         return _called(module, args, kwargs, leaves)
 
 
@@ -98,17 +108,6 @@ def run_without_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapp
     args, kwargs = copies((args, dict(kwargs)))
     with apart(module), torch.no_grad():
         return _called(module, args, kwargs, {})
-
-
-def check_reads(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], restrided: bool) -> None:
-    """Raise FusionError if forward reads properties of its tensors that differ in an array.
-
-    ``restrided``: as of `RefusedReads`.
-    """
-    args, kwargs = copies((args, dict(kwargs)))
-    inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    with apart(module), RefusedReads([*inputs, *(t for _, t in tensors(module))], restrided):
-        call_on_copies(module, args, kwargs)
 
 
 def _called(module: nn.Module, args: Any, kwargs: Any, leaves: Mapping[str, Tensor]) -> Outcome:
@@ -247,7 +246,7 @@ def _alike(a: Any, b: Any, limits: Mapping[torch.dtype, float], floor: float, lo
     same = (a == b) | ((a != a) & (b != b))
     if bool(same.all()):
         return True
-    if not (a.is_floating_point() or a.is_complex()):
+    if not (a.is_floating_point() or a.is_complex()) or bool((~same & ~(a.isfinite() & b.isfinite())).any()):
         return False
     gap = _norm(torch.where(same, torch.zeros_like(a), a - b))
     limit = limits.get(a.dtype, limits[torch.float64])
@@ -261,30 +260,44 @@ def _norm(tensor: Tensor) -> float:
     return norm if math.isfinite(norm) else 0.0
 
 
-def other_calls(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    call = (args, dict(kwargs))
-    yield "other inputs", pytree.tree_map_only(Tensor, _moved, copies(call))
-    inputs = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
-    sizes = sorted({size for x in inputs for size in x.shape if size > 1})
-    for size in sizes[:MAX_SIZES]:
-        yield f"size {(size + 1) // 2} in place of {size}", pytree.tree_map_only(Tensor, shortener(size), copies(call))
+def moved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The call with other values: samples in another order, numbers a little smaller."""
+
+    def other(x: Tensor) -> Tensor:
+        dims = [dim for dim, size in enumerate(x.shape) if size > 1]
+        rolled = x.detach().roll(1, dims[0]) if dims else x.detach()
+        return (rolled * 0.75 if x.is_floating_point() else rolled).requires_grad_(x.requires_grad)
+
+    return pytree.tree_map_only(Tensor, other, copies((args, dict(kwargs))))
 
 
-def _moved(x: Tensor) -> Tensor:
-    """Other values of the same kind: samples in another order, numbers a little smaller."""
-    dims = [dim for dim, size in enumerate(x.shape) if size > 1]
-    rolled = x.detach().roll(1, dims[0]) if dims else x.detach()
-    return (rolled * 0.75 if x.is_floating_point() else rolled).requires_grad_(x.requires_grad)
+def shorter_calls(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
+    """Yield groups of calls with other values. If forward takes none of a group, the next one is to be tried.
+
+    The first has half of each size that is none of a parameter, and of first dims; the second half of one size each.
+    """
+    call = moved(args, kwargs)
+    features = {size for parameter in module.parameters() for size in parameter.shape}
+    shapes = [leaf.shape for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    sizes = {size for shape in shapes for k, size in enumerate(shape) if size > 1 and (k == 0 or size not in features)}
+    if sizes:
+        yield [_halved(call, features, sizes)]
+    if len(sizes) > 1:
+        yield [_halved(call, features, {size}) for size in sorted(sizes)[:MAX_SIZES]]
+    yield [call]
+    yield [(args, kwargs)]
 
 
-def shortener(size: int) -> Any:
-    def shortened(x: Tensor) -> Tensor:
+def _halved(call: Any, features: Set[int], sizes: Set[int]) -> Any:
+    """The call with half of the dims of ``sizes``; of ``features`` only those that come first."""
+
+    def halved(x: Tensor) -> Tensor:
         y = x.detach()
-        for dim, length in enumerate(x.shape):
-            y = y.narrow(dim, 0, (size + 1) // 2) if length == size else y
+        for dim, size in enumerate(x.shape):
+            y = y.narrow(dim, 0, (size + 1) // 2) if size in sizes and (dim == 0 or size not in features) else y
         return y.clone().requires_grad_(x.requires_grad)
 
-    return shortened
+    return pytree.tree_map_only(Tensor, halved, call)
 
 
 def change_parameters(member: nn.Module) -> None:
@@ -302,12 +315,45 @@ def change_parameters(member: nn.Module) -> None:
             module.training = training
 
 
-def spoiled(value: Any, number: float) -> Any:
-    """``value`` with other numbers: in tensors, which are overwritten, in lists and dicts, and as such."""
+def spoil_changed(
+    member: nn.Module, before: Mapping[str, Any], after: Mapping[str, Any], number: float, which: Callable[..., bool]
+) -> None:
+    """Overwrite what differs in the attributes of ``member`` between two results of `contents`.
+
+    Args:
+        which: called with the two contents of a part that differs; returns whether it is overwritten.
+    """
+    for path, module in member.named_modules():
+        attributes = vars(module)
+        for name in list(attributes):
+            key = f"{path}.{name}".strip(".")
+            if key in before and key in after:
+                attributes[name] = _spoiled(attributes[name], before[key], after[key], number, which)
+
+
+def _spoiled(value: Any, before: Any, after: Any, number: float, which: Callable[..., bool]) -> Any:
+    """Return ``value`` with other numbers where its content differs: tensors are overwritten."""
+    if before == after or isinstance(value, torch.Size):
+        return value
+    if isinstance(value, dict) and before[0] == after[0] == "mapping":
+        old, new = dict(before[1]), dict(after[1])
+        for key in [key for key in value if repr(key) in old and repr(key) in new]:
+            value[key] = _spoiled(value[key], old[repr(key)], new[repr(key)], number, which)
+        return value
+    if isinstance(value, list | tuple) and before[0] == after[0] and len(value) == len(before[1]) == len(after[1]):
+        parts = [_spoiled(*both, number, which) for both in zip(value, before[1], after[1], strict=True)]
+        if isinstance(value, list):
+            value[:] = parts
+        return value
+    if hasattr(value, "__dict__") and before[0] == after[0] == type(value).__qualname__:
+        _spoiled(vars(value), before[1][1][0], after[1][1][0], number, which)
+        return value
+    if not which(before, after):
+        return value
     if isinstance(value, bool):
         return number != 0.0
     if isinstance(value, int):
-        return int(number) if math.isfinite(number) else -1
+        return int(number) if math.isfinite(number) else LARGE if number > 0 else -1
     if isinstance(value, float):
         return number
     spoil(value, number)

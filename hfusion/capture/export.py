@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.cache_or_state import Rehearsal, rehearse
+from hfusion.capture.cache_or_state import Observation, judge, observe
 from hfusion.capture.capture_cache import capture_key, find_capture, forget_capture, keep_capture
 from hfusion.capture.derivatives import derivatives_traced
 from hfusion.capture.eager_runs import ALIKE, Outcome, difference, python_random_state, run, run_graph, runnable, twin
@@ -67,49 +67,52 @@ def capture(
     *,
     varying: bool = True,
     dims: Sequence[Collection[int]] = (),
-    rehearsal: Rehearsal | None = None,
+    observed: Observation | None = None,
 ) -> Capture:
     """Capture the forward of ``module`` in its current training mode.
 
     Args:
         varying: the first dim of every input may vary later, unless forward needs to know it.
         dims: for each leaf of the arguments, other dims that may vary, too.
-        rehearsal: the result of an eager run, if there was one.
+        observed: an eager run of ``module``, if there was one.
 
     Raises:
+        StateError: forward keeps state in Python attributes.
         FusionError: the module cannot be captured faithfully; the message gives the reason.
     """
+    attempts = _attempts(varying, dims)
     with tracing:
-        return _capture(module, args, kwargs, _attempts(varying, dims), rehearsal)
+        if observed is None and not runnable(module):
+            return _exported(module, args, kwargs, attempts, {})
+        observed = observed or observe(module, args, kwargs)
+        try:
+            captured = _captured(observed, attempts)
+        except FusionError:
+            # State is refused, whatever else there is.
+            judge(observed)
+            raise
+        if lost := judge(observed, captured):
+            raise FusionError(lost)
+        return captured
 
 
-def _capture(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    attempts: Sequence[_Open],
-    real: Rehearsal | None,
-) -> Capture:
-    if real is None and runnable(module):
-        real = rehearse(module, args, kwargs)
-    if real is None:
-        return _exported(module, args, kwargs, attempts, {})
-    if real.lost:
-        raise FusionError(real.lost)
+def _captured(observed: Observation, attempts: Sequence[_Open]) -> Capture:
+    """Return a graph that gives what the eager run gave: that of a module that is alike, or a new one."""
+    module, args, kwargs = observed.module, observed.args, observed.kwargs
     key = capture_key(module, args, kwargs, [(attempt.first, attempt.dims) for attempt in attempts])
     cached = find_capture(key)
     if cached is not None:
-        captured = replace(cached, modes=real.modes)
+        captured = replace(cached, modes=observed.modes)
         try:
-            _check_faithful(captured, module, args, kwargs, real.outcome)
+            _check_faithful(captured, module, args, kwargs, observed.outcome)
         except FusionError:
             # Forward depends on state that cannot be seen from here.
             forget_capture(key)
         else:
             _tell(module, captured.graph, captured.slots)
             return captured
-    captured = _exported(module, args, kwargs, attempts, real.modes)
-    _check_faithful(captured, module, args, kwargs, real.outcome)
+    captured = _exported(module, args, kwargs, attempts, observed.modes)
+    _check_faithful(captured, module, args, kwargs, observed.outcome)
     keep_capture(key, captured)
     return captured
 

@@ -14,18 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.cache_or_state import Rehearsal, rehearse
+from hfusion.capture.cache_or_state import Observation, StateError, judge, observe
 from hfusion.capture.call_trace import record
 from hfusion.capture.eager_fallbacks import culprits
-from hfusion.capture.eager_runs import check_reads, runnable, twin
+from hfusion.capture.eager_runs import runnable
 from hfusion.capture.export import capture
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
-from hfusion.capture.named import tensors
 from hfusion.capture.opaque import opaque
 from hfusion.capture.own_code import OpaqueCall
-from hfusion.capture.python_reads import CLASSES, GRADIENT_QUESTIONS, STRIDE_QUESTIONS, UNANSWERABLE
-from hfusion.capture.python_state import restored
-from hfusion.capture.skeleton import is_restrided
+from hfusion.capture.python_reads import GRADIENT_QUESTIONS
 from hfusion.capture.variable_guards import names_of
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
@@ -81,14 +78,15 @@ def capture_member(
     Raises:
         FusionError: the member cannot be captured; the message gives the reason.
     """
-    _check_reads(member)
     refusal: FusionError | None = None
-    rehearsal: Rehearsal | None = None
+    observed: Observation | None = None
     if not looped:
         if runnable(member.model):
-            rehearsal = rehearse(member.model, member.args, member.kwargs)
+            observed = observe(member.model, member.args, member.kwargs)
         try:
-            graph = capture(member.model, member.args, member.kwargs, dims=sizes.dims, rehearsal=rehearsal)
+            graph = capture(member.model, member.args, member.kwargs, dims=sizes.dims, observed=observed)
+        except StateError:
+            raise
         except FusionError as error:
             if not loops:
                 raise
@@ -102,13 +100,13 @@ def capture_member(
                     f"{next(iter(looped))} cannot be captured for all sizes: {next(iter(looped.values()))}"
                 )
     try:
-        return _with_loops(member, sizes, looped, rehearsal)
+        return _with_loops(member, sizes, looped, observed)
     except FusionError as error:
         raise error from refusal
 
 
 def _with_loops(
-    member: Member, sizes: VaryingSizes, looped: Mapping[Island, str], rehearsal: Rehearsal | None
+    member: Member, sizes: VaryingSizes, looped: Mapping[Island, str], observed: Observation | None
 ) -> tuple[Capture, list[OpaqueCall]]:
     model, args, kwargs = member.model, member.args, member.kwargs
     if not torch.is_grad_enabled() and not names_of([model]).isdisjoint(GRADIENT_QUESTIONS):
@@ -119,8 +117,10 @@ def _with_loops(
         with torch.inference_mode(False):
             args, kwargs = copies((args, dict(kwargs)))
             return _with_loops(replace(member, args=args, kwargs=kwargs), sizes, looped, None)
-    rehearsal = rehearsal or rehearse(model, args, kwargs)
-    records = record(model, args, kwargs, rehearsal.modes)
+    if observed is None:
+        observed = observe(model, args, kwargs)
+        judge(observed)
+    records = record(model, args, kwargs, observed.modes)
     bodies = member.bodies()
     graphs: dict[frozenset[Island], tuple[Capture, list[OpaqueCall]]] = {}
 
@@ -140,21 +140,6 @@ def _with_loops(
         with opaque(model, fallbacks, records, bodies):
             more = closing(model, args, kwargs, sizes.dims)
         looped = {**fallbacks, **more} if more.keys() - fallbacks.keys() else {WHOLE: next(iter(more.values()))}
-
-
-def _check_reads(member: Member) -> None:
-    """Raise FusionError if forward reads properties of tensors that differ between an array and a member alone."""
-    restrided = any(is_restrided(tensor) for _, tensor in tensors(member.model))
-    names = names_of([member.model])
-    parameters = [k for k, leaf in enumerate(member.leaves) if isinstance(leaf, nn.Parameter)]
-    if parameters and not names.isdisjoint(CLASSES):
-        raise FusionError(
-            f"input {parameters[0]} is an nn.Parameter, which members of an array see as a plain tensor, and forward's "
-            f"code reads classes ({', '.join(sorted(names & CLASSES))}): give it as a tensor, such as x.view_as(x)"
-        )
-    if not names.isdisjoint(UNANSWERABLE | (STRIDE_QUESTIONS if restrided else frozenset())):
-        with restored(member.model):
-            check_reads(twin(member.model), member.args, member.kwargs, restrided)
 
 
 def _check_modes(modes: Mapping[str, bool], looped: Sequence[str]) -> None:

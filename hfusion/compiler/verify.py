@@ -386,9 +386,14 @@ def _rounding(tensor: Tensor) -> float:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
-    """The norm of the difference over the norm, at least ``floor``; equal non-finite values count as equal."""
+    """The norm of the difference over the norm, at least ``floor``; equal non-finite values count as equal.
+
+    Infinite where one of two values is no number.
+    """
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
     zero = torch.zeros_like(theirs)
     gap = float(torch.where(same, zero, ours - theirs).double().norm())
     size = float(torch.where(theirs.isfinite(), theirs, zero).double().norm())
+    if math.isnan(gap):
+        return math.inf
     return 0.0 if gap == 0.0 else gap / max(size, floor, torch.finfo(theirs.dtype).eps)

@@ -229,15 +229,15 @@ def buffer(self: Any, x: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Forward, str]] = {
-    "longest so far": (longest, "Python attribute state.* size 3 in place of 5"),
-    "value of a parameter": (old_weight, "Python attribute state.* changed parameters"),
-    "graph of a parameter": (old_graph, "Python attribute state.* second time"),
-    "moving average": (moving, "Python attribute state at every call"),
-    "last result that is read": (rarely, "Python attribute state.* the next call"),
-    "last number that is read": (rarely_a_number, "Python attribute state.* the next call"),
-    "first batch": (first_batch, "Python attribute state.* other inputs"),
-    "counter that nothing reads": (counter, "Python attribute state at every call"),
-    "weights set by the first batch": (weight_on_first_call, "Python attribute state.* the same inputs"),
+    "longest so far": (longest, "attribute state.* another call"),
+    "value of a parameter": (old_weight, "attribute state.* another call"),
+    "graph of a parameter": (old_graph, "attribute state.* second time"),
+    "moving average": (moving, "attribute state.* another call"),
+    "last result that is read": (rarely, "attribute state.* the next call"),
+    "last number that is read": (rarely_a_number, "attribute state.* the next call"),
+    "first batch": (first_batch, "attribute state.* another call"),
+    "counter that nothing reads": (counter, "attribute state at every call"),
+    "weights set by the first batch": (weight_on_first_call, "attribute state.* another call"),
     "buffer": (buffer, "registers the tensor table"),
 }
 

@@ -245,7 +245,7 @@ def test_a_flag_of_a_buffer_that_the_next_call_reads_is_refused(loops: bool) -> 
         return self.fc(self.inner(x)) * scale
 
     make = net(lambda: Flagging(loops), forward)
-    with pytest.raises(hf.FusionError, match=r"inner\.n\.requires_grad, with which output 0 differs for the next call"):
+    with pytest.raises(hf.FusionError, match=r"inner\.n\.requires_grad, with which output 0 differs in another call"):
         hf.fuse([make() for _ in range(2)])(normal(5, 4))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.capture.eager_runs import ALIKE, Outcome, difference
 
 
 class Mlp(nn.Module):
@@ -63,6 +65,52 @@ class Mask(Mlp):
         return self.second(self.hidden(x) * self.mask)
 
 
+class MaskAndResult(Mask):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.penalty = y.square().mean()
+        return y
+
+
+class MaskPerLength(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.masks:
+            self.masks[len(x)] = torch.linspace(0, 1, len(x), dtype=x.dtype).unsqueeze(1)
+        return self.second(self.hidden(x) * self.masks[len(x)])
+
+
+class Residual(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.hidden(x)
+        return self.second(h + self.inner(h))
+
+
+class Encoder(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.hidden(self.layer(x.unsqueeze(1)).squeeze(1)))
+
+
+class Recurrent(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.hidden(self.lstm(x.unsqueeze(1))[0].squeeze(1)))
+
+
 class StaleMask(Mlp):
     """Keeps the mask of the first call, whatever the length."""
 
@@ -85,6 +133,25 @@ class LastShape(Mlp):
         return self.second(self.hidden(x)) * scale
 
 
+class ShortestSoFar(Mlp):
+    shortest = 10**6
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shortest = min(self.shortest, len(x))
+        return self.second(self.hidden(x)) * self.shortest
+
+
+class LastNumber(Mlp):
+    """Leaves an integer that decides where it is large."""
+
+    last = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 2 if self.last > 10_000 else 1
+        self.last = int(x.detach().abs().sum() * 10)
+        return self.second(self.hidden(x)) * scale
+
+
 class LastValue(Mlp):
     """Leaves a result whose values decide, in rare cases only."""
 
@@ -96,15 +163,15 @@ class LastValue(Mlp):
         return self.second(self.hidden(x)) * (1 + rare.double())
 
 
-def runs(member: nn.Module, x: Tensor) -> int:
+def runs(members: list[nn.Module], x: Tensor) -> int:
     """How often code of forward began; seen from outside, as a counter in forward would be state."""
-    code, count = type(member).forward.__code__, 0
+    code, count = type(members[0]).forward.__code__, 0
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal count
         count += event == "call" and frame.f_code is code
 
-    fused = hf.fuse([member])
+    fused = hf.fuse(members)
     sys.setprofile(profile)
     try:
         with warnings.catch_warnings():
@@ -115,18 +182,42 @@ def runs(member: nn.Module, x: Tensor) -> int:
     return count
 
 
-# Of these, one is the trace and one the check of the array, or the first call where all of forward runs as it is.
-MOST = {Mlp: 4, Branch: 6, BranchInside: 7, LeavesResult: 6, Mask: 8}
+KINDS = [Mlp, Residual, Encoder, Recurrent, Branch, BranchInside, LeavesResult, Mask, MaskAndResult, MaskPerLength]
 
 
-@pytest.mark.parametrize("kind", MOST)
+@pytest.mark.parametrize("kind", KINDS)
 def test_forward_runs_few_times_before_the_first_output(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    assert runs(kind(), torch.randn(5, 4, dtype=torch.float64)) <= MOST[kind]
+    # Of these, one is the trace and one the check of the array, or the first call where all of forward runs as it is.
+    assert runs([kind()], torch.randn(5, 4, dtype=torch.float64)) <= 6
 
 
-@pytest.mark.parametrize("make", [StaleMask, LastShape, LastValue])
+def test_further_members_run_once_in_the_check_of_the_array() -> None:
+    torch.manual_seed(0)
+    assert runs([Mask() for _ in range(4)], torch.randn(5, 4, dtype=torch.float64)) <= 6 + 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_mask_beside_a_result_is_no_state(training: bool) -> None:
+    torch.manual_seed(0)
+    members = [MaskAndResult().train(training) for _ in range(2)]
+    fused = hf.fuse(members)
+    for rows in (5, 7, 3, 5):
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "forward of MaskAndResult leaves results in the attribute penalty, which")
+            torch.testing.assert_close(fused(x), torch.stack([member(x) for member in members]))
+
+
+@pytest.mark.parametrize("ours", [math.nan, math.inf])
+def test_outcomes_differ_in_what_is_no_number(ours: float) -> None:
+    outcomes = [Outcome((torch.tensor([1.0, value]),), {}) for value in (ours, 2.0)]
+    assert difference(outcomes[0], outcomes[1], ALIKE) == "output 0"
+    assert difference(outcomes[0], outcomes[0], ALIKE) is None
+
+
+@pytest.mark.parametrize("make", [StaleMask, LastShape, LastValue, LastNumber, ShortestSoFar])
 def test_what_a_later_call_reads_is_state_all_the_same(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    with pytest.raises(hf.FusionError, match=r"forward keeps values in the Python attribute (mask|last)"):
+    with pytest.raises(hf.FusionError, match=r"forward keeps values in the Python attribute (mask|last|shortest)"):
         hf.fuse([make(), make()])(torch.randn(5, 4, dtype=torch.float64))

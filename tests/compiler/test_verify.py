@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.compiler import compiled_program as compiling
+from hfusion.compiler.verify import relative_difference
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import Call, Site, Value
 from tests.zoo import MODELS, Model
@@ -152,3 +154,10 @@ def test_the_check_computes_the_gradients_that_the_caller_does(stacked: bool) ->
     x = torch.rand(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
     hf.fuse([Net() for _ in range(2)])(hf.stacked([x, x]) if stacked else x).sum().backward()
     assert x.grad is not None
+
+
+def test_a_value_that_is_no_number_differs_from_one() -> None:
+    numbers, none = torch.tensor([1.0, 2.0]), torch.tensor([1.0, math.nan])
+    assert relative_difference(none, numbers) == math.inf
+    assert relative_difference(numbers, none) == math.inf
+    assert relative_difference(none, none) == 0.0
