@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hfusion.core.functorch import in_transform
 from hfusion.core.layout import Layout, lift
 from hfusion.device import layer_times
 from hfusion.ops.lowering import Efficiency
 from hfusion.ops.rule import Answer, Call, Operand, RuleTable, Site, Value, has_per_member, loop, table
 from hfusion.ops.saved import FACTORS
+from hfusion.torch_private.functorch import in_transform
 
 aten = torch.ops.aten
 

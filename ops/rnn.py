@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hfusion.core.functorch import in_transform, is_wrapped
 from hfusion.core.layout import Layout
 from hfusion.device import native
 from hfusion.ops.rnn_layers import run_per_member, through_layers
 from hfusion.ops.rnn_steps import recurrent
 from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member, hint
 from hfusion.ops.saved import GATES
+from hfusion.torch_private.functorch import in_transform, is_wrapped
 
 aten = torch.ops.aten
 

@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hfusion.core.functorch import in_transform, is_wrapped
 from hfusion.core.layout import Layout
 from hfusion.ops.rnn_layers import run_per_member, through_layers
 from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member
 from hfusion.ops.saved import GATES_TWICE
+from hfusion.torch_private.functorch import in_transform, is_wrapped
 
 aten = torch.ops.aten
 

@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import (
 from hfusion.core.layout import Layout, Listed, lift, lift_packed
 from hfusion.core.program import Program
 from hfusion.core.stages import BrokenProgram
-from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.core.tree import leaves
 from hfusion.device.backend import accelerators
 from hfusion.device.generators import draws_kept
@@ -35,6 +34,7 @@ from hfusion.passes.islands import OPAQUE
 from hfusion.passes.side_effects import has_effect
 from hfusion.passes.split_rows import split_rows
 from hfusion.passes.views import writes
+from hfusion.torch_private.tracer_warnings import silence_tracers
 
 # Of these operators no fake tensor can tell what they give.
 _UNTOLD = (

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import is_stacked
-from hfusion.core.functorch import outside_transforms, unwrapped
-from hfusion.core.tracer_warnings import noted
 from hfusion.device.generators import draws_kept
+from hfusion.torch_private.functorch import outside_transforms, unwrapped
+from hfusion.torch_private.tracer_warnings import noted
 
 # Up to the caller of a per_model.
 _DEPTH = 6

@@ -23,7 +23,7 @@ from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.fusion_report import FusionReport
 from hfusion.compiler.program_rows import of_rows
 from hfusion.core.errors import FusionError
-from hfusion.core.functorch import in_transform
+from hfusion.torch_private.functorch import in_transform
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule

@@ -18,7 +18,6 @@ from hfusion.compiler.fusion_report import FusionReport
 from hfusion.core.calls import StackedInput
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import read_state
-from hfusion.core.functorch import in_transform
 from hfusion.core.gradient_usage import absent_rows, frozen_rows
 from hfusion.core.membership import has_rows, membership
 from hfusion.core.memory import has_address
@@ -26,6 +25,7 @@ from hfusion.core.row_gradients import settle
 from hfusion.core.row_indices import check_once, cut_rows, rows_of
 from hfusion.device.backend import random_states_kept
 from hfusion.optim import FusedOptimizer
+from hfusion.torch_private.functorch import in_transform
 
 # Changes of the values that a function reads besides its arguments after which it runs member by member.
 MAX_STATES = 16

@@ -47,8 +47,8 @@ from hfusion.compiler.fusion_report import FusionReport, describe, joined
 from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
-from hfusion.core.functorch import in_transform, outside_transforms, unwrapped
 from hfusion.optim import coupling
+from hfusion.torch_private.functorch import in_transform, outside_transforms, unwrapped
 
 
 class FusedModule(Rows, Tree):

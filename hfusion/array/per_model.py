@@ -25,11 +25,11 @@ from hfusion.compiler.joined_sizes import join_sizes
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
-from hfusion.core.functorch import in_transform, is_wrapped
 from hfusion.core.loss_checks import PerMemberFunction, check_loss_function
 from hfusion.core.program import Program
 from hfusion.core.ragged import Ragged
 from hfusion.passes.expected_checks import FailedCheck
+from hfusion.torch_private.functorch import in_transform, is_wrapped
 
 
 class _Function(nn.Module):

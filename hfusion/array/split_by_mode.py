@@ -26,10 +26,10 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
 from hfusion.compiler.compiled_program import Compiled, check_members
 from hfusion.core.errors import FusionError
-from hfusion.core.functorch import in_transform, is_wrapped
 from hfusion.core.gradient_usage import frozen_rows, of_rows, watching_row
 from hfusion.core.member_random import seeds_of_rows
 from hfusion.core.row_indices import cut_rows
+from hfusion.torch_private.functorch import in_transform, is_wrapped
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule

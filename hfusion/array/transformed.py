@@ -16,9 +16,16 @@ from torch.utils._pytree import TreeSpec
 from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
-from hfusion.core.functorch import derivative_order, in_forward_mode, in_vmap, is_wrapped, outside_transforms, unwrapped
 from hfusion.core.gradient_usage import join, running, watched
 from hfusion.core.layout import Listed
+from hfusion.torch_private.functorch import (
+    derivative_order,
+    in_forward_mode,
+    in_vmap,
+    is_wrapped,
+    outside_transforms,
+    unwrapped,
+)
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule

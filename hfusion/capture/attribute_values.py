@@ -21,7 +21,7 @@ from hfusion.capture.named import is_array, tensors
 from hfusion.capture.python_state import holder_name, variable_holders
 from hfusion.core.errors import FusionError
 from hfusion.core.parameter_attributes import marks
-from hfusion.core.tracer_warnings import noted
+from hfusion.torch_private.tracer_warnings import noted
 
 # The references of nn.RNNBase to its own parameters are renewed by its forward.
 # Modules of an array refer to it by ``_place``.

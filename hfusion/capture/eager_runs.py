@@ -23,9 +23,9 @@ from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies, module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
-from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.device.backend import seed_in_use
 from hfusion.device.generators import draws_kept
+from hfusion.torch_private.tracer_warnings import silence_tracers
 
 # Relative; a graph has the operators of the code, so that rounding hardly differs. Gradients may be ten times that.
 ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}

@@ -38,14 +38,14 @@ from hfusion.core.copies import aliases, are_contiguous, contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import Guards
-from hfusion.core.lstm_decomposition import correct_lstm_decomposition
 from hfusion.core.program import Capture, Kind, Slot, describe_graph, of_kind, writable
 from hfusion.core.stages import stage
-from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.device.backend import random_states_kept
 from hfusion.passes.check import check_member
 from hfusion.passes.functional import functional
 from hfusion.passes.view_or_copy import depends_on_strides
+from hfusion.torch_private.lstm_decomposition import correct_lstm_decomposition
+from hfusion.torch_private.tracer_warnings import silence_tracers
 
 # Captures of one module while other threads draw from Python's or numpy's random numbers.
 MAX_TRIES = 3

@@ -26,11 +26,11 @@ from hfusion.capture.named import tensors
 from hfusion.capture.python_state import plain_variables, restored, variable_holders
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
-from hfusion.core.lstm_decomposition import correct_lstm_decomposition
 from hfusion.core.memory import is_plain
 from hfusion.core.tree import leaves
 from hfusion.device.backend import active_autocast
 from hfusion.passes.candidates import by_name
+from hfusion.torch_private.lstm_decomposition import correct_lstm_decomposition
 
 aten = torch.ops.aten
 

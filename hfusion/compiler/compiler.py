@@ -14,10 +14,10 @@ from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled, comp
 from hfusion.compiler.sandbox import apart
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
-from hfusion.core.functorch import outside_transforms, unwrapped
 from hfusion.core.guards import fixed
 from hfusion.core.program import Kind
 from hfusion.device.backend import active_autocast
+from hfusion.torch_private.functorch import outside_transforms, unwrapped
 
 # Programs of one kind of call that hold for one size each; for further sizes, what needs to know them runs member by
 # member. And of any sizes: beyond so many, all of forward does.

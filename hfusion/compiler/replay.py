@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.core.errors import FusionError
 from hfusion.core.member_random import draws_of
-from hfusion.device.thread_draws import seen_in_modes
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
+from hfusion.torch_private.thread_draws import seen_in_modes
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hfusion.core.member_random import seeded
-from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.device.generators import draws_kept
+from hfusion.torch_private.tracer_warnings import silence_tracers
 
 
 @contextmanager

@@ -15,11 +15,11 @@ from hfusion.compiler.compiled_program import RULES, Compiled, look_at
 from hfusion.compiler.graph_text import Unwritable, read_graph, write_graph, write_value
 from hfusion.core.guards import AllHold, Assumptions, fixed
 from hfusion.core.layout import Layout
-from hfusion.core.lstm_decomposition import correct_lstm_decomposition
 from hfusion.core.program import Kind, Program, Slot
-from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.passes.batch import batch
 from hfusion.passes.layouts import Choice, Price
+from hfusion.torch_private.lstm_decomposition import correct_lstm_decomposition
+from hfusion.torch_private.tracer_warnings import silence_tracers
 
 
 def write_compiled(compiled: Compiled) -> dict[str, Any]:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from hfusion.core.functorch import in_transform
 from hfusion.core.layout import Listed
 from hfusion.core.member_mask import mask_of, rows_of_mask
 from hfusion.core.membership import Membership, has_rows, mark
+from hfusion.torch_private.functorch import in_transform
 
 _ABSENT = "_hfusion_absent_rows"
 _MISSING = "_hfusion_missing_rows"

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hfusion.device.device_queues import DeviceQueue, HostQueue, Mark, Queue, StreamQueue
 from hfusion.device.graphs import DeviceGraph, GraphPool, generators_kept
-from hfusion.device.seeding import waiting_seeds_kept
 from hfusion.device.streams import StreamUse, lend_stream
+from hfusion.torch_private.seeding import waiting_seeds_kept
 
 _TYPES = ("cuda", "xpu", "mps")
 AUTOCAST_QUESTIONS = {"is_autocast_enabled": "cuda"} | {

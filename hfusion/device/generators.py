@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hfusion.device.backend import backend, current_device, random_states_kept
-from hfusion.device.seeding import seeding_locks, waiting_seeds_kept
-from hfusion.device.thread_draws import drawing_from
+from hfusion.torch_private.seeding import seeding_locks, waiting_seeds_kept
+from hfusion.torch_private.thread_draws import drawing_from
 
 # torch's generators belong to the process and its devices: one thread at a time puts its task's state there.
 _GENERATORS = RLock()

@@ -23,9 +23,9 @@ from hfusion.passes.cost.price import Model
 from hfusion.step.autotune import ONE_PART, NotedProgram, WayTimes
 from hfusion.step.compile_mode import AUTO
 from hfusion.step.compiled_step import MAX_LOOPED_CALLS, FusedStep, PerMemberStep, StepProgram, too_many_kinds
-from hfusion.step.cpp_block_entry import Unparted
 from hfusion.step.parallel_blocks import PartedStep
 from hfusion.step.recorded_step import recorded
+from hfusion.torch_private.cpp_block_entry import Unparted
 
 # Of MobileNetV2's members a thread, blocks of 4 took as long as one of 8, and blocks of 2 took 1.25 of that.
 LEAST_BLOCK = 4

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from hfusion.core.member_random import draws_random
 from hfusion.core.program import describe_value
-from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.device.backend import random_states_kept
 from hfusion.step.check_compiled import ByOperator, disagreement, result_names, shaken
-from hfusion.step.cpp_block_entry import with_row_entries
-from hfusion.step.cpp_entry import entry_of
-from hfusion.step.inductor import quick_inductor
 from hfusion.step.step_graph import StepGraph, written_inputs
+from hfusion.torch_private.cpp_block_entry import with_row_entries
+from hfusion.torch_private.cpp_entry import entry_of
+from hfusion.torch_private.inductor_patches import quick_inductor
+from hfusion.torch_private.tracer_warnings import silence_tracers
 
 
 class WrongProgram(Exception):

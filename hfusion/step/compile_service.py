@@ -44,12 +44,12 @@ from hfusion.step.compiled_step import (
     order_for,
     step_of,
 )
-from hfusion.step.cpp_block_entry import Unparted
 from hfusion.step.eager_program import EagerProgram, check_faster, known_times, not_slower_than_eager
 from hfusion.step.program_cache import NoProgram, StepPrograms
 from hfusion.step.program_state import Compiling, Deferred, Due, Eager, Ended, Failed, Made, Postponed, Requested
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.variants import StepVariant
+from hfusion.torch_private.cpp_block_entry import Unparted
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
 MAX_PROGRAMS = 16

@@ -23,8 +23,8 @@ from hfusion.core.member_random import new_seeds
 from hfusion.device.openmp import torch_threads
 from hfusion.device.team import PieceError, Team, address_of, team
 from hfusion.step.compiled_step import PerMemberStep, clear
-from hfusion.step.cpp_block_entry import row_entry
 from hfusion.step.step_graph import StepCall
+from hfusion.torch_private.cpp_block_entry import row_entry
 
 # How often each way of a trial is taken; the machine may be busy with something else at some of them.
 TURNS = 5

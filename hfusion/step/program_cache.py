@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ from torch import Tensor
 from hfusion.core import errors
 from hfusion.core.guards import Assumptions
 from hfusion.device.cache import cache_folder, read_sealed, write_sealed
-from hfusion.device.native import processor
+from hfusion.device.native import load_copy, processor
 from hfusion.step.compile_request import Order
-from hfusion.step.cpp_entry import NativeEntry, load_entry
 from hfusion.step.step_graph import StepGraph
+from hfusion.torch_private.cpp_entry import NativeEntry, load_function
 
 # Bytes of programs that are kept; the oldest go first.
 MAX_FOLDER = 1 << 30
@@ -146,7 +147,9 @@ def _read(told: Mapping[str, Any], path: Path) -> StepPrograms | NoProgram:
         content = read_sealed(_library(path, place))
         if hashlib.sha256(content).hexdigest() != row["library"]:
             raise ValueError("its library is of another step")
-        runs.append(load_entry(content, row["takes"], _library(path, place)))
+        # Python loads extension modules of this suffix only.
+        module = _library(path, place).with_suffix(EXTENSION_SUFFIXES[-1])
+        runs.append(NativeEntry(content, row["takes"], load_copy(content, module, load_function)))
     return StepPrograms(tuple(graphs), tuple(runs), told["size"], tuple(told["kinds"]))
 
 

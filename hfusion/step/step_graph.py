@@ -29,7 +29,6 @@ from hfusion.core.layout import Layout
 from hfusion.core.member_random import draws_random, seeded
 from hfusion.core.program import describe_graph
 from hfusion.core.stages import stage
-from hfusion.core.tracer_warnings import silence_tracers
 from hfusion.passes.check import check_rewritten
 from hfusion.passes.expected_checks import EXPECT
 from hfusion.passes.inductor.batch_member_loops import batch_member_loops
@@ -38,6 +37,7 @@ from hfusion.passes.inductor.inline_constants import inline_constants
 from hfusion.passes.inductor.onehot import onehot
 from hfusion.passes.inductor.sink_transposes import sink_transposes
 from hfusion.passes.inductor.transpose_products import transpose_products
+from hfusion.torch_private.tracer_warnings import silence_tracers
 
 
 @dataclass(frozen=True, eq=False)

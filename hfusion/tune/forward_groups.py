@@ -16,7 +16,7 @@ from hfusion.capture.named import tensors
 from hfusion.compiler.sandbox import without_trace
 from hfusion.core.calls import call_arguments
 from hfusion.core.errors import FusionError
-from hfusion.device.thread_draws import seen_in_modes
+from hfusion.torch_private.thread_draws import seen_in_modes
 
 
 class SameForward:

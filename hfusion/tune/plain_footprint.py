@@ -17,7 +17,7 @@ from hfusion.cluster.messages import DeviceInfo
 from hfusion.core.calls import call_arguments
 from hfusion.core.memory import tensors_in
 from hfusion.device.generators import draws_kept
-from hfusion.device.thread_draws import seen_in_modes
+from hfusion.torch_private.thread_draws import seen_in_modes
 
 if TYPE_CHECKING:
     from hfusion.tune.footprint import Footprint

@@ -16,7 +16,7 @@ FACTORIES = re.compile(
 )
 WHY = {
     "hfusion/device/backend.py": "asks devices",
-    "hfusion/device/seeding.py": "asks devices that were not used yet for the seeds that wait for them",
+    "hfusion/torch_private/seeding.py": "asks devices that were not used yet for the seeds that wait for them",
     "hfusion/device/graphs.py": "records graphs of CUDA and ROCm, which torch.accelerator refuses",
     "hfusion/core/torch_settings.py": "lists the settings that forward may ask for",
     "hfusion/bench/cuda_graph.py": "a contender that there is on CUDA only",

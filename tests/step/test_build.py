@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.step import build
-from hfusion.step.cpp_entry import entry_of
+from hfusion.torch_private.cpp_entry import entry_of
 from tests.step.test_train_step import needs_compiler
 
 Results = Callable[[list[Tensor]], list[Tensor]]

@@ -6,7 +6,6 @@ functions that turn tensors into its handles and back. What is not found as expe
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.util
 import itertools
 import os
@@ -19,8 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from hfusion.device.native import load_copy
 
 _NAME = "inductor_entry_cpp"
 _TAKES = re.compile(r"steal_from_raw_handles_to_raii_handles\(input_handles, (\d+)\)")
@@ -83,16 +80,11 @@ def _called(function: Any) -> Iterator[types.BuiltinFunctionType]:
             waiting.append(cell.cell_contents)
 
 
-def load_entry(content: bytes, takes: int, beside: Path) -> NativeEntry:
-    """The entry in a library that was kept; ``beside``: where it may lie while it is loaded.
+def load_function(path: Path) -> Callable[..., Any]:
+    """Load the extension module ``path`` of a compiled step, and return its function.
 
-    Raises OSError, ImportError, AttributeError or RuntimeError where it does not load.
+    Raises OSError, ImportError, AttributeError or RuntimeError if it does not load.
     """
-    path = beside.with_suffix(importlib.machinery.EXTENSION_SUFFIXES[-1])
-    return NativeEntry(content, takes, load_copy(content, path, _load))
-
-
-def _load(path: Path) -> Callable[..., Any]:
     # As torch tells its own libraries where to find this function; see CppPythonBindingsCodeCache.
     guards: Any = torch._C._dynamo.guards
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(guards._torchinductor_pyobject_tensor_data_ptr)

@@ -18,9 +18,6 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from hfusion.core.member_random import draws_random
-from hfusion.device.backend import accelerators
-
 # Of torch's keys in front of all others the one that nothing uses. It, guards and sets of keys, `redispatch`, the table
 # of higher-order operators and `torch.random.default_generator` are private names, tried on torch 2.13.
 _KEY = "TESTING_ONLY_GenericMode"
@@ -88,7 +85,7 @@ def _intercepted() -> tuple[torch.library.Library, ...]:
             continue
         places = [k for k, each in enumerate(schema.arguments) if str(each.type) == "Optional[Generator]"]
         # On the host each operator that draws is made of some that take a generator.
-        if places or (accelerators() and draws_random(_operator(schema))):
+        if places or (torch.accelerator.is_available() and torch.Tag.nondeterministic_seeded in _operator(schema).tags):
             aten.impl(_operator(schema), _kernel(schema, *places), with_keyset=True)
     # Operators of Python, as the rules of autograd below `torch.vmap`, have tables of their own.
     key: Any = torch._C._dispatch_key_parse(_KEY)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hfusion as hf
-from hfusion.device.seeding import waiting_seeds_kept
+from hfusion.torch_private.seeding import waiting_seeds_kept
 
 
 def waiting() -> Any:

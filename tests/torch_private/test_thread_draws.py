@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfusion.device.thread_draws import drawing_from, seen_in_modes
+from hfusion.torch_private.thread_draws import drawing_from, seen_in_modes
 
 ONES = torch.ones(4, 3)
 

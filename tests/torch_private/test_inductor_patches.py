@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
-from hfusion.step.inductor import HEADER, quick_inductor
+from hfusion.torch_private.inductor_patches import HEADER, quick_inductor
 from tests.step.test_train_step import needs_compiler
 
 
@@ -85,6 +85,6 @@ def test_the_instructions_are_those_of_torch_of_which_no_others_are_tried(monkey
 def test_a_header_that_is_no_file_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from torch._inductor.codecache import CppWrapperCodeCache
 
-    monkeypatch.setattr("hfusion.step.inductor.HEADER", tmp_path / "program.h")
+    monkeypatch.setattr("hfusion.torch_private.inductor_patches.HEADER", tmp_path / "program.h")
     with quick_inductor():
         assert CppWrapperCodeCache._get_uncompiled_header("cpu") == "torch/csrc/inductor/cpp_wrapper/cpu.h"

@@ -14,7 +14,7 @@ from torch import hub, nn
 from torch.fx import interpreter
 
 import hfusion as hf
-from hfusion.core.tracer_warnings import noted, silence_tracers
+from hfusion.torch_private.tracer_warnings import noted, silence_tracers
 
 
 def in_thread(run: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hfusion.step.cpp_entry import NativeEntry
+from hfusion.torch_private.cpp_entry import NativeEntry
 
 _RELEASE = "py::gil_scoped_release_simple release;"
 # Of a thread without a state of Python's, and of one that has it.

@@ -1,0 +1,1 @@
+"""Names and behaviour of torch that it does not document. This folder imports nothing of hfusion."""
