@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hfusion.core.member_random import Keys, MemberSeeds, draw, is_recording, member_seeds, uniform_at
 from hfusion.ops.lowering import Sizes
 from hfusion.ops.random import Probability, column, dropout_stacked, dropped
 from hfusion.ops.rule import Value, hint
 from hfusion.ops.saved import scores
+from hfusion.torch_private.fake_tensors import FakeTensor
 from hfusion.torch_private.functorch import in_transform
 
 # Bytes of the weights of all members up to which they are written out, which is faster.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import (
@@ -24,6 +22,8 @@ from hfusion.ops.rule import (
     map_values,
     values,
 )
+from hfusion.torch_private.fake_tensors import FakeTensorMode
+from hfusion.torch_private.functorch import vmap_fallback_refused
 
 
 def generic(site: Site, arguments: Mapping[str, Any]) -> Call:
@@ -85,25 +85,13 @@ def _vmaps(site: Site, arguments: Mapping[str, Any]) -> bool:
     """True if vmap has a batching rule for the operator, found by one run on fake tensors of the same shapes."""
     args, kwargs = in_order(site, map_values(arguments, lambda v: v if v.shared else v.to(Layout.STACKED)))
     marks = tuple(_batched(item) for item in (*args, *kwargs.values()))
-    with FakeTensorMode(), no_fallback():
+    with FakeTensorMode(), vmap_fallback_refused():
         try:
             stand_ins = [_stand_in(item, site.members) for item in (*args, *kwargs.values())]
             vmapped(site.target, marks, len(args), tuple(kwargs), *stand_ins)
         except (RuntimeError, NotImplementedError, ValueError, TypeError):
             return False
     return True
-
-
-@contextmanager
-def no_fallback() -> Iterator[None]:
-    """Make vmap raise where it would loop over members itself, more slowly than `loop`."""
-    functorch: Any = torch._C._functorch
-    before = functorch._is_vmap_fallback_enabled()
-    functorch._set_vmap_fallback_enabled(False)
-    try:
-        yield
-    finally:
-        functorch._set_vmap_fallback_enabled(before)
 
 
 def _stand_in(argument: Any, members: int) -> Any:

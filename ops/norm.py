@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Layout, lift
@@ -35,6 +34,7 @@ from hfusion.ops.rule import (
     map_values,
 )
 from hfusion.ops.saved import result_bytes, row_statistics
+from hfusion.torch_private.autograd_engine import preserve_version_counters
 
 aten = torch.ops.aten
 
@@ -182,12 +182,10 @@ def _as_batch_norm_writes(mean: Tensor, var: Tensor) -> AbstractContextManager[o
 
     torch.batch_norm saves the statistics for its backward, which does not read them in training, and its own writes do
     not count. So a module may be called again before the backward of its first call. Traces of Dynamo have no counts.
-
-    `_unsafe_preserve_version_counter` is private to torch, as of 2.11 to 2.14.
     """
     if torch.compiler.is_compiling():
         return nullcontext()
-    found: AbstractContextManager[object] = _unsafe_preserve_version_counter((mean, var))
+    found: AbstractContextManager[object] = preserve_version_counters((mean, var))
     return found
 
 

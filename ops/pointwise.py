@@ -29,6 +29,7 @@ from hfusion.ops.rule import (
     table,
     values,
 )
+from hfusion.torch_private.operator_tables import operator_names
 
 aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ _BOUNDED = (aten.clamp.Tensor, aten.clip.Tensor)
 
 
 def _tagged() -> Iterator[OpOverload]:
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in operator_names():
         namespace, _, operator = name.partition("::")
         base, _, overload = operator.partition(".")
         written = overload.endswith("out") or (base.endswith("_") and not base.endswith("__"))

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hfusion.core.layout import Layout
 from hfusion.device import native
@@ -23,7 +22,9 @@ from hfusion.ops.rnn_layers import run_per_member, through_layers
 from hfusion.ops.rnn_steps import recurrent
 from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member, hint
 from hfusion.ops.saved import GATES
+from hfusion.torch_private.fake_tensors import FakeTensor
 from hfusion.torch_private.functorch import in_transform, is_wrapped
+from hfusion.torch_private.shared_library import torch_library
 
 aten = torch.ops.aten
 
@@ -106,12 +107,12 @@ def kernels() -> str:
 
 @cache
 def _registered() -> str:
-    """Return the C declarations of Inductor's runtime. Private to torch, tried on 2.13."""
+    """Register the kernels by the C functions of Inductor's runtime; return why that fails, else an empty string."""
     found = native.library(SOURCE)
     assert not isinstance(found, str), found
     try:
-        own = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
-        addresses = [ctypes.cast(getattr(own, name), ctypes.c_void_p).value for name in _FUNCTIONS]
+        torch_functions = torch_library()
+        addresses = [ctypes.cast(getattr(torch_functions, name), ctypes.c_void_p).value for name in _FUNCTIONS]
     except (OSError, AttributeError) as error:
         return f"torch is built in another way than expected: {error}"
     given = (ctypes.c_void_p * len(addresses))(*addresses)

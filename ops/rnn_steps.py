@@ -18,6 +18,7 @@ from hfusion.ops.rnn_layers import run_per_member, through_layers
 from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member
 from hfusion.ops.saved import GATES_TWICE
 from hfusion.torch_private.functorch import in_transform, is_wrapped
+from hfusion.torch_private.operator_tables import has_device_kernel
 
 aten = torch.ops.aten
 
@@ -43,10 +44,7 @@ _KEPT = {"lstm": 4, "gru": 5, "rnn_tanh": 0, "rnn_relu": 0}
 
 def _fused(kind: str, device: torch.device) -> bool:
     """True where torch has fused kernels of the cell, as on CUDA and ROCm."""
-    key = torch._C._dispatch_key_for_device(device.type)
-    return kind in ("lstm", "gru") and torch._C._dispatch_has_kernel_for_dispatch_key(
-        f"aten::_thnn_fused_{kind}_cell", key
-    )
+    return kind in ("lstm", "gru") and has_device_kernel(f"aten::_thnn_fused_{kind}_cell", device)
 
 
 def _cell(kind: str, fused: bool, sums: Tensor, hidden: Tensor, state: State) -> tuple[State, Tensor]:

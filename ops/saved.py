@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch._ops import OpOverload
 
 from hfusion.ops.lowering import KeptOperands, Saves, Shape, Sizes, View, family
+from hfusion.torch_private.operator_tables import is_composite
 
 
 def elements(shape: Shape) -> int:
@@ -150,5 +150,4 @@ def view_of(target: Any, casts: bool = False) -> View:
         return View.USUALLY if name in _USUALLY else View.IN_ORDER
     if returns and returns[0].alias_info is not None:
         return View.ALWAYS
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
-    return View.PERHAPS if composite else View.NEVER
+    return View.PERHAPS if is_composite(target.name()) else View.NEVER

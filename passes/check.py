@@ -13,12 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-)
 
 from hfusion.core.layout import Layout, Listed, lift, lift_packed
 from hfusion.core.program import Program
@@ -34,6 +28,12 @@ from hfusion.passes.islands import OPAQUE
 from hfusion.passes.side_effects import has_effect
 from hfusion.passes.split_rows import split_rows
 from hfusion.passes.views import writes
+from hfusion.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 from hfusion.torch_private.tracer_warnings import silence_tracers
 
 # Of these operators no fake tensor can tell what they give.

@@ -8,6 +8,7 @@ from torch._ops import OpOverload
 
 from hfusion.passes.expected_checks import EXPECT
 from hfusion.passes.views import writes
+from hfusion.torch_private.autocast import enter_autocast, exit_autocast
 
 aten = torch.ops.aten
 
@@ -30,7 +31,7 @@ def has_effect(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, OpOverload):
         return target._schema.is_mutable or target in RUNNING_STATISTICS or target is EXPECT
-    return target in (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+    return target in (enter_autocast, exit_autocast)
 
 
 def written_inputs(node: fx.Node) -> list[fx.Node]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hfusion.ops.rule import hint
+from hfusion.torch_private.dispatch_modes import enable_python_dispatcher
+from hfusion.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from hfusion.torch_private.operator_tables import is_composite
 
 aten = torch.ops.aten
 
@@ -97,7 +98,7 @@ def _composite(target: Any) -> bool:
     """True for a composite operator that writes into no operand."""
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    return is_composite(target.name())
 
 
 def handed_back(call: fx.Node) -> fx.Node | None:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import tracing
 from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import StackedInput
 from hfusion.core.program import Kind
+from hfusion.torch_private.dynamo_state import outside_trace
 
 Find = Callable[[Arguments], Compiled]
 
@@ -65,7 +65,7 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
         plain = [StackedInput(value) if k in places else value for k, value in enumerate(args)]
         named = {key: StackedInput(value) if key in keys else value for key, value in kwargs.items()}
         # What capture assumes is none of the trace's business.
-        with tracing(None):
+        with outside_trace():
             compiled = find(Arguments.of(tuple(plain), named))
         if id(compiled) not in names:
             name = names[id(compiled)] = f"_inlined_{len(names)}"

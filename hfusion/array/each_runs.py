@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import StackedInput
 from hfusion.core.errors import FusionError
-from hfusion.ops.generic import no_fallback
+from hfusion.torch_private.functorch import vmap_fallback_refused
 
 # How far results of `torch.func.vmap` may be from those of the loop, relative to the largest number of the tensor.
 _RELATIVE = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
@@ -96,7 +96,7 @@ def run_vmapped(fn: Callable[..., Any], name: str, call: EachCall) -> None:
         return tuple(changes.values())
 
     before = {what: _version(tensor) for what, tensor in call.common().items()}
-    with no_fallback():
+    with vmap_fallback_refused():
         values = torch.func.vmap(single, in_dims=in_dims)(*call.tensors.values(), *(leaves[k] for k in tensors))
     _check_common(name, call, before)
     _commit(call, dict(zip(changed, values, strict=True)), name)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.export_context import outside_export
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
 from hfusion.compiler.compiled_program import Compiled, check_stackable
@@ -16,6 +15,7 @@ from hfusion.compiler.sandbox import apart
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
 from hfusion.ops.rule import hint
+from hfusion.torch_private.export_state import outside_export
 
 
 def exported(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from hfusion.array.array_rows import Kinds, changed_tensors, enter
 from hfusion.array.member_views import Views
@@ -28,6 +27,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows, freeze_rows, frozen_rows, mark_absent
 from hfusion.core.memory import has_address
 from hfusion.core.row_indices import cut_rows, write_rows
+from hfusion.torch_private.module_hooks import has_global_hooks
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule

@@ -35,7 +35,6 @@ from hfusion.array.transformed import plain_stacks, run_members, unserved
 from hfusion.array.unstacked_inputs import UnstackedInputs, hint_at_stacked
 from hfusion.array.variables import Situations
 from hfusion.capture.attribute_values import modeless_fingerprint
-from hfusion.capture.export_context import exporting
 from hfusion.capture.named import tensors
 from hfusion.capture.skeleton import live_rows, materialize
 from hfusion.capture.structures import union_of_modules
@@ -48,6 +47,7 @@ from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.optim import coupling
+from hfusion.torch_private.export_state import exporting
 from hfusion.torch_private.functorch import in_transform, outside_transforms, unwrapped
 
 

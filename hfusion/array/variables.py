@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import _Orthogonal
 
 from hfusion.capture.intercept import WHOLE, Island
 from hfusion.capture.python_reads import GRADIENT_QUESTIONS
@@ -19,6 +18,7 @@ from hfusion.core.exclusive import tracing
 from hfusion.core.fingerprint import global_hooks
 from hfusion.core.torch_settings import read_settings
 from hfusion.device.backend import active_autocast
+from hfusion.torch_private.module_hooks import Orthogonal, caches_parametrizations
 
 # Values of one variable for which programs are made.
 MAX_VALUES = 4
@@ -52,7 +52,7 @@ class Situations:
         Raises:
             FusionError: an input carries an attribute that the code names, which an array has not.
         """
-        if parametrize._cache_enabled:
+        if caches_parametrizations():
             _check_cached(models)
         known = self._variables
         if known is None or self._models != models or not known.same():
@@ -158,7 +158,7 @@ def _check_cached(models: Sequence[nn.Module]) -> None:
     for path, module in models[0].named_modules():
         if isinstance(module, parametrize.ParametrizationList):
             for part in module:
-                if part.training and not isinstance(part, _Orthogonal) and any(True for _ in part.buffers()):
+                if part.training and not isinstance(part, Orthogonal) and any(True for _ in part.buffers()):
                     raise FusionError(
                         f"{path} ({type(part).__name__}) has buffers, and an array that is called inside of "
                         "torch.nn.utils.parametrize.cached() computes it at every use; put the region into forward, or "

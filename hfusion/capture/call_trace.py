@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.eager_runs import apart, call_on_copies, reset, twin
@@ -21,6 +20,7 @@ from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import same_values, tensors_in
+from hfusion.torch_private.functorch import is_wrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +191,7 @@ class _CallRecorder:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         inputs = tensors_in(leaves)
         # What is inside torch.func's transforms means nothing outside.
-        if any(map(is_functorch_wrapped_tensor, inputs)):
+        if any(map(is_wrapped, inputs)):
             return original(*args, **kwargs)
         number, inside = len(self.calls), tuple(self.open)
         self.calls.append(None)
@@ -209,7 +209,7 @@ class _CallRecorder:
         finally:
             self.open.pop()
         know_dataclasses(output)
-        if any(map(is_functorch_wrapped_tensor, tensors_in(output))):
+        if any(map(is_wrapped, tensors_in(output))):
             return output
         changed, changed_spec = pytree.tree_flatten((args, kwargs))
         altered = spec != changed_spec or any(a is not b for a, b in zip(leaves, changed, strict=True))

@@ -3,9 +3,6 @@
 Autograd reads tensors that it saved itself, which a trace before dispatch does not know. So the operators between the
 inputs and the outputs of such a call are taken from the graph so far, their vector-Jacobian product is traced below
 autograd, and its operators are called again in the trace. They can be differentiated like any others.
-
-torch documents no hook for this: ``torch.autograd._engine_run_backward`` is what ``torch.autograd.grad`` calls, tried
-with torch 2.11 and 2.13. Where it is missing, forward runs member by member as without this file.
 """
 
 from __future__ import annotations
@@ -14,12 +11,11 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
@@ -32,6 +28,11 @@ from torch.fx.experimental.proxy_tensor import (
 from hfusion.core.errors import FusionError
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
+from hfusion.torch_private.autograd_engine import set_grad_enabled
+from hfusion.torch_private.dispatch_modes import DisableTorchFunction
+from hfusion.torch_private.functorch import has_transforms_active
+from hfusion.torch_private.operator_tables import decomposition_table
+from hfusion.torch_private.replaced_functions import autograd_grad_replaced
 
 aten = torch.ops.aten
 _NORMALIZATIONS = frozenset(
@@ -45,30 +46,29 @@ def derivatives_traced() -> Iterator[None]:
 
     Within it, `torch.autograd.grad` raises FusionError for what cannot be written so.
     """
-    autograd: Any = torch.autograd
-    engine = getattr(autograd, "_engine_run_backward", None)
     here = threading.get_ident()
 
-    if engine is None:
-        yield
-        return
-    original: Callable[..., Any] = engine
-
-    def traced(outputs: Any, gradients: Any, keep: bool, create: bool, inputs: Any, *args: Any, **options: Any) -> Any:
+    def traced(
+        run: Callable[..., Any],
+        outputs: Any,
+        gradients: Any,
+        keep: bool,
+        create: bool,
+        inputs: Any,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         mode: Any = get_proxy_mode()
         traces = threading.get_ident() == here and mode is not None and mode.pre_dispatch
-        if not traces or options.get("accumulate_grad", False) or torch._C._functorch.peek_interpreter_stack():
+        if not traces or options.get("accumulate_grad", False) or has_transforms_active():
             # Of another thread, of a trace below autograd, a backward(), or inside a transform of torch.func.
-            return original(outputs, gradients, keep, create, inputs, *args, **options)
+            return run(outputs, gradients, keep, create, inputs, *args, **options)
         allow_unused = args[0] if args else options.get("allow_unused", False)
         found = _gradients(mode.tracer, tuple(outputs), tuple(gradients), tuple(inputs), allow_unused)
         return tuple(one if create or one is None else one.detach() for one in found)
 
-    autograd._engine_run_backward = traced
-    try:
+    with autograd_grad_replaced(lambda run: partial(traced, run)):
         yield
-    finally:
-        autograd._engine_run_backward = original
 
 
 def _gradients(
@@ -81,7 +81,7 @@ def _gradients(
     between = _between(tracer.graph, ends, sources)
     product = _Product(between, sources, ends)
     bound = _Bound(tracer)
-    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.enable_grad():
+    with disable_proxy_modes_tracing(), DisableTorchFunction(), torch.enable_grad():
         args = [[one.detach() for one in inputs], [_value(n) for n in product.others], [one.detach() for one in seeds]]
         module = make_fx(product, decomposition_table=_decompositions())(*args)
         _check_second(module, args)
@@ -168,7 +168,7 @@ class _Bound:
         value = node.meta["val"]
         if node in self._live or not isinstance(value, Tensor):
             return self._live.get(node, value)
-        with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+        with disable_proxy_modes_tracing(), DisableTorchFunction():
             twin = value.detach()
             twin.requires_grad_(twin.is_floating_point() or twin.is_complex())
         track_tensor_tree(twin, fx.Proxy(node, self._tracer), constant=None, tracer=self._tracer)
@@ -192,7 +192,7 @@ def _between(graph: fx.Graph, ends: Sequence[fx.Node], sources: Sequence[fx.Node
     """Return the operators through which the ends depend on the sources, in their order."""
     enabled, reached, following = True, set(sources), list[fx.Node]()
     for node in graph.nodes:
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is set_grad_enabled:
             enabled = bool(node.args[0])
         elif enabled and node not in reached and not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)

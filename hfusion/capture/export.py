@@ -9,13 +9,11 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
@@ -23,13 +21,7 @@ from hfusion.capture.cache_or_state import Observation, judge, observe
 from hfusion.capture.capture_cache import capture_key, find_capture, forget_capture, keep_capture
 from hfusion.capture.derivatives import derivatives_traced
 from hfusion.capture.eager_runs import ALIKE, Outcome, difference, python_random_state, run, run_graph, runnable, twin
-from hfusion.capture.export_context import (
-    assigned_as_writes,
-    counted_parts,
-    module_stack_unwound,
-    told_here_only,
-    transforms,
-)
+from hfusion.capture.export_context import assigned_as_writes
 from hfusion.capture.inlined import inlined
 from hfusion.capture.python_reads import PythonReads
 from hfusion.capture.python_state import restored
@@ -44,7 +36,17 @@ from hfusion.device.backend import random_states_kept
 from hfusion.passes.check import check_member
 from hfusion.passes.functional import functional
 from hfusion.passes.view_or_copy import depends_on_strides
+from hfusion.torch_private.export_state import (
+    has_transforms,
+    import_exporter,
+    in_this_thread_only,
+    module_stack_unwound,
+    numbered_parts,
+)
+from hfusion.torch_private.fake_tensors import FakeTensor
 from hfusion.torch_private.lstm_decomposition import correct_lstm_decomposition
+from hfusion.torch_private.operator_tables import HigherOrderOperator
+from hfusion.torch_private.replaced_functions import autograd_functions_replaced
 from hfusion.torch_private.tracer_warnings import silence_tracers
 
 # Captures of one module while other threads draw from Python's or numpy's random numbers.
@@ -179,7 +181,7 @@ def _traced(
 ) -> _TracedForward:
     with size_uses() as uses:
         exported = _drawless(lambda: _export(module, args, kwargs, attempts, alias, reads))
-    if transforms(exported.graph_module):
+    if has_transforms(exported.graph_module):
         # Such a graph can neither be rewritten nor run in parts: it would leave the thread at another level.
         raise FusionError("forward calls torch.vmap or another transform of torch.func, which no graph holds")
     slots = _slots(exported.graph_signature.input_specs)
@@ -194,7 +196,7 @@ def _number_calls(module: fx.GraphModule, calls: list[Any] | None = None) -> lis
     """Number the operators that the code called, in their order, by ``meta["call"]``; the operators."""
     calls = [] if calls is None else calls
     for node in module.graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             regions = [
                 getattr(module, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"
             ]
@@ -257,9 +259,9 @@ def _export(
     or ``alias`` keeps them.
     """
     correct_lstm_decomposition()
-    # torch imports it at its first export, when its printing could not be silenced any more.
-    import_module("torch.export._trace")
-    with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), counted_parts(), module_stack_unwound():
+    # Later its printing could not be silenced.
+    import_exporter()
+    with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), numbered_parts(), module_stack_unwound():
         exported = _first_export(module, args, kwargs, attempts, alias, reads)
         if reads.asked_strides and not are_contiguous((args, dict(kwargs))):
             exported = _first_export(module, args, kwargs, attempts, aliases, reads)
@@ -287,7 +289,7 @@ def _first_export(
                 restored(module),
                 open_lengths(),
                 assigned_as_writes(module),
-                told_here_only(),
+                in_this_thread_only(),
                 derivatives_traced(),
                 reads,
             ):
@@ -352,19 +354,15 @@ def _drawless(export: Callable[[], torch.export.ExportedProgram]) -> torch.expor
 @contextmanager
 def _watched() -> Iterator[None]:
     """Context manager: refuse custom backwards, which a graph would silently lose."""
-    apply = torch.autograd.Function.__dict__["apply"]
     here = threading.get_ident()
 
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def refuse(apply: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != here:
-            return apply.__get__(None, cls)(*args, **kwargs)
+            return apply(*args, **kwargs)
         raise FusionError(f"{cls.__qualname__} is a custom autograd.Function, whose backward a graph would lose")
 
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[method-assign, assignment]
-    try:
+    with autograd_functions_replaced(refuse):
         yield
-    finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
 def _slots(specs: Sequence[Any]) -> tuple[Slot, ...]:

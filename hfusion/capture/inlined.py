@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from hfusion.capture.own_code import calls
 from hfusion.capture.specialized_dims import original
@@ -18,6 +17,8 @@ from hfusion.ops.random import LIKE
 from hfusion.passes.islands import OPAQUE
 from hfusion.passes.out_arguments import out_arguments, without_out
 from hfusion.passes.views import handed_back, writes
+from hfusion.torch_private.autocast import enter_autocast, exit_autocast
+from hfusion.torch_private.operator_tables import HigherOrderOperator
 
 aten = torch.ops.aten
 
@@ -62,7 +63,7 @@ class _Inliner:
                 outputs = node.args[0]
                 results = outputs if isinstance(outputs, list | tuple) else [outputs]
                 return [env[r] if isinstance(r, fx.Node) else r for r in results]
-            elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            elif isinstance(node.target, HigherOrderOperator):
                 env[node] = self._region(node, env, enabled)
             elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
                 env[node] = env[node.args[0]][node.args[1]]
@@ -84,9 +85,9 @@ class _Inliner:
             return self.inline(body, operands, inside)
         if name == "wrap_with_autocast":
             device, dtype, active, cache, body, *operands = args
-            token = self.graph.call_function(_enter_autocast, (device, dtype, active, cache))
+            token = self.graph.call_function(enter_autocast, (device, dtype, active, cache))
             outputs = self.inline(body, operands, enabled)
-            self.graph.call_function(_exit_autocast, (token,))
+            self.graph.call_function(exit_autocast, (token,))
             return outputs
         raise FusionError(f"forward uses {name}, a control flow that hfusion does not fuse")
 

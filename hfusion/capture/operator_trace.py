@@ -2,9 +2,6 @@
 
 A capture costs tens of milliseconds and more, such a run little more than a forward. Two members whose traces have one
 structure have graphs that differ in numbers at most, at the sizes of this call.
-
-Private to torch, tried on 2.13: the dispatch key PreDispatch, on which `torch.export` traces, and that of the modes it
-allows there the one for checks of schemas is a base class that records nothing else.
 """
 
 from __future__ import annotations
@@ -15,10 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfusion.capture.attribute_values import contents
 from hfusion.capture.eager_runs import apart, python_random_state, runnable
@@ -30,6 +24,7 @@ from hfusion.core.memory import is_plain
 from hfusion.core.tree import leaves
 from hfusion.device.backend import active_autocast
 from hfusion.passes.candidates import by_name
+from hfusion.torch_private.dispatch_modes import PreDispatchMode, enable_python_dispatcher
 from hfusion.torch_private.lstm_decomposition import correct_lstm_decomposition
 
 aten = torch.ops.aten
@@ -137,11 +132,11 @@ def _traced(member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return OperatorTrace(tuple(recorder.calls), tuple(recorder.made), ends)
 
 
-class _OperatorRecorder(SchemaCheckMode):
+class _OperatorRecorder(PreDispatchMode):
     """Notes the operators that reach torch's dispatcher, before they are taken apart."""
 
     def __init__(self) -> None:
-        TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
+        super().__init__()
         self.calls: list[TracedCall] = []
         self.made: list[Tensor] = []
         self._made_versions: list[int] = []

@@ -21,13 +21,14 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import SymFloat, SymInt, Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.specialized_dims import NUMBER_OPERATORS
 from hfusion.core.errors import FusionError
 from hfusion.passes.expected_checks import EXPECT
+from hfusion.torch_private.export_state import MODULES_BELOW_CODE, TRACERS
+from hfusion.torch_private.fake_tensors import FakeTensor
+from hfusion.torch_private.replaced_functions import NUMBER_OPERATORS
 
 # Reads of values that give no symbol, and the Python functions of torch that read a value and format it.
 _TEXTS = frozenset({Tensor.__repr__, Tensor.__format__})
@@ -39,9 +40,6 @@ _STRIDES = frozenset(getattr(Tensor, name) for name in STRIDE_QUESTIONS)
 _MEMORY = frozenset({Tensor.storage_offset, Tensor.untyped_storage, Tensor.storage, Tensor.storage_type})
 _REFUSED = _TEXTS | _MEMORY
 _MAY_COPY = frozenset({Tensor.contiguous, Tensor.to, Tensor.reshape, Tensor.flatten, Tensor.ravel, torch.ravel})
-# Modules between the code that calls a function of torch and a mode; and those that trace. Tried on torch 2.13.
-_BETWEEN = frozenset({"torch.overrides", "torch._tensor", "torch._subclasses.fake_tensor"})
-_TRACERS = ("torch._", "torch.fx", "torch.export", "torch.utils._", "hfusion.")
 
 
 class _UnreadNumber:
@@ -234,12 +232,12 @@ def _asking_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _is_passed(frame):
         frame = frame.f_back
-    return None if frame is None or _module(frame).startswith(_TRACERS) else frame
+    return None if frame is None or _module(frame).startswith((*TRACERS, "hfusion.")) else frame
 
 
 def _is_passed(frame: FrameType) -> bool:
     """Return whether a frame is between a call of a function of torch and the mode that intercepts it."""
-    return frame.f_code.co_name == "__torch_function__" or _module(frame) in _BETWEEN
+    return frame.f_code.co_name == "__torch_function__" or _module(frame) in MODULES_BELOW_CODE
 
 
 def _module(frame: FrameType) -> str:
@@ -251,7 +249,7 @@ def _line(frame: FrameType) -> str:
     caller: FrameType | None = frame
     while caller is not None and (_is_passed(caller) or _module(caller).partition(".")[0] == "torch"):
         caller = caller.f_back
-    if caller is None or _module(caller).startswith(_TRACERS):
+    if caller is None or _module(caller).startswith((*TRACERS, "hfusion.")):
         caller = frame
     return f"{caller.f_code.co_filename.rpartition('/')[2]}:{caller.f_lineno}"
 

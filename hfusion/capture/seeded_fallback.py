@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hfusion.capture.intercept import Island, Method, intercepted
 from hfusion.device.backend import random_states_kept, seed_in_use
+from hfusion.torch_private.dispatch_modes import disable_current_modes
 
 _active = threading.local()
 
@@ -65,7 +65,7 @@ def repeating(model: nn.Module, islands: Iterable[Island], member: int) -> Itera
         if number is None:
             return method.original(*args, **kwargs)
         # Its draws must not be replaced, as those of the rest of the member are.
-        with _disable_current_modes(), seeded(number, member):
+        with disable_current_modes(), seeded(number, member):
             return method.original(*args, **kwargs)
 
     with intercepted(model, dict.fromkeys(islands), call):

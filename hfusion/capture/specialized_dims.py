@@ -2,12 +2,11 @@
 
 To infer the shapes of a recurrent layer, torch's tracers write out every step. Inside `open_lengths` a layer is one
 call of an operator of our own, whose shapes follow from its arguments; `original` returns torch's. Some other
-functions take no symbols for sizes, and are replaced by others that do. Tried with torch 2.13.
+functions take no symbols for sizes, and are replaced by others that do.
 
 `size_uses` notes where Python code computes with sizes that vary. A trace of a member at one size shows every number
 that reaches an operator, but not one that is compared with a size, or that a size is divided by: at another size, other
-operators may follow. Members that differ in such numbers are captured separately. Private to torch, tried on 2.13:
-the methods of ``torch.SymInt`` and ``torch.SymFloat`` for Python's operators.
+operators may follow. Members that differ in such numbers are captured separately.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import open_dims
+from hfusion.torch_private.operator_tables import decomposed_linspace
+from hfusion.torch_private.replaced_functions import number_operators_replaced
 
 aten = torch.ops.aten
 
@@ -42,10 +43,10 @@ for _name in ("gru", "rnn_tanh", "rnn_relu"):
 
 _ours: Any = torch.ops.hfusion_recurrent
 _TRACED: dict[Any, OpOverload] = {
-    torch._VF.lstm: _ours.lstm.default,
-    torch._VF.gru: _ours.gru.default,
-    torch._VF.rnn_tanh: _ours.rnn_tanh.default,
-    torch._VF.rnn_relu: _ours.rnn_relu.default,
+    torch.lstm: _ours.lstm.default,
+    torch.gru: _ours.gru.default,
+    torch.rnn_tanh: _ours.rnn_tanh.default,
+    torch.rnn_relu: _ours.rnn_relu.default,
 }
 _ORIGINAL = {
     _ours.lstm.default: aten.lstm.input,
@@ -103,7 +104,7 @@ def _one(value: Any) -> Any:
 
 def _linspace(func: Any, start: Any, end: Any, steps: Any, **kwargs: Any) -> Any:
     plain = not isinstance(steps, torch.SymInt) or isinstance(start, Tensor) or isinstance(end, Tensor)
-    return (func if plain else torch._refs.linspace)(start, end, steps, **kwargs)
+    return (func if plain else decomposed_linspace)(start, end, steps, **kwargs)
 
 
 _WAYS: dict[Any, Callable[..., Any]] = {
@@ -136,18 +137,6 @@ def recurrent(graph: fx.Graph) -> bool:
     return any((1 if node.args[8] else 0) in open_dims(node.args[0].meta.get("val")) for node in layers)
 
 
-_OPERATORS = (
-    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
-    *("pow", "rpow", "lshift", "rlshift", "rshift", "rrshift", "and", "rand", "or", "ror", "xor", "rxor"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "sym_max", "sym_min", "divmod", "rdivmod", "int_truediv"),
-)
-_SYMBOLS = (torch.SymInt, torch.SymFloat)
-NUMBER_OPERATORS = tuple(
-    dict.fromkeys(name for kind in _SYMBOLS for name in (f"__{o}__" for o in _OPERATORS) if name in vars(kind))
-)
-"""The methods by which Python computes with symbols of numbers."""
-
-
 @dataclass(frozen=True)
 class SizeUse:
     """A number ``other`` that code combined with a size.
@@ -171,7 +160,6 @@ def size_uses() -> Iterator[list[SizeUse]]:
     """
     uses: list[SizeUse] = []
     here = threading.get_ident()
-    before = [(kind, name, vars(kind)[name]) for kind in _SYMBOLS for name in NUMBER_OPERATORS if name in vars(kind)]
 
     def noting(method: Callable[..., Any]) -> Callable[..., Any]:
         def noted(size: Any, *others: Any) -> Any:
@@ -181,13 +169,8 @@ def size_uses() -> Iterator[list[SizeUse]]:
 
         return noted
 
-    for kind, name, method in before:
-        setattr(kind, name, noting(method))
-    try:
+    with number_operators_replaced(noting):
         yield uses
-    finally:
-        for kind, name, method in before:
-            setattr(kind, name, method)
 
 
 # Modules of torch between an operator in code and the method of a symbol.

@@ -16,7 +16,6 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hfusion.capture.attribute_values import python_attributes
 from hfusion.capture.attribute_writes import (
@@ -39,6 +38,7 @@ from hfusion.capture.python_state import (
     variable_holders,
 )
 from hfusion.core.errors import FusionError
+from hfusion.torch_private.dispatch_modes import disable_current_modes
 
 # These lead to no state of a model.
 _LEAVES = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType, nn.Module, fx.Graph)
@@ -259,7 +259,7 @@ class _UnseenTensor(Tensor):
 
 
 def _unseen_tensor(where: str) -> _UnseenTensor:
-    with _disable_current_modes():
+    with disable_current_modes():
         unseen: _UnseenTensor = torch.empty(0, device="cpu").as_subclass(_UnseenTensor)
     unseen.hfusion_where = where
     return unseen

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import overrides
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
-from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hfusion.core.member_random import seeded
 from hfusion.device.generators import draws_kept
+from hfusion.torch_private.autograd_engine import without_saved_tensor_hooks
+from hfusion.torch_private.dispatch_modes import disable_current_modes, function_modes, replace_function_modes
+from hfusion.torch_private.module_hooks import without_cached_parametrizations
 from hfusion.torch_private.tracer_warnings import silence_tracers
 
 
@@ -36,24 +36,9 @@ def without_trace() -> Iterator[None]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Context manager: hide computations from an outer checkpoint, export, dispatch mode or `parametrize.cached`.
-
-    Tried on torch 2.11 and 2.13.
-    """
-    cached = parametrize._cache_enabled, parametrize._cache
-    parametrize._cache_enabled, parametrize._cache = 0, {}
-    graph = torch._C._autograd
-    outer = []
-    while (hooks := graph._top_saved_tensors_default_hooks(True)) is not None:
-        outer.append(hooks)
-        graph._pop_saved_tensors_default_hooks()
-    try:
-        with _outside_export(), _disable_current_modes():
-            yield
-    finally:
-        parametrize._cache_enabled, parametrize._cache = cached
-        for pack, unpack in reversed(outer):
-            graph._push_saved_tensors_default_hooks(pack, unpack)
+    """Context manager: hide computations from an outer checkpoint, export, dispatch mode or `parametrize.cached`."""
+    with without_cached_parametrizations(), without_saved_tensor_hooks(), _outside_export(), disable_current_modes():
+        yield
 
 
 @contextmanager
@@ -62,20 +47,13 @@ def _outside_export() -> Iterator[None]:
 
     It would record those of a capture, without a tensor in them: a program that `torch.export.load` refuses.
     """
-    modes = overrides._get_current_function_mode_stack()
+    modes = function_modes()
     others = [mode for mode in modes if not isinstance(mode, PreDispatchTorchFunctionMode)]
     if len(others) == len(modes):
         yield
         return
-    _replace_function_modes(others)
+    replace_function_modes(others)
     try:
         yield
     finally:
-        _replace_function_modes(modes)
-
-
-def _replace_function_modes(modes: list[overrides.TorchFunctionMode]) -> None:
-    for _ in overrides._get_current_function_mode_stack():
-        overrides._pop_mode()
-    for mode in modes:
-        overrides._push_mode(mode)
+        replace_function_modes(modes)

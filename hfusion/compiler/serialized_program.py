@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from hfusion.compiler.compiled_program import RULES, Compiled, look_at
 from hfusion.compiler.graph_text import Unwritable, read_graph, write_graph, write_value
@@ -18,6 +17,8 @@ from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot
 from hfusion.passes.batch import batch
 from hfusion.passes.layouts import Choice, Price
+from hfusion.torch_private.dispatch_modes import disable_current_modes, enable_python_dispatcher
+from hfusion.torch_private.fake_tensors import FakeTensorMode, with_dynamic_dims
 from hfusion.torch_private.lstm_decomposition import correct_lstm_decomposition
 from hfusion.torch_private.tracer_warnings import silence_tracers
 
@@ -133,20 +134,14 @@ class _OpenSizes:
 
 
 def _symbol(mode: Any, name: str, hint: int) -> Any:
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-
-    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
     # Outside of the mode, so that it is a tensor with a size that can be left open.
-    with _disable_current_modes():
+    with disable_current_modes():
         vector = torch.empty(hint, device="cpu")
-    return mode.from_tensor(vector, symbolic_context=context, source=ConstantSource(name)).shape[0]
+    return with_dynamic_dims(mode, vector, [True], name).shape[0]
 
 
 def _propagate(graph: fx.Graph, inputs: Sequence[Any]) -> None:
     """Give every node the example of its value."""
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     correct_lstm_decomposition()

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from hfusion.torch_private.dynamo_state import compile_lock
+
 # Reentrant, as a trace may call what traces.
 tracing = threading.RLock()
 
@@ -55,7 +57,5 @@ class FairLock:
 @contextmanager
 def compiling() -> Iterator[None]:
     """Context manager to trace and compile. Dynamo's lock comes first: compilations under Dynamo hold it already."""
-    from torch._dynamo.convert_frame import compile_lock
-
-    with _here.within(), compile_lock, tracing:
+    with _here.within(), compile_lock(), tracing:
         yield

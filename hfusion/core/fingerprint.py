@@ -15,21 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as modules
 
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings, read_settings
+from hfusion.torch_private import module_hooks
 
 MAX_VALUES = 2000
 
 _PLAIN = str | bool | int | float | complex | bytes | type | torch.dtype | torch.device | types.BuiltinFunctionType
 _OWN = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_GLOBAL_HOOKS = (
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-)
 
 
 # Functions of these, and what they read, are taken to stay as they are.
@@ -75,10 +69,8 @@ class _Alive:
 
 
 def global_hooks() -> tuple[tuple[str, Same], ...]:
-    """The hooks that run at every call of any module. Private names, tried on torch 2.11 to 2.13."""
-    if not modules._has_any_global_hook():
-        return ()
-    return tuple((table, Same(hook)) for table in _GLOBAL_HOOKS for hook in getattr(modules, table).values())
+    """Return the hooks that run at every call of any module, hashable."""
+    return tuple((table, Same(hook)) for table, hook in module_hooks.global_hooks())
 
 
 def read_state(function: Callable[..., Any]) -> Any:

@@ -26,7 +26,8 @@ from torch.autograd.graph import Node
 from hfusion.core.layout import Listed
 from hfusion.core.member_mask import mask_of, rows_of_mask
 from hfusion.core.membership import Membership, has_rows, mark
-from hfusion.torch_private.functorch import in_transform
+from hfusion.torch_private.autograd_engine import AccumulateGrad, at_end_of_backward, backward_id, backward_node
+from hfusion.torch_private.functorch import has_transforms_active, in_transform
 
 _ABSENT = "_hfusion_absent_rows"
 _MISSING = "_hfusion_missing_rows"
@@ -186,26 +187,26 @@ listeners: list[Callable[[Tensor], None]] = []
 
 
 def _pass() -> _Pass:
-    """The pass that autograd is in. Private to torch: as of 2.11 to 2.15."""
-    number = torch._C._current_graph_task_id()
+    """Return the pass that autograd is in."""
+    number = backward_id()
     if number not in _passes:
         while len(_passes) >= _MAX_PASSES:
             del _passes[next(iter(_passes))]
         _passes[number] = _Pass()
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_finish, number))
+        at_end_of_backward(partial(_finish, number))
     return _passes[number]
 
 
 def note_cleared(leaf: Tensor, member: int) -> None:
     """Note that a hook has cleared the gradient of a member in the present backward pass."""
-    found = _passes.get(torch._C._current_graph_task_id())
+    found = _passes.get(backward_id())
     if found is not None:
         found.cleared[leaf] = found.cleared.get(leaf, 0) | 1 << member
 
 
 def reached(leaf: Tensor) -> Tensor | None:
     """Return the members, bool ``[B]``, whose losses have reached a leaf in this backward pass; None for all."""
-    found = _passes.get(torch._C._current_graph_task_id())
+    found = _passes.get(backward_id())
     if found is None or leaf not in found.before:
         return None
     return rows_of_mask(found.live(found.sinks[leaf]), len(leaf))
@@ -284,6 +285,7 @@ def _arrived(sink: _Sink, places: Sequence[tuple[int, int]], grads: Sequence[Ten
 
 def _behind(nodes: Sequence[Node]) -> tuple[set[Tensor], list[Any]]:
     """Return the stacked parameters upstream of ``nodes``, stopping at joined results, and those results."""
+    joined = backward_node(Join)
     leaves: set[Tensor] = set()
     joins: list[Any] = []
     met: set[Node] = set()
@@ -293,9 +295,9 @@ def _behind(nodes: Sequence[Node]) -> tuple[set[Tensor], list[Any]]:
         if node in met:
             continue
         met.add(node)
-        if isinstance(node, Join._backward_cls):
+        if isinstance(node, joined):
             joins.append(node)
-        elif isinstance(node, torch._C._functions.AccumulateGrad):  # type: ignore[attr-defined]
+        elif isinstance(node, AccumulateGrad):
             if has_rows(node.variable):
                 leaves.add(node.variable)
         else:
@@ -377,7 +379,7 @@ def of_rows(rows: Sequence[int], total: int) -> Iterator[None]:
 @contextmanager
 def watching_row(tensors: Sequence[Tensor], member: int, total: int) -> Iterator[None]:
     """Context manager in which one member of ``total`` runs alone on ``tensors``, rows of stacked parameters."""
-    if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if not torch.is_grad_enabled() or has_transforms_active():
         yield
         return
     found = ProgramRun()

@@ -20,6 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from hfusion.torch_private.dispatch_modes import in_dispatch_mode
+
 
 def draws_random(target: object) -> bool:
     """Return whether an operator draws from torch's generators, so that two calls give different results."""
@@ -215,8 +217,8 @@ def member_seeds() -> MemberSeeds | None:
     """Return the active source of random numbers of this thread; None for torch's generator."""
     if _seeded.make is None:
         return _seeded.source
-    # During capture under a mode, values belong to no member. Private to torch: as of 2.11 to 2.13.
-    if torch._C._len_torch_dispatch_stack():
+    # During capture under a mode, values belong to no member.
+    if in_dispatch_mode():
         return None
     if _seeded.source is None:
         _seeded.source = MemberSeeds(_seeded.make())

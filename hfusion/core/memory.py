@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.core.parameter_attributes import user_class
+from hfusion.torch_private.functorch import is_wrapped
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -39,8 +40,7 @@ def has_address(tensor: Tensor) -> bool:
     kind = type(tensor)
     if kind not in (Tensor, nn.Parameter) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
-    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return tensor.layout is torch.strided and not tensor.is_meta and not wrapped
+    return tensor.layout is torch.strided and not tensor.is_meta and not is_wrapped(tensor)
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

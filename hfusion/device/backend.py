@@ -20,6 +20,7 @@ from torch import Tensor
 from hfusion.device.device_queues import DeviceQueue, HostQueue, Mark, Queue, StreamQueue
 from hfusion.device.graphs import DeviceGraph, GraphPool, generators_kept
 from hfusion.device.streams import StreamUse, lend_stream
+from hfusion.torch_private.autocast import is_any_autocast_enabled
 from hfusion.torch_private.seeding import waiting_seeds_kept
 
 _TYPES = ("cuda", "xpu", "mps")
@@ -337,7 +338,7 @@ def seed_in_use(seed: int) -> None:
 
 def active_autocast() -> tuple[tuple[str, torch.dtype], ...] | None:
     """The devices of the active autocast, each with its dtype; None if there is none."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         return None
     kinds = ("cpu", *types())
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)) or None

@@ -162,14 +162,6 @@ def _load_copy(content: bytes, name: str, load: Callable[[Path], T], place: Path
         return load(copy)
 
 
-def torch_library() -> ctypes.CDLL:
-    """Load torch's CPU library, which also gives access to OpenMP and MKL. Raises OSError.
-
-    Private to torch, tried on 2.13.
-    """
-    return ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
-
-
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

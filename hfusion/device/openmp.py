@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from hfusion.device.native import torch_library
+from hfusion.torch_private.shared_library import torch_library
 
 # omp_pause_soft of OpenMP 5.0: released resources are restored when needed.
 _SOFT = 1

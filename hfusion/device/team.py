@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary, finalize
 import torch
 
 from hfusion.device import native
+from hfusion.torch_private.shared_library import torch_library
 
 SOURCE = Path(__file__).with_name("team.c")
 
@@ -66,7 +67,7 @@ def _setting() -> _Setting:
     Each call drops oneDNN's caches, so it must not happen at each step. Empty if the functions are not found.
     """
     try:
-        own = native.torch_library()
+        own = torch_library()
         found = [own.omp_get_max_threads, own.omp_set_num_threads]
         if torch.backends.mkl.is_available():
             found.append(own.MKL_Set_Num_Threads_Local)

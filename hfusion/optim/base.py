@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim import optimizer as optimizer_module
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.gradient_usage import any_absent
@@ -41,6 +40,8 @@ from hfusion.optim.settings import Options, ParamGroup, Settings, named
 from hfusion.optim.skipped_members import Resting, left_alone, of_members, together, without_gradient
 from hfusion.optim.step_cache import StepCache, Work
 from hfusion.optim.unfuse import member_state_dicts
+from hfusion.torch_private.autograd_engine import is_profiling
+from hfusion.torch_private.optimizer_hooks import count_global_step_hooks, has_step_hooks
 
 _LAYOUT = attrgetter("layout")
 
@@ -386,10 +387,4 @@ def _torch_ways(kind: type[Optimizer] | None) -> tuple[ParamGroup, bool]:
 
 def _observed(optimizer: Optimizer) -> bool:
     """Whether a profiler or a hook wants to know of a step."""
-    return bool(
-        torch._C._autograd._profiler_enabled()
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or len(optimizer_module._global_optimizer_pre_hooks) > coupling.hooks()
-        or optimizer_module._global_optimizer_post_hooks
-    )
+    return bool(is_profiling() or has_step_hooks(optimizer) or count_global_step_hooks() > coupling.hooks())

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import Membership
 from hfusion.core.memory import has_address, is_plain
 from hfusion.optim.formula import Formula
+from hfusion.torch_private.fake_tensors import FakeTensor
 
 _NUMBERS = {"step": "step counts"}
 

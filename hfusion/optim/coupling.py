@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -26,6 +25,8 @@ from hfusion.core.gradient_usage import any_absent, frozen_rows
 from hfusion.core.membership import Membership, arrays, membership
 from hfusion.core.row_gradients import settle
 from hfusion.optim.param_groups import asked_of_members, split_by_stack_dims
+from hfusion.torch_private.module_hooks import BatchNorm
+from hfusion.torch_private.optimizer_hooks import wrap_norm, wrap_optimizer_methods
 
 # tests/optim/test_coupling.py trains with each of them. SparseAdam refuses dense gradients by itself.
 _ELEMENTWISE = frozenset(
@@ -125,14 +126,10 @@ def _hook() -> Any:
     """Look at optimizers when they take param groups, reset gradients and step, and at norms over gradients.
 
     Some never call their own `step`, such as SAM: `add_param_group`, which every construction calls, sees them. Others,
-    which wrap another optimizer, construct nothing; its `step` sees who called it. torch has a hook for steps only: two
-    methods of Optimizer are replaced, and a function that its norm of gradients calls (private, as of torch 2.11 to
-    2.14; without it there is no warning), as those who use it have imported it before.
+    which wrap another optimizer, construct nothing; its `step` sees who called it. torch has a hook for steps only.
     """
-    Optimizer.add_param_group = _add_param_group(Optimizer.add_param_group)  # type: ignore[method-assign]
-    Optimizer.zero_grad = _zero_grad(Optimizer.zero_grad)  # type: ignore[method-assign]
-    if hasattr(clip_grad, "_group_tensors_by_device_and_dtype"):
-        clip_grad._group_tensors_by_device_and_dtype = _grouped(clip_grad._group_tensors_by_device_and_dtype)
+    wrap_optimizer_methods(_add_param_group, _zero_grad)
+    wrap_norm(_grouped)
     return register_optimizer_step_pre_hook(_before_step)
 
 
@@ -228,7 +225,7 @@ def check_update_bn(members: Sequence[nn.Module]) -> None:
         frame = frame.f_back
     if frame is None or frame.f_code.co_name != "update_bn":
         return
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for member in members for module in member.modules()):
+    if any(isinstance(module, BatchNorm) for member in members for module in member.modules()):
         warn(
             "update_bn looks for BatchNorm layers, and does nothing to an array, whose modules are of other classes; "
             "call it for each member: for member in fused: update_bn(loader, member)"

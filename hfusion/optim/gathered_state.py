@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import optimizer as optimizer_module
 
 from hfusion.core.errors import FusionError
 from hfusion.core.row_indices import cut_rows, write_rows
@@ -20,6 +19,7 @@ from hfusion.optim.group import membership_of, same_objects
 from hfusion.optim.hyper import own, plain, read
 from hfusion.optim.optimizer_rows import write_hyper
 from hfusion.optim.settings import ParamGroup
+from hfusion.torch_private.optimizer_hooks import count_global_step_hooks, has_step_hooks
 
 
 @dataclass(eq=False)
@@ -58,12 +58,7 @@ class GatheredState:
             FusionError: hooks of the optimizer's step, which take the gradients of all members.
         """
         whole, part = self.whole, self.part
-        if (
-            whole._optimizer_step_pre_hooks
-            or whole._optimizer_step_post_hooks
-            or len(optimizer_module._global_optimizer_pre_hooks) > coupling.hooks()
-            or optimizer_module._global_optimizer_post_hooks
-        ):
+        if has_step_hooks(whole) or count_global_step_hooks() > coupling.hooks():
             raise FusionError(
                 f"{type(whole).__name__} has a hook of its steps, which takes all members, and only rows {list(rows)} "
                 "are to step: step all rows, or remove the hook; hf.Population clips by clip_norm= and clip_value="

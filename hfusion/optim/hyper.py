@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hfusion.core.errors import FusionError
+from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
 
 HyperValue: TypeAlias = float | Sequence[float] | torch.Tensor
 """One value for all members, or a sequence or tensor of B values."""
@@ -138,7 +139,7 @@ def read(
 
     ValueError for what is no number, or not one per member; the range is left to :meth:`Hyper.check`.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         vectors = [_vector(group, hyper, members) for hyper in hypers]
         return vectors, [vector.tolist() for vector in vectors]
 
@@ -147,7 +148,7 @@ def unchanged(
     group: Mapping[str, Any], hypers: Sequence[Hyper], vectors: Sequence[MemberVector], columns: list[list[float]]
 ) -> bool:
     """Whether ``read`` would give these very vectors and values; much cheaper."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         for hyper, vector, column in zip(hypers, vectors, columns, strict=True):
             value = group[hyper.key]
             if hyper.index is not None:

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
 
 from hfusion.optim.group import Group, Groups, State, same_objects
 from hfusion.optim.native_kernels import MemoryPairs
 from hfusion.optim.settings import ParamGroup, Settings
+from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
+from hfusion.torch_private.dynamo_state import TensorGuards
 
 _GRAD = attrgetter("grad")
 
@@ -46,7 +46,7 @@ class StepCache:
         vectors = [vector for settings, _ in known for vector in settings.vectors]
         self._params = params
         self._tensors = [*vectors, *(tensor for _, parts in known for tensor in parts.tensors)]
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             self._addresses = self._now()
             self._once = list({id(tensor): tensor for tensor in self._tensors}.values())
             self._kinds = _guards(self._once)
@@ -62,7 +62,7 @@ class StepCache:
         # Of None this says no, too.
         if not self._gradients.check(*grads):
             return None
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if self._now() != self._addresses or not self._kinds.check(*self._once) or not self._memory.same():
                 return None
         if len(self._known) == 1:

@@ -31,6 +31,7 @@ from hfusion.population.population import ArrayGroup
 from hfusion.population.population_rows import PopulationRows
 from hfusion.population.update_guard import OnNonfinite
 from hfusion.step.compile_mode import Compile
+from hfusion.torch_private.optimizer_hooks import has_step_hooks
 
 T = TypeVar("T")
 
@@ -155,7 +156,7 @@ class Population(PopulationRows):
                     "of no module: save it by pop.save, or give functions that pickle knows"
                 )
             optimizer = self._members.optimizer
-            if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            if has_step_hooks(optimizer):
                 raise FusionError(
                     "members become several groups, each with an optimizer of its own, and the optimizer of the array "
                     "has hooks of its step: use register_gradient_hook, or each after step, which are for all members"

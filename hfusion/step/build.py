@@ -17,6 +17,7 @@ from hfusion.step.step_graph import StepGraph, written_inputs
 from hfusion.torch_private.cpp_block_entry import with_row_entries
 from hfusion.torch_private.cpp_entry import entry_of
 from hfusion.torch_private.inductor_patches import quick_inductor
+from hfusion.torch_private.inductor_settings import compile_graph
 from hfusion.torch_private.tracer_warnings import silence_tracers
 
 
@@ -29,9 +30,7 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
 
     Raises what inductor raises, and where there is no C++ compiler; also what its code raises; WrongProgram.
     """
-    # Imported late: most programs never compile, and inductor takes a second to import.
-    from torch._inductor import compile as inductor
-
+    # Imported late: it imports Inductor.
     from hfusion.step.overlap import CopiesOfOverlaps
 
     kind = graph.examples[0].device.type
@@ -39,7 +38,7 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
     options: dict[str, Any] = {"post_grad_custom_post_pass": CopiesOfOverlaps(), "cpp_wrapper": kind == "cpu"}
     with silence_tracers(), torch.no_grad(), torch.autocast(kind, enabled=False):
         with with_row_entries(), quick_inductor():
-            run: Callable[..., Sequence[Tensor]] = inductor(graph.module, [e.detach() for e in graph.examples], options)
+            run = compile_graph(graph.module, [e.detach() for e in graph.examples], options)
         written = written_inputs(graph.module.graph)
 
         def fresh() -> list[Tensor]:

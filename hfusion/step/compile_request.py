@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from hfusion.core.memory import is_plain
 from hfusion.core.program import Kind
 from hfusion.device.backend import attention_kernels, use_attention_kernels
 from hfusion.step.step_graph import StepCall, Tensors
+from hfusion.torch_private.inductor_settings import changed_values, under_values
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -161,28 +161,16 @@ def _settings() -> dict[str, Any]:
 
 
 def changed_settings() -> dict[str, Any]:
-    """Return the settings of inductor that differ from torch's defaults, by name.
-
-    Those of AOTInductor are left out: no step is compiled by it, and it leaves what it found of the machine there.
+    """Return the settings of Inductor that differ from torch's defaults, by name.
 
     Raises:
         Unwritable: A value is no plain value, such as a pass of the user's own.
     """
-    module = sys.modules.get("torch._inductor.config")
-    if module is None:
-        return {}
-    config: Any = module
-    # A setting that was changed only during a compilation is no longer "default" to torch afterwards.
-    values = {name: getattr(config, name) for name in config._config if not config._is_default(name)}
-    changed = {
-        name: value
-        for name, value in sorted(values.items())
-        if value != config._config[name].default and not name.startswith("aot_inductor.")
-    }
+    changed = changed_values()
     for name, value in changed.items():
         items = value if isinstance(value, (list, tuple)) else [value]
         if not all(type(item) in _PLAIN for item in items):
-            raise Unwritable(f"torch._inductor.config.{name} = {value!r:.80}")
+            raise Unwritable(f"the setting {name} of Inductor is {value!r:.80}")
     return changed
 
 
@@ -192,9 +180,7 @@ def _under(settings: Mapping[str, Any]) -> Iterator[None]:
     before = _settings()
     with ExitStack() as stack:
         if settings["inductor"]:
-            from torch._inductor import config
-
-            stack.enter_context(config.patch(settings["inductor"]))
+            stack.enter_context(under_values(settings["inductor"]))
         stack.callback(_set, before)
         _set(settings)
         yield

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from hfusion.torch_private.graph_passes import CustomGraphPass, get_hash_for_files, passes_already_set
 
 _aten = torch.ops.aten
 # Each takes the tensor first.
@@ -31,8 +31,7 @@ class CopiesOfOverlaps(CustomGraphPass):
     """Lets these operators put their values into a copy, after the passes that are set already."""
 
     def __init__(self) -> None:
-        before: Any = config.post_grad_custom_post_pass
-        self._before = () if before is None else (before,) if callable(before) else tuple(before)
+        self._before = passes_already_set()
 
     def __call__(self, graph: fx.Graph) -> None:
         for before in self._before:

@@ -25,6 +25,7 @@ from hfusion.device.team import PieceError, Team, address_of, team
 from hfusion.step.compiled_step import PerMemberStep, clear
 from hfusion.step.step_graph import StepCall
 from hfusion.torch_private.cpp_block_entry import row_entry
+from hfusion.torch_private.cpp_entry import handles_of, tensors_of
 
 # How often each way of a trial is taken; the machine may be busy with something else at some of them.
 TURNS = 5
@@ -60,11 +61,11 @@ class _Handles:
     """Handles of tensors for C++ code, until they are released."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+        self._capsules = handles_of(tensors)
         self.addresses: list[int] = [_pointer(capsule, None) for capsule in self._capsules]
 
     def release(self) -> None:
-        torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(self._capsules)
+        tensors_of(self._capsules)
         self._capsules = []
 
 

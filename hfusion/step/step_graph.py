@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -37,6 +35,8 @@ from hfusion.passes.inductor.inline_constants import inline_constants
 from hfusion.passes.inductor.onehot import onehot
 from hfusion.passes.inductor.sink_transposes import sink_transposes
 from hfusion.passes.inductor.transpose_products import transpose_products
+from hfusion.torch_private.dispatch_modes import enable_python_dispatcher
+from hfusion.torch_private.fake_tensors import FakeTensorMode, with_dynamic_dims
 from hfusion.torch_private.tracer_warnings import silence_tracers
 
 
@@ -306,18 +306,11 @@ def captured_dims(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> 
 
 def _fake(mode: FakeTensorMode, position: int, leaf: Any, dims: Collection[int]) -> Tensor:
     """A fake input of which the number of samples and ``dims`` that a member sees are symbols."""
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-
     # A copy: where a row lies in its stack would be a guard.
     tensor = (leaf.tensor if is_stacked(leaf) else leaf).detach().clone(memory_format=torch.contiguous_format)
-    sizes = [DimDynamic.STATIC] * tensor.dim()
     first = 1 if is_stacked(leaf) else 0
-    for dim in {0, *dims}:
-        if first + dim < tensor.dim():
-            sizes[first + dim] = DimDynamic.DYNAMIC
-    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-    return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{position}"))
+    dynamic = {first + dim for dim in (0, *dims)}
+    return with_dynamic_dims(mode, tensor, [dim in dynamic for dim in range(tensor.dim())], f"input_{position}")
 
 
 def refilled(call: StepCall, tensors: Sequence[Tensor]) -> StepCall:

@@ -10,8 +10,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch._C._dynamo.guards import TensorGuards
-from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from hfusion.array.module import FusedModule
 from hfusion.compiler.arguments import Arguments
@@ -24,6 +22,8 @@ from hfusion.step.compiled_step import MAX_LOOPED_CALLS, StepProgram
 from hfusion.step.program_state import Compiling, Deferred, Eager, Event, InUse, ProgramState, Refused, next_state
 from hfusion.step.recorded_step import RecordedStep
 from hfusion.step.step_graph import StepCall
+from hfusion.torch_private.dynamo_state import TensorGuards
+from hfusion.torch_private.module_hooks import has_global_hooks
 
 _TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")
 

@@ -12,15 +12,12 @@ from threading import Lock, Thread
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
-from torch.utils.data._utils import signal_handling
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hfusion.device.backend import current_queue
+from hfusion.torch_private.dataloader_workers import has_workers, kept_iterator, kill_workers, may_stay, shut_down
 
 T = TypeVar("T")
 
-# A thread that feeds a process which died with its queue full is never done.
-_PATIENCE = 5.0
 # Seconds that a reader has to end once it was stopped, and once more when the processes that it waits for are gone.
 _GRACE = 1.5
 _GLANCE = 0.1
@@ -40,26 +37,8 @@ def reading(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
         end_workers(iterator)
         raise
     finally:
-        if isinstance(iterator, _MultiProcessingDataLoaderIter):
-            _shut_down(loader, iterator)
-
-
-def _shut_down(loader: Any, iterator: _MultiProcessingDataLoaderIter) -> None:
-    alive = all(worker.is_alive() for worker in iterator._workers)
-    if not (iterator._persistent_workers and alive):
-        _end_iterator(loader, iterator)
-
-
-def _end_iterator(loader: Any, iterator: _MultiProcessingDataLoaderIter) -> None:
-    """End its workers, and the threads that feed them; the loader makes others when it is read again."""
-    iterator._shutdown_workers()
-    for queue in iterator._index_queues:
-        feeder = getattr(queue, "_thread", None)
-        if feeder is not None:
-            feeder.join(_PATIENCE)
-    if iterator._persistent_workers:
-        # With workers that ended the loader could not be read again.
-        loader._iterator = None
+        if has_workers(iterator) and not may_stay(iterator):
+            shut_down(loader, iterator)
 
 
 def restart_workers(loader: Any) -> None:
@@ -68,30 +47,16 @@ def restart_workers(loader: Any) -> None:
     Workers that stay go on with their own generators, and with them a DataLoader draws the order of its samples first,
     else second, after a seed for new workers.
     """
-    iterator = getattr(loader, "_iterator", None)
-    if isinstance(iterator, _MultiProcessingDataLoaderIter):
-        _end_iterator(loader, iterator)
+    iterator = kept_iterator(loader)
+    if iterator is not None:
+        shut_down(loader, iterator)
 
 
 def end_workers(iterator: object) -> bool:
-    """Kill the worker processes of a DataLoader's iterator. Returns whether there were any.
-
-    Tried on torch 2.11 to 2.13, whose names these are.
-    """
-    if not isinstance(iterator, _MultiProcessingDataLoaderIter):
+    """Kill the worker processes of a DataLoader's iterator. Returns whether there were any."""
+    if not has_workers(iterator):
         return False
-    if iterator._worker_pids_set:
-        # Else torch takes their end for an error, and raises it wherever the main thread is.
-        signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
-        iterator._worker_pids_set = False
-    for worker in iterator._workers:
-        worker.kill()
-    for worker in iterator._workers:
-        worker.join(_GRACE)
-    # Wakes the reader immediately, not only at its next check of the workers.
-    writer = getattr(iterator._worker_result_queue, "_writer", None)
-    if writer is not None:
-        writer.close()
+    kill_workers(iterator, _GRACE)
     return True
 
 

@@ -5,7 +5,7 @@ begin by letting go of it, which only a thread that has it may do. So its source
 compiled: the lock is let go of by who has it; `hfusion_rows` stands at its end, which takes stacks of all members,
 computes a block of rows of them, and leaves losses and gradients in the rows of other stacks; and memory that such a
 result comes to lie in is that of its rows, where they begin as memory of torch's does.
-Tried with torch 2.13; where its source or its wrappers are others than expected, there is no entry.
+If the source or the wrappers are not as expected, there is no entry.
 """
 
 from __future__ import annotations

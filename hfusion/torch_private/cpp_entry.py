@@ -1,7 +1,6 @@
 """The function that inductor's C++ of a step is, called past the wrappers around it, and loaded without inductor.
 
-Private to torch, tried on 2.13: the extension module that a program with ``cpp_wrapper`` is compiled to, and the two
-functions that turn tensors into its handles and back. What is not found as expected is not used.
+A program with ``cpp_wrapper`` is compiled to an extension module. If it is not as expected, it is called by torch.
 """
 
 from __future__ import annotations
@@ -25,17 +24,27 @@ _GIVES = re.compile(r"num_outputs=(\d+),")
 _numbers = itertools.count()
 
 
+_aoti: Any = torch._C._aoti
+
+
+def handles_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Return a handle for each tensor, as a capsule, which keeps the tensor alive until `tensors_of` takes it."""
+    handles: list[Any] = _aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+    return handles
+
+
+def tensors_of(handles: Sequence[Any]) -> Sequence[Tensor]:
+    """Return the tensors of these handles, and release the handles."""
+    tensors: Sequence[Tensor] = _aoti.alloc_tensors_by_stealing_from_void_ptrs(handles)
+    return tensors
+
+
 class NativeEntry:
     """A compiled step: takes ``takes`` tensors. ``content`` is the library that it is in."""
 
     def __init__(self, content: bytes, takes: int, call: Callable[..., Any]) -> None:
         self.content, self.takes = content, takes
         self._call = call
-        handles: Any = torch._C._aoti
-        self._handles, self._tensors = (
-            handles.unsafe_alloc_void_ptrs_from_tensors,
-            handles.alloc_tensors_by_stealing_from_void_ptrs,
-        )
 
     @property
     def path(self) -> str:
@@ -44,8 +53,7 @@ class NativeEntry:
         return found
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        found: Sequence[Tensor] = self._tensors(self._call(self._handles(list(tensors))))
-        return found
+        return tensors_of(self._call(handles_of(tensors)))
 
 
 def entry_of(run: Callable[..., Any], inputs: int, outputs: int) -> NativeEntry | None:

@@ -1,9 +1,4 @@
-"""The transforms of torch.func that a thread is in, and forward-mode derivatives, which are theirs too.
-
-Private to torch, tried on 2.11 to 2.14: the stack of transforms, the tensors that they wrap, the level and the switch
-of forward-mode derivatives, the depth of the vmap of torch.autograd.functional, and the switch of hooks on saved
-tensors.
-"""
+"""The transforms of torch.func that a thread is in, and forward-mode derivatives, which they take, too."""
 
 from __future__ import annotations
 
@@ -25,7 +20,12 @@ def in_transform() -> bool:
 
     False while `torch.compile` traces, which handles both.
     """
-    return not torch.compiler.is_compiling() and (_functorch.peek_interpreter_stack() is not None or in_forward_mode())
+    return not torch.compiler.is_compiling() and (has_transforms_active() or in_forward_mode())
+
+
+def has_transforms_active() -> bool:
+    """Return whether this thread is in a transform of torch.func, also while `torch.compile` traces."""
+    return _functorch.peek_interpreter_stack() is not None
 
 
 def in_forward_mode() -> bool:
@@ -65,6 +65,17 @@ def outside_transforms() -> Iterator[None]:
                 torch._C._vmapmode_increment_nesting()
             if refusal is not None:
                 _autograd._saved_tensors_hooks_disable(refusal)
+
+
+@contextmanager
+def vmap_fallback_refused() -> Iterator[None]:
+    """Context manager: `torch.vmap` raises for operators that it would run in a loop over samples."""
+    before = _functorch._is_vmap_fallback_enabled()
+    _functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        _functorch._set_vmap_fallback_enabled(before)
 
 
 def is_wrapped(tensor: Tensor) -> bool:

@@ -1,7 +1,4 @@
-"""Caches for repeated work of Inductor while it compiles a step.
-
-Private to torch: tried with 2.13; where it has no such things, it does what it does.
-"""
+"""Caches for repeated work of Inductor while it compiles a step. Without the names that it patches, nothing changes."""
 
 from __future__ import annotations
 
@@ -12,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from hfusion.torch_private.replaced_functions import replaced
 
 HEADER = Path(__file__).with_name("program.h")
 # The two that `HEADER` includes.
@@ -48,11 +47,8 @@ def _first_instructions() -> Iterator[None]:
     def first() -> list[Any]:
         return [*itertools.islice((isa for isa in known if has.issuperset(str(isa).split()) and isa), 1)]
 
-    asked.valid_vec_isa_list = first
-    try:
+    with replaced(asked, {"valid_vec_isa_list": first}):
         yield
-    finally:
-        asked.valid_vec_isa_list = original
 
 
 @contextmanager
@@ -63,16 +59,9 @@ def _numbers_stay_tensors() -> Iterator[None]:
     """
     from torch.fx.passes import _tensorify_python_scalars as numbers
 
-    asked: Any = numbers
-    original = getattr(asked, "_is_tensorify_enabled", None)
-    if original is None:
+    name = "_is_tensorify_enabled"
+    with replaced(numbers, {name: lambda: False} if hasattr(numbers, name) else {}):
         yield
-        return
-    asked._is_tensorify_enabled = lambda: False
-    try:
-        yield
-    finally:
-        asked._is_tensorify_enabled = original
 
 
 @contextmanager
@@ -98,11 +87,8 @@ def _dtype_rules_once() -> Iterator[None]:
             fill(self)
             filled[:] = sizes
 
-    table.__init__ = fill_once
-    try:
+    with replaced(table, {"__init__": fill_once}):
         yield
-    finally:
-        table.__init__ = fill
 
 
 @contextmanager
@@ -122,8 +108,5 @@ def _all_headers_precompiled() -> Iterator[None]:
         found = original.__get__(None, cls)(device)
         return str(HEADER) if found == _WRAPPER else found
 
-    cache._get_uncompiled_header = classmethod(header)
-    try:
+    with replaced(cache, {"_get_uncompiled_header": classmethod(header)}):
         yield
-    finally:
-        cache._get_uncompiled_header = original

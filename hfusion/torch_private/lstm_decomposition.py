@@ -2,8 +2,6 @@
 
 Kernels give ``[L, N, H]``; torch 2.11's decomposition, which tracing runs, gives ``[L, 1, N, H]`` for N > 1. Code that
 uses the states would be captured with wrong shapes, and compiled steps would return them.
-
-Private to torch, tried on 2.11 and 2.13: the function that decomposes one layer.
 """
 
 from __future__ import annotations

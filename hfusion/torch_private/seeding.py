@@ -1,7 +1,4 @@
-"""What `torch.manual_seed` locks, and what it keeps for accelerators that this process has not used yet.
-
-Private names, tried on torch 2.11 and 2.13.
-"""
+"""What `torch.manual_seed` locks, and what it keeps for accelerators that this process has not used yet."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-# Of torch's keys in front of all others the one that nothing uses. It, guards and sets of keys, `redispatch`, the table
-# of higher-order operators and `torch.random.default_generator` are private names, tried on torch 2.13.
+# Of torch's keys in front of all others the one that nothing uses.
 _KEY = "TESTING_ONLY_GenericMode"
 
 Swapped: TypeAlias = "Callable[[], AbstractContextManager[None]]"

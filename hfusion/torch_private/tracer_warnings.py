@@ -154,7 +154,7 @@ def _loggers() -> list[logging.Logger]:
 def _bar(*args: Any, **options: Any) -> Any:
     """A progress bar of torch's interpreter, where it is to be seen.
 
-    Any other starts a thread, too, ``tqdm_monitor``, which never ends. Private to torch, tried on 2.11 to 2.14.
+    Any other starts a thread, too, ``tqdm_monitor``, which never ends.
     """
     return (_hub._Faketqdm if options.get("disable") else _hub.tqdm)(*args, **options)
 

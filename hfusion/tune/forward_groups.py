@@ -91,10 +91,7 @@ def _trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, tra
 
 
 class _OperatorCalls(TorchDispatchMode):
-    """Notes which operators are called with which tensors: the model's by their names, others as they are first met.
-
-    `TorchDispatchMode` is private to torch, as of 2.11 to 2.14.
-    """
+    """Notes which operators are called with which tensors: the model's by their names, others as they are first met."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -105,10 +105,7 @@ def fastest_width(seconds: Callable[[int], float], most: int) -> int:
 
 
 class _OperatorCosts(TorchDispatchMode):
-    """Counts the operators of a forward, their FLOP, the bytes that they read and write, and those that autograd saves.
-
-    `TorchDispatchMode` is private to torch, as of 2.11 to 2.14.
-    """
+    """Counts the operators of a forward, their FLOP, the bytes that they read and write, and those that autograd saves."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
 
 from hfusion.core.member_random import draws_random
 from hfusion.ops.shape import equal
 from hfusion.passes.views import IDENTITY
+from hfusion.torch_private.fake_tensors import FakeTensor
 
 aten = torch.ops.aten
 

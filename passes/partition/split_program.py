@@ -18,11 +18,12 @@ from hfusion.passes.islands import OPAQUE
 from hfusion.passes.partition.retarget import retarget_device
 from hfusion.passes.regions import regions
 from hfusion.passes.side_effects import RUNNING_STATISTICS, has_effect, written_inputs
+from hfusion.torch_private.autocast import enter_autocast, exit_autocast
 
 _WRITTEN = (Kind.BUFFER, Kind.PARAMETER)
 # The place of what members' own code changes among the arguments of its call.
 _CHANGING = 3
-_BORDERS = (torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+_BORDERS = (enter_autocast, exit_autocast)
 
 
 def input_names(program: Program) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.capture.export_context import exporting
+from hfusion.torch_private.export_state import exporting
 from tests.alone import normal
 
 INSIDE, GO = threading.Event(), threading.Event()

@@ -1,0 +1,62 @@
+"""The engine of autograd: the pass that runs, its nodes, hooks on saved tensors, and the profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counters
+
+__all__ = [
+    "AccumulateGrad",
+    "at_end_of_backward",
+    "backward_id",
+    "backward_node",
+    "is_profiling",
+    "preserve_version_counters",
+    "set_grad_enabled",
+    "without_saved_tensor_hooks",
+]
+
+_engine: Any = torch._C._autograd
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+# The call that stands in exported graphs for the borders of `torch.no_grad`.
+set_grad_enabled: Any = torch._C._set_grad_enabled
+
+
+def backward_id() -> int:
+    """Return the number of the backward pass that this thread is in, -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass ends that this thread is in."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def backward_node(function: type[torch.autograd.Function]) -> type:
+    """Return the class of the nodes that ``function`` adds to graphs."""
+    node: type = function._backward_cls
+    return node
+
+
+def is_profiling() -> bool:
+    """Return whether `torch.profiler` records."""
+    return bool(_engine._profiler_enabled())
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Context manager: take off the saved-tensor hooks that are set outside, as by a checkpoint."""
+    outer = []
+    while (hooks := _engine._top_saved_tensors_default_hooks(True)) is not None:
+        outer.append(hooks)
+        _engine._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(outer):
+            _engine._push_saved_tensors_default_hooks(pack, unpack)

@@ -1,0 +1,152 @@
+"""What `torch.export` changes in the process and the thread while it traces.
+
+torch reports an export to the whole process, where only one thread exports.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import predispatch
+from torch.utils import _pytree as pytree
+
+from hfusion.torch_private.dynamo_state import outside_trace
+from hfusion.torch_private.fake_tensors import detect_fake_mode
+from hfusion.torch_private.replaced_functions import replaced
+
+_FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
+MODULES_BELOW_CODE = frozenset({"torch.overrides", "torch._tensor", "torch._subclasses.fake_tensor"})
+"""The modules of torch between code that calls a function of torch, and the mode that sees the call."""
+TRACERS = ("torch._", "torch.fx", "torch.export", "torch.utils._")
+"""The beginnings of the names of modules that trace."""
+_NOTES = ("_EXPORT_FLAGS", "_EXPORT_MODULE_HIERARCHY")
+
+
+def _exporter() -> Any:
+    # Imported late: it imports Dynamo.
+    return import_module("torch.export._trace")
+
+
+def import_exporter() -> None:
+    """Import the module that exports, which torch does at the first export."""
+    _exporter()
+
+
+class _InThisThread:
+    """A flag that is True in the thread that created it, and has its previous value in others."""
+
+    def __init__(self, before: object) -> None:
+        self._thread = threading.get_ident()
+        self._before = before
+
+    def __bool__(self) -> bool:
+        return threading.get_ident() == self._thread or bool(self._before)
+
+    # `torch.compiler.is_compiling()` returns this object. Callers compute with it as with a bool: transformers writes
+    # ``found |= other``.
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __xor__(self, other: Any) -> Any:
+        return bool(self) ^ other
+
+    __ror__, __rand__, __rxor__ = __or__, __and__, __xor__
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __index__(self) -> int:
+        return int(bool(self))
+
+
+@contextmanager
+def _state() -> Iterator[None]:
+    flags = {name: _InThisThread(getattr(torch.compiler, name)) for name in _FLAGS}
+    with replaced(torch.compiler, flags):
+        yield
+
+
+@contextmanager
+def in_this_thread_only() -> Iterator[None]:
+    """Context manager: an export affects its own thread only; others train and draw as without it."""
+    with replaced(_exporter(), {"_compiling_state_context": _state}):
+        yield
+
+
+@contextmanager
+def module_stack_unwound() -> Iterator[None]:
+    """Context manager: an error in a submodule leaves the tracer's stack of modules as it was before the call.
+
+    Otherwise code that catches the error fails with "Unexpected key ..., expected ..." at the next return of a module.
+    """
+    from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
+
+    call_module = _ModuleStackTracer.call_module
+
+    def called(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = len(tracer.module_stack)
+        try:
+            return call_module(tracer, *args, **kwargs)
+        except BaseException:
+            while len(tracer.module_stack) > before:
+                tracer.module_stack.popitem()
+            raise
+
+    with replaced(_ModuleStackTracer, {"call_module": called}):
+        yield
+
+
+@contextmanager
+def outside_export() -> Iterator[None]:
+    """Context manager: hide the exports of members from an export that this thread is in."""
+    exporter = _exporter()
+    notes = {name: getattr(exporter, name) for name in _NOTES}
+    with replaced(exporter, notes), replaced(torch.compiler, dict.fromkeys(_FLAGS, False)), outside_trace():
+        yield
+
+
+def exporting() -> bool:
+    """Return whether this thread exports.
+
+    The export of another thread sets the flag as well, but no fake tensor mode.
+    """
+    return bool(torch.compiler.is_exporting()) and detect_fake_mode() is not None
+
+
+def has_transforms(module: fx.GraphModule) -> bool:
+    """Return whether a graph calls transforms of `torch.func`. Such a graph changes the level of its thread."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    targets = (node.target for graph in graphs for node in graph.nodes if node.op == "call_function")
+    return any(getattr(target, "__module__", None) == predispatch.__name__ for target in targets)
+
+
+@contextmanager
+def numbered_parts() -> Iterator[None]:
+    """Context manager: number the parts of containers for which an export finds no names."""
+    nodes = pytree.SUPPORTED_NODES
+    nameless = {kind: node for kind, node in nodes.items() if node.flatten_with_keys_fn is None}
+    nodes.update({kind: node._replace(flatten_with_keys_fn=_counting(node)) for kind, node in nameless.items()})
+    try:
+        yield
+    finally:
+        nodes.update(nameless)
+
+
+def _counting(node: pytree.NodeDef) -> pytree.FlattenWithKeysFunc:
+    def flatten(container: Any) -> Any:
+        parts, context = node.flatten_fn(container)
+        return [(pytree.SequenceKey(k), part) for k, part in enumerate(parts)], context
+
+    return flatten

@@ -1,0 +1,150 @@
+"""Private names of torch are used in one folder only, and each is in its table."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from hfusion.torch_private.private_names import API, PRIVATE_NAMES
+from tests.test_names import ROOT, files
+
+ROOM = ROOT / "hfusion" / "torch_private"
+TABLE = {name if " " in owner else f"{owner}.{name}" for row in PRIVATE_NAMES for owner, name in row.pairs()}
+ATTRIBUTES = {name for row in PRIVATE_NAMES if row.everywhere for _, name in row.pairs()}
+# Underscored attributes of Python's library and of other packages.
+OTHERS = {
+    *("_getframe", "_current_frames", "_exit", "_replace", "_asdict", "_lru_cache_wrapper"),
+    *("_base_sampler", "_stop_flag", "_storage", "_study_id", "_thread_local", "_trial_id"),
+}
+
+
+def imported(tree: ast.Module) -> dict[str, str]:
+    """The path below torch of each name that a file imports from there."""
+    paths = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    paths[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            paths |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return paths
+
+
+def path_of(node: ast.AST, paths: dict[str, str]) -> str:
+    if isinstance(node, ast.Name):
+        return paths.get(node.id, "")
+    owner = path_of(node.value, paths) if isinstance(node, ast.Attribute) else ""
+    return f"{owner}.{node.attr}" if owner and isinstance(node, ast.Attribute) else ""
+
+
+def is_private(path: str) -> bool:
+    public = path.startswith("torch.ops.") or any(path == name or path.startswith(f"{name}.") for name in API)
+    return not public and any(part.startswith("_") and not part.endswith("__") for part in path.split("."))
+
+
+def private_paths(source: str) -> Iterator[str]:
+    """Yield the private paths below torch that a file imports, reads or names in a text."""
+    tree = ast.parse(source)
+    paths = imported(tree)
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    # Of a chain of attributes the whole.
+    inner = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    read = {path_of(node, paths) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node not in inner}
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    named = {
+        text for text in texts if text.startswith("torch.") and text.replace(".", "").isidentifier() and text[-1] != "_"
+    }
+    yield from sorted(filter(is_private, {*modules, *paths.values(), *read, *named}))
+
+
+def foreign_attributes(source: str, own: set[str]) -> Iterator[str]:
+    """Yield the underscored attributes that a file reads of objects, and that no file of hfusion defines."""
+    tree = ast.parse(source)
+    paths = imported(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            operator = isinstance(node.value, ast.Name) and node.value.id in ("aten", "_aten")
+            if node.attr not in own and not path_of(node, paths) and not operator:
+                yield node.attr
+
+
+def defined(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            yield from [node.attr] if node.value.id in ("self", "cls") else []
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("_hfusion_"):
+            yield node.value
+
+
+def patches(source: str) -> Iterator[str]:
+    """Yield the statements that assign an attribute of something of torch."""
+    tree = ast.parse(source)
+    paths = imported(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del) and path_of(node.value, paths):
+            yield ast.unparse(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            yield from [ast.unparse(node)] if path_of(node.args[0], paths) else []
+
+
+def outside() -> dict[Path, str]:
+    found = {path: path.read_text() for path in files()}
+    return {path: text for path, text in found.items() if path.parent != ROOM and "bench" not in path.parts}
+
+
+def test_no_other_folder_uses_a_private_name() -> None:
+    found = {path.relative_to(ROOT).as_posix(): list(private_paths(text)) for path, text in outside().items()}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_no_other_folder_reads_a_private_attribute() -> None:
+    own = {name for path in files() for name in defined(path.read_text())}
+    known = ATTRIBUTES | OTHERS
+    found = {
+        path.relative_to(ROOT).as_posix(): set(foreign_attributes(text, own)) - known
+        for path, text in outside().items()
+    }
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_no_other_folder_replaces_a_function_of_torch() -> None:
+    found = {path.relative_to(ROOT).as_posix(): list(patches(text)) for path, text in outside().items()}
+    # A setting that torch documents.
+    assert {path: names for path, names in found.items() if names} == {
+        "hfusion/step/compile_request.py": ["torch.backends.mkldnn.enabled"]
+    }
+
+
+def test_every_private_name_of_the_folder_is_in_the_table() -> None:
+    missing = {}
+    for path in ROOM.glob("*.py"):
+        text = path.read_text()
+        attributes = set(foreign_attributes(text, {*defined(text), *OTHERS}))
+        known = {name.rpartition(".")[2] for name in TABLE}
+        missing[path.name] = {name for name in private_paths(text) if not in_table(name)} | (attributes - known)
+    assert {path: names for path, names in missing.items() if names} == {}
+
+
+def in_table(path: str) -> bool:
+    """Whether the table has a name, or what it leads to, or names of this module."""
+    return any(f"{path}.".startswith(f"{name}.") or f"{name}.".startswith(f"{path}.") for name in TABLE)
+
+
+def test_a_private_name_is_found_wherever_it_stands() -> None:
+    assert list(private_paths("import torch\ntorch._C._get_x()")) == ["torch._C._get_x"]
+    assert list(private_paths("from torch.fx import _x as y\ny()")) == ["torch.fx._x"]
+    assert "torch._dynamo.reset" in private_paths("import torch._dynamo as d\nd.reset()")
+    assert list(private_paths("f('torch._inductor.config')")) == ["torch._inductor.config"]
+    assert list(private_paths("import torch\ntorch._foreach_norm(x)\ntorch.ops.aten._softmax(x)")) == []
+    assert list(foreign_attributes("optimizer._step_count", set())) == ["_step_count"]
+    assert list(foreign_attributes("from torch import optim\noptim._x\nself._own", {"_own"})) == []
+    assert list(patches("from torch import nn\nnn.Module.x = f\nsetattr(nn, 'y', f)\nm.x = f")) == [
+        "nn.Module.x",
+        "setattr(nn, 'y', f)",
+    ]
