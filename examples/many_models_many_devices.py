@@ -105,7 +105,7 @@ def make_tasks(digits: Digits, epochs: int, seed: int) -> list[hf.Task]:
         task("mlp-wide", [mlp(512, 512)], adam(1e-3)),
         task("mlp-huge", [mlp(*[384] * 6)], adam(1e-3)),
         task("mlp-sweep", [mlp(64, 64) for _ in sweep], adam(sweep)),
-        task("mlp-clipped", [mlp(64, 64, 64) for _ in sweep], sgd([0.03, 0.1, 0.3, 1.0]), clip=1.0),
+        task("mlp-clipped", [mlp(64, 64, 64) for _ in sweep], sgd([0.03, 0.1, 0.3, 1.0]), clip_norm=1.0),
         task("mlp-two-shapes", [mlp(64), mlp(64), mlp(256), mlp(256)], adam(sweep)),
         task("cnn-small", [cnn(4)], adam(3e-3)),
         task("cnn-sweep", [cnn(4) for _ in sweep], adam(sweep)),

@@ -16,6 +16,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.core.calls import stacked
 from hfusion.core.errors import FusionError
+from hfusion.core.renamed import renamed_arguments, warn_of_former_name, with_present_names
 from hfusion.optim import FusedOptimizer, clip_grad_norm_, clip_grad_value_
 from hfusion.optim.hyper import HyperValue
 
@@ -24,6 +25,9 @@ try:
     from lightning.pytorch.callbacks import LearningRateMonitor
 except ImportError as error:
     raise ImportError("hfusion.lightning needs Lightning: pip install lightning (extra: hfusion[lightning])") from error
+
+
+_RENAMED = {"interval": "scheduler_interval", "names": "tags"}
 
 
 class LightningArray(lightning.LightningModule):  # type: ignore[misc]
@@ -37,20 +41,21 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         loss: a functional loss, see `hfusion.per_model`.
         optimizer: makes an optimizer of hf.optim from parameters.
         scheduler: makes a scheduler of torch or of hf.optim.lr_scheduler from that optimizer.
-        interval: step the scheduler after every ``"epoch"``, or after every ``"step"`` of the optimizer.
+        scheduler_interval: step the scheduler after every ``"epoch"``, or after every ``"step"`` of the optimizer.
         clip_norm, clip_value: limits of the gradients, one or one per member. ``Trainer(gradient_clip_val=...)`` raises
             an error, since it would clip all members by one norm.
         accumulate: the number of batches per update, which uses the mean of their gradients.
         metrics: functions of one member's output and target, by name, that are logged in validation and test.
         own_batches: True if inputs and target are ``[B, ...]``, with a batch per member. By default all members get
             the same batch.
-        names: the members' names in logs; by default their numbers.
+        tags: the members' names in logs; by default their numbers.
 
     Raises:
         FusionError: the models cannot be fused.
-        ValueError: names and members differ in number, or ``accumulate`` is less than 1.
+        ValueError: tags and members differ in number, or ``accumulate`` is less than 1.
     """
 
+    @renamed_arguments(**_RENAMED)
     def __init__(
         self,
         models: Sequence[nn.Module] | FusedModule,
@@ -58,29 +63,35 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         loss: Callable[..., Any],
         optimizer: Callable[[Any], FusedOptimizer],
         scheduler: Callable[[Any], Any] | None = None,
-        interval: Literal["epoch", "step"] = "epoch",
+        scheduler_interval: Literal["epoch", "step"] = "epoch",
         clip_norm: HyperValue | None = None,
         clip_value: HyperValue | None = None,
         accumulate: int = 1,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         own_batches: bool = False,
-        names: Sequence[str] | None = None,
+        tags: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         if accumulate < 1:
             raise ValueError(f"accumulate={accumulate}: at least one batch makes an update")
-        if interval not in ("epoch", "step"):
-            raise ValueError(f'interval={interval!r}: it is "epoch" or "step"')
+        if scheduler_interval not in ("epoch", "step"):
+            raise ValueError(f'scheduler_interval={scheduler_interval!r}: it is "epoch" or "step"')
         self.automatic_optimization = False
         self.fused = models if isinstance(models, FusedModule) else fuse(models)
-        self.names = [str(member) for member in range(len(self.fused))] if names is None else list(names)
-        if len(self.names) != len(self.fused):
-            raise ValueError(f"{len(self.names)} names for {len(self.fused)} members: give one for each")
+        self.tags = [str(member) for member in range(len(self.fused))] if tags is None else list(tags)
+        if len(self.tags) != len(self.fused):
+            raise ValueError(f"{len(self.tags)} tags for {len(self.fused)} members: give one for each")
         self._losses = per_model(loss)
         self._metrics = {name: per_model(metric) for name, metric in (metrics or {}).items()}
-        self._optimizer, self._scheduler, self._interval = optimizer, scheduler, interval
+        self._optimizer, self._scheduler, self._interval = optimizer, scheduler, scheduler_interval
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._accumulate, self._own = accumulate, own_batches
+
+    @property
+    def names(self) -> list[str]:
+        """The former name of ``tags``."""
+        warn_of_former_name("names", "tags", "LightningArray")
+        return self.tags
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, **arguments: Any) -> LightningArray:
@@ -89,6 +100,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         Raises:
             TypeError: ``models``, ``loss`` or ``optimizer`` is missing: a checkpoint holds state, not code.
         """
+        arguments = with_present_names(arguments, _RENAMED, "LightningArray")
         missing = [name for name in ("models", "loss", "optimizer") if name not in arguments]
         if missing and cls is LightningArray:
             raise TypeError(
@@ -131,7 +143,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
                 "leave it out, and give LightningArray accumulate="
             )
         monitors = [callback for callback in run.callbacks if type(callback) is LearningRateMonitor]
-        return [MemberRateMonitor(monitor, self.names, self._interval) for monitor in monitors[:1]]
+        return [MemberRateMonitor(monitor, self.tags, self._interval) for monitor in monitors[:1]]
 
     def on_fit_start(self) -> None:
         """Refuse what would clip gradients that are scaled."""
@@ -212,7 +224,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
     def _log(self, name: str, values: Tensor, samples: int) -> None:
         """The mean over members for callbacks, and each."""
         values = values.detach()
-        each = {f"{name}/{member}": value for member, value in zip(self.names, values.unbind(), strict=True)}
+        each = {f"{name}/{member}": value for member, value in zip(self.tags, values.unbind(), strict=True)}
         self.log(name, values.mean(), prog_bar=True, batch_size=samples)
         if name.endswith("loss"):
             self.log(f"{name}_best", values.min(), batch_size=samples)

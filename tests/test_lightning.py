@@ -114,7 +114,7 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 def test_what_is_logged(tmp_path: Path) -> None:
     loader = DataLoader(data(), batch_size=5)
-    module = array(metrics={"accuracy": accuracy}, names=["a", "b", "c"])
+    module = array(metrics={"accuracy": accuracy}, tags=["a", "b", "c"])
     run = trainer(tmp_path)
     run.fit(module, loader, loader)
     found = run.validate(module, loader, verbose=False)[0]
@@ -164,7 +164,7 @@ def test_a_monitor_logs_the_rate_of_each_member(asked: dict[str, Any], steps: An
 
     monitor, logger = LearningRateMonitor(**asked), CSVLogger(tmp_path)
     run = trainer(tmp_path, logger=logger, callbacks=[monitor], log_every_n_steps=1)
-    run.fit(array(names=["a", "b", "c"]), DataLoader(data(), batch_size=4))
+    run.fit(array(tags=["a", "b", "c"]), DataLoader(data(), batch_size=4))
     for name, rate in zip("abc", RATES, strict=True):
         assert monitor.lrs[f"lr-SGD/{name}"] == [rate * 0.5 ** (step // 3) for step in steps]
     with open(Path(logger.log_dir) / "metrics.csv") as file:
@@ -186,13 +186,23 @@ def test_what_a_trainer_does_for_one_model(option: dict[str, Any], message: str,
         trainer(tmp_path, **option).fit(array(), DataLoader(data(), batch_size=4))
 
 
+def test_former_names_of_arguments() -> None:
+    with pytest.warns(DeprecationWarning, match="'names' is now 'tags'"):
+        module = array(names=["a", "b", "c"])
+    assert module.tags == ["a", "b", "c"]
+    with pytest.warns(DeprecationWarning, match="'names' is now 'tags'"):
+        assert module.names == module.tags
+    with pytest.warns(DeprecationWarning, match="'interval' is now 'scheduler_interval'"):
+        array(interval="step")
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="1 names for 3 members"):
-        array(names=["a"])
+    with pytest.raises(ValueError, match="1 tags for 3 members"):
+        array(tags=["a"])
     with pytest.raises(ValueError, match="accumulate=0"):
         array(accumulate=0)
-    with pytest.raises(ValueError, match="interval='week'"):
-        array(interval="week")
+    with pytest.raises(ValueError, match="scheduler_interval='week'"):
+        array(scheduler_interval="week")
     module = hf.lightning.LightningArray(
         make_models(), loss=F.cross_entropy, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
     )

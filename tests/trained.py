@@ -139,7 +139,7 @@ def task(
         optimizer=way.optimizer,
         loader=loader,
         name=name,
-        clip=way.clip,
+        clip_norm=way.clip,
         accumulate=way.accumulate,
         **options,
     )

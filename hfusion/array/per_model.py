@@ -28,6 +28,7 @@ from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
 from hfusion.core.loss_checks import PerMemberFunction, check_loss_function
 from hfusion.core.program import Program
 from hfusion.core.ragged import Ragged
+from hfusion.core.renamed import renamed_arguments
 from hfusion.passes.expected_checks import FailedCheck
 from hfusion.torch_private.functorch import in_transform, is_wrapped
 
@@ -230,18 +231,19 @@ class PerModel(PerMemberFunction):
         return FusionReport(tuple(parts), tuple(f"{self._name}: loop over members: {why}" for why in reasons))
 
 
-def per_model(function: Callable[..., Any]) -> PerModel:
-    """Apply ``function`` to each member separately.
+@renamed_arguments(function="fn")
+def per_model(fn: Callable[..., Any]) -> PerModel:
+    """Apply ``fn`` to each member separately.
 
     Args:
-        function: any functional loss, loss module or function of tensors, such as ``F.cross_entropy``.
+        fn: any functional loss, loss module or function of tensors, such as ``F.cross_entropy``.
 
             It is captured again when a value that it reads outside its arguments changes: an attribute, a closure's or
             a global variable, train or eval mode. If it cannot be captured, or changes often, it runs member by member.
 
     Returns:
         A callable. Its first argument is the output of a fused module: a tensor ``[B, *S]`` or a tree of such. Further
-        arguments are seen by every member unless wrapped in `hfusion.stacked`. The result is that of ``function`` with
+        arguments are seen by every member unless wrapped in `hfusion.stacked`. The result is that of ``fn`` with
         a leading dim of B: a mean loss gives ``[B]``. Outputs and targets may be `Ragged`: each member's result is that
         of its own samples.
 
@@ -251,7 +253,7 @@ def per_model(function: Callable[..., Any]) -> PerModel:
         >>> losses
         tensor([1., 1., 1.])
     """
-    return PerModel(function)
+    return PerModel(fn)
 
 
 def _all_stacked(outputs: Any) -> Any:

@@ -89,7 +89,7 @@ def _task(workload: Workload, mode: TrainMode, name: str) -> hf.Task:
         optimizer=partial(hf.optim.Adam, lr=list(workload.rates)),
         loader=[home.batch()] * MINIBATCHES,
         name=name,
-        clip=mode.clip,
+        clip_norm=mode.clip,
         compile=mode.compiled,
     )
 

@@ -43,8 +43,8 @@ class SaveReader:
     free: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(saved: Sequence[Saved], names: Sequence[str] | None) -> SaveReader:
-        """Members ``names``, or all of one save after those of the one before.
+    def of(saved: Sequence[Saved], tags: Sequence[str] | None) -> SaveReader:
+        """Members ``tags``, or all of one save after those of the one before.
 
         Raises:
             CheckpointError: a member that no save holds, or that two do.
@@ -59,12 +59,12 @@ class SaveReader:
                     if name in where:
                         raise CheckpointError(
                             f"{name!r} is a member in {where[name]} and in {one.path}: a merge wants every member "
-                            "once; load the others by names=[...]"
+                            "once; load the others by tags=[...]"
                         )
                     where[name] = one.path
-        wanted = list(where) if names is None else list(names)
+        wanted = list(where) if tags is None else list(tags)
         if not wanted:
-            raise CheckpointError(f"{saved[0].path}: names=[]: load at least one member of {list(where)}")
+            raise CheckpointError(f"{saved[0].path}: tags=[]: load at least one member of {list(where)}")
         missing = [name for name in wanted if name not in where]
         if missing:
             raise CheckpointError(f"{missing[0]!r} is no member in {saved[0].path}: it holds {list(where)}")
@@ -84,7 +84,7 @@ class SaveReader:
         return self.parts[0][0].path
 
     @property
-    def names(self) -> list[str]:
+    def tags(self) -> list[str]:
         return [saved.body["members"][place] for saved, places in self.parts for place in places]
 
     def agreed(self, key: str) -> Any:
@@ -119,10 +119,10 @@ class SaveReader:
                 raise CheckpointError(
                     f"{saved.path} and the model do not have the same tensors: {odd[0]} is in one of them only"
                 )
-        if single and len(self.names) != 1:
-            raise CheckpointError(f"{self.path} holds {self.names}: say which one the model shall be, names=[...]")
+        if single and len(self.tags) != 1:
+            raise CheckpointError(f"{self.path} holds {self.tags}: say which one the model shall be, tags=[...]")
         there = differing(self._shapes())
-        here = differing(shapes_of(model, range(len(self.names))))
+        here = differing(shapes_of(model, range(len(self.tags))))
         if here != there:
             raise CheckpointError(
                 f"{self.path} holds members of other shapes, or that lack other tensors: {there}, not {here}; "
@@ -148,7 +148,7 @@ class SaveReader:
         become one shared tensor if they are equal. Raises CheckpointError.
         """
         known = membership(like)
-        stacked, several = known is not None and known.stacked, len(self.names) > 1
+        stacked, several = known is not None and known.stacked, len(self.tags) > 1
         there = {saved.body["module"]["stacked"][name] for saved, _ in self.parts}
         if there == {False} and not stacked:
             return self.common(key)
@@ -229,7 +229,7 @@ class SaveReader:
                 value = _spread(value, marks)
                 fresh[entry] = [row for row, has in enumerate(marks) if not has]
             like = param if value.dim() and value.shape == param.shape else None
-            wanted = [len(self.names)] if found.stacked else []
+            wanted = [len(self.tags)] if found.stacked else []
             if like is None and list(value.shape) != wanted:
                 raise CheckpointError(f"{self.path}: {entry} of {found.name} has shape {list(value.shape)}")
             state[entry] = value if like is None else value.to(like)
@@ -265,7 +265,7 @@ class SaveReader:
         for row, (theirs, own) in enumerate(zip(kept, ours, strict=bool(kept))):
             if theirs != own and row not in self.free:
                 raise CheckpointError(
-                    f"{self.path} holds a {theirs} for {self.names[row]!r}, and its scheduler here is a {own}: give "
+                    f"{self.path} holds a {theirs} for {self.tags[row]!r}, and its scheduler here is a {own}: give "
                     "the scheduler that it was saved with"
                 )
 

@@ -20,6 +20,7 @@ from hfusion.checkpoint.files import Saved, told
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save_contents import SaveWriter
 from hfusion.core.errors import CheckpointError
+from hfusion.core.renamed import renamed_arguments, warn_of_former_name
 from hfusion.optim import FusedOptimizer, GradScaler
 
 Root = str | os.PathLike[str]
@@ -27,16 +28,23 @@ Root = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of `load`: the folder, the step of the save, the members' names, and ``extra``."""
+    """The result of `load`: the folder, the step of the save, the members' tags, and ``extra``."""
 
     path: Path
     step: int
-    names: list[str]
+    tags: list[str]
     extra: Any
 
+    @property
+    def names(self) -> list[str]:
+        """The former name of ``tags``."""
+        warn_of_former_name("names", "tags", "Loaded")
+        return self.tags
 
+
+@renamed_arguments(root="directory", names="tags")
 def save(
-    root: Root,
+    directory: Root,
     fused: FusedModule,
     optimizer: FusedOptimizer | None = None,
     *,
@@ -44,18 +52,18 @@ def save(
     scaler: GradScaler | None = None,
     loader: Any = None,
     extra: Any = None,
-    names: Sequence[str] | None = None,
+    tags: Sequence[str] | None = None,
     step: int = 0,
     keep: int = 3,
     score: float | None = None,
 ) -> Path:
-    """Save an array and its optimizer, scheduler and loader in a new folder under ``root``, atomically.
+    """Save an array and its optimizer, scheduler and loader in a new folder under ``directory``, atomically.
 
     Args:
         scheduler: of hf.optim.lr_scheduler, or of torch.
         loader: an object with ``state_dict``, such as torchdata's StatefulDataLoader.
         extra: a nest of numbers, strings and tensors.
-        names: the members' names, by which `load` finds them; by default ``member 0`` and so on.
+        tags: the members' names, by which `load` finds them; by default ``member 0`` and so on.
         keep: how many saves to keep, in addition to the one of the highest ``score``.
 
     Raises:
@@ -70,12 +78,12 @@ def save(
         ...     saved = hf.save(folder, fused, opt)
     """
     keep, score = files.checked(keep, score)
-    tags = [f"member {row}" for row in range(len(fused))] if names is None else list(names)
+    tags = [f"member {row}" for row in range(len(fused))] if tags is None else list(tags)
     if len(tags) != len(fused) or len(set(tags)) < len(tags):
-        raise CheckpointError(f"names={tags}: give each of {len(fused)} members one of its own")
+        raise CheckpointError(f"tags={tags}: give each of {len(fused)} members one of its own")
     writer = SaveWriter(range(len(fused)), {"members": tags}, {})
     gather(writer, fused, optimizer, scheduler, scaler, loader, extra)
-    return files.write(root, writer.body, writer.tensors, step=step, keep=keep, score=score)
+    return files.write(directory, writer.body, writer.tensors, step=step, keep=keep, score=score)
 
 
 def gather(
@@ -116,23 +124,24 @@ def _check_ours(name: str, given: Any, kind: type) -> None:
         )
 
 
+@renamed_arguments(root="directory", names="tags")
 def load(
-    root: Root | Sequence[Root],
+    directory: Root | Sequence[Root],
     model: nn.Module,
     optimizer: FusedOptimizer | None = None,
     *,
     scheduler: Any = None,
     scaler: GradScaler | None = None,
     loader: Any = None,
-    names: str | Sequence[str] | None = None,
+    tags: str | Sequence[str] | None = None,
     random: bool = True,
 ) -> Loaded:
-    """Load members of the latest save under ``root``, or of the save at ``root``, into an array and its optimizer.
+    """Load members of the latest save under ``directory``, or of the save there, into an array and its optimizer.
 
     Args:
-        root: a folder, or several, whose members are combined.
+        directory: a folder, or several, whose members are combined.
         model: a fused module with as many members, or a plain model for one member.
-        names: which members, in the order of the array's rows; by default all.
+        tags: which members, in the order of the array's rows; by default all.
         random: restore the states of the random generators.
 
     Raises:
@@ -145,10 +154,10 @@ def load(
         ...     _ = hf.save(folder, fused)
         ...     _ = hf.load(folder, hf.fuse([torch.nn.Linear(2, 1) for _ in range(2)]))
     """
-    reader = read(root, names)
+    reader = read(directory, tags)
     with told(reader.path):
         write = writing(reader, model, optimizer, scheduler, scaler, loader, random)
-        found = Loaded(reader.path, reader.parts[0][0].step, reader.names, reader.value("extra"))
+        found = Loaded(reader.path, reader.parts[0][0].step, reader.tags, reader.value("extra"))
         write()
     return found
 
@@ -226,9 +235,9 @@ def in_thread(write: Callable[[], Path]) -> Writing:
     return future
 
 
-def read(root: Root | Saved | Sequence[Root], names: str | Sequence[str] | None) -> SaveReader:
-    """The members ``names`` of the latest saves under one root or several, or of one. Raises CheckpointError."""
-    return SaveReader.of(saves_of(root), [names] if isinstance(names, str) else names)
+def read(root: Root | Saved | Sequence[Root], tags: str | Sequence[str] | None) -> SaveReader:
+    """The members ``tags`` of the latest saves under one root or several, or of one. Raises CheckpointError."""
+    return SaveReader.of(saves_of(root), [tags] if isinstance(tags, str) else tags)
 
 
 def saves_of(root: Root | Saved | Sequence[Root]) -> list[Saved]:

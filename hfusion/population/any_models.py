@@ -15,6 +15,7 @@ from hfusion.array.module import FusedModule
 from hfusion.checkpoint.files import Saved
 from hfusion.checkpoint.save import Root
 from hfusion.core.errors import ForwardsDiffer, FusionError
+from hfusion.core.renamed import renamed_arguments
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make
@@ -347,9 +348,10 @@ class Population(PopulationRows):
             return self._members.average(rows, weights, into=into, optimizer=optimizer)
         return average_mixed(self._members, rows, weights, into, optimizer)
 
+    @renamed_arguments(root="directory")
     def save(
         self,
-        root: Root,
+        directory: Root,
         *,
         loader: Any = None,
         extra: Any = None,
@@ -357,30 +359,31 @@ class Population(PopulationRows):
         score: float | None = None,
         wait: bool = True,
     ) -> Future[Path]:
-        """Save everything in a new folder under ``root``; arguments and exceptions are those of `hfusion.save`.
+        """Save everything in a new folder under ``directory``; arguments and exceptions are those of `hfusion.save`.
 
         With ``wait=False`` this copies the state, and a background thread writes it; ``result()`` of the returned
         future is the folder, or raises. A save waits for the previous one, and raises its error if nothing else has.
         """
         if isinstance(self._members, ArrayGroup):
-            return self._members.save(root, loader=loader, extra=extra, keep=keep, score=score, wait=wait)
-        return save_mixed(self._members, root, loader, extra, keep, score, wait)
+            return self._members.save(directory, loader=loader, extra=extra, keep=keep, score=score, wait=wait)
+        return save_mixed(self._members, directory, loader, extra, keep, score, wait)
 
     @classmethod
+    @renamed_arguments(root="directory", names="tags")
     def load(
         cls,
-        root: Root | Saved | Sequence[Root],
+        directory: Root | Saved | Sequence[Root],
         make_model: Callable[..., nn.Module],
         *,
         optimizer: Callable[[Any], FusedOptimizer],
         loss: Callable[..., Any],
-        names: str | Sequence[str] | None = None,
+        tags: str | Sequence[str] | None = None,
         scheduler: Make | Sequence[Make] | Mapping[str, Make] | None = None,
         loader: Any = None,
         random: bool = True,
         **options: Any,
     ) -> Population:
-        """Return the population of the latest save under ``root``, or of several saves, or only its members ``names``.
+        """Return the population of the latest save under ``directory``, or of several, or only its members ``tags``.
 
         Args:
             make_model: makes a model of each member; its tensors are overwritten. It may take the member's name, and
@@ -397,5 +400,5 @@ class Population(PopulationRows):
         """
         options |= {"optimizer": optimizer, "loss": loss, "scheduler": scheduler}
         population = cls.__new__(cls)
-        population._members, population._options = loaded_members(root, make_model, names, loader, random, options)
+        population._members, population._options = loaded_members(directory, make_model, tags, loader, random, options)
         return population

@@ -132,7 +132,7 @@ def rows_of_saves(saves: Sequence[Saved], names: Sequence[str] | None) -> list[s
             raise CheckpointError(f"{wanted!r} {shown}")
     if names is not None:
         if not names or len(set(names)) < len(names):
-            raise CheckpointError(f"names={list(names)}: name at least one member, and each once")
+            raise CheckpointError(f"tags={list(names)}: name at least one member, and each once")
         return list(names)
     if len(saves) == 1:
         body = saves[0].body

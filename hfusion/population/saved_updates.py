@@ -56,7 +56,7 @@ def load_updates(wide: SaveReader, pop: ArrayGroup, free: Sequence[int], given: 
     if given and bool(((done > 0) & (saved != calls)).any()):
         row = int(((done > 0) & (saved != calls)).nonzero()[0])
         raise CheckpointError(
-            f"accumulate={int(calls[row])} for {wide.names[row]!r}, which is in the midst of an update of "
+            f"accumulate={int(calls[row])} for {wide.tags[row]!r}, which is in the midst of an update of "
             f"{int(saved[row])} calls: leave accumulate out"
         )
     updates = Accumulation.of(calls if given else saved, len(calls))

@@ -132,18 +132,18 @@ def gathered(pop: ArrayGroup, loader: Any, extra: Any) -> SaveWriter:
     return writer
 
 
-def rows_of(reader: SaveReader, names: str | Sequence[str] | None) -> list[str | None]:
+def rows_of(reader: SaveReader, tags: str | Sequence[str] | None) -> list[str | None]:
     """Return the names by row: as saved if all members of one save are loaded, else without free rows."""
     with told(reader.path):
-        if names is None and len(reader.parts) == 1:
+        if tags is None and len(reader.parts) == 1:
             rows: list[str | None] = list(reader.parts[0][0].body["population"]["rows"])
-            if [tag for tag in rows if tag is not None] != reader.names:
-                raise CheckpointError(f"{reader.path}: its rows {rows} are not those of {reader.names}")
+            if [tag for tag in rows if tag is not None] != reader.tags:
+                raise CheckpointError(f"{reader.path}: its rows {rows} are not those of {reader.tags}")
             return rows
-    twice = sorted({name for name in reader.names if reader.names.count(name) > 1})
+    twice = sorted({name for name in reader.tags if reader.tags.count(name) > 1})
     if twice:
         raise CheckpointError(f"{twice[0]!r} is named twice: load it once, and give it more rows by pop.copy")
-    return list(reader.names)
+    return list(reader.tags)
 
 
 def makes_of(schedules: Mapping[str, Make], rows: Sequence[str | None]) -> list[Make]:
@@ -221,7 +221,7 @@ def restore(
 
 def _limit(reader: SaveReader, name: str, given: Limit | None) -> Limit:
     """A limit as it was saved; what a save of before does not hold is as it is ``given`` now, or of all members."""
-    saved = Limit.of(f"clip_{name}", reader.own(f"population/clip_{name}"), len(reader.names))
+    saved = Limit.of(f"clip_{name}", reader.own(f"population/clip_{name}"), len(reader.tags))
     begun = reader.begun("limits begun")
     if name in begun:
         return replace(saved, begun=begun[name])

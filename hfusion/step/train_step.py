@@ -23,6 +23,7 @@ from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.calls import call_arguments
 from hfusion.core.exclusive import compiling
 from hfusion.core.member_random import keyed
+from hfusion.core.renamed import renamed_arguments
 from hfusion.device.backend import active_autocast, random_states_kept, without_autocast
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
@@ -314,10 +315,11 @@ class TrainStep:
         )
 
 
+@renamed_arguments(loss_fn="loss", opt="optimizer")
 def train_step(
     fused: FusedModule,
-    loss_fn: Callable[..., Any],
-    opt: Optimizer,
+    loss: Callable[..., Any],
+    optimizer: Optimizer,
     *,
     compile: Compile = None,
     eager_steps: int | None = None,
@@ -327,15 +329,15 @@ def train_step(
 ) -> TrainStep:
     """Return one training step of all members as a callable: ``losses = step(inputs, target)``.
 
-    A step clears the gradients, computes forward, loss and backward, and calls ``opt.step()``. Each member gets the
-    update that it would get from ``loss_fn(model(inputs), target).backward(); opt.step()`` alone. Hyper-parameters are
-    read at every step, so schedulers work. To clip gradients, use ``opt.register_step_pre_hook`` with a hook that
-    returns None. The gradients remain in ``.grad``.
+    A step clears the gradients, computes forward, loss and backward, and calls ``optimizer.step()``. Each member gets
+    the update that it would get from ``loss(model(inputs), target).backward(); optimizer.step()`` alone.
+    Hyper-parameters are read at every step, so schedulers work. To clip gradients, use
+    ``optimizer.register_step_pre_hook`` with a hook that returns None. The gradients remain in ``.grad``.
 
     Args:
         fused: the array, from `hfusion.fuse` or `hfusion.build`.
-        loss_fn: a functional loss that returns one number for a member's output and target, see `hfusion.per_model`.
-        opt: an optimizer of parameters of ``fused``.
+        loss: a functional loss that returns one number for a member's output and target, see `hfusion.per_model`.
+        optimizer: an optimizer of parameters of ``fused``.
         compile: when to compile forward, loss and backward into one program, with torch's Inductor. ``None`` (default)
             uses cached programs, and compiles others only if that saves time within ``steps``, judged by earlier
             compilations on this machine. Without ``steps``, it assumes that as many steps follow as have run. On a CPU
@@ -368,11 +370,11 @@ def train_step(
         and keywords may be `hfusion.stacked`.
 
     Raises:
-        ValueError: ``fused`` is not an array, ``opt`` has parameters of other modules, or an option is invalid. At a
-            step: the loss is not one number per member.
+        ValueError: ``fused`` is not an array, ``optimizer`` has parameters of other modules, or an option is invalid.
+            At a step: the loss is not one number per member.
         PlanError: ``memory`` is not a number of bytes. At a step: it is less than one member takes.
-        FusionError: ``opt`` would mix members, such as torch.optim.LBFGS. At a step with ``memory``: members cannot be
-            computed in blocks.
+        FusionError: ``optimizer`` would mix members, such as torch.optim.LBFGS. At a step with ``memory``: members
+            cannot be computed in blocks.
 
     Example:
         >>> import torch, torch.nn.functional as F, hfusion as hf
@@ -385,14 +387,14 @@ def train_step(
     if not isinstance(fused, FusedModule):
         raise ValueError(
             f"train_step got a {type(fused).__name__}: give what hf.fuse or hf.build gave. A step computes gradients "
-            "past the hooks of DistributedDataParallel and other wrappers: write forward, backward and opt.step()"
+            "past the hooks of DistributedDataParallel and other wrappers: write forward, backward and optimizer.step()"
         )
     own = set(map(id, fused.parameters()))
-    strange = sum(id(p) not in own for group in opt.param_groups for p in group["params"])
+    strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
     if strange:
         raise ValueError(
-            f"{strange} parameters of the {type(opt).__name__} belong to no member of the fused {fused._original}; "
-            "make it of fused.parameters()"
+            f"{strange} parameters of the {type(optimizer).__name__} belong to no member of the fused "
+            f"{fused._original}; make it of fused.parameters()"
         )
-    coupling.check(opt)
-    return TrainStep(fused, loss_fn, opt, CompileMode.of(compile, eager_steps, parts, steps), memory)
+    coupling.check(optimizer)
+    return TrainStep(fused, loss, optimizer, CompileMode.of(compile, eager_steps, parts, steps), memory)

@@ -68,7 +68,7 @@ def array_plan(
 
     ``samples`` and ``stacks``: as of `ArrayCost`.
     """
-    numbers = task.steps, task.epoch, task.accumulate, task.evaluated, task.clip is not None
+    numbers = task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is not None
     key = Same(program), width, samples, stacks, room, numbers
     if key not in _plans:
         sized = program if program.members == width else replace(program, members=width)
@@ -103,7 +103,7 @@ def _new_plan(
             width,
             task.epoch,
             task.accumulate,
-            clipped=task.clip is not None,
+            clipped=task.clip_norm is not None,
             evaluated=task.evaluated,
             growth=larger,
             kept=cut.kept,

@@ -133,7 +133,7 @@ class Checkpoints:
             if not isinstance(kept, dict):
                 raise CheckpointError(f"{reader.path} was not saved by hf.train: load it by hf.load")
             wanted = {"name": one.task.name, "members": _names(one), **_shape(plan)}
-            found = {"name": kept["name"], "members": reader.names, **kept["shape"]}
+            found = {"name": kept["name"], "members": reader.tags, **kept["shape"]}
             for what, value in wanted.items():
                 if found[what] != value:
                     raise CheckpointError(

@@ -16,7 +16,7 @@ def clip_limits(one: Arrangement) -> Tensor | None:
     Raises:
         PlanError: limits out of range, or a trained tensor that is no member's own.
     """
-    if one.task.clip is None:
+    if one.task.clip_norm is None:
         return None
     for param in one.array.parameters():
         found = membership(param)
@@ -25,7 +25,7 @@ def clip_limits(one: Arrangement) -> Tensor | None:
                 f"task {one.task.name!r} is clipped per member, but {found.name!r} is one trained tensor for all "
                 "members, whose gradient is no member's own: freeze it, or give each member its own"
             )
-    limits = member_vector("clip", one.task.clip, one.task.members).as_subclass(Tensor)
+    limits = member_vector("clip_norm", one.task.clip_norm, one.task.members).as_subclass(Tensor)
     if not bool((limits >= 0).all()):
-        raise PlanError(f"task {one.task.name!r}: clip is {limits.tolist()}: every value must be at least 0")
+        raise PlanError(f"task {one.task.name!r}: clip_norm is {limits.tolist()}: every value must be at least 0")
     return limits[list(one.members)]

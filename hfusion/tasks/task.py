@@ -17,6 +17,7 @@ from hfusion.core.errors import FusionError, PlanError
 from hfusion.core.loss_checks import check_loss_function
 from hfusion.core.membership import Membership, mark, membership
 from hfusion.core.patience import Patience
+from hfusion.core.renamed import renamed_arguments, warn_of_former_name
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import HyperValue, MemberVector
 from hfusion.optim.lr_scheduler import Make, PerMember
@@ -86,7 +87,7 @@ class Task:
             every epoch, in eval mode and without gradients. Unless it is a list or tuple, its first minibatch must be
             the largest.
         name: one word.
-        clip: the maximum gradient norm, one value or one per member, as in `hfusion.optim.clip_grad_norm_`.
+        clip_norm: the maximum gradient norm, one value or one per member, as in `hfusion.optim.clip_grad_norm_`.
         accumulate: minibatches per optimizer step; losses are divided by it. The last group of an epoch may be smaller,
             as in Lightning.
         seed: the seed of torch's random numbers for this task: those of a loop after ``torch.manual_seed(seed)``. By
@@ -122,7 +123,7 @@ class Task:
         ...     lambda params: hf.optim.SGD(params, lr=[0.1, 0.2, 0.3]),
         ...     [(torch.zeros(4, 2), torch.ones(4, 1))],
         ...     epochs=5,
-        ...     clip=[1.0, 1.0, 0.5],
+        ...     clip_norm=[1.0, 1.0, 0.5],
         ... )
     """
 
@@ -133,7 +134,7 @@ class Task:
     epochs: int = 1
     eval_loader: Iterable[Any] | None = None
     name: str = "task"
-    clip: HyperValue | None = None
+    clip_norm: HyperValue | None = None
     accumulate: int = 1
     seed: int | None = None
     scheduler: Make | Sequence[Make] | lr_scheduler.LRScheduler | None = None
@@ -143,6 +144,12 @@ class Task:
     patience: Patience | None = None
     restore_best: bool = False
     callbacks: Sequence[Callable[[Step | Evaluation], None]] = field(default=())
+
+    @property
+    def clip(self) -> HyperValue | None:
+        """The former name of ``clip_norm``."""
+        warn_of_former_name("clip", "clip_norm", "Task")
+        return self.clip_norm
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -252,6 +259,9 @@ class Task:
         if isinstance(self.models, FusedModule):
             return len(self.models)
         return 1 if isinstance(self.models, nn.Module) else len(self.models)
+
+
+Task.__init__ = renamed_arguments(clip="clip_norm")(Task.__init__)  # type: ignore[method-assign]
 
 
 def _whole(count: object) -> bool:

@@ -105,7 +105,7 @@ def fastest_width(seconds: Callable[[int], float], most: int) -> int:
 
 
 class _OperatorCosts(TorchDispatchMode):
-    """Counts the operators of a forward, their FLOP, the bytes that they read and write, and those that autograd saves."""
+    """Count the operators of a forward, their FLOP, the bytes they read and write, and those that autograd saves."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -81,7 +81,7 @@ class PlainTrial:
         self.model = member.model
         made = torch_optimizer(optimizer_with(choices.optimizer, choices.options, [suggestion.hypers]), self.model)
         assert made is not None, "such trials are an array"
-        self.optimizer, self.clip = made, suggestion.clip if choices.clips else None
+        self.optimizer, self.clip = made, suggestion.clip_norm if choices.clips else None
         self.scheduler = None if recipe.scheduler is None else recipe.scheduler(made, **suggestion.scheduler)
         # Torch warns of schedules that step before the optimizer, which it may not have seen step before a restart.
         made._opt_called = True  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ OPTIMIZER, MAKE_MODEL, LOADER, LOSS, SCHEDULER, SWEEP = (
     "sweep",
 )
 # Arguments of hf.sweep itself that a space may choose for each trial.
-SWEEP_NAMES = ("optimizer", "epochs", "clip", "accumulate")
+SWEEP_NAMES = ("optimizer", "epochs", "clip_norm", "accumulate")
 
 
 @dataclass(frozen=True)

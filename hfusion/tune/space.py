@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hfusion.capture.compare import check_alone
+from hfusion.core.renamed import with_present_names
 from hfusion.device.generators import draws_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import member_vector
@@ -79,7 +80,7 @@ class Suggestion:
         rest: arguments of make_model.
         scheduler: arguments of the function that makes its scheduler.
         epochs: how long it is trained.
-        clip: the largest norm of its gradients; None where its array does not clip.
+        clip_norm: the largest norm of its gradients; None where its array does not clip.
     """
 
     hypers: dict[str, Any]
@@ -87,7 +88,7 @@ class Suggestion:
     rest: dict[str, Any]
     epochs: int
     scheduler: dict[str, Any] = field(default_factory=dict)
-    clip: float | None = None
+    clip_norm: float | None = None
 
     def same_but_for_numbers(self, other: Suggestion) -> bool:
         """Return whether another suggestion differs in hyper-parameters of the optimizer at most."""
@@ -145,7 +146,7 @@ class SweepDefaults:
 
     optimizer: MakeOptimizer
     epochs: int
-    clip: float | None = None
+    clip_norm: float | None = None
     accumulate: int = 1
 
 
@@ -203,7 +204,8 @@ class Maker:
         sample = sample_optimizer(kind)
         names = dict.fromkeys([*(hyper.key for hyper in sample.hypers), *sample.options])
         optimizer = Receiver.of_names(OPTIMIZER, type(sample).__name__, list(names))
-        routed = route(number, values, [optimizer, *self._receivers])
+        receivers = [optimizer, *self._receivers]
+        routed = route(number, _with_present_names(values, receivers), receivers)
         options = {key: value for key, value in routed[OPTIMIZER].items() if key in sample.options}
         hypers = {key: value for key, value in routed[OPTIMIZER].items() if key not in options}
         _check_hypers(sample, hypers)
@@ -230,11 +232,11 @@ class Maker:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name}={value!r}: give a whole number of at least 1")
             counts.append(value)
-        if "clip" not in values:
-            return counts[0], counts[1], self._defaults.clip
-        clip = values["clip"]
+        if "clip_norm" not in values:
+            return counts[0], counts[1], self._defaults.clip_norm
+        clip = values["clip_norm"]
         if clip is not None and (not isinstance(clip, int | float) or isinstance(clip, bool) or not clip > 0):
-            raise ValueError(f"clip={clip!r}: give a norm above 0, or None")
+            raise ValueError(f"clip_norm={clip!r}: give a norm above 0, or None")
         return counts[0], counts[1], math.inf if clip is None else float(clip)
 
     def candidate(self, number: int, suggestion: Suggestion) -> TrialModel:
@@ -265,3 +267,11 @@ def check_choices(trial: Any) -> None:
                     f"trial {trial.number}: {name!r} has the choice {choice!r}, with which a sweep in a directory "
                     f"could not go on: {_NAMES}"
                 )
+
+
+def _with_present_names(values: Mapping[str, Any], receivers: Sequence[Receiver]) -> dict[str, Any]:
+    """Return the values of a space, with ``clip_norm`` for its former name unless a function takes that."""
+    names = {f"{SWEEP}.clip": f"{SWEEP}.clip_norm"}
+    if not any("clip" in receiver.names for receiver in receivers):
+        names["clip"] = "clip_norm"
+    return with_present_names(values, names, "space")

@@ -18,6 +18,7 @@ from torch import nn
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog
 from hfusion.core.loss_checks import check_loss_function
+from hfusion.core.renamed import renamed_arguments
 from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 _CONDUCTORS = {kind.rounds: kind for kind in (Conductor, AsynchronousConductor)}
 
 
+@renamed_arguments(clip="clip_norm")
 def sweep(
     make_model: MakeModel,
     space: Space,
@@ -70,7 +72,7 @@ def sweep(
     directory: str | os.PathLike[str] | None = None,
     rows: int | None = None,
     seed: int = 0,
-    clip: float | None = None,
+    clip_norm: float | None = None,
     accumulate: int = 1,
     timeout: float | None = None,
     catch: type[BaseException] | tuple[type[BaseException], ...] = (),
@@ -88,7 +90,7 @@ def sweep(
         space: ``space(trial)`` makes suggestions as in any Optuna objective, and returns them as a dict. Each value is
             passed by its name: to the optimizer (lr, betas, nesterov, ...), to ``make_model``, ``loader``, ``loss`` or
             ``scheduler``, or to the sweep itself: ``"optimizer"`` (a name such as ``"adam"``, or a class),
-            ``"epochs"``, ``"clip"`` and ``"accumulate"``. If several take the name, write ``"optimizer.eps"``,
+            ``"epochs"``, ``"clip_norm"`` and ``"accumulate"``. If several take the name, write ``"optimizer.eps"``,
             ``"make_model.eps"`` or ``"sweep.epochs"``. Trials whose models, optimizers, loss options, loaders or
             ``accumulate`` differ are in different arrays.
         loss: a functional loss of one member's output and target.
@@ -119,7 +121,7 @@ def sweep(
         rows: the most trials at a time. By default as many as lower the time per trial on this machine; with ``pbt``
             all.
         seed: in round r every array trains one epoch, and reads its loaders after ``torch.manual_seed(seed + r)``.
-        clip: the maximum gradient norm of each trial, as in torch.nn.utils.clip_grad_norm_.
+        clip_norm: the maximum gradient norm of each trial, as in torch.nn.utils.clip_grad_norm_.
         accumulate: minibatches per update, as in `hfusion.Task`: losses are divided by it, and the last update of an
             epoch may have fewer.
         timeout: seconds after which no new trials start, as in study.optimize. Running trials are finished. A resumed
@@ -168,8 +170,8 @@ def sweep(
     """
     _check_kinds(make_model, space, loss, metric, optimizer, scheduler, machine)
     extent = _extent(trials, epochs, rows, seed, timeout, catch, pbt)
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip={clip!r}: give a norm above 0, or None")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm={clip_norm!r}: give a norm above 0, or None")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r}: give a whole number of at least 1")
     if processes is not None and (not isinstance(processes, int) or processes < 0):
@@ -192,7 +194,7 @@ def sweep(
     device = torch.device("cpu")
     loaders, callbacks = Loaders(loader, seed), list(callbacks)
     every_step = scheduler_interval == "step"
-    defaults = SweepDefaults(optimizer, epochs, clip, accumulate)
+    defaults = SweepDefaults(optimizer, epochs, clip_norm, accumulate)
     maker = Maker(make_model, space, loss, loaders.function, scheduler, defaults, device)
     with ExitStack() as stack:
         folder = None

@@ -54,7 +54,7 @@ class TrialRows:
 
     def _limits(self, members: Sequence[TrialModel]) -> dict[str, Any]:
         """The largest norms of members that start, where the array clips."""
-        norms = [member.suggestion.clip for member in members]
+        norms = [member.suggestion.clip_norm for member in members]
         return {"clip_norm": norms} if self._choices.clips else {}
 
     def _schedules(self, members: Sequence[TrialModel]) -> list[Make] | None:
@@ -122,8 +122,8 @@ class TrialRows:
         self.population.copy(*rows)
         for (_, tag), suggestion in zip(pairs, suggestions, strict=True):
             self._write(tag, suggestion.hypers)
-            if suggestion.clip is not None:
-                limit_norms(self.population, [self.population.row(tag)], suggestion.clip)
+            if suggestion.clip_norm is not None:
+                limit_norms(self.population, [self.population.row(tag)], suggestion.clip_norm)
 
     def epoch(self, seed: int, evaluates: bool = True) -> EpochResult:
         """Train all members for an epoch under a seed, and evaluate them: values for each tag; NaN if it went bad.
@@ -214,7 +214,7 @@ class TrialRows:
             random=False,
             optimizer=self._optimizer([members[0].suggestion.hypers]),
             scheduler=None if schedules is None else dict(zip(known, schedules, strict=True)),
-            clip_norm=members[0].suggestion.clip,
+            clip_norm=members[0].suggestion.clip_norm,
             **self._options,
         )
         return self.population.widths, len(self.population)

@@ -42,7 +42,7 @@ def test_one_of_the_members_of_a_base(trained: bool, tmp_path: Path) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4).requires_grad_(trained), nn.Linear(4, 3))
 
-    one = hf.Population.load(tmp_path, make, names="member 1", **SGD)
+    one = hf.Population.load(tmp_path, make, tags="member 1", **SGD)
     for name, tensor in one.fused.named_parameters():
         stack = dict(pop.fused.named_parameters())[name]
         expected = stack[1] if stack.dim() == tensor.dim() else stack
@@ -111,9 +111,9 @@ def test_free_rows_have_no_schedule_to_go_on(tmp_path: Path) -> None:
 def test_a_name_is_loaded_once(tmp_path: Path) -> None:
     pop = population(3)
     pop.save(tmp_path)
-    assert hf.load(tmp_path, Net(), names="net 0.2").names == ["net 0.2"]
+    assert hf.load(tmp_path, Net(), tags="net 0.2").tags == ["net 0.2"]
     with pytest.raises(hf.CheckpointError, match=r"'net 0\.1' is named twice: load it once"):
-        hf.Population.load(tmp_path, Net, names=["net 0.1", "net 0.1"], **OPTIONS)
+        hf.Population.load(tmp_path, Net, tags=["net 0.1", "net 0.1"], **OPTIONS)
     with pytest.raises(hf.CheckpointError, match="no folder was given"):
         hf.Population.load([], Net, **OPTIONS)
 

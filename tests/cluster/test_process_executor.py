@@ -59,7 +59,7 @@ def tasks(callback: Any = None, epochs: int = 3) -> list[hf.Task]:
         epochs=epochs,
         eval_loader=DataLoader(samples(), batch_size=12),
         name="mixed",
-        clip=[0.5, 1.0, 2.0],
+        clip_norm=[0.5, 1.0, 2.0],
         scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5),
         callbacks=heard,
     )

@@ -41,7 +41,7 @@ def test_main_prints_and_draws(few: Digits, tmp_path: Path, capsys: pytest.Captu
 def test_there_are_twelve_tasks_of_both_modes(few: Digits) -> None:
     tasks = example.make_tasks(few, epochs=1, seed=0)
     assert len(tasks) == 12
-    assert sum(task.clip is not None for task in tasks) == sum(task.accumulate > 1 for task in tasks) == 1
+    assert sum(task.clip_norm is not None for task in tasks) == sum(task.accumulate > 1 for task in tasks) == 1
     plan = hf.plan(tasks, example.MACHINE)
     assert {task.resident for task in plan.tasks} == {True, False}
 

@@ -30,7 +30,7 @@ def compiled(
         losses_of,
         optimizer=lambda params: hf.optim.AdamW(params, lr=0.1),
         loader=loader,
-        clip=clip,
+        clip_norm=clip,
         compile=True,
         callbacks=callbacks,
     )

@@ -128,7 +128,7 @@ def test_records_are_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(whole.best.scores, pop.best.scores, equal_nan=True)
     assert whole.best.waited.tolist() == [0, 1, 0]
     same(whole.best[2], expected[2])
-    merged = load("1", "0", names=["d", "c", "e", "b"])
+    merged = load("1", "0", tags=["d", "c", "e", "b"])
     assert merged.best.ages.tolist() == [-1, 0, -1, -1]
     same(merged.best[1], expected[2])
     other = {**OPTIONS, "optimizer": lambda params: hf.optim.Adam(params, lr=0.5)}

@@ -296,7 +296,7 @@ def test_a_saved_population_goes_on(tmp_path: Path, names: list[str] | None) -> 
         optimizer=adamw(0.01),
         loss=F.cross_entropy,
         compile=False,
-        names=names,
+        tags=names,
         **options,
     )
     if names is None:

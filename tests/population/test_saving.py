@@ -48,7 +48,7 @@ def test_some_members_and_the_members_of_two(tmp_path: Path) -> None:
     for number, pop in enumerate(pops):
         train(pop, Batches(), 3 + number)
         pop.save(tmp_path / str(number))
-    some = hf.Population.load(tmp_path / "1", Net, names=["net 1.2", "net 1.0"], **OPTIONS)
+    some = hf.Population.load(tmp_path / "1", Net, tags=["net 1.2", "net 1.0"], **OPTIONS)
     assert some.tags == ["net 1.2", "net 1.0"]
     both = hf.Population.load([tmp_path / "0", tmp_path / "1"], Net, **OPTIONS)
     assert both.tags == [tag for pop in pops for tag in pop.tags]
@@ -65,7 +65,7 @@ def test_some_members_and_the_members_of_two(tmp_path: Path) -> None:
     with pytest.raises(hf.CheckpointError, match=r"'net 0.0' is a member in .* a merge wants every member once"):
         hf.Population.load([tmp_path / "0", tmp_path / "0"], Net, **OPTIONS)
     with pytest.raises(hf.CheckpointError, match="'nobody' is no member in"):
-        hf.Population.load(tmp_path / "0", Net, names=["nobody"], **OPTIONS)
+        hf.Population.load(tmp_path / "0", Net, tags=["nobody"], **OPTIONS)
 
 
 def test_one_member_in_a_plain_model(tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_one_member_in_a_plain_model(tmp_path: Path) -> None:
     train(pop, Batches(), 2)
     pop.save(tmp_path, extra={"note": "x"})
     model = Net()
-    found = hf.load(tmp_path, model, names=["net 0.1"], random=False)
-    assert (found.names, found.step, found.extra) == (["net 0.1"], 2, {"note": "x"})
+    found = hf.load(tmp_path, model, tags=["net 0.1"], random=False)
+    assert (found.tags, found.step, found.extra) == (["net 0.1"], 2, {"note": "x"})
     theirs = pop.models[1]
     assert theirs is not None
     for (name, ours), expected in zip(model.state_dict().items(), theirs.state_dict().values(), strict=True):
@@ -105,11 +105,11 @@ def test_pieces_alone(tmp_path: Path) -> None:
     ours, theirs = parts(0), parts(1)
     for _ in range(3):
         step(*ours)
-    path = hf.save(tmp_path, *ours[:2], scheduler=ours[2], scaler=ours[3], names=["a", "b", "c"], step=3)
+    path = hf.save(tmp_path, *ours[:2], scheduler=ours[2], scaler=ours[3], tags=["a", "b", "c"], step=3)
     assert path.name == "save-000000000001"
     step(*ours)
     found = hf.load(path, *theirs[:2], scheduler=theirs[2], scaler=theirs[3])
-    assert (found.step, found.names) == (3, ["a", "b", "c"])
+    assert (found.step, found.tags) == (3, ["a", "b", "c"])
     step(*theirs)
     for (key, one), other in zip(ours[0].state_dict().items(), theirs[0].state_dict().values(), strict=True):
         assert torch.equal(one, other), key
@@ -118,7 +118,7 @@ def test_pieces_alone(tmp_path: Path) -> None:
     opt = hf.optim.SGD(smaller.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4])
     with pytest.raises(hf.CheckpointError, match="MultiStepLR has one state for all members"):
-        hf.load(path, smaller, opt, scheduler=scheduler, names=["a", "c"])
+        hf.load(path, smaller, opt, scheduler=scheduler, tags=["a", "c"])
 
 
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_members_of_a_save_load_as_an_array_or_alone(tmp_path: Path) -> None:
         again = hf.Population.load(
             tmp_path,
             lambda tag: variant(KINDS[int(tag.split()[1])]),
-            names=names,
+            tags=names,
             optimizer=adamw,
             loss=F.cross_entropy,
             compile=False,
@@ -153,7 +153,7 @@ def test_members_of_a_save_load_as_an_array_or_alone(tmp_path: Path) -> None:
         again.append(variant(7))
         assert [group.kind for group in again.groups] == ["array"]
     model = variant(KINDS[2])
-    hf.load(tmp_path, model, names="member 2")
+    hf.load(tmp_path, model, tags="member 2")
     assert alone[2] is not None
     same(model, alone[2].model)
 

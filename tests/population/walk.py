@@ -477,7 +477,7 @@ class Walk:
             make: Any = MODELS[self.options.model]
             if self.options.model == "variants":
                 make = self.alike
-            self.pop = hf.Population.load(folder, make, names=names, **self.given(rows))
+            self.pop = hf.Population.load(folder, make, tags=names, **self.given(rows))
         kept = set(tags if names is None else names)
         self.alone = {tag: one for tag, one in self.alone.items() if tag in kept}
         self.frozen &= kept

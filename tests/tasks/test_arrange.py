@@ -74,10 +74,13 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "no pair": ([{"loader": [PAIR[0]]}], "'mine': a minibatch of the loader is Tensor; it must be a pair"),
     "three": ([{"loader": [(*PAIR, 1)]}], r"a minibatch of the loader is 3 values; .*pair \(inputs, target\), inputs"),
     "one norm for many": (
-        [{"models": tied(), "clip": 1.0}],
+        [{"models": tied(), "clip_norm": 1.0}],
         "'mine' is clipped per member, but 'weight' is one trained tensor for all members.*: freeze it, or give each",
     ),
-    "negative clip": ([{"clip": [1.0, -1.0]}], r"'mine': clip is \[1.0, -1.0\]: every value must be at least 0"),
+    "negative clip": (
+        [{"clip_norm": [1.0, -1.0]}],
+        r"'mine': clip_norm is \[1.0, -1.0\]: every value must be at least 0",
+    ),
     "losses of samples": (
         [{"loss": lambda y, t: nn.functional.cross_entropy(y, t, reduction="none")}],
         r"'mine': the losses of 2 members have shape \[2, 2\]; the loss must reduce to one number per member",
@@ -210,7 +213,7 @@ def test_less_memory_more_shards(clip: float | None) -> None:
     batch = (torch.ones(4, 16), torch.zeros(4, dtype=torch.int64))
 
     def planned(budget: int) -> TaskPlan:
-        one = task(models=models, loader=[batch], clip=clip)
+        one = task(models=models, loader=[batch], clip_norm=clip)
         return hf.plan([one], machine(memory=f"{budget}B")).tasks[0]
 
     need = planned(1 << 40).device_bytes

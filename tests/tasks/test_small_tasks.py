@@ -91,7 +91,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-@pytest.mark.parametrize("options", [{}, {"clip": 0.1}, {"accumulate": 2}], ids=["plain", "clip", "accumulate"])
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=["plain", "clip", "accumulate"])
 def test_tasks_of_one_shape_train_as_alone(options: dict[str, Any]) -> None:
     tasks = [task(number, **options) for number in range(COUNT)]
     report = hf.train(tasks, machine())
@@ -115,7 +115,7 @@ def test_a_shape_is_captured_and_planned_once(monkeypatch: pytest.MonkeyPatch) -
     assert counts["captures"] == 2
 
 
-@pytest.mark.parametrize("options", [{"epochs": 3}, {"accumulate": 2}, {"clip": 1.0}, {"eval_loader": batches(0)}])
+@pytest.mark.parametrize("options", [{"epochs": 3}, {"accumulate": 2}, {"clip_norm": 1.0}, {"eval_loader": batches(0)}])
 def test_what_differs_is_planned_by_itself(options: dict[str, Any]) -> None:
     other = hf.plan([task(1, **options)], machine()).tasks[0]
     first, second = hf.plan([task(0), task(1, **options)], machine()).tasks

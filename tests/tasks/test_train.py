@@ -150,7 +150,7 @@ def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
         optimizer=lambda params: hf.optim.SGD(params, lr=rates),
         loader=loader,
         epochs=EPOCHS,
-        clip=limits,
+        clip_norm=limits,
         name="mixed",
     )
     report = hf.train([one], machine())

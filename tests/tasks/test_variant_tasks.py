@@ -47,7 +47,7 @@ def sgd(params: list[nn.Parameter]) -> hf.optim.SGD:
 
 
 def task(array: hf.FusedModule, **options: Any) -> hf.Task:
-    given = {"epochs": 2, "clip": 0.5, "eval_loader": [(X, Y)], "seed": 0, **options}
+    given = {"epochs": 2, "clip_norm": 0.5, "eval_loader": [(X, Y)], "seed": 0, **options}
     return hf.Task(array, F.cross_entropy, sgd, [(X, Y), (X + 1, Y)], **given)
 
 

@@ -51,7 +51,7 @@ def space(trial: Any) -> dict[str, Any]:
         "label_smoothing": trial.suggest_categorical("label_smoothing", [0.0, 0.1]),
         "gamma": trial.suggest_float("gamma", 0.5, 1.0),
         "epochs": trial.suggest_int("epochs", 2, 4),
-        "clip": trial.suggest_categorical("clip", [None, 0.1, 1.0]),
+        "clip_norm": trial.suggest_categorical("clip_norm", [None, 0.1, 1.0]),
         "accumulate": trial.suggest_categorical("accumulate", [1, 2]),
     }
     if kind == "sgd":
@@ -101,8 +101,8 @@ def alone(trial: Any, interval: str = "epoch") -> list[float]:
             (loss / params["accumulate"]).backward()
             if count % params["accumulate"] and count < len(loader):
                 continue
-            if params["clip"] is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), params["clip"])
+            if params["clip_norm"] is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), params["clip_norm"])
             update.step()
             update.zero_grad()
             if interval == "step":

@@ -46,9 +46,9 @@ def test_all_choices_at_once_also_after_a_kill(tmp_path: Path) -> None:
 # What a space may choose besides lr, the arguments of hf.sweep, and plain torch: optimizer, scheduler, accumulate.
 PARTS: dict[str, tuple[dict[str, list[Any]], dict[str, Any]]] = {
     "classes": ({"optimizer": [hf.optim.SGD, torch.optim.Adam, "lion"]}, {}),
-    "sweep's own defaults": ({"epochs": [1, 3]}, {"clip": 0.05, "accumulate": 4}),
-    "clip or not": ({"clip": [None, 0.01]}, {}),
-    "accumulate": ({"accumulate": [1, 3, 50]}, {"clip": 0.5}),
+    "sweep's own defaults": ({"epochs": [1, 3]}, {"clip_norm": 0.05, "accumulate": 4}),
+    "clip or not": ({"clip_norm": [None, 0.01]}, {}),
+    "accumulate": ({"accumulate": [1, 3, 50]}, {"clip_norm": 0.5}),
 }
 
 
@@ -94,7 +94,7 @@ def test_parts(name: str) -> None:
             for place, (inputs, target) in enumerate(loader, 1):
                 (F.cross_entropy(model(inputs), target) / count).backward()
                 if place % count == 0 or place == len(loader):
-                    clip = values.get("clip") or float("inf")
+                    clip = values.get("clip_norm") or float("inf")
                     nn.utils.clip_grad_norm_(model.parameters(), clip)
                     optimizer.step()
                     optimizer.zero_grad()

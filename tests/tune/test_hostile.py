@@ -66,7 +66,7 @@ def states(study: Any) -> list[str]:
         (lambda t: {"optimizer": "sgd", "betas": (0.9, 0.99)}, "no function takes 'betas' .*: SGD takes lr, momentum"),
         (lambda t: {"epochs": 0}, "trial 0: epochs=0: give a whole number"),
         (lambda t: {"accumulate": 1.5}, "trial 0: accumulate=1.5: give a whole number"),
-        (lambda t: {"clip": -1.0}, "trial 0: clip=-1.0: give a norm above 0, or None"),
+        (lambda t: {"clip_norm": -1.0}, "trial 0: clip_norm=-1.0: give a norm above 0, or None"),
     ],
 )
 def test_a_space_that_gives_what_nobody_takes(space: Callable[[Any], Any], message: str) -> None:

@@ -113,7 +113,7 @@ def test_gradients_are_clipped_as_alone() -> None:
             "batch_norm": trial.suggest_categorical("batch_norm", [False]),
         }
 
-    result = sweep(7, pruner=PRUNERS["none"](), clip=0.05, rows=2, space=one_shape)
+    result = sweep(7, pruner=PRUNERS["none"](), clip_norm=0.05, rows=2, space=one_shape)
     for one in result.trials:
         expected = alone(one.params, one.number, one.user_attrs["hfusion:round"], EPOCHS, clip=0.05)
         assert list(one.intermediate_values.values()) == pytest.approx([found[1] for found in expected], rel=1e-9)
