@@ -42,7 +42,7 @@ SEED = 7_150_342_987
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run: flat ``outputs``, and by name ``values``: gradients, and tensors after the call.
+    """The outcome of a run: flat ``outputs``, and by name ``values``: gradients, tensors after the call and backward.
 
     ``failed``: why backward was impossible, if it was.
     """
@@ -193,6 +193,7 @@ def _outcome(outputs: Sequence[Any], leaves: Mapping[str, Tensor], registered: M
     if not parts or not leaves:
         return Outcome(copied, values | flags)
     total = torch.stack([part.double().cpu() for part in parts]).sum()
+    versions = {name: tensor._version for name, tensor in registered.items()}
     try:
         grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     except RuntimeError as error:
@@ -200,7 +201,13 @@ def _outcome(outputs: Sequence[Any], leaves: Mapping[str, Tensor], registered: M
     gradients = {
         f"gradient of {name}": _dense(g.detach()) for name, g in zip(leaves, grads, strict=True) if g is not None
     }
-    return Outcome(copied, values | flags | gradients)
+    # torch.utils.checkpoint runs forward again there.
+    written = {
+        f"{name} after backward": tensor.detach().clone()
+        for name, tensor in registered.items()
+        if tensor._version != versions[name]
+    }
+    return Outcome(copied, values | flags | gradients | written)
 
 
 def _tensors(outputs: Sequence[Any]) -> list[tuple[int, Tensor]]:

@@ -220,7 +220,7 @@ def _check_faithful(
     if lost is not None:
         raise FusionError(
             f"forward does what a graph would lose (a hook, a seed, random numbers or variables of its own, a write "
-            f"past autograd?): {lost} of the graph differs from that of the code"
+            f"past autograd or in a checkpoint?): {lost} of the graph differs from that of the code"
         )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import hfusion as hf
-from hfusion.capture import export
+from hfusion.capture import member
 from tests.alone import assert_alone, looped, normal
 from tests.capture.test_export import Sevenfold
 
@@ -246,13 +249,13 @@ class Deep(nn.Module):
 @pytest.mark.parametrize("leaf", [Square, Hooked, Item])
 def test_depth_costs_no_traces(leaf: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[nn.Module] = []
-    whole = export._capture
+    whole = member.capture
 
-    def counted(module: nn.Module, *args: Any) -> Any:
+    def counted(module: nn.Module, *args: Any, **options: Any) -> Any:
         traces.append(module)
-        return whole(module, *args)
+        return whole(module, *args, **options)
 
-    monkeypatch.setattr(export, "_capture", counted)
+    monkeypatch.setattr(member, "capture", counted)
     counts = []
     for depth in (2, 5):
         traces.clear()
@@ -299,3 +302,27 @@ def test_what_no_array_can_compute_runs_in_a_loop(make: Callable[[], nn.Module],
     array = assert_alone([make().double() for _ in range(3)], normal(5, 4), normal(3, 4))
     text = str(array.report())
     assert all(f"loop over members, {path}: " in text for path in looped)
+
+
+class Checkpointed(nn.Module):
+    """A normalization whose statistics move in forward and, when the checkpoint runs it again, in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(4, 4, dtype=torch.float64), nn.BatchNorm1d(4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda h: self.norm(h).sin(), self.fc(x), use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_writes_of_a_checkpoint_are_made_again_in_backward() -> None:
+    models, x = [Checkpointed() for _ in range(3)], normal(5, 4)
+    fused = hf.fuse(copy.deepcopy(models))
+    for _ in range(2):
+        fused(x).sum().backward()
+        for model in models:
+            model(x).sum().backward()
+    assert "after backward of the graph differs from that of the code" in str(fused.report())
+    for ours, theirs in zip(fused.unfuse(), models, strict=True):
+        assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+    assert models[0].norm.num_batches_tracked == 4
