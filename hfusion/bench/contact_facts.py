@@ -32,7 +32,7 @@ def fact_items(quick: bool) -> Iterator[ContactItem]:
     """Yield the check that only collects facts, and, if the tests are there, the run of those marked ``gpu``."""
     yield ContactItem("facts", describe_machine, limit=90.0)
     if _TESTS.is_dir():
-        yield ContactItem("pytest -m gpu", partial(run_gpu_tests, quick), Need.CUDA, limit=300.0)
+        yield ContactItem("pytest -m gpu", partial(run_gpu_tests, quick), Need.CUDA, limit=600.0)
 
 
 def describe_machine(device: torch.device) -> CheckResult:
