@@ -11,7 +11,7 @@ from torch import nn
 
 import hfusion as hf
 from tests.null.arrays import losses_of
-from tests.null.calls import reset, since_reset
+from tests.null.calls import Calls, reset, since_reset
 
 pytestmark = pytest.mark.null
 
@@ -36,28 +36,26 @@ def compiled(
     )
 
 
-def per_minibatch(name: str, clip: float | None, layers: int = 6) -> float:
-    """Return the number of these calls for a minibatch beyond the first ones; the first run makes some more."""
+def calls_per_minibatch(clip: float | None, layers: int) -> Calls:
+    """Return the calls of a minibatch beyond the first ones; the first run makes some more."""
     counts = []
     for minibatches in (SHORT, SHORT, LONG):
         task = compiled(minibatches, clip, layers=layers)
         reset()
         hf.train([task], hf.Machine([hf.Device("cuda:0", memory="1GiB")]))
-        calls = since_reset()
-        assert calls.refused == ()
-        counts.append(getattr(calls, name))
-    return float(counts[2] - counts[1]) / (LONG - SHORT)
+        counts.append(since_reset())
+        assert counts[-1].refused == ()
+    names = ("launches", "graphs", "waits", "pageable")
+    return Calls(*[(getattr(counts[2], name) - getattr(counts[1], name)) / (LONG - SHORT) for name in names])
 
 
-@pytest.mark.parametrize("clip", [None, 1.0], ids=["plain", "clipped"])
-def test_waits_of_a_compiled_minibatch(clip: float | None) -> None:
+@pytest.mark.parametrize("layers", [2, 12])
+@pytest.mark.parametrize(("clip", "launches"), [(None, 6), (1.0, 19)], ids=["plain", "clipped"])
+def test_calls_of_a_compiled_minibatch(clip: float | None, launches: int, layers: int) -> None:
+    calls = calls_per_minibatch(clip, layers)
     # What the machine does once falls on few minibatches.
-    assert per_minibatch("waits", clip) < 0.3
-
-
-def test_clipping_takes_as_many_launches_for_many_tensors_as_for_few() -> None:
-    few, many = (per_minibatch("launches", 1.0, layers) for layers in (2, 12))
-    assert abs(many - few) < 1
+    assert calls.waits < 0.3
+    assert (round(calls.launches), round(calls.graphs), round(calls.pageable)) == (launches, 2, 0)
 
 
 def test_callbacks_hear_all_losses_in_order() -> None:
