@@ -84,7 +84,7 @@ def test_a_sweep(compile: bool) -> None:
         epochs=2,
         machine=hf.Machine([hf.Device("cuda:0", memory="1GiB")]),
         compile=compile,
-        clip=1.0,
+        clip_norm=1.0,
     )
     assert since_reset().refused == ()
     # Those whose losses are NaN by chance have failed: nothing is computed.
