@@ -53,6 +53,8 @@ from hfusion.bench.machine import describe
 from hfusion.bench.policies import COMPARED
 from hfusion.bench.progress import meter
 
+# Of sub-benchmarks whose file is not called as they are.
+FILES = {"cluster": "cluster_cost"}
 # A table of all contenders; a terminal is as wide as it is, a file or a pipe has no width.
 WIDTH_WITHOUT_TERMINAL = 200
 
@@ -251,7 +253,7 @@ def main(arguments: Sequence[str]) -> int:
     measurements so far are still shown and written.
     """
     if arguments and arguments[0] in SEPARATE:
-        status = importlib.import_module(f"hfusion.bench.{arguments[0]}").main(arguments[1:])
+        status = importlib.import_module(f"hfusion.bench.{FILES.get(arguments[0], arguments[0])}").main(arguments[1:])
         return status if isinstance(status, int) else 0
     parsed = parse(arguments)
     out = console()

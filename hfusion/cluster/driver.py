@@ -40,6 +40,7 @@ class Drive:
         log: where what happens to arrays is written.
         on_result: asked who stops, as of `hfusion.train`.
         ends_at_failure: the run ends where a task fails; else the others are trained to their end.
+        clock: seconds, by which rates are measured.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Drive:
         on_result: OnResult | None = None,
         *,
         ends_at_failure: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_result, self._ends_at_failure = on_result, ends_at_failure
         # Whether a callback, or who decides, was called.
@@ -61,7 +63,7 @@ class Drive:
         self._counts: Counter[tuple[int, type]] = Counter()
         loads = [one.load for one in arrays.arrays]
         saved = [number for number, one in enumerate(arrays.arrays) if one.options.checkpoint is not None]
-        self._placement = Placement(loads, arrays.kinds, max_failures, time.monotonic, saved)
+        self._placement = Placement(loads, arrays.kinds, max_failures, clock, saved)
         self._parts, self._processes = SharedParts(arrays.arrays, executor), arrays.processes
         self._now: dict[int, int] = {}
         self._done: dict[int, tuple[int, ArrayDone]] = {}

@@ -71,9 +71,11 @@ class Ratios:
     def _fit(self, device: int, task: str) -> None:
         """Only this device and this task: the others have their turn when they are measured."""
         on_device, on_task = self._on_device[device], self._on_task[task]
+        # A task may be on a thousand devices, of which one changes here.
+        others = sum(value - self._of_device[other] for other, value in on_task.items() if other != device)
         for _ in range(_ROUNDS):
             here = sum(value - self._of_task[name] for name, value in on_device.items()) / len(on_device)
-            there = sum(value - self._of_device[other] for other, value in on_task.items()) / len(on_task)
+            there = (others + on_task[device] - self._of_device[device]) / len(on_task)
             self._of_device[device] += (here - self._of_device[device]) / 2
             self._of_task[task] += (there - self._of_task[task]) / 2
 
