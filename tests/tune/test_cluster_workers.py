@@ -29,14 +29,23 @@ class Here:
     """An executor whose processes are objects of this one; ``lose`` a device, and it is told after the next answer."""
 
     def __init__(self, count: int) -> None:
-        self._machines = [hf.Machine([hf.Device(f"cpu:{n}", memory="1GiB")], "1GiB") for n in range(count)]
-        self.trainers = [ArrayTrainer(f"cpu:{n}", machine) for n, machine in enumerate(self._machines)]
-        self.devices: list[DeviceInfo] = [trainer.info() for trainer in self.trainers]
+        self._machines: list[hf.Machine] = []
+        self.trainers: list[ArrayTrainer] = []
+        self.devices: list[DeviceInfo] = []
+        for _ in range(count):
+            self.join()
         self.offsets = [0.0] * count
         self.timeout, self.starting = 0.0, False
         self._messages: deque[tuple[int, Message]] = deque()
         self.lose: int | None = None
         self.revives = True
+
+    def join(self) -> DeviceInfo:
+        name = f"cpu:{len(self.devices)}"
+        self._machines.append(hf.Machine([hf.Device(name, memory="1GiB")], "1GiB"))
+        self.trainers.append(ArrayTrainer(name, self._machines[-1]))
+        self.devices.append(self.trainers[-1].info())
+        return self.devices[-1]
 
     def put(self, value: Any) -> Any:
         return value
@@ -53,6 +62,9 @@ class Here:
         raise AssertionError("no array of a sweep is asked to leave")
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
+        """Messages; a device joins where there is none."""
+        if not self._messages:
+            return [(len(self.devices), self.join())]
         return [self._messages.popleft()]
 
     def revive(self, device: int) -> bool:
@@ -120,3 +132,18 @@ def test_an_array_stays_whose_target_is_gone() -> None:
     second = arrays.epoch(1)
     assert arrays.workers.move(dict.fromkeys(arrays.members, 1), arrays.members) == dict.fromkeys(arrays.members, 0)
     assert [first, second, arrays.epoch(2)] == [alone.epoch(seed) for seed in range(3)]
+
+
+def test_trials_wait_for_a_device_that_joins_while_all_are_lost() -> None:
+    arrays, alone = Arrays(), Arrays(alone=True)
+    first = arrays.epoch(0)
+    arrays.workers.place = lambda name: next(n for n in range(3) if n not in arrays.workers.gone)
+    arrays.here.revives, arrays.here.timeout = False, 60.0
+    arrays.here.lose = 0
+    second = arrays.epoch(1)
+    assert len(arrays.here.devices) == 2
+    arrays.here.lose = 1
+    third, fourth = arrays.epoch(2), arrays.epoch(3)
+    assert arrays.workers.gone == {0, 1}
+    assert [first, second, third, fourth] == [alone.epoch(seed) for seed in range(4)]
+    assert set(arrays.here.trainers[2].kept) >= set(arrays.members)
