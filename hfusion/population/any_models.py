@@ -156,8 +156,7 @@ class Population(PopulationRows):
                     "this population came out of a pickle without the functions that make its optimizers, as these are "
                     "of no module: save it by pop.save, or give functions that pickle knows"
                 )
-            optimizer = self._members.optimizer
-            if has_step_hooks(optimizer):
+            if has_step_hooks(self._members.optimizer):
                 raise FusionError(
                     "members become several groups, each with an optimizer of its own, and the optimizer of the array "
                     "has hooks of its step: use register_gradient_hook, or each after step, which are for all members"
@@ -258,8 +257,7 @@ class Population(PopulationRows):
         return self._members.stop(row)
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-        """Make members ``dst`` copies of ``src``: model, weights, moments, counts, schedule, hyper-parameters and
-        scale.
+        """Make members ``dst`` copies of ``src``: model, weights, moments, counts, schedule, hyper-parameters, scale.
 
         ``src`` is one row, or as many as ``dst``. All are read before any is written. A taken row keeps its tag, a
         free one gets a new tag.
@@ -334,8 +332,7 @@ class Population(PopulationRows):
 
         Args:
             rows: the members to average; by default all.
-            weights: a weight for each, at least 0, such as the number of samples; by default equal. 0 leaves a member
-                out.
+            weights: a weight for each, at least 0, such as the number of samples; by default equal. 0 leaves one out.
             into: the rows to write the average into, or ``"all"``, as a server of federated averaging does. By default
                 it is returned as a model, a copy of the first of ``rows``, and members do not change.
             optimizer: for members that are written, ``"keep"`` keeps their moments and counts, and ``"reset"`` clears
@@ -392,8 +389,7 @@ class Population(PopulationRows):
                 values replace them. The same holds for ``scaler``, ``clip_norm`` and ``clip_value``.
             options: further options of the population; ``accumulate`` and ``on_nonfinite`` are saved, too.
             scheduler: as when the population was made; a dict by name if members have different ones.
-            loader: its position is restored.
-            random: restore the states of the random generators.
+            loader, random: as in `hfusion.load`; the position of the loader is restored.
 
         Raises:
             CheckpointError: there is no save, a file is damaged, or it belongs to other models.
