@@ -104,7 +104,7 @@ def train(max_norm: float | None, loader: Callable[[list[Any]], Iterable[Any]]) 
         losses_of,
         lambda params: hf.optim.AdamW(params, lr=1e-3),
         loader(batches),
-        clip=max_norm,
+        clip_norm=max_norm,
         compile=True,
     )
     hf.train([task], hf.Machine([hf.Device("cuda:0", memory="1GiB")]))
