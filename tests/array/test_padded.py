@@ -212,6 +212,17 @@ def test_batches_of_several_sizes_per_member_run_by_size(monkeypatch: pytest.Mon
             torch.testing.assert_close(ours, model(x, y), rtol=1e-9, atol=1e-11)
 
 
+def test_other_sizes_up_to_the_same_largest_are_asked_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of the first sizes does not hold for a batch of five."""
+    monkeypatch.setattr(SizeCosts, "padded", lambda *_: 0.0)
+    make, batch = then(lambda x: x if x.shape[0] > 10 else -x)
+    fused = hf.fuse(models := [make() for _ in range(2)])
+    for sizes in ((20, 12), (20, 5)):
+        xs = [batch(size) for size in sizes]
+        for ours, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
+            torch.testing.assert_close(ours, model(x), rtol=1e-9, atol=1e-11)
+
+
 def test_a_difference_to_calls_by_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SizeCosts, "padded", lambda *_: 0.0)
     monkeypatch.setattr("hfusion.passes.sample_dims.output_samples", lambda *_: (0,))
