@@ -41,7 +41,7 @@ class DriverCost(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Visit:
+class _SimulatedVisit:
     """An array on a device: how many messages it has sent, and the virtual seconds from one to the next."""
 
     number: int
@@ -61,7 +61,7 @@ class SimulatedExecutor:
         self.offsets = [0.0] * count
         self._clock, self._task, self._draw = clock, task, random.Random(0)
         self._events: list[tuple[float, int]] = []
-        self._visits: dict[int, _Visit] = {}
+        self._visits: dict[int, _SimulatedVisit] = {}
         self._since = 0.0
         # Of the messages of the run, and of its tail: how many, and CPU seconds until the driver waits again.
         self.messages = {"run": 0, "tail": 0}
@@ -74,7 +74,7 @@ class SimulatedExecutor:
     def begin(self, device: int, job: ArrayJob | CallJob) -> None:
         assert isinstance(job, ArrayJob)
         pause = _SECONDS * self._draw.uniform(0.25, 2.0) / _MESSAGES
-        self._visits[device] = _Visit(int(job.name), pause)
+        self._visits[device] = _SimulatedVisit(int(job.name), pause)
         heappush(self._events, (self._clock.now + pause, device))
 
     def leave(self, device: int, name: str) -> None:
