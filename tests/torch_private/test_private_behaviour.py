@@ -207,6 +207,8 @@ def test_an_export() -> None:
     assert not export_state.has_transforms(exported.graph_module)
 
 
+# Of torch, at the first dual tensor of a process.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_transforms_of_torch_func() -> None:
     def seen(x: Tensor) -> Tensor:
         assert functorch.in_transform()
