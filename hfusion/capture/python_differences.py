@@ -17,6 +17,7 @@ from hfusion.capture.variable_guards import names_of
 _MOST, _LETTERS = 3, 60
 # Of objects in attributes.
 _DEPTH = 4
+_NUMBERS = (int, float, complex)
 
 
 def differing_attributes(ours: Sequence[nn.Module], theirs: Sequence[nn.Module], names: tuple[str, str]) -> str:
@@ -45,7 +46,8 @@ def _attributes(ours: Sequence[nn.Module], theirs: Sequence[nn.Module], names: t
             has, lacks = names if key in mine else names[::-1]
             yield f"{has} has an attribute {key} that {lacks} lacks"
         else:
-            yield _difference(key, mine[key], other[key], names, _DEPTH)
+            path, a, b = next(_unlike(mine[key], other[key], _DEPTH), ((), mine[key], other[key]))
+            yield f"{key}{''.join(path)} is {_shown(a)} in {names[0]} and {_shown(b)} in {names[1]}"
 
 
 def _values(model: nn.Module) -> dict[str, Any]:
@@ -56,14 +58,18 @@ def _values(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _difference(where: str, mine: Any, other: Any, names: tuple[str, str], depth: int) -> str:
-    """The first difference within two values that are not the same."""
-    parts = parts_of(mine), parts_of(other)
-    if depth and type(mine) is type(other) and parts[0].keys() == parts[1].keys():
-        for name, part in parts[0].items():
-            if not _same(part, parts[1][name]):
-                return _difference(f"{where}{name}", part, parts[1][name], names, depth - 1)
-    return f"{where} is {_shown(mine)} in {names[0]} and {_shown(other)} in {names[1]}"
+def _unlike(
+    mine: Any, other: Any, depth: int, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Yield the innermost parts in which two values differ, after the expressions that lead there."""
+    if mine is other:
+        return
+    parts, others = parts_of(mine), parts_of(other)
+    if depth and parts and type(mine) is type(other) and parts.keys() == others.keys():
+        for name, part in parts.items():
+            yield from _unlike(part, others[name], depth - 1, (*path, name))
+    elif parts or type(mine) is not type(other) or isinstance(mine, Tensor | nn.Module) or repr(mine) != repr(other):
+        yield path, mine, other
 
 
 def parts_of(value: Any) -> dict[str, Any]:
@@ -72,18 +78,9 @@ def parts_of(value: Any) -> dict[str, Any]:
         return {f"[{key!r}]": part for key, part in value.items()}
     if isinstance(value, list | tuple):
         return {f"[{index}]": part for index, part in enumerate(value)}
-    if isinstance(value, Tensor | nn.Module | types.FunctionType | type):
+    if isinstance(value, (Tensor, nn.Module, types.FunctionType, type, *_NUMBERS)):
         return {}
     return {f".{name}": part for name, part in getattr(value, "__dict__", {}).items()}
-
-
-def _same(mine: Any, other: Any) -> bool:
-    if mine is other:
-        return True
-    if isinstance(mine, str | bool | int | float | complex | bytes | None) or not parts_of(mine):
-        return type(mine) is type(other) and not isinstance(mine, Tensor) and repr(mine) == repr(other)
-    parts = parts_of(mine), parts_of(other)
-    return parts[0].keys() == parts[1].keys() and all(_same(part, parts[1][name]) for name, part in parts[0].items())
 
 
 def _shown(value: Any) -> str:
@@ -127,22 +124,29 @@ class DifferingNumbers:
     def of(model: nn.Module, others: Sequence[nn.Module]) -> DifferingNumbers:
         own_contents = contents(model)
         closed = modeless_fingerprint(model)[1:]
-        numbers: list[_Number | None] = []
+        numbers: list[tuple[list[str], str, Any]] = []
+        anything = False
         for other in others:
             its_contents = contents(other)
             if own_contents.keys() != its_contents.keys() or modeless_fingerprint(other)[1:] != closed:
-                numbers.append(None)
+                anything = True
                 continue
             for key in (key for key in own_contents if own_contents[key] != its_contents[key]):
                 path, _, name = key.rpartition(".")
-                mine, theirs = (vars(m.get_submodule(path)).get(name, _ABSENT) for m in (model, other))
-                numbers += _differing((name,), mine, theirs, MAX_DEPTH)
-        named = [number for number in numbers if number is not None]
+                ours, its = (vars(m.get_submodule(path)).get(name, _ABSENT) for m in (model, other))
+                for steps, mine, theirs in _unlike(ours, its, MAX_DEPTH):
+                    if isinstance(mine, _NUMBERS) and isinstance(theirs, _NUMBERS):
+                        names = [name, *(step.strip(".[]'\"") for step in steps)]
+                        # Items have the name of the attribute that they are in.
+                        last = [name, *(step[1:] for step in steps if step.startswith("."))][-1]
+                        numbers.append((names, last, mine))
+                    else:
+                        anything = True
         return DifferingNumbers(
-            frozenset(name for number in named for name in number.names),
-            frozenset(number.names[-1] for number in named),
-            tuple(number.value for number in named),
-            None in numbers,
+            frozenset(name for names, _, _ in numbers for name in names),
+            frozenset(last for _, last, _ in numbers),
+            tuple(value for _, _, value in numbers),
+            anything,
         )
 
     def may_stand_in(self, uses: Sequence[SizeUse], model: nn.Module) -> bool:
@@ -175,29 +179,3 @@ def _is_computed(model: nn.Module, attribute: str) -> bool:
 
 
 _ABSENT = object()
-
-
-@dataclass(frozen=True)
-class _Number:
-    names: tuple[str, ...]
-    value: Any
-
-
-def _differing(names: tuple[str, ...], mine: Any, other: Any, depth: int) -> Iterator[_Number | None]:
-    """Yield the numbers that differ within two values; None for other differences."""
-    if isinstance(mine, int | float | complex) and isinstance(other, int | float | complex):
-        if type(mine) is not type(other) or repr(mine) != repr(other):
-            yield _Number(names, mine)
-        return
-    if mine is other:
-        return
-    own_parts, other_parts = parts_of(mine), parts_of(other)
-    if type(mine) is not type(other) or own_parts.keys() != other_parts.keys() or depth == 0:
-        yield None
-    elif not own_parts:
-        if isinstance(mine, Tensor | nn.Module) or repr(mine) != repr(other):
-            yield None
-    else:
-        for name, part in own_parts.items():
-            step = (name[1:],) if name.startswith(".") else (name.strip("[]'\""), names[-1])
-            yield from _differing((*names, *step), part, other_parts[name], depth - 1)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +20,8 @@ from hfusion.core.fingerprint import is_user_code, names_in
 
 PLAIN = (str, bool, int, float, complex, bytes, types.NoneType, torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, dict, set, deque)
-# Classes that derive from these may have rules of their own.
-_MAPPINGS = (dict, OrderedDict, defaultdict)
+# An OrderedDict is no longer one after methods of dict have changed it.
+_BASES = (OrderedDict, dict, list, set, deque)
 VALUES = (*PLAIN, *CONTAINERS, Tensor)
 _ATOMS = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
 MAX_ITEMS = 1000
@@ -206,19 +206,18 @@ def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, A
         elif isinstance(item, nn.Module) and is_array(item):
             # Its programs are no state of a model.
             continue
-        elif type(item) in _MAPPINGS:
-            undo.append(functools.partial(_refill_dict, item, dict(item)))
-            waiting += item.values()
-        elif type(item) in (list, set, deque):
-            undo.append(functools.partial(_refill, item, list(item)))
-            waiting += item
         elif isinstance(item, tuple):
             waiting += tuple.__iter__(item)
         elif isinstance(item, types.FunctionType) and objects:
             for cell in filled_cells(item):
                 undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
                 waiting.append(cell.cell_contents)
-        elif objects:
+        elif objects or isinstance(item, CONTAINERS):
+            for base in (kind for kind in _BASES if isinstance(item, kind)):
+                items = _items(base, item)
+                undo.append(functools.partial(_refill, base, item, items))
+                waiting += items.values() if isinstance(items, dict) else items
+                break
             held = {name: getattr(item, name, _MISSING) for name in slots(type(item))}
             if held:
                 undo.append(functools.partial(_refill_slots, item, held))
@@ -256,16 +255,21 @@ def filled_cells(function: types.FunctionType) -> list[Any]:
     return cells
 
 
-def _refill_dict(holder: dict[Any, Any], items: dict[Any, Any]) -> None:
-    if len(holder) != len(items) or any(holder.get(name, holder) is not value for name, value in items.items()):
-        holder.clear()
-        holder.update(items)
+def _items(base: Any, holder: Any) -> dict[Any, Any] | list[Any]:
+    return dict(base.items(holder)) if base in (dict, OrderedDict) else list(base.__iter__(holder))
 
 
-def _refill(holder: Any, items: list[Any]) -> None:
-    if len(holder) != len(items) or any(a is not b for a, b in zip(holder, items, strict=True)):
-        holder.clear()
-        (holder.update if isinstance(holder, set) else holder.extend)(items)
+def _refill(base: Any, holder: Any, items: dict[Any, Any] | list[Any]) -> None:
+    """Put ``items`` back into a container by the methods of ``base``: a class that derives from it may forbid that."""
+    now = _items(base, holder)
+    if len(now) == len(items) and all(a is b for a, b in zip(_flat(now), _flat(items), strict=True)):
+        return
+    base.clear(holder)
+    (base.extend if base in (list, deque) else base.update)(holder, items)
+
+
+def _flat(items: dict[Any, Any] | list[Any]) -> list[Any]:
+    return [*items, *items.values()] if isinstance(items, dict) else items
 
 
 def _remember_variables(

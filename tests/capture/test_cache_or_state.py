@@ -51,6 +51,10 @@ def table_per_size(self: Any, x: Tensor) -> Tensor:
     return self.fc(x) * self.state[n]
 
 
+class Tables(dict[int, Tensor]):
+    pass
+
+
 class Slotted:
     __slots__ = ("table",)
 
@@ -92,6 +96,7 @@ KEPT: dict[str, tuple[Forward, Any]] = {
     "table given with the model": (table_that_grows, rows(6)),
     "table of a size": (table_of_a_size, None),
     "table per size": (table_per_size, dict),
+    "table per size in a dict of its class": (table_per_size, Tables),
     "table in a slot": (table_in_a_slot, Slotted),
     "flag": (flag, False),
     "global table": (global_table, None),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -43,3 +46,39 @@ def test_what_forward_names_comes_back() -> None:
     assert not hasattr(module, "last")
     assert OTHERS == {"elsewhere": 1}
     assert variables(module) == before
+
+
+class Table(dict[Any, Any]):
+    """A dict with rules of its own."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError("a Table is never overwritten")
+
+    clear = update = __setitem__  # type: ignore[assignment]
+
+
+class Row(list[Any]):
+    pass
+
+
+@pytest.mark.parametrize("make", [dict, Table, Counter, OrderedDict, list, Row, deque, set])
+def test_containers_of_any_class_come_back(make: Callable[..., Any]) -> None:
+    module = nn.Module()
+    module.held = make({"a": 1, "b": 2})
+    before = list(module.held)
+    with restored(module):
+        base = next(kind for kind in (OrderedDict, dict, list, deque, set) if isinstance(module.held, kind))
+        base.clear(module.held)
+        (base.update if base not in (list, deque) else base.extend)(module.held, {"c": 3})
+        assert list(module.held) == ["c"]
+    assert list(module.held) == before
+    if isinstance(module.held, dict):
+        assert list(module.held.items()) == [("a", 1), ("b", 2)]
+
+
+def test_the_order_of_an_ordered_dict_comes_back() -> None:
+    module = nn.Module()
+    module.held = OrderedDict(a=1, b=2)
+    with restored(module):
+        module.held.move_to_end("a")
+    assert list(module.held) == ["a", "b"]
