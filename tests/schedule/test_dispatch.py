@@ -113,6 +113,25 @@ def test_a_task_that_is_done_neither_waits_nor_begins() -> None:
         dispatcher.begin(0)
 
 
+@pytest.mark.parametrize(("begun", "more"), [(0, 3), (2, 0), (2, 1), (3, 50)])
+def test_a_task_that_ends_early_counts_its_units_no_more(begun: int, more: int) -> None:
+    made = task("a", steps=5)
+    dispatcher = Dispatcher(Plan((made, task("b")), {"d": 99}, 1.0, 1.0), LONGEST)
+    assert dispatcher.choose(99, None) == 0
+    for _ in range(begun):
+        dispatcher.begin(0)
+    dispatcher.end(0, more)
+    for _ in range(min(more, made.units - begun)):
+        assert dispatcher.unfinished()
+        dispatcher.begin(0)
+    assert dispatcher.next(0) is None
+    assert dispatcher.choose(99, 0) == 1
+    while dispatcher.next(1) is not None:
+        assert dispatcher.unfinished()
+        dispatcher.begin(1)
+    assert not dispatcher.unfinished()
+
+
 def test_no_tasks() -> None:
     dispatcher = Dispatcher(Plan((), {"d": 1}, 1.0, 1.0), LONGEST)
     assert dispatcher.choose(1, None) is None
