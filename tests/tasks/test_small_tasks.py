@@ -55,7 +55,7 @@ def machine(memory: str = "1MiB") -> hf.Machine:
     return hf.Machine([hf.Device("cpu", memory=memory)], "1GiB")
 
 
-def plain(number: int, width: int = 6, clip: float | None = None, accumulate: int = 1) -> tuple[Tensor, Tensor]:
+def plain(number: int, width: int = 6, clip_norm: float | None = None, accumulate: int = 1) -> tuple[Tensor, Tensor]:
     """The losses and the parameters of a loop over the fused array."""
     fused = hf.fuse(models(width, number))
     optimizer, loss = hf.optim.Adam(fused.parameters(), lr=RATES), hf.per_model(F.cross_entropy)
@@ -67,8 +67,8 @@ def plain(number: int, width: int = 6, clip: float | None = None, accumulate: in
             (losses[-1].sum() / accumulate).backward()
             if (step + 1) % accumulate and step + 1 < STEPS:
                 continue
-            if clip is not None:
-                hf.optim.clip_grad_norm_(fused.parameters(), clip)
+            if clip_norm is not None:
+                hf.optim.clip_grad_norm_(fused.parameters(), clip_norm)
             optimizer.step()
             optimizer.zero_grad()
     return torch.stack(losses).detach(), torch.cat([p.detach().flatten() for p in fused.parameters()])
