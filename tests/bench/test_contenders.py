@@ -114,7 +114,7 @@ def test_channels_last_is_for_models_with_convolutions(start: Callable[[Workload
 
 
 # torch's forward mode calls torch.jit.script.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 @pytest.mark.parametrize("case", [case for case in cases.CASES if case.make_functional], ids=lambda case: case.name)
 def test_derivatives_by_autograd_and_by_functions_are_the_same(case: cases.FuseCase) -> None:
     chosen = workload(case, members=2)

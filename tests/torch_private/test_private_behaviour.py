@@ -208,7 +208,7 @@ def test_an_export() -> None:
 
 
 # Of torch, at the first dual tensor of a process.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_transforms_of_torch_func() -> None:
     def seen(x: Tensor) -> Tensor:
         assert functorch.in_transform()

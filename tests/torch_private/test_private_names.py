@@ -75,6 +75,9 @@ def owner(path: str) -> Any:
 
 @pytest.mark.parametrize("row", PRIVATE_NAMES, ids=lambda row: row.purpose)
 def test_the_names_exist(row: PrivateNames) -> None:
+    first, installed = (tuple(map(int, text.split(".")[:2])) for text in (row.tried.split()[0], torch.__version__))
+    if installed < first:
+        pytest.skip(f"tried from torch {row.tried.split()[0]} on")
     held: dict[str, Any] = {}
     missing = []
     for path, name in row.pairs():
