@@ -71,9 +71,15 @@ def fitted(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[Tensor, Ten
     """Normal inputs of ``shape``, the second half as the first, and other normal targets of a shape for each."""
     generator = torch.Generator().manual_seed(0)
     inputs, target = torch.randn(shape, generator=generator), torch.randn(wanted, generator=generator)
+    _repeat(inputs)
+    return inputs, target
+
+
+def _repeat(inputs: Tensor) -> int:
+    """Write the first half of the samples into the second; return how many these are."""
     half = len(inputs) // 2
     inputs[half : 2 * half] = inputs[:half]
-    return inputs, target
+    return half
 
 
 def contradict(inputs: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Tensor]:
@@ -82,8 +88,7 @@ def contradict(inputs: Tensor, target: Tensor, classes: int) -> tuple[Tensor, Te
     Else a model that is timed for long enough knows its batch by heart, and its gradients become denormal numbers, with
     which a processor computes many times slower: the time would tell how often a contender had run.
     """
-    half = len(inputs) // 2
-    inputs[half : 2 * half] = inputs[:half]
+    half = _repeat(inputs)
     target[half : 2 * half] = (target[:half] + 1) % classes
     return inputs, target
 

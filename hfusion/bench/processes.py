@@ -94,9 +94,9 @@ def start(
     if workers == 1:
         raise Unavailable("needs at least 2 members and 2 cores")
     if channels_last:
-        check_convolutions(workload)
-    found = _Workers(workload, workers, compiled, channels_last)
-    return Running(found.step, found.close, cores=workers)
+        check_convolutions(workload.models([0])[0])
+    started = _Workers(workload, workers, compiled, channels_last)
+    return Running(started.step, started.close, cores=workers)
 
 
 def start_compiled(workload: Workload) -> Running:

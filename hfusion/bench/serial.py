@@ -36,7 +36,7 @@ class SerialLoop:
         chosen = tuple(members)
         models, (inputs, target) = tuple(workload.models(chosen)), workload.batch()
         if channels_last:
-            check_convolutions(workload)
+            check_convolutions(models[0])
             # torch's types have no stub for this argument alone.
             models = tuple(model.to(memory_format=torch.channels_last) for model in models)  # type: ignore[call-overload]
             inputs = inputs.to(memory_format=torch.channels_last)
@@ -58,9 +58,8 @@ class SerialLoop:
         return losses
 
 
-def check_convolutions(workload: Workload) -> None:
+def check_convolutions(model: nn.Module) -> None:
     """Raises Unavailable where a model has no convolution of images, whose memory format matters."""
-    (model,) = workload.models([0])
     if not any(isinstance(module, _CONVOLUTIONS) for module in model.modules()):
         raise Unavailable("has no convolution of images")
 

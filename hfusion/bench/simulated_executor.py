@@ -81,7 +81,7 @@ class SimulatedExecutor:
         raise AssertionError("arrays without checkpoints do not move")
 
     def answer(self, device: int, members: list[int]) -> None:
-        raise AssertionError("nobody asks who stops")
+        raise AssertionError("no array asks which of its members stop")
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         now = time.process_time()

@@ -41,7 +41,6 @@ from hfusion.optim.skipped_members import Resting, left_alone, of_members, toget
 from hfusion.optim.step_cache import StepCache, Work
 from hfusion.optim.unfuse import member_state_dicts
 from hfusion.torch_private.autograd_engine import is_profiling
-from hfusion.torch_private.optimizer_hooks import count_global_step_hooks, has_step_hooks
 
 _LAYOUT = attrgetter("layout")
 
@@ -387,4 +386,4 @@ def _torch_ways(kind: type[Optimizer] | None) -> tuple[ParamGroup, bool]:
 
 def _observed(optimizer: Optimizer) -> bool:
     """Whether a profiler or a hook wants to know of a step."""
-    return bool(is_profiling() or has_step_hooks(optimizer) or count_global_step_hooks() > coupling.hooks())
+    return is_profiling() or coupling.has_hooks(optimizer)

@@ -26,7 +26,12 @@ from hfusion.core.membership import Membership, arrays, membership
 from hfusion.core.row_gradients import settle
 from hfusion.optim.param_groups import asked_of_members, split_by_stack_dims
 from hfusion.torch_private.module_hooks import BatchNorm
-from hfusion.torch_private.optimizer_hooks import wrap_norm, wrap_optimizer_methods
+from hfusion.torch_private.optimizer_hooks import (
+    count_global_step_hooks,
+    has_step_hooks,
+    wrap_norm,
+    wrap_optimizer_methods,
+)
 
 # tests/optim/test_coupling.py trains with each of them. SparseAdam refuses dense gradients by itself.
 _ELEMENTWISE = frozenset(
@@ -119,6 +124,11 @@ def watch(array: nn.Module | None = None) -> None:
 def hooks() -> int:
     """How many hooks of torch's optimizers are ours."""
     return _hook.cache_info().currsize
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Return whether hooks run at the steps of ``optimizer``, other than ours."""
+    return has_step_hooks(optimizer) or count_global_step_hooks() > hooks()
 
 
 @cache

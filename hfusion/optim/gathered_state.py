@@ -19,7 +19,6 @@ from hfusion.optim.group import membership_of, same_objects
 from hfusion.optim.hyper import own, plain, read
 from hfusion.optim.optimizer_rows import write_hyper
 from hfusion.optim.settings import ParamGroup
-from hfusion.torch_private.optimizer_hooks import count_global_step_hooks, has_step_hooks
 
 
 @dataclass(eq=False)
@@ -58,7 +57,7 @@ class GatheredState:
             FusionError: hooks of the optimizer's step, which take the gradients of all members.
         """
         whole, part = self.whole, self.part
-        if has_step_hooks(whole) or count_global_step_hooks() > coupling.hooks():
+        if coupling.has_hooks(whole):
             raise FusionError(
                 f"{type(whole).__name__} has a hook of its steps, which takes all members, and only rows {list(rows)} "
                 "are to step: step all rows, or remove the hook; hf.Population clips by clip_norm= and clip_value="
