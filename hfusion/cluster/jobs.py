@@ -20,10 +20,11 @@ from hfusion.cluster.executor import Executor
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.cluster.node import ArrayJob
 from hfusion.cluster.placement import Load
-from hfusion.cluster.serialization import pack
+from hfusion.cluster.serialization import pack_with_keys
 from hfusion.core.errors import PlanError
 from hfusion.schedule.plan import Plan, Processes, TaskPlan
-from hfusion.tasks.arrange import Arrangement, arrays_of
+from hfusion.tasks.alike_tasks import AlikeTasks
+from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.array_plan import ArrayCost, Room
 from hfusion.tasks.checkpoints import check_every, check_folder
 from hfusion.tasks.sharing import check_loaders, check_tensors
@@ -68,12 +69,13 @@ class PlacedArray:
     cost: ArrayCost | None = None
 
     def job(self, parts: SharedParts) -> ArrayJob:
-        parcel, options = pack(f"the task {self.task.name!r}", self.sent, parts.keys), self.options
+        parcel, keys = pack_with_keys(f"the task {self.task.name!r}", self.sent, parts.keys)
+        options = self.options
         return ArrayJob(
             self.load.name,
             self.members,
             parcel,
-            parts.kept,
+            {key: parts.kept[key] for key in keys},
             options.policy,
             options.checkpoint,
             options.every,
@@ -133,13 +135,11 @@ def arranged(
     most = max(devices, key=lambda device: device.budget)
     largest = Room(most.physical, most.budget, most.rates, keep=True)
     arrays: list[PlacedArray] = []
+    alike = AlikeTasks(largest)
     for task in tasks:
-        # What was fused to plan is not needed any more.
-        for one in arrays_of(task, largest):
-            cost = one.cost
-            load = Load(one.plan.name, tuple(map(cost.seconds_on, rooms.rooms)), task.name, task.steps)
-            sent = seeded_task(sent_task(one))
-            arrays.append(PlacedArray(task, one.members, load, sent, options, cost=cost))
+        for members, cost in alike.arrays(task):
+            load = Load(cost.name, tuple(map(cost.seconds_on, rooms.rooms)), task.name, task.steps)
+            arrays.append(PlacedArray(task, members, load, seeded_task(sent_task(task, members)), options, cost=cost))
     check_loaders([(one.load.name, (one.task.loader, one.task.eval_loader)) for one in arrays])
     if options.checkpoint is not None:
         check_folder(options.checkpoint, [one.load.name for one in arrays], resume=resume)
@@ -155,7 +155,7 @@ def planned(
     for one, task_plan in zip(arrangements, plan.tasks, strict=True):
         seconds = tuple(task_plan.seconds if task_plan.device_bytes <= each.budget else None for each in devices)
         load = Load(task_plan.name, seconds, one.task.name, one.task.steps)
-        sent = seeded_task(sent_task(one))
+        sent = seeded_task(sent_task(one.task, one.members))
         arrays.append(PlacedArray(one.task, one.members, load, sent, options, task_plan, one.array))
     return ClusterArrays(
         tuple({id(one.task): one.task for one in arrangements}.values()), tuple(arrays), kinds, plan.processes
@@ -172,11 +172,11 @@ def check_schedulers(tasks: Iterable[Task]) -> None:
             )
 
 
-def sent_task(one: Arrangement) -> Task:
+def sent_task(task: Task, members: Sequence[int]) -> Task:
     """The task with the models of one array, as it goes to another process."""
-    task, models = one.task, one.task.models
+    models = task.models
     if not isinstance(models, nn.Module):
-        own, absent = set(one.members), nn.Identity()
+        own, absent = set(members), nn.Identity()
         models = [model if index in own else absent for index, model in enumerate(models)]
     return replace(task, models=models, callbacks=())
 

@@ -26,17 +26,26 @@ def _cloudpickle() -> Any:
 
 def pack(what: str, value: Any, parts: Mapping[int, str]) -> bytes:
     """``value`` as bytes; an object whose id is in ``parts`` as its key there. Raises PlanError with ``what``."""
+    return pack_with_keys(what, value, parts)[0]
+
+
+def pack_with_keys(what: str, value: Any, parts: Mapping[int, str]) -> tuple[bytes, set[str]]:
+    """Return what `pack` returns, and the keys of the parts that it left out."""
     target = io.BytesIO()
-    _dump(what, value, parts, target)
-    return target.getvalue()
+    keys = _dump(what, value, parts, target)
+    return target.getvalue(), keys
 
 
-def _dump(what: str, value: Any, parts: Mapping[int, str], target: Any) -> None:
+def _dump(what: str, value: Any, parts: Mapping[int, str], target: Any) -> set[str]:
     pickler: Any = _cloudpickle().Pickler
+    keys: set[str] = set()
 
     class Packer(pickler):  # type: ignore[misc]
         def persistent_id(self, found: object) -> str | None:
-            return parts.get(id(found))
+            key = parts.get(id(found))
+            if key is not None:
+                keys.add(key)
+            return key
 
         def reducer_override(self, found: Any) -> Any:
             return _as_bytes(found) if _is_plain(found) else super().reducer_override(found)
@@ -48,6 +57,7 @@ def _dump(what: str, value: Any, parts: Mapping[int, str], target: Any) -> None:
             f"{what} cannot go to another process, as pickle fails: {type(error).__name__}: {error}; leave out what "
             "only this process has, such as open files, locks and generators"
         ) from error
+    return keys
 
 
 def _is_plain(value: object) -> bool:

@@ -257,7 +257,7 @@ def _obstacle(arrangements: Sequence[Arrangement], machine: Machine, on_result: 
         check_schedulers(tasks)
     except PlanError as error:
         return str(error)
-    parcels = ((f"the task {one.task.name!r}", sent_task(one)) for one in arrangements)
+    parcels = ((f"the task {one.task.name!r}", sent_task(one.task, one.members)) for one in arrangements)
     return copy_obstacle(listeners, sent, parcels, machine)
 
 

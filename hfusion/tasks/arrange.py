@@ -145,7 +145,7 @@ def checked_plan(given: Plan, made: Plan) -> Plan:
 
 def arrange_one(task: Task, members: Sequence[int], name: str, machine: Machine) -> tuple[list[Arrangement], Plan]:
     """Return the plan of one array of a task with known members. Raises as `arrange`."""
-    room, first, models = room_of(machine, machine.calibrate(), keep=True), _first(task), task.models
+    room, first, models = room_of(machine, machine.calibrate(), keep=True), first_minibatches(task), task.models
     if isinstance(models, FusedModule):
         check_alike(models, "hf.train")
     else:
@@ -174,7 +174,7 @@ def arrays_of(task: Task, room: Room) -> list[Arrangement]:
 
 
 def _made(task: Task, room: Room) -> list[Arrangement]:
-    first = _first(task)
+    first = first_minibatches(task)
     if isinstance(task.models, FusedModule):
         check_alike(task.models, "hf.train")
         return [_arranged(task, task.models, range(len(task.models)), first, room, task.name)]
@@ -304,8 +304,8 @@ def _evaluated_samples(task: Task, first: First, members: Sequence[int]) -> int:
     return max(Minibatch.of(task, each, members).samples for each in loaded)
 
 
-def _first(task: Task) -> First:
-    """The random state and the loaders are as before."""
+def first_minibatches(task: Task) -> First:
+    """Read the loaders of a task for minibatches; they and the random state are afterwards as before."""
     with random_states_kept(), _undrawn(task.loader), _undrawn(task.eval_loader):
         trained = _begin(task, "loader", task.loader)
         return First(trained, None if task.eval_loader is None else _begin(task, "eval_loader", task.eval_loader))

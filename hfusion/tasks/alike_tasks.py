@@ -1,0 +1,73 @@
+"""Tasks that read the same, such as one small model per customer: the first is planned, and the others as it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from hfusion.array.module import FusedModule
+from hfusion.capture.named import tensors
+from hfusion.core.fingerprint import read_model, read_state
+from hfusion.tasks.arrange import arrays_of, first_minibatches
+from hfusion.tasks.array_plan import ArrayCost, Room
+from hfusion.tasks.minibatch import Minibatch
+from hfusion.tasks.task import Task, shapes
+
+
+class AlikeTasks:
+    """Which members of tasks form arrays on a device, and what these cost, without the arrays.
+
+    To plan a small task takes longer than to train it for some minibatches: its models are fused, and its optimizer is
+    made, where another process does both again.
+    """
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._known: dict[Any, list[tuple[tuple[int, ...], ArrayCost]]] = {}
+
+    def arrays(self, task: Task) -> list[tuple[tuple[int, ...], ArrayCost]]:
+        """Return the members and the cost of each array of a task. Raises as `arrays_of`."""
+        key = self._key(task)
+        if key not in self._known:
+            # What was fused to plan is not needed any more.
+            found = [(one.members, one.cost) for one in arrays_of(task, self._room)]
+            if key is None:
+                return found
+            self._known[key] = found
+        return [(members, _of(task, cost)) for members, cost in self._known[key]]
+
+    def _key(self, task: Task) -> Any:
+        """Return all that the plan of a task follows from, hashable; None if that is not known."""
+        if isinstance(task.models, FusedModule) or not callable(task.optimizer):
+            return None
+        models = [task.models] if isinstance(task.models, nn.Module) else list(task.models)
+        # Nothing else finds errors of single models.
+        shapes(models)
+        states = [read_model(model) for model in models]
+        functions = [read_state(function) for function in (task.optimizer, task.loss)]
+        if any(state is None for state in [*states, *functions]):
+            return None
+        owned = [id(tensor) for model in models for _, tensor in tensors(model)]
+        first = first_minibatches(task)
+        return (
+            (*states, *functions),
+            # Which tensors are one.
+            tuple(map(owned.index, owned)) if len(set(owned)) < len(owned) else None,
+            tuple(_sizes(task, found) for found in (first.trained, first.evaluated)),
+            (task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is None, task.compile),
+        )
+
+
+def _sizes(task: Task, found: Any) -> Any:
+    """What the plan reads of a loader's minibatch."""
+    if found is None:
+        return None
+    minibatch = Minibatch.of(task, found, range(task.members))
+    return minibatch.key, minibatch.samples
+
+
+def _of(task: Task, cost: ArrayCost) -> ArrayCost:
+    """The cost of an array of another task, under the name that it has there."""
+    return replace(cost, task=task, name=task.name + cost.name.removeprefix(cost.task.name))
