@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.null.calls import absence, compare_as_equal
 
@@ -24,3 +26,12 @@ def _comparisons() -> Iterator[None]:
     library = compare_as_equal()
     yield
     library._destroy()
+
+
+@pytest.fixture(autouse=True)
+def _zeroed() -> None:
+    """Give memory back that tests before have written to: flags that no kernel computes are read from new memory, as
+    zeros."""
+    if not absence():
+        gc.collect()
+        torch.cuda.empty_cache()
