@@ -25,7 +25,7 @@ from hfusion.capture.named import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
 from hfusion.compiler.compiled_program import Compiled, check_members
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.gradient_usage import frozen_rows, of_rows, watching_row
 from hfusion.core.member_random import seeds_of_rows
 from hfusion.core.row_indices import cut_rows
@@ -58,6 +58,8 @@ class MemberGroup:
         try:
             compiled = array._program(arguments)
             array._check_once(compiled, arguments)
+        except ForwardsDiffer as error:
+            raise error.of_rows(self.rows) from error
         finally:
             for parameter in array.parameters():
                 parameter.data = parameter.new_zeros(()).expand(parameter.shape)

@@ -103,8 +103,9 @@ def part(
 ) -> list[PlacedGroup]:
     """Make a group of each set of members that do the same in forward; these groups, in the place of the one.
 
-    ``chosen``: the rows of the group that the error is of; None: all. Others go with a member that reads the same.
-    Raises the error itself where it does not say who is who.
+    ``chosen``: the rows of the group that were called; None: all. Members of which the error does not tell go with one
+    that reads the same: they were not called, or have batches of another size. Raises the error itself where it does
+    not say who is who.
     """
     group.members._check_between()
     live = [local for local, row in enumerate(group.rows) if row is not None]
@@ -112,8 +113,10 @@ def part(
         parts = [rows for of_graph in error.groups if (rows := [local for local in of_graph if local in live])]
     else:
         places = [[chosen[place] for place in of_graph if place < len(chosen)] for of_graph in error.groups]
-        parts = _with_others(group, [rows for rows in places if rows], [local for local in live if local not in chosen])
-    if sorted(local for rows in parts for local in rows) != live:
+        parts = [rows for rows in places if rows]
+    told = {local for rows in parts for local in rows}
+    parts = _with_others(group, parts, [local for local in live if local not in told])
+    if not told or sorted(local for rows in parts for local in rows) != live:
         raise error
     index, old_rows = mixed.groups.index(group), list(group.rows)
     reasons = _reasons(group, parts, error, chosen)

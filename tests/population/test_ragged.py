@@ -166,3 +166,55 @@ def test_free_rows_get_any_batch() -> None:
         hf.stacked([torch.randn(n, 4) for n in SIZES]), hf.stacked([torch.randint(3, (n,)) for n in SIZES])
     )
     assert losses.isnan().tolist() == [False, True, False]
+
+
+class Act(nn.Module):
+    """Models of one shape whose forwards differ."""
+
+    def __init__(self, act: str) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(4, 3), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = getattr(torch, self.act)(self.linear(x))
+        return out
+
+
+ACTS = ["tanh", "tanh", "relu", "tanh", "sigmoid", "relu", "tanh"]
+
+
+@pytest.mark.parametrize("sizes", [(3, 5, 5, 5, 5, 3, 5), (3, 5, 3, 5, 3, 5, 5), (2, 3, 4, 5, 6, 7, 8)])
+@pytest.mark.parametrize("rows", [None, [1, 2, 3, 4, 6]])
+def test_forwards_that_differ_meet_in_batches_of_some_sizes(sizes: tuple[int, ...], rows: list[int] | None) -> None:
+    """The sizes of the first batches decide which members are found to differ first."""
+    models = [Act(act) for act in ACTS]
+    pop = hf.Population(models, optimizer=partial(hf.optim.Adam, lr=0.01), loss=F.cross_entropy)
+    stepping = list(range(len(ACTS))) if rows is None else rows
+    batches = [[(torch.randn(sizes[row], 4), torch.randint(3, (sizes[row],))) for _ in range(3)] for row in stepping]
+    for minibatch in zip(*batches, strict=True):
+        xs, ts = zip(*minibatch, strict=True)
+        pop.step(hf.stacked(xs), hf.stacked(ts), rows=rows)
+    for row, of_row in zip(stepping, batches, strict=True):
+        alone(models[row], of_row)
+    for model, trained in zip(models, pop.models, strict=True):
+        for key, tensor in model.state_dict().items():
+            torch.testing.assert_close(trained.state_dict()[key], tensor, rtol=0, atol=1e-12)
+
+
+def test_forwards_that_differ_are_found_by_an_evaluation_of_unequal_batches() -> None:
+    models = [Act(act) for act in ACTS]
+    pop = hf.Population(models, optimizer=partial(hf.optim.Adam, lr=0.01), loss=F.cross_entropy)
+    batches = [(torch.randn(3 + row % 2, 4), torch.randint(3, (3 + row % 2,))) for row in range(len(ACTS))]
+    xs, ts = zip(*batches, strict=True)
+    losses = pop.evaluate(F.cross_entropy, [(hf.stacked(xs), hf.stacked(ts))])
+    wanted = [F.cross_entropy(model(x), t) for model, (x, t) in zip(models, batches, strict=True)]
+    torch.testing.assert_close(losses, torch.stack(wanted).detach())
+
+
+def test_an_array_names_the_members_that_differ() -> None:
+    fused = hf.fuse([Act(act) for act in ACTS])
+    batches = [torch.randn(3 if row in (0, 1) else 5, 4) for row in range(len(ACTS))]
+    with pytest.raises(hf.ForwardsDiffer, match="act is 'relu' in model 2 and 'tanh' in model 3;") as raised:
+        fused(hf.stacked(batches))
+    assert raised.value.groups == ((2, 5), (3, 6), (4,))
+    assert "Fuse models 2, 5 and models 3, 6 and model 4 by themselves" in str(raised.value)
