@@ -121,7 +121,8 @@ def sample_weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
             return loss(output, wanted)
         removed = weights == 0
         each = single(_without(output, removed), wanted)
-        if each.dim() == 0 or len(each) != len(weights):
+        # len() would need to know a size that may vary.
+        if each.dim() == 0 or each.shape[0] != weights.shape[0]:
             raise ValueError(
                 f"{len(weights)} weights for losses of shape {list(each.shape)}: weights= takes one for each sample, "
                 "and a loss that returns [N] or takes reduction="
@@ -192,7 +193,12 @@ def _without(output: Any, removed: Tensor) -> Any:
     """``output`` with zeros for the samples that are removed, so that no NaN of theirs reaches a gradient."""
 
     def clear(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != len(removed) or not leaf.is_floating_point():
+        if (
+            not isinstance(leaf, Tensor)
+            or not leaf.dim()
+            or leaf.shape[0] != removed.shape[0]
+            or not leaf.is_floating_point()
+        ):
             return leaf
         return torch.where(_like(removed, leaf), 0, leaf)
 
