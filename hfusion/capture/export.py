@@ -26,6 +26,7 @@ from hfusion.capture.inlined import inlined
 from hfusion.capture.python_reads import PythonReads
 from hfusion.capture.python_state import restored
 from hfusion.capture.specialized_dims import open_lengths, original, size_uses
+from hfusion.capture.symbolic_len import symbolic_len
 from hfusion.core.copies import aliases, are_contiguous, contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
@@ -288,6 +289,7 @@ def _first_export(
             with (
                 restored(module),
                 open_lengths(),
+                symbolic_len(module),
                 assigned_as_writes(module),
                 in_this_thread_only(),
                 derivatives_traced(),

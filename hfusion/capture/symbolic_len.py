@@ -1,0 +1,42 @@
+"""Keep ``len(x)`` of a tensor dynamic while forward is traced, as in ``x.view(len(x), -1)`` or ``loss.sum() / len(x)``.
+
+Python makes an int of what ``len`` returns, so that a graph would hold for one size of batches. Dynamo reads ``len(x)``
+as ``x.shape[0]``; torch.export without Dynamo runs the code itself.
+"""
+
+from __future__ import annotations
+
+import builtins
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from hfusion.capture.python_state import variable_holders
+
+
+@contextmanager
+def symbolic_len(module: nn.Module) -> Iterator[None]:
+    """Context manager: ``len`` of a tensor is its first size in the files of the code that ``module`` runs.
+
+    Other threads that run this code meanwhile get the same numbers as from Python's own.
+    """
+    files = [
+        vars(file)
+        for file, names in variable_holders(module).items()
+        if isinstance(file, types.ModuleType) and "len" in names and "len" not in vars(file)
+    ]
+    for names in files:
+        names["len"] = _len
+    try:
+        yield
+    finally:
+        for names in files:
+            names.pop("len", None)
+
+
+def _len(value: Any) -> Any:
+    # Of a tensor without dims Python's own raises an error.
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else builtins.len(value)
