@@ -32,7 +32,7 @@ from hfusion.tasks.task import Task
 
 RATES = (1e-2, 1e-3)
 # Nodes and arrays of the simulated drivers.
-DRIVERS = ((100, 1_000), (300, 3_000), (1_000, 10_000))
+DRIVERS = ((100, 1_000), (300, 3_000), (1_000, 10_000), (10_000, 20_000))
 MINIBATCHES = 10
 
 Data = list[tuple[Tensor, Tensor]]

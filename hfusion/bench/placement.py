@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-from hfusion.cluster.placement import Load, Placement, lower_bound
+from hfusion.cluster.longest_first import Load, lower_bound
+from hfusion.cluster.placement import Placement
 
 _STEPS = 1000
 

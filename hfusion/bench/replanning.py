@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hfusion.bench.placement import RealCluster, SimulatedRun, VirtualClock, loaded
-from hfusion.cluster.placement import Load, Placement, lower_bound
+from hfusion.cluster.longest_first import Load, lower_bound
+from hfusion.cluster.placement import Placement
 
 # Seconds until an array trains where it begins, until one has left, and between two messages of how far it is.
 STARTUP, LEAVING, TOLD = 10.0, 2.0, 5.0

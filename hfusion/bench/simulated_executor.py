@@ -16,9 +16,9 @@ from torch import nn
 from hfusion.bench.placement import VirtualClock
 from hfusion.cluster.driver import Drive
 from hfusion.cluster.jobs import ClusterArrays, PlacedArray, RunOptions
+from hfusion.cluster.longest_first import Load
 from hfusion.cluster.messages import DeviceInfo, Raised
 from hfusion.cluster.node import ArrayJob, CallJob, Message, Told
-from hfusion.cluster.placement import Load
 from hfusion.core.event_log import EventLog
 from hfusion.device.calibrate import Rates, standard_rates
 from hfusion.optim.sgd import SGD

@@ -17,9 +17,9 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors
 from hfusion.cluster.device_kinds import DeviceKinds
 from hfusion.cluster.executor import Executor
+from hfusion.cluster.longest_first import Load
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.cluster.node import ArrayJob
-from hfusion.cluster.placement import Load
 from hfusion.cluster.serialization import pack_with_keys
 from hfusion.core.errors import PlanError
 from hfusion.schedule.plan import Plan, Processes, TaskPlan

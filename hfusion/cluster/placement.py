@@ -1,99 +1,22 @@
 """Assign arrays to devices from cost estimates, without contacting any worker.
 
-Arrays go to devices longest first, each to the device on which it would end first (R. Graham, 1969; on machines of
-different speeds E. Horowitz and S. Sahni, 1976), and a device without work takes of what waits for another. Where what
-is measured differs from what was estimated the plan is made anew (introspection, as in Saturn: K. Nagrecha and
-A. Kumar, 2023).
+Arrays are placed longest first, and a device without work takes of what waits for another. Where what is measured
+differs from what was estimated the plan is made anew (introspection, as in Saturn: K. Nagrecha and A. Kumar, 2023).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from heapq import heapify, heapreplace
 
+from hfusion.cluster.longest_first import Load, lower_bound, place
 from hfusion.cluster.rates import DIFFERS, ArrayProgress, Ratios
-from hfusion.core.errors import PlanError
 
 # All is looked at anew when as much has happened as a 16th of what waits or runs, or anything where less does: with
 # 10,000 arrays on 1,000 devices a decision costs less than a millisecond then.
 _OFTEN = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """An array of a task: its estimated seconds on each kind of device, None where it does not fit; its minibatches."""
-
-    name: str
-    seconds: tuple[float | None, ...]
-    task: str
-    steps: int
-
-    @property
-    def least(self) -> float:
-        """Seconds on the fastest kind. Raises PlanError where it fits none."""
-        found = [each for each in self.seconds if each is not None]
-        if not found:
-            raise PlanError(
-                f"the array {self.name!r} fits no device of the cluster: give more memory, or fewer members"
-            )
-        return min(found)
-
-
-def place(
-    loads: Sequence[Load],
-    waiting: Mapping[int, float],
-    kinds: Sequence[int],
-    busy: Sequence[float | None],
-    slow: Sequence[float],
-) -> list[list[int]]:
-    """The arrays of every device, in the order in which it trains them.
-
-    Args:
-        waiting: how many times what was estimated each array takes that is to be placed.
-        kinds: of each device.
-        busy: for how many seconds each device has work already; None where it is gone.
-        slow: how many times what was estimated each device takes.
-
-    Raises:
-        PlanError: an array fits no device that is there.
-    """
-    heaps: dict[tuple[int, float], list[tuple[float, int]]] = {}
-    for device, (kind, free) in enumerate(zip(kinds, busy, strict=True)):
-        if free is not None:
-            heaps.setdefault((kind, slow[device]), []).append((free, device))
-    for heap in heaps.values():
-        heapify(heap)
-    found: list[list[int]] = [[] for _ in kinds]
-    for number in sorted(waiting, key=lambda number: (-loads[number].least * waiting[number], number)):
-        seconds, more = loads[number].seconds, waiting[number]
-        ends = [
-            (heap[0][0] + each * more * key[1], key)
-            for key, heap in heaps.items()
-            if (each := seconds[key[0]]) is not None
-        ]
-        if not ends:
-            raise PlanError(f"the array {loads[number].name!r} fits none of the devices that are left")
-        end, key = min(ends)
-        device = heaps[key][0][1]
-        heapreplace(heaps[key], (end, device))
-        found[device].append(number)
-    return found
-
-
-def lower_bound(loads: Sequence[Load], kinds: Sequence[int]) -> float:
-    """Seconds that no placement beats: the longest array on its fastest device, and all work at the best speeds.
-
-    The speed of a kind of device is that which it has for the array that it suits best.
-    """
-    least = [load.least for load in loads]
-    speeds = [
-        max((best / each for load, best in zip(loads, least, strict=True) if (each := load.seconds[kind])), default=0.0)
-        for kind in range(max(kinds) + 1)
-    ]
-    return max(max(least, default=0.0), math.fsum(least) / math.fsum(speeds[kind] for kind in kinds))
 
 
 @dataclass(eq=False)
@@ -156,6 +79,8 @@ class Placement:
         self._gone: set[int] = set()
         # The idle devices that were not asked since what waits, or what is known of it, has changed.
         self._unasked: set[int] = set()
+        # The kinds and speeds of devices for which no array of another was found since then.
+        self._fruitless: set[tuple[int, float]] = set()
         # How much was measured since all of them were asked.
         self._unheeded = 0
         # How much was measured since all was placed, and how much has happened since moves were looked for.
@@ -178,8 +103,7 @@ class Placement:
             return []
         if self._unheeded * _OFTEN > len(self._kinds) - len(self._running):
             self._ask_all()
-        targets = {move.target for move in self._leaving.values()}
-        return sorted(self._unasked.difference(self._running, self._gone, targets))
+        return sorted(self._unasked)
 
     @property
     def over(self) -> bool:
@@ -245,7 +169,15 @@ class Placement:
         self._news = 0
 
     def _ask_all(self) -> None:
-        self._unasked, self._unheeded = set(range(len(self._kinds))), 0
+        self._unasked, self._unheeded = set(self.idle), 0
+        self._fruitless.clear()
+
+    def _ask(self, device: int) -> None:
+        """Ask a device that may have become idle."""
+        self._fruitless.clear()
+        busy = device in self._running or device in self._gone
+        if not busy and all(device != move.target for move in self._leaving.values()):
+            self._unasked.add(device)
 
     def _arrange_by_news(self) -> None:
         """Place anew what waits, if enough is known better and it will all end sooner."""
@@ -269,15 +201,17 @@ class Placement:
 
     def _taken_from(self, device: int) -> int | None:
         """Return the device with most work whose last array would end here no later than there."""
+        speed = self._kinds[device], self._ratios.of_device(device)
+        if speed in self._fruitless:
+            return None
         order = sorted(
-            (each for each in range(len(self._queues)) if self._queues[each]),
-            key=lambda each: self._waiting[each],
-            reverse=True,
+            (each for each, queue in enumerate(self._queues) if queue), key=self._waiting.__getitem__, reverse=True
         )
         for owner in order:
             seconds = self._seconds(self._queues[owner][-1], device)
             if seconds is not None and seconds <= self._waiting[owner] + self._left(owner):
                 return owner
+        self._fruitless.add(speed)
         return None
 
     def reach(self, device: int, steps: int, at: float) -> None:
@@ -301,6 +235,7 @@ class Placement:
         while (move := self._move()) is not None:
             source, target = move
             self._leaving[source] = _Leaving(target, self._clock())
+            self._unasked.discard(target)
             found.append(source)
         self._stirs = 0
         return found
@@ -336,7 +271,6 @@ class Placement:
     def left(self, device: int) -> None:
         """An array that was to leave has left, and waits: first where it is to go on, if that is still there."""
         number, move = self._running.pop(device).number, self._leaving.pop(device)
-        self._unasked.update((device, move.target))
         self._handover = max(self._handover, self._clock() - move.asked)
         self._stirs += 1
         if move.target in self._gone:
@@ -345,13 +279,17 @@ class Placement:
         self._queues[move.target].appendleft(number)
         self._planned[number] = seconds = self._seconds(number, move.target) or 0.0
         self._waiting[move.target] += seconds
+        self._ask(device)
+        self._ask(move.target)
 
     def end(self, device: int) -> int:
         """The array that a device has trained, or failed to."""
-        move = self._leaving.pop(device, None)
-        self._unasked.update((device,) if move is None else (device, move.target))
+        move, number = self._leaving.pop(device, None), self._running.pop(device).number
         self._stirs += 1
-        return self._running.pop(device).number
+        self._ask(device)
+        if move is not None:
+            self._ask(move.target)
+        return number
 
     def lose(self, device: int, *, back: bool) -> list[int]:
         """A device is lost, or was and is ``back``; the arrays that were lost too often, which are given up.

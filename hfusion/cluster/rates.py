@@ -50,9 +50,13 @@ class Ratios:
     def __init__(self, tasks: Sequence[str]) -> None:
         self._tasks = tasks
         self._of_device: dict[int, float] = defaultdict(float)
+        # The same as factors, in steps.
+        self._speeds: dict[int, float] = {}
         self._of_task: dict[str, float] = defaultdict(float)
         self._on_device: dict[int, dict[str, float]] = defaultdict(dict)
         self._on_task: dict[str, dict[int, float]] = defaultdict(dict)
+        # The sums of what is measured of each task, less what its devices explain: it may be on thousands of these.
+        self._left_to_tasks: dict[str, float] = defaultdict(float)
         self._measured: dict[tuple[int, int], float] = {}
         self._latest: dict[int, int] = {}
 
@@ -64,20 +68,24 @@ class Ratios:
         news = abs(value - math.log(self.factor(number, device))) >= math.log1p(DIFFERS)
         self._measured[number, device], self._latest[number] = value, device
         task = self._tasks[number]
+        known = self._on_task[task].get(device)
+        self._left_to_tasks[task] += value - (self._of_device[device] if known is None else known)
         self._on_device[device][task] = self._on_task[task][device] = value
         self._fit(device, task)
         return news
 
     def _fit(self, device: int, task: str) -> None:
         """Only this device and this task: the others have their turn when they are measured."""
-        on_device, on_task = self._on_device[device], self._on_task[task]
-        # A task may be on a thousand devices, of which one changes here.
-        others = sum(value - self._of_device[other] for other, value in on_task.items() if other != device)
+        on_device, count, began = self._on_device[device], len(self._on_task[task]), self._of_device[device]
         for _ in range(_ROUNDS):
             here = sum(value - self._of_task[name] for name, value in on_device.items()) / len(on_device)
-            there = (others + on_task[device] - self._of_device[device]) / len(on_task)
+            there = (self._left_to_tasks[task] + began - self._of_device[device]) / count
             self._of_device[device] += (here - self._of_device[device]) / 2
             self._of_task[task] += (there - self._of_task[task]) / 2
+        for name in on_device:
+            self._left_to_tasks[name] += began - self._of_device[device]
+        step = math.log1p(DIFFERS)
+        self._speeds[device] = math.exp(round(self._of_device[device] / step) * step)
 
     def factor(self, number: int, device: int) -> float:
         """Return the ratio of actual to estimated time of an array on a device, measured or predicted."""
@@ -98,9 +106,9 @@ class Ratios:
             del self._on_device[device][task]
             self._measured.pop((number, device), None)
         self._of_task.pop(task, None)
+        self._left_to_tasks.pop(task, None)
         self._latest.pop(number, None)
 
     def of_device(self, device: int) -> float:
         """Of a device, in steps of what differs, so that devices that are alike are so here."""
-        step = math.log1p(DIFFERS)
-        return math.exp(round(self._of_device[device] / step) * step)
+        return self._speeds.get(device, 1.0)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import math
+from typing import Any
 
-from hfusion.cluster.rates import DIFFERS, Ratios
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hfusion.cluster.rates import _ROUNDS, DIFFERS, Ratios
 
 
 @pytest.mark.parametrize("forgets", [False, True])
@@ -25,3 +30,39 @@ def test_a_device_that_is_no_longer_slow(forgets: bool) -> None:
         ratios.note(20, device, 1.0)
     found = ratios.factor(21, 1) / ratios.factor(21, 0)
     assert (found < 1.5) == forgets
+
+
+class SummedAnew(Ratios):
+    """The same, from all that was measured at each fit."""
+
+    def _fit(self, device: int, task: str) -> None:
+        on_device, on_task = self._on_device[device], self._on_task[task]
+        for _ in range(_ROUNDS):
+            here = sum(value - self._of_task[name] for name, value in on_device.items()) / len(on_device)
+            there = sum(value - self._of_device[other] for other, value in on_task.items()) / len(on_task)
+            self._of_device[device] += (here - self._of_device[device]) / 2
+            self._of_task[task] += (there - self._of_task[task]) / 2
+
+    def of_device(self, device: int) -> float:
+        step = math.log1p(DIFFERS)
+        return math.exp(round(self._of_device[device] / step) * step)
+
+
+NOTES = st.tuples(st.integers(0, 5), st.integers(0, 3), st.floats(0.1, 10))
+
+
+@given(st.lists(NOTES | st.integers(0, 5), max_size=40))
+def test_kept_sums_are_those_of_all_that_was_measured(events: list[Any]) -> None:
+    """Arrays of three tasks are measured on four devices, or are no more."""
+    kept, anew = (kind([f"task {number % 3}" for number in range(6)]) for kind in (Ratios, SummedAnew))
+    for event in events:
+        for ratios in (kept, anew):
+            if isinstance(event, int):
+                ratios.forget(event)
+            else:
+                ratios.note(*event)
+    for device in range(4):
+        assert kept._of_device[device] == pytest.approx(anew._of_device[device], abs=1e-9)
+        assert kept.of_device(device) == pytest.approx(math.exp(kept._of_device[device]), rel=DIFFERS / 2 + 1e-3)
+    for number in range(6):
+        assert kept.of_array(number) == pytest.approx(anew.of_array(number), rel=DIFFERS + 1e-3)

@@ -1,0 +1,87 @@
+"""Place arrays on devices longest first, each on the device on which it would end first.
+
+R. Graham, 1969; on machines of different speeds E. Horowitz and S. Sahni, 1976.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+from hfusion.core.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An array of a task: its estimated seconds on each kind of device, None where it does not fit; its minibatches."""
+
+    name: str
+    seconds: tuple[float | None, ...]
+    task: str
+    steps: int
+
+    @property
+    def least(self) -> float:
+        """Seconds on the fastest kind. Raises PlanError where it fits none."""
+        found = [each for each in self.seconds if each is not None]
+        if not found:
+            raise PlanError(
+                f"the array {self.name!r} fits no device of the cluster: give more memory, or fewer members"
+            )
+        return min(found)
+
+
+def place(
+    loads: Sequence[Load],
+    waiting: Mapping[int, float],
+    kinds: Sequence[int],
+    busy: Sequence[float | None],
+    slow: Sequence[float],
+) -> list[list[int]]:
+    """The arrays of every device, in the order in which it trains them.
+
+    Args:
+        waiting: how many times what was estimated each array takes that is to be placed.
+        kinds: of each device.
+        busy: for how many seconds each device has work already; None where it is gone.
+        slow: how many times what was estimated each device takes.
+
+    Raises:
+        PlanError: an array fits no device that is there.
+    """
+    heaps: dict[tuple[int, float], list[tuple[float, int]]] = {}
+    for device, (kind, free) in enumerate(zip(kinds, busy, strict=True)):
+        if free is not None:
+            heaps.setdefault((kind, slow[device]), []).append((free, device))
+    for heap in heaps.values():
+        heapify(heap)
+    found: list[list[int]] = [[] for _ in kinds]
+    for number in sorted(waiting, key=lambda number: (-loads[number].least * waiting[number], number)):
+        seconds, more = loads[number].seconds, waiting[number]
+        ends = [
+            (heap[0][0] + each * more * key[1], key)
+            for key, heap in heaps.items()
+            if (each := seconds[key[0]]) is not None
+        ]
+        if not ends:
+            raise PlanError(f"the array {loads[number].name!r} fits none of the devices that are left")
+        end, key = min(ends)
+        device = heaps[key][0][1]
+        heapreplace(heaps[key], (end, device))
+        found[device].append(number)
+    return found
+
+
+def lower_bound(loads: Sequence[Load], kinds: Sequence[int]) -> float:
+    """Seconds that no placement beats: the longest array on its fastest device, and all work at the best speeds.
+
+    The speed of a kind of device is that which it has for the array that it suits best.
+    """
+    least = [load.least for load in loads]
+    speeds = [
+        max((best / each for load, best in zip(loads, least, strict=True) if (each := load.seconds[kind])), default=0.0)
+        for kind in range(max(kinds) + 1)
+    ]
+    return max(max(least, default=0.0), math.fsum(least) / math.fsum(speeds[kind] for kind in kinds))
