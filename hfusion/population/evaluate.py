@@ -9,7 +9,7 @@ import torch
 
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import call_arguments
-from hfusion.population.member_metrics import joined_batches, member_metrics
+from hfusion.population.member_metrics import check_metric, joined_batches, member_metrics
 
 
 @torch.no_grad()
@@ -17,6 +17,7 @@ def evaluate(
     fused: FusedModule, metric: Callable[..., Any], loader: Iterable[Any], members: Mapping[int, str]
 ) -> dict[int, float]:
     """``metric`` of each of ``members`` by row, over all batches ``(inputs, target)`` of ``loader``, in eval mode."""
+    check_metric(metric)
     return member_metrics(_batches(fused, loader), metric, members)
 
 

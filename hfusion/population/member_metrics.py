@@ -45,6 +45,15 @@ def member_metrics(
     return found
 
 
+def check_metric(metric: object) -> None:
+    """Raise a ValueError for what is no metric, such as a loader in its place."""
+    if not callable(metric) and not all(hasattr(metric, name) for name in ("reset", "update", "compute")):
+        raise ValueError(
+            f"the metric is a {type(metric).__name__}: evaluate takes first a function of a member's outputs and "
+            "targets, then the loader"
+        )
+
+
 def joined_batches(batches: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Outputs ``[rows, N, ...]`` and targets of all batches. Raises ValueError."""
     check_batches(batches)

@@ -17,7 +17,7 @@ from hfusion.core.ragged import Ragged
 from hfusion.population.evaluate import pair_of
 from hfusion.population.member_groups import joined_rows
 from hfusion.population.member_layout import PlacedGroup, check_entries
-from hfusion.population.member_metrics import joined_batches, member_metrics
+from hfusion.population.member_metrics import check_metric, joined_batches, member_metrics
 from hfusion.population.regroup import part
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ Outputs = list[tuple[Any, Any]]
 @torch.no_grad()
 def evaluate_mixed(mixed: MixedMembers, metric: Callable[..., Any], loader: Iterable[Any]) -> dict[int, float]:
     """``metric`` of each member by its row of the population; every batch is read once."""
+    check_metric(metric)
     outputs = _group_outputs(mixed, loader)
     values: dict[int, float] = {}
     for group in mixed.groups:

@@ -524,6 +524,8 @@ def test_metrics_of_every_member() -> None:
     assert pop.fused.training
     with pytest.raises(ValueError, match="gave no batch"):
         pop.evaluate(F.cross_entropy, [])
+    with pytest.raises(ValueError, match="the metric is a list: evaluate takes first a function"):
+        pop.evaluate(own, F.cross_entropy)  # type: ignore[arg-type]
 
 
 def test_patience_stops_who_gets_no_better() -> None:
