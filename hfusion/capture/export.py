@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -289,7 +289,7 @@ def _first_export(
             with (
                 restored(module),
                 open_lengths(),
-                symbolic_len(module),
+                symbolic_len(module) if any(attempt.dims) else nullcontext(),
                 assigned_as_writes(module),
                 in_this_thread_only(),
                 derivatives_traced(),

@@ -21,7 +21,8 @@ from hfusion.capture.python_state import variable_holders
 def symbolic_len(module: nn.Module) -> Iterator[None]:
     """Context manager: ``len`` of a tensor is its first size in the files of the code that ``module`` runs.
 
-    Other threads that run this code meanwhile get the same numbers as from Python's own.
+    Other threads that run this code meanwhile get the same numbers as from Python's own. Code that takes the length as
+    a key of a dict cannot be traced so, and is traced again: use it where sizes have varied.
     """
     files = [
         vars(file)
