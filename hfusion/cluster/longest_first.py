@@ -25,12 +25,12 @@ class Load:
     @property
     def least(self) -> float:
         """Seconds on the fastest kind. Raises PlanError where it fits none."""
-        found = [each for each in self.seconds if each is not None]
-        if not found:
+        fitting = [each for each in self.seconds if each is not None]
+        if not fitting:
             raise PlanError(
                 f"the array {self.name!r} fits no device of the cluster: give more memory, or fewer members"
             )
-        return min(found)
+        return min(fitting)
 
 
 def place(
@@ -57,7 +57,7 @@ def place(
             heaps.setdefault((kind, slow[device]), []).append((free, device))
     for heap in heaps.values():
         heapify(heap)
-    found: list[list[int]] = [[] for _ in kinds]
+    placed: list[list[int]] = [[] for _ in kinds]
     for number in sorted(waiting, key=lambda number: (-loads[number].least * waiting[number], number)):
         seconds, more = loads[number].seconds, waiting[number]
         ends = [
@@ -70,8 +70,8 @@ def place(
         end, key = min(ends)
         device = heaps[key][0][1]
         heapreplace(heaps[key], (end, device))
-        found[device].append(number)
-    return found
+        placed[device].append(number)
+    return placed
 
 
 def lower_bound(loads: Sequence[Load], kinds: Sequence[int]) -> float:

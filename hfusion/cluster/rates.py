@@ -68,8 +68,8 @@ class Ratios:
         news = abs(value - math.log(self.factor(number, device))) >= math.log1p(DIFFERS)
         self._measured[number, device], self._latest[number] = value, device
         task = self._tasks[number]
-        known = self._on_task[task].get(device)
-        self._left_to_tasks[task] += value - (self._of_device[device] if known is None else known)
+        counted = self._on_task[task].get(device, self._of_device[device])
+        self._left_to_tasks[task] += value - counted
         self._on_device[device][task] = self._on_task[task][device] = value
         self._fit(device, task)
         return news

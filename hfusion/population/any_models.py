@@ -288,7 +288,7 @@ class Population(PopulationRows):
 
         ``metric(output, target)`` gets one member's outputs of all batches, concatenated, and returns a number: a
         loss, a function of torchmetrics.functional, or your own. A metric with ``update`` and ``compute`` gets batch
-        by batch. The loader is read once. Free rows are NaN. Raises ValueError for what is no metric or no loader.
+        by batch. The loader is read once. Free rows are NaN. Raises ValueError for no metric, or batches of no pairs.
         """
         if self._options is None and isinstance(self._members, ArrayGroup):
             return self._members.evaluate(metric, loader)

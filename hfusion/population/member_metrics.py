@@ -29,7 +29,7 @@ def member_metrics(
     ``rows``: the row that errors name for each; by default the row of the outputs.
     """
     check_batches(batches)
-    updated = all(hasattr(metric, name) for name in ("reset", "update", "compute"))
+    updated = is_updated(metric)
     apart = not updated and _any_ragged(batches)
     parts = batches if updated or apart else [joined_batches(batches)]
     found = {}
@@ -45,9 +45,14 @@ def member_metrics(
     return found
 
 
+def is_updated(metric: object) -> bool:
+    """Return whether a metric gets batch by batch, as those of torchmetrics."""
+    return all(hasattr(metric, name) for name in ("reset", "update", "compute"))
+
+
 def check_metric(metric: object) -> None:
     """Raise a ValueError for what is no metric, such as a loader in its place."""
-    if not callable(metric) and not all(hasattr(metric, name) for name in ("reset", "update", "compute")):
+    if not callable(metric) and not is_updated(metric):
         raise ValueError(
             f"the metric is a {type(metric).__name__}: evaluate takes first a function of a member's outputs and "
             "targets, then the loader"

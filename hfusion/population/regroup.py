@@ -114,9 +114,9 @@ def part(
     else:
         places = [[chosen[place] for place in of_graph if place < len(chosen)] for of_graph in error.groups]
         parts = [rows for rows in places if rows]
-    told = {local for rows in parts for local in rows}
-    parts = _with_others(group, parts, [local for local in live if local not in told])
-    if not told or sorted(local for rows in parts for local in rows) != live:
+    named = {local for rows in parts for local in rows}
+    parts = _with_others(group, parts, [local for local in live if local not in named])
+    if not named or sorted(local for rows in parts for local in rows) != live:
         raise error
     index, old_rows = mixed.groups.index(group), list(group.rows)
     reasons = _reasons(group, parts, error, chosen)

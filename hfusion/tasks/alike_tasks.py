@@ -10,7 +10,7 @@ from torch import nn
 from hfusion.array.module import FusedModule
 from hfusion.capture.named import tensors
 from hfusion.core.fingerprint import read_model, read_state
-from hfusion.tasks.arrange import arrays_of, first_minibatches
+from hfusion.tasks.arrange import First, arrays_of, first_minibatches
 from hfusion.tasks.array_plan import ArrayCost, Room
 from hfusion.tasks.minibatch import Minibatch
 from hfusion.tasks.task import Task, shapes
@@ -29,42 +29,48 @@ class AlikeTasks:
 
     def arrays(self, task: Task) -> list[tuple[tuple[int, ...], ArrayCost]]:
         """Return the members and the cost of each array of a task. Raises as `arrays_of`."""
-        key = self._key(task)
+        try:
+            first = first_minibatches(task)
+            key = _key(task, first)
+        except Exception as error:
+            error.add_note(f"in the task {task.name!r}")
+            raise
         if key not in self._known:
             # What was fused to plan is not needed any more.
-            found = [(one.members, one.cost) for one in arrays_of(task, self._room)]
+            planned = [(one.members, one.cost) for one in arrays_of(task, self._room, first)]
             if key is None:
-                return found
-            self._known[key] = found
+                return planned
+            self._known[key] = planned
         return [(members, _of(task, cost)) for members, cost in self._known[key]]
 
-    def _key(self, task: Task) -> Any:
-        """Return all that the plan of a task follows from, hashable; None if that is not known."""
-        if isinstance(task.models, FusedModule) or not callable(task.optimizer):
-            return None
-        models = [task.models] if isinstance(task.models, nn.Module) else list(task.models)
-        # Nothing else finds errors of single models.
-        shapes(models)
-        states = [read_model(model) for model in models]
-        functions = [read_state(function) for function in (task.optimizer, task.loss)]
-        if any(state is None for state in [*states, *functions]):
-            return None
-        owned = [id(tensor) for model in models for _, tensor in tensors(model)]
-        first = first_minibatches(task)
-        return (
-            (*states, *functions),
-            # Which tensors are one.
-            tuple(map(owned.index, owned)) if len(set(owned)) < len(owned) else None,
-            tuple(_sizes(task, found) for found in (first.trained, first.evaluated)),
-            (task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is None, task.compile),
-        )
 
-
-def _sizes(task: Task, found: Any) -> Any:
-    """What the plan reads of a loader's minibatch."""
-    if found is None:
+def _key(task: Task, first: First) -> Any:
+    """Return all that the plan of a task follows from, hashable; None if that is not known."""
+    if isinstance(task.models, FusedModule) or not callable(task.optimizer):
         return None
-    minibatch = Minibatch.of(task, found, range(task.members))
+    models = [task.models] if isinstance(task.models, nn.Module) else list(task.models)
+    # Nothing else finds errors of single models.
+    shapes(models)
+    states = [read_model(model) for model in models]
+    functions = [read_state(function) for function in (task.optimizer, task.loss)]
+    if any(state is None for state in [*states, *functions]):
+        return None
+    places: dict[int, int] = {}
+    owned = (tensor for model in models for _, tensor in tensors(model))
+    return (
+        (*states, *functions),
+        # Which tensors are one.
+        tuple(places.setdefault(id(tensor), place) for place, tensor in enumerate(owned)),
+        tuple(_minibatch_key(task, item) for item in (first.trained, first.evaluated)),
+        (task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is None, task.compile),
+    )
+
+
+def _minibatch_key(task: Task, item: Any) -> Any:
+    """Return all of a loader's item that the plan depends on, hashable; None for no item."""
+    if item is None:
+        return None
+    minibatch = Minibatch.of(task, item, range(task.members))
     return minibatch.key, minibatch.samples
 
 

@@ -164,17 +164,19 @@ def room_of(machine: Machine, rates: Mapping[str, Rates], *, keep: bool, at_once
     return Room(largest.physical, largest.memory, shared, keep)
 
 
-def arrays_of(task: Task, room: Room) -> list[Arrangement]:
-    """Return the arrays of one task: several if shapes differ, or if all members together do not fit."""
+def arrays_of(task: Task, room: Room, first: First | None = None) -> list[Arrangement]:
+    """Return the arrays of one task: several if shapes differ, or if all members together do not fit.
+
+    ``first``: the minibatches to plan for, if they were read already.
+    """
     try:
-        return _made(task, room)
+        return _made(task, room, first or first_minibatches(task))
     except Exception as error:
         error.add_note(f"in the task {task.name!r}")
         raise
 
 
-def _made(task: Task, room: Room) -> list[Arrangement]:
-    first = first_minibatches(task)
+def _made(task: Task, room: Room, first: First) -> list[Arrangement]:
     if isinstance(task.models, FusedModule):
         check_alike(task.models, "hf.train")
         return [_arranged(task, task.models, range(len(task.models)), first, room, task.name)]

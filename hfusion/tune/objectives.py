@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from hfusion.population.member_metrics import number
+from hfusion.population.member_metrics import is_updated, number
 from hfusion.tune.exploit import PBT
 
 
@@ -61,7 +61,7 @@ class MetricValues:
     @property
     def metric(self) -> Callable[..., Any]:
         """The metric to evaluate."""
-        if all(hasattr(self._metric, name) for name in ("reset", "update", "compute")):
+        if is_updated(self._metric):
             return _UpdatedMetric(self._metric, self._note)
         return lambda outputs, target: self._note(self._metric(outputs, target))
 

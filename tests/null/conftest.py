@@ -30,8 +30,7 @@ def _comparisons() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _zeroed() -> None:
-    """Give memory back that tests before have written to: flags that no kernel computes are read from new memory, as
-    zeros."""
+    """Give back memory that tests before have written to: what no kernel computes is read as zeros from new memory."""
     if not absence():
         gc.collect()
         torch.cuda.empty_cache()

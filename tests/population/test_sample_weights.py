@@ -194,11 +194,10 @@ def test_weights_in_a_list() -> None:
 def test_weights_of_many_sizes_stay_fused() -> None:
     """A loss that runs member by member is warned of, and warnings are errors here."""
     models = [nn.Linear(4, 3).double() for _ in range(3)]
-    pop = hf.Population(models, optimizer=functools.partial(hf.optim.SGD, lr=0.1), loss=F.cross_entropy, compile=True)
+    pop = hf.Population(models, optimizer=functools.partial(hf.optim.SGD, lr=0.0), loss=F.cross_entropy, compile=True)
     for count in (3, 8, 5, 6):
         x, y, weights = torch.randn(count, 4, dtype=DOUBLE), labels(count), torch.rand(3, count, dtype=DOUBLE)
         losses = pop.step(x, y, weights=weights)
         for model, loss, own_weights in zip(models, losses, weights, strict=True):
             each = F.cross_entropy(model(x), y, reduction="none")
-            if count == 3:
-                torch.testing.assert_close(loss, (each * own_weights).sum().detach() / own_weights.sum())
+            torch.testing.assert_close(loss, (each * own_weights).sum().detach() / own_weights.sum())

@@ -14,7 +14,7 @@ from torch import nn
 import hfusion as hf
 from hfusion.tasks import alike_tasks
 from hfusion.tasks.alike_tasks import AlikeTasks
-from hfusion.tasks.arrange import arrays_of
+from hfusion.tasks.arrange import First, arrays_of
 from hfusion.tasks.array_plan import Room
 from tests.trained import RATES
 
@@ -40,9 +40,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the tasks that were planned themselves."""
     names: list[str] = []
 
-    def planned(task: hf.Task, room: Room) -> Any:
+    def planned(task: hf.Task, room: Room, first: First) -> Any:
         names.append(task.name)
-        return arrays_of(task, room)
+        return arrays_of(task, room, first)
 
     monkeypatch.setattr(alike_tasks, "arrays_of", planned)
     return names
@@ -141,3 +141,21 @@ def test_models_that_cannot_be_fused_are_found_behind_alike_ones(counted: list[s
     broken[1].register_full_backward_hook(lambda module, before, after: None)
     with pytest.raises(hf.FusionError, match="hook"):
         alike.arrays(_task("second", models=broken))
+
+
+def test_a_loader_is_read_once_and_errors_name_the_task() -> None:
+    class Counted:
+        reads = 0
+
+        def __len__(self) -> int:
+            return 1
+
+        def __iter__(self) -> Any:
+            Counted.reads += 1
+            return iter([(torch.randn(8, 3), torch.randn(8, 1))])
+
+    AlikeTasks(ROOM).arrays(_task("first", loader=Counted()))
+    assert Counted.reads == 1
+    with pytest.raises(hf.PlanError) as raised:
+        AlikeTasks(ROOM).arrays(_task("broken", loader=[torch.zeros(2, 3)]))
+    assert raised.value.__notes__ == ["in the task 'broken'"]
