@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from hfusion.core.program import Kind, Slot
 from hfusion.passes.expected_checks import EXPECT
 from hfusion.passes.views import writes
 from hfusion.torch_private.autocast import enter_autocast, exit_autocast
@@ -40,3 +43,10 @@ def written_inputs(node: fx.Node) -> list[fx.Node]:
         training = node.args[5] if len(node.args) > 5 else True
         return [a for a in node.args[3:5] if isinstance(a, fx.Node)] if training else []
     return [node.args[0]] if writes(node) and isinstance(node.args[0], fx.Node) else []
+
+
+def written_slots(graph: fx.Graph, slots: Sequence[Slot]) -> frozenset[str]:
+    """The names of the parameters, buffers and constants that a member's graph writes to."""
+    placeholders = zip(graph.find_nodes(op="placeholder"), slots, strict=True)
+    names = {node: slot.name for node, slot in placeholders if slot.kind is not Kind.INPUT}
+    return frozenset(names[node] for call in graph.nodes for node in written_inputs(call) if node in names)

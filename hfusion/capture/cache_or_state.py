@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +24,10 @@ from hfusion.capture.eager_runs import (
     change_parameters,
     changed_modes,
     difference,
-    moved,
     reset,
     run,
     run_graph,
     run_without_gradients,
-    shorter_calls,
     spoil_changed,
     twin,
 )
@@ -38,8 +36,12 @@ from hfusion.capture.python_reads import CLASSES, STRIDE_QUESTIONS, UNANSWERABLE
 from hfusion.capture.python_state import restored, variables
 from hfusion.capture.skeleton import is_restrided
 from hfusion.capture.variable_guards import names_of
+from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture
+
+# Sizes of the inputs that are tried shortened.
+MAX_SIZES = 4
 
 
 class StateError(FusionError):
@@ -84,7 +86,7 @@ def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     with restored(module):
         called = twin(module)
         before, around, registered = contents(called), variables(called), Registered.of(called)
-        outcome = run(called, args, kwargs, _watch(module, called, (args, kwargs)))
+        outcome = run(called, args, kwargs, _watch(module, called, (args, kwargs)), copy_of=module)
         _check_gradients(module, called)
         check_registered(module, registered, called)
         flags = {name: tensor.requires_grad for name, tensor in tensors(module)}
@@ -238,7 +240,7 @@ class _LaterCalls:
 
     def _first_calls(self, training: bool) -> Iterator[tuple[Any, Outcome, dict[str, Any]]]:
         """Yield calls with other sizes and values, with the outcomes and the state after first calls."""
-        for group in shorter_calls(self.observed.module, *self.observed.call):
+        for group in _shorter_calls(self.observed.module, *self.observed.call):
             taken = False
             for call in group:
                 member = self._fresh(training)
@@ -253,7 +255,7 @@ class _LaterCalls:
                 return
 
     def _last_call(self) -> tuple[Any, Outcome]:
-        call = moved(*self.observed.call)
+        call = _moved(*self.observed.call)
         if self.captured is not None:
             changed = twin(self.observed.module)
             change_parameters(changed)
@@ -324,3 +326,43 @@ def _warn(module: nn.Module, names: list[str]) -> None:
             "array does not: return from forward what is read outside of it",
             stacklevel=3,
         )
+
+
+def _moved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The call with other values: samples in another order, numbers a little smaller."""
+
+    def other(x: Tensor) -> Tensor:
+        dims = [dim for dim, size in enumerate(x.shape) if size > 1]
+        rolled = x.detach().roll(1, dims[0]) if dims else x.detach()
+        return (rolled * 0.75 if x.is_floating_point() else rolled).requires_grad_(x.requires_grad)
+
+    return pytree.tree_map_only(Tensor, other, copies((args, dict(kwargs))))
+
+
+def _shorter_calls(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
+    """Yield groups of calls with other values. If forward takes none of a group, the next one is to be tried.
+
+    The first has half of each size that is none of a parameter, and of first dims; the second half of one size each.
+    """
+    call = _moved(args, kwargs)
+    features = {size for parameter in module.parameters() for size in parameter.shape}
+    shapes = [leaf.shape for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
+    sizes = {size for shape in shapes for k, size in enumerate(shape) if size > 1 and (k == 0 or size not in features)}
+    if sizes:
+        yield [_halved(call, features, sizes)]
+    if len(sizes) > 1:
+        yield [_halved(call, features, {size}) for size in sorted(sizes)[:MAX_SIZES]]
+    yield [call]
+    yield [(args, kwargs)]
+
+
+def _halved(call: Any, features: Set[int], sizes: Set[int]) -> Any:
+    """The call with half of the dims of ``sizes``; of ``features`` only those that come first."""
+
+    def halved(x: Tensor) -> Tensor:
+        y = x.detach()
+        for dim, size in enumerate(x.shape):
+            y = y.narrow(dim, 0, (size + 1) // 2) if size in sizes and (dim == 0 or size not in features) else y
+        return y.clone().requires_grad_(x.requires_grad)
+
+    return pytree.tree_map_only(Tensor, halved, call)

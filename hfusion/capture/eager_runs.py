@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -21,10 +21,12 @@ from hfusion.capture.named import tensors
 from hfusion.capture.python_state import parts
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies, module_copy
+from hfusion.core.differences import norm, relative_difference
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
 from hfusion.device.backend import seed_in_use
 from hfusion.device.generators import draws_kept
+from hfusion.passes.side_effects import written_slots
 from hfusion.torch_private.tracer_warnings import silence_tracers
 
 # Relative; a graph has the operators of the code, so that rounding hardly differs. Gradients may be ten times that.
@@ -32,8 +34,6 @@ ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.f
 # Recomputed values may differ from cached ones by one rounding step.
 EQUAL = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 GRADIENTS = 10.0
-# Sizes of the inputs that are tried shortened.
-MAX_SIZES = 4
 # In place of integers, which may be sizes of tensors.
 LARGE = 1_000_000
 # One that no forward sets by itself.
@@ -91,29 +91,33 @@ def run(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     watch: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] = nullcontext,
+    copy_of: nn.Module | None = None,
 ) -> Outcome:
     """One call of ``module`` and its backward. Arguments and random numbers stay as they were.
 
     Args:
+        copy_of: what ``module`` is a copy of. The outcome has its tensors where those of the copy have not changed.
         watch: called with the tensors among the arguments that ``module`` gets; the call is made in this context.
     """
     args, kwargs = copies((args, dict(kwargs)))
-    leaves = _leaves(module, (args, kwargs))
+    leaves = _leaves(dict(module.named_parameters()), (args, kwargs))
     with apart(module), watch([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]):
-        return _called(module, args, kwargs, leaves)
+        return _called(module, args, kwargs, leaves, {} if copy_of is None else dict(tensors(copy_of)))
 
 
 def run_without_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
     """Return the same as `run`, under torch.no_grad."""
     args, kwargs = copies((args, dict(kwargs)))
     with apart(module), torch.no_grad():
-        return _called(module, args, kwargs, {})
+        return _called(module, args, kwargs, {}, {})
 
 
-def _called(module: nn.Module, args: Any, kwargs: Any, leaves: Mapping[str, Tensor]) -> Outcome:
+def _called(
+    module: nn.Module, args: Any, kwargs: Any, leaves: Mapping[str, Tensor], before: Mapping[str, Tensor]
+) -> Outcome:
     result = call_on_copies(module, args, kwargs)
     know_dataclasses(result)
-    return _outcome(pytree.tree_leaves(result), leaves, dict(tensors(module)))
+    return _outcome(pytree.tree_leaves(result), leaves, dict(tensors(module)), before)
 
 
 def call_on_copies(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -134,15 +138,29 @@ def call_on_copies(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def run_graph(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of a graph that was captured from ``module``."""
+    """Return the outcome of a graph that was captured from ``module``, whose tensors stay as they are."""
     args, kwargs = copies((args, dict(kwargs)))
-    leaves = _leaves(module, (args, kwargs))
+    before = dict(tensors(module))
+    written = {id(before[name]) for name in written_slots(captured.graph, captured.slots) if name in before}
+    once: dict[int, Tensor] = {}
+    own = {name: once.setdefault(id(t), _own_leaf(t, copied=id(t) in written)) for name, t in before.items()}
+    leaves = _leaves({name: own[name] for name, _ in module.named_parameters()}, (args, kwargs))
     inputs = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: leaf is None)
-    held = dict(tensors(module)) | captured.constants
+    held = own | captured.constants
     values = [inputs[int(slot.name)] if slot.kind is Kind.INPUT else held[slot.name] for slot in captured.slots]
     with apart(module):
         outputs = _MemberRun(fx.GraphModule(nn.Module(), captured.graph)).run(*values)
-        return _outcome(list(outputs), leaves, dict(tensors(module)))
+        return _outcome(list(outputs), leaves, own, before)
+
+
+def _own_leaf(tensor: Tensor, *, copied: bool) -> Tensor:
+    """Another leaf with the values of a parameter or buffer, in the same memory unless it is ``copied``."""
+    values = tensor.detach().clone() if copied or not isinstance(tensor, nn.Parameter) else tensor.detach()
+    if not isinstance(tensor, nn.Parameter):
+        return values.requires_grad_(tensor.requires_grad)
+    leaf = nn.Parameter(values, tensor.requires_grad)
+    leaf.grad = tensor.grad
+    return leaf
 
 
 class _MemberRun(fx.Interpreter):
@@ -175,15 +193,21 @@ def apart(module: nn.Module) -> Iterator[None]:
             np.random.set_state(outer[1])
 
 
-def _leaves(module: nn.Module, arguments: Any) -> dict[str, Tensor]:
-    """Return the parameters and inputs that may get a gradient, by name."""
+def _leaves(parameters: Mapping[str, Tensor], arguments: Any) -> dict[str, Tensor]:
+    """Return those of the parameters and of the inputs that may get a gradient, by name."""
     inputs = {f"input {k}": x for k, x in enumerate(pytree.tree_leaves(arguments)) if isinstance(x, Tensor)}
-    return {name: t for name, t in (dict(module.named_parameters()) | inputs).items() if t.requires_grad}
+    return {name: t for name, t in {**parameters, **inputs}.items() if t.requires_grad}
 
 
-def _outcome(outputs: Sequence[Any], leaves: Mapping[str, Tensor], registered: Mapping[str, Tensor]) -> Outcome:
-    values = {f"{name} afterwards": tensor.detach().clone() for name, tensor in registered.items()}
-    values |= {f".grad of {name}": t.grad.detach().clone() for name, t in leaves.items() if t.grad is not None}
+def _outcome(
+    outputs: Sequence[Any],
+    leaves: Mapping[str, Tensor],
+    registered: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
+) -> Outcome:
+    grads_before = {name: tensor.grad for name, tensor in before.items() if tensor.is_leaf}
+    values = {f"{name} afterwards": _after(tensor, before.get(name)) for name, tensor in registered.items()}
+    values |= {f".grad of {n}": _after(t.grad, grads_before.get(n)) for n, t in leaves.items() if t.grad is not None}
     copied = tuple(o.detach().clone() if isinstance(o, Tensor) else o for o in outputs)
     flags = {f"requires_grad of output {k}": torch.tensor(o.requires_grad, device="cpu") for k, o in _tensors(outputs)}
     # A buffer that forward makes require a gradient gets one that nothing reads.
@@ -210,6 +234,17 @@ def _outcome(outputs: Sequence[Any], leaves: Mapping[str, Tensor], registered: M
     return Outcome(copied, values | flags | gradients | written)
 
 
+def _after(tensor: Tensor, before: Tensor | None) -> Tensor:
+    """The values of ``tensor``: ``before`` if it has those, as a copy of large parameters takes long."""
+    if (
+        before is None
+        or tensor.layout is not torch.strided
+        or (tensor.layout, tensor.dtype) != (before.layout, before.dtype)
+    ):
+        return tensor.detach().clone()
+    return before if torch.equal(tensor, before) else tensor.detach().clone()
+
+
 def _tensors(outputs: Sequence[Any]) -> list[tuple[int, Tensor]]:
     return [(k, output) for k, output in enumerate(outputs) if isinstance(output, Tensor)]
 
@@ -229,7 +264,7 @@ def difference(ours: Outcome, theirs: Outcome, limits: Mapping[torch.dtype, floa
     for k, (a, b) in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
         if isinstance(a, Tensor) != isinstance(b, Tensor) or not _alike(a, b, limits, 0.0, 1.0):
             return f"output {k}"
-    floor = 1e-4 * max((_norm(t) for n, t in theirs.values.items() if n.startswith("gradient of ")), default=0.0)
+    floor = 1e-4 * max((norm(t) for n, t in theirs.values.items() if n.startswith("gradient of ")), default=0.0)
     for name in {**theirs.values, **ours.values}:
         a, b = ours.values.get(name), theirs.values.get(name)
         gradient = name.startswith("gradient of ")
@@ -247,64 +282,15 @@ def _dense(tensor: Tensor) -> Tensor:
 def _alike(a: Any, b: Any, limits: Mapping[torch.dtype, float], floor: float, looser: float) -> bool:
     if not isinstance(a, Tensor):
         return type(a) is type(b) and bool(a == b)
+    if a is b:
+        return True
     if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
         return False
     a, b = _dense(a), _dense(b)
-    same = (a == b) | ((a != a) & (b != b))
-    if bool(same.all()):
-        return True
-    if not (a.is_floating_point() or a.is_complex()) or bool((~same & ~(a.isfinite() & b.isfinite())).any()):
-        return False
-    gap = _norm(torch.where(same, torch.zeros_like(a), a - b))
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
     limit = limits.get(a.dtype, limits[torch.float64])
-    return gap <= looser * limit * max(_norm(b), floor, torch.finfo(a.dtype).tiny)
-
-
-def _norm(tensor: Tensor) -> float:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return 0.0
-    norm = float(torch.where(tensor.isfinite(), tensor, torch.zeros_like(tensor)).abs().double().norm())
-    return norm if math.isfinite(norm) else 0.0
-
-
-def moved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The call with other values: samples in another order, numbers a little smaller."""
-
-    def other(x: Tensor) -> Tensor:
-        dims = [dim for dim, size in enumerate(x.shape) if size > 1]
-        rolled = x.detach().roll(1, dims[0]) if dims else x.detach()
-        return (rolled * 0.75 if x.is_floating_point() else rolled).requires_grad_(x.requires_grad)
-
-    return pytree.tree_map_only(Tensor, other, copies((args, dict(kwargs))))
-
-
-def shorter_calls(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
-    """Yield groups of calls with other values. If forward takes none of a group, the next one is to be tried.
-
-    The first has half of each size that is none of a parameter, and of first dims; the second half of one size each.
-    """
-    call = moved(args, kwargs)
-    features = {size for parameter in module.parameters() for size in parameter.shape}
-    shapes = [leaf.shape for leaf in pytree.tree_leaves(call) if isinstance(leaf, Tensor)]
-    sizes = {size for shape in shapes for k, size in enumerate(shape) if size > 1 and (k == 0 or size not in features)}
-    if sizes:
-        yield [_halved(call, features, sizes)]
-    if len(sizes) > 1:
-        yield [_halved(call, features, {size}) for size in sorted(sizes)[:MAX_SIZES]]
-    yield [call]
-    yield [(args, kwargs)]
-
-
-def _halved(call: Any, features: Set[int], sizes: Set[int]) -> Any:
-    """The call with half of the dims of ``sizes``; of ``features`` only those that come first."""
-
-    def halved(x: Tensor) -> Tensor:
-        y = x.detach()
-        for dim, size in enumerate(x.shape):
-            y = y.narrow(dim, 0, (size + 1) // 2) if size in sizes and (dim == 0 or size not in features) else y
-        return y.clone().requires_grad_(x.requires_grad)
-
-    return pytree.tree_map_only(Tensor, halved, call)
+    return not relative_difference(a, b, floor) > looser * limit
 
 
 def change_parameters(member: nn.Module) -> None:

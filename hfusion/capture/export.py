@@ -214,7 +214,7 @@ def _check_faithful(
 ) -> None:
     """Raise FusionError if the graph's results differ from the code's: tracing loses effects that it does not see."""
     try:
-        ours = run_graph(captured, twin(module), args, kwargs)
+        ours = run_graph(captured, module, args, kwargs)
     except RuntimeError as error:
         raise FusionError(f"the graph of forward fails where forward does not: {_first_line(error)}") from error
     lost = difference(ours, real, ALIKE)
@@ -228,7 +228,7 @@ def _check_faithful(
 def check_faithful(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise FusionError if the results of a capture differ from those of ``module``, gradients included."""
     with restored(module):
-        real = run(twin(module), args, kwargs)
+        real = run(twin(module), args, kwargs, copy_of=module)
     _check_faithful(captured, module, args, kwargs, real)
 
 

@@ -42,7 +42,7 @@ from hfusion.passes.gather import RULES as GATHER_RULES
 from hfusion.passes.gather import has_variants, rows_of
 from hfusion.passes.layouts import Choice, choose, choose_graph
 from hfusion.passes.regions import regions
-from hfusion.passes.side_effects import written_inputs
+from hfusion.passes.side_effects import written_slots
 
 RULES = merge_tables(ATEN_RULES, OPAQUE_RULES, EXPECT_RULES, GATHER_RULES)
 
@@ -100,12 +100,8 @@ class Compiled:
     @cached_property
     def written(self) -> frozenset[str]:
         """The keys of buffers and parameters that forward may write to."""
-        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
-        slots = zip(placeholders, self.program.slots, strict=True)
-        names = {node: slot.name for node, slot in slots if slot.kind is not Kind.INPUT}
-        found = {names[node] for call in self.graph.nodes for node in written_inputs(call) if node in names}
         own = {f"{call.place}.{key}".strip(".") for call in self.opaque for key in call.changing}
-        return frozenset(found | own)
+        return written_slots(self.graph, self.program.slots) | own
 
     @property
     def infers_sizes(self) -> bool:

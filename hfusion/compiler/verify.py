@@ -9,7 +9,6 @@ rounding is measured instead: the members run with parameters moved by one round
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -34,7 +33,9 @@ from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.replay import Replay, Unmatched
 from hfusion.compiler.sandbox import without_trace
 from hfusion.compiler.shorten import shortened
+from hfusion.core import differences
 from hfusion.core.copies import copies_in_like_memory
+from hfusion.core.differences import norm
 from hfusion.core.errors import FusionError
 from hfusion.core.member_random import recording
 from hfusion.core.program import Kind
@@ -200,8 +201,7 @@ def _differences(subject: CheckedArray, member: int, ours: Outcome, theirs: Outc
 
 def _floor(theirs: Outcome) -> float:
     """Return the norm below which a gradient counts as zero, like that of a bias before a BatchNorm."""
-    norms = [float(t.double().norm()) for name, t in theirs.items() if name.startswith("gradient of ")]
-    return 1e-4 * max((norm for norm in norms if math.isfinite(norm)), default=0.0)
+    return 1e-4 * max((norm(t) for name, t in theirs.items() if name.startswith("gradient of ")), default=0.0)
 
 
 def _agrees_wide(subject: CheckedArray, members: Sequence[int]) -> bool:
@@ -386,14 +386,5 @@ def _rounding(tensor: Tensor) -> float:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
-    """The norm of the difference over the norm, at least ``floor``; equal non-finite values count as equal.
-
-    Infinite where one of two values is no number.
-    """
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    zero = torch.zeros_like(theirs)
-    gap = float(torch.where(same, zero, ours - theirs).double().norm())
-    size = float(torch.where(theirs.isfinite(), theirs, zero).double().norm())
-    if math.isnan(gap):
-        return math.inf
-    return 0.0 if gap == 0.0 else gap / max(size, floor, torch.finfo(theirs.dtype).eps)
+    """As `hfusion.core.differences.relative_difference`; norms below the rounding step of the dtype count as that."""
+    return differences.relative_difference(ours, theirs, max(floor, torch.finfo(theirs.dtype).eps))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from hfusion.core.differences import distance, norm
 from hfusion.core.program import describe_value
 from hfusion.step.step_graph import StepGraph
 
@@ -19,8 +19,6 @@ _NEARBY = 12
 _OFF = 3 / 4
 # Of what the graph itself gives: what a program may give.
 _AS_MUCH = 2.0
-# Elements that are compared at a time, in float64.
-_PIECE = 1 << 20
 
 
 class ByOperator(fx.Interpreter):
@@ -43,11 +41,11 @@ def disagreement(
     ``nearby``: what it gives for other such inputs at each call.
     """
     rounding = max(_rounding(node.meta.get("val")) for node in graph.module.graph.nodes)
-    largest = max((_norm(tensor) for tensor in expected[1 : 1 + len(graph.trained)]), default=0.0)
+    largest = max((norm(tensor) for tensor in expected[1 : 1 + len(graph.trained)]), default=0.0)
     least = max(largest, 1.0) * rounding ** (2 / 3)
     apart = [_apart(one, other) for one, other in zip(given, expected, strict=True)]
-    norms = list(map(_norm, expected))
-    suspects = [k for k, norm in enumerate(norms) if not apart[k] <= max(norm * rounding ** (1 / 3), least)]
+    norms = list(map(norm, expected))
+    suspects = [k for k, size in enumerate(norms) if not apart[k] <= max(size * rounding ** (1 / 3), least)]
     if not suspects:
         return ""
     moved = dict.fromkeys(suspects, 0.0)
@@ -78,9 +76,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
     """The norm of the difference; 0 where the second has none to compare with."""
     if one is other or not (one.numel() and torch.isfinite(other).all()):
         return 0.0
-    wide = torch.complex128 if other.is_complex() else torch.float64
-    pieces = zip(*(tensor.reshape(-1).split(_PIECE) for tensor in (one, other)), strict=True)
-    return math.hypot(*(_norm(ours.to(wide) - theirs.to(wide)) for ours, theirs in pieces))
+    return distance(one, other)
 
 
 def result_names(graph: StepGraph, count: int) -> list[str]:
@@ -94,12 +90,3 @@ def _rounding(value: object) -> float:
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return 0.0
     return torch.finfo(value.dtype).eps
-
-
-def _norm(tensor: Tensor) -> float:
-    if tensor.is_complex():
-        tensor = tensor.to(torch.complex128)
-    elif not tensor.is_floating_point():
-        # Not complex: CUDA's kernel of the magnitude of complex numbers is compiled when it is first called.
-        tensor = tensor.double()
-    return float(torch.linalg.vector_norm(tensor))

@@ -1,0 +1,54 @@
+"""How much tensors differ, computed in float64 in pieces that stay in the processor's cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Elements that are compared at a time in host memory.
+PIECE = 1 << 17
+
+
+def norm(tensor: Tensor) -> float:
+    """The norm of the finite numbers of a tensor."""
+    return math.hypot(*map(_finite_norm, map(_widened, _pieces(tensor))))
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """The norm of the difference of two tensors of one shape."""
+    pieces = zip(_pieces(ours), _pieces(theirs), strict=True)
+    return math.hypot(*(float(torch.linalg.vector_norm(_widened(one) - _widened(other))) for one, other in pieces))
+
+
+def relative_difference(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
+    """The distance over the norm of ``theirs``, which counts as ``least`` if it is smaller.
+
+    Equal non-finite values count as equal. Infinite where only one of two values is finite, or they are different
+    infinities.
+    """
+    gap = distance(ours, theirs)
+    if not math.isfinite(gap):
+        same = (ours == theirs) | ((ours != ours) & (theirs != theirs))
+        if bool((~same & ~(ours.isfinite() & theirs.isfinite())).any()):
+            return math.inf
+        gap = distance(*(torch.where(same, torch.zeros_like(tensor), tensor) for tensor in (ours, theirs)))
+    return 0.0 if gap == 0.0 else gap / max(norm(theirs), least, torch.finfo(theirs.dtype).tiny)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    flat = tensor.detach().reshape(-1)
+    return flat.split(PIECE) if tensor.is_cpu else (flat,)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _finite_norm(wide: Tensor) -> float:
+    found = float(torch.linalg.vector_norm(wide))
+    if math.isfinite(found):
+        return found
+    return float(torch.linalg.vector_norm(torch.where(wide.isfinite(), wide, torch.zeros_like(wide))))
