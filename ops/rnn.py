@@ -22,6 +22,7 @@ from hfusion.ops.rnn_layers import run_per_member, through_layers
 from hfusion.ops.rnn_steps import recurrent
 from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member, hint
 from hfusion.ops.saved import GATES
+from hfusion.torch_private.dispatch_modes import disable_current_modes
 from hfusion.torch_private.fake_tensors import FakeTensor
 from hfusion.torch_private.functorch import in_transform, is_wrapped
 from hfusion.torch_private.shared_library import torch_library
@@ -145,12 +146,21 @@ def lstm_stacked(
 ) -> tuple[Tensor, ...]:
     """Output ``[B, T, N, D*H]`` or ``[B, N, T, D*H]``, last states ``[B, L*D, N, H]``; D directions, L layers.
 
-    Input and first states are of one member, for all, or stacked; weights are stacked.
+    Input and first states are of one member, for all, or stacked; weights are stacked. Under autocast the operands are
+    rounded to its dtype and the sums are float32, as in oneDNN's kernel.
     """
     tensors = (x, h, c, *weights)
     trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     few = h.shape[-2] * (weights[0][0].numel() + weights[1][0].numel()) <= FEW_PRODUCTS
-    if not (trained or few) or not _runs(tensors):
+    if torch.is_autocast_enabled("cpu") and (trained or few):
+        lower = torch.get_autocast_dtype("cpu")
+        dtypes = _dtypes_under_autocast(lower, (x.dtype, h.dtype, c.dtype, weights[0].dtype))
+        rounded = [tensor.to(lower).float() if tensor.dtype is not torch.float64 else tensor for tensor in tensors]
+        if dtypes is not None and _runs(rounded):
+            with torch.autocast("cpu", enabled=False):
+                results = lstm_stacked(members, rounded[0], rounded[1], rounded[2], rounded[3:], **options)
+            return tuple(result.to(dtype) for result, dtype in zip(results, dtypes, strict=True))
+    if not (trained or few) or torch.is_autocast_enabled("cpu") or not _runs(tensors):
         return run_per_member("lstm", members, x, (h, c), weights, options)
 
     def layer(reverse: bool, values: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Results:
@@ -161,6 +171,23 @@ def lstm_stacked(
     return through_layers(layer, members, x, (h, c), weights, options)
 
 
+@cache
+def _dtypes_under_autocast(lower: torch.dtype, given: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...] | None:
+    """The dtypes of the results of torch's operator under autocast to ``lower``; None if this processor cannot run it.
+
+    Args:
+        given: the dtypes of the input, the first states and the weights.
+    """
+    with disable_current_modes(), torch.autocast("cpu", lower):
+        x, h, c = (torch.zeros(1, 1, 1, dtype=dtype, device="cpu") for dtype in given[:3])
+        weight = torch.zeros(4, 1, dtype=given[3], device="cpu")
+        try:
+            results = aten.lstm.input(x, [h, c], [weight, weight], False, 1, 0.0, True, False, False)
+        except RuntimeError:
+            return None
+    return tuple(result.dtype for result in results)
+
+
 def _runs(tensors: Sequence[Tensor]) -> bool:
     """True if the kernels can run on these tensors, and autograd needs no more than their backward."""
     first = tensors[0]
@@ -168,7 +195,6 @@ def _runs(tensors: Sequence[Tensor]) -> bool:
         not torch.compiler.is_compiling()
         and not in_transform()
         and not kernels()
-        and not torch.is_autocast_enabled("cpu")
         and first.numel() > 0
         and first.dtype in native.TYPES
         and all(_plain(tensor) and tensor.is_cpu and tensor.dtype is first.dtype for tensor in tensors)
@@ -188,6 +214,7 @@ class LstmLayer(torch.autograd.Function):
     """
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def forward(
         ctx: Any,
         reverse: bool,
@@ -209,6 +236,7 @@ class LstmLayer(torch.autograd.Function):
         return y, y[:, 0 if reverse else -1].clone(), cells[-1].clone()
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         *inputs, rows, gates, cells = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]

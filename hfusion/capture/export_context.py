@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.core.errors import FusionError
-from hfusion.core.fingerprint import is_installed
+from hfusion.core.fingerprint import is_user_code
 from hfusion.device.backend import AUTOCAST_QUESTIONS
 from hfusion.torch_private.replaced_functions import torch_functions_replaced
 
@@ -38,8 +38,8 @@ def told_autocast(active: Collection[str]) -> Iterator[None]:
     def answering(name: str, original: Callable[..., bool]) -> Callable[..., bool]:
         def answer(*args: Any) -> bool:
             nonlocal was_asked
-            of_us = threading.get_ident() == here and not is_installed(sys._getframe(1).f_globals.get("__name__"))
-            if of_us and _nesting() == outer + 1:
+            asks = is_user_code(sys._getframe(1).f_globals.get("__name__", ""))
+            if asks and threading.get_ident() == here and _nesting() == outer + 1:
                 is_active = (args[0] if args else AUTOCAST_QUESTIONS[name]) in active
                 was_asked |= is_active
                 return is_active

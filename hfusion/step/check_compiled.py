@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from hfusion.core.differences import distance, norm
 from hfusion.core.program import describe_value
+from hfusion.ops.rule import hint
 from hfusion.step.step_graph import StepGraph
 
 # Inputs off by their rounding that are tried: of a value that rounds to either side of zero about half change its side.
@@ -27,6 +28,27 @@ class ByOperator(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
         return super().call_function(torch.ops.aten.reshape.default if target in views else target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """As in fx; an operator that takes one order in memory gets it, as by the compiler."""
+        if torch.Tag.needs_exact_strides not in getattr(n.target, "tags", ()):
+            return super().run_node(n)
+        before = {operand: self.env[operand] for operand in n.all_input_nodes}
+        self.env |= {
+            operand: _in_order(value, operand.meta["val"]) if isinstance(value, Tensor) else value
+            for operand, value in before.items()
+        }
+        try:
+            return super().run_node(n)
+        finally:
+            self.env |= before
+
+
+def _in_order(tensor: Tensor, example: Tensor) -> Tensor:
+    """``tensor`` with dims in the order of memory that those of ``example`` have."""
+    strides = [hint(stride) or 0 for stride in example.stride()]
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.dim())])
 
 
 def disagreement(

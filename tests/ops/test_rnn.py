@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.capture.export import capture
 from hfusion.core.layout import Layout
+from hfusion.core.tree import leaves
 from hfusion.device import native
 from hfusion.ops import rnn
 from hfusion.ops.rule import each
@@ -231,19 +233,50 @@ def test_threads_share_the_rows() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_autocast_leaves_it_to_torch() -> None:
-    models = [nn.LSTM(3, 4) for _ in range(2)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast_gives_what_torch_gives(dtype: torch.dtype, inside: bool) -> None:
+    """Also where backward runs under it."""
+    models = [nn.LSTM(3, 4, num_layers=2, bidirectional=True, dtype=dtype) for _ in range(2)]
     fused = hf.fuse(models)
-    x = torch.randn(5, 2, 3)
+    x = torch.randn(5, 2, 3, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
         try:
-            wanted = [model(x)[0] for model in models]
+            wanted = [model(x) for model in models]
         except RuntimeError as error:
             # Some processors have no such LSTM; then the array has none, either.
             with pytest.raises(RuntimeError, match=re.escape(str(error))):
                 fused(x)
             return
-        torch.testing.assert_close(fused(x)[0], torch.stack(wanted))
+        given = fused(x)
+    limits = {} if dtype is torch.float64 else {"rtol": 0.02, "atol": 0.02}
+    for ours, *theirs in zip(leaves(given, Tensor), *(leaves(one, Tensor) for one in wanted), strict=True):
+        torch.testing.assert_close(ours, torch.stack(theirs), **limits)
+    with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+        for (y, _), *_ in [(given,), *((pair,) for pair in wanted)]:
+            y.square().sum().backward()
+    for name, parameter in fused.named_parameters():
+        own = [model.get_parameter(name).grad for model in models]
+        torch.testing.assert_close(parameter.grad, torch.stack([grad for grad in own if grad is not None]), **limits)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_step_with_a_loss_of_all_outputs_is_compiled(autocast: bool) -> None:
+    """The gradient of the outputs is transposed."""
+    models = [nn.LSTM(3, 4, batch_first=True) for _ in range(2)]
+    x, y = torch.randn(5, 2, 3), torch.randn(5, 2, 4)
+
+    def losses(compile: bool) -> list[Tensor]:
+        fused = hf.fuse(models)
+        optimizer = hf.optim.SGD(fused.parameters(), lr=0.1)
+        step = hf.train_step(fused, lambda output, y: F.mse_loss(output[0].float(), y), optimizer, compile=compile)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = [step(x, y) for _ in range(4)]
+        assert ("eager" in str(step.report())) is not compile
+        return found
+
+    torch.testing.assert_close(losses(True), losses(False), **({"rtol": 1e-3, "atol": 1e-3} if autocast else {}))
 
 
 @pytest.mark.parametrize("projected", [0, 2])
