@@ -40,10 +40,13 @@ def batch_norm_in_two_passes(
 ) -> Any:
     """Batch norm in training: first the mean, then the variance about it, as plain sums.
 
-    Inductor writes Welford's recurrence instead, which is no more accurate and several times the arithmetic.
+    Inductor writes Welford's recurrence instead, which is no more accurate and several times the arithmetic. Inputs of
+    lower precision are widened, as in torch's kernel, where statistics and parameters are not of that precision, too.
     """
-    if not training or x.dtype not in _EXACT:
+    given = x.dtype
+    if not training or any(t is not None and t.dtype not in _EXACT for t in (weight, bias, running_mean, running_var)):
         return NotImplemented
+    x = x.to(running_mean.dtype)
     dims, shape = [0, *range(2, x.dim())], [1, -1, *(1,) * (x.dim() - 2)]
     count = x.numel() // x.shape[1]
     mean = _kept(x.sum(dims) / count)
@@ -54,7 +57,7 @@ def batch_norm_in_two_passes(
     y = y if bias is None else y + bias.view(shape)
     running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
     running_var.copy_(running_var * (1 - momentum) + variance * (count / (count - 1) * momentum))
-    return y, mean, inverse
+    return y.to(given), mean, inverse
 
 
 def _kept(vector: Tensor) -> Tensor:
