@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from hfusion.core.errors import CheckpointError
@@ -63,6 +63,9 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     _step_supports_amp_scaling: ClassVar[bool] = True
 
     def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
+        if isinstance(params, Module):
+            # A fused module may be iterated over: torch's own error would speak of the members.
+            raise TypeError(f"params is a {type(params).__name__}: give its parameters, fused.parameters()")
         self._known: dict[int, tuple[Settings, Groups | None]] = {}
         self._released: dict[tuple[int, ...], Groups] = {}
         self._cache: StepCache | None = None

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
+import hfusion as hf
 from hfusion import optim
 from hfusion.core.membership import Membership, mark
 from hfusion.optim.hyper import MemberVector, member_vector
@@ -83,6 +85,11 @@ def test_parameters_of_no_array_are_refused() -> None:
     with pytest.raises(ValueError, match="param group 1 belongs to an array of 2 members, the first group to one of 3"):
         fused.add_param_group({"params": Array(2).params})
     assert len(fused.param_groups) == 1
+
+
+def test_a_module_is_refused_in_words() -> None:
+    with pytest.raises(TypeError, match=r"params is a FusedModule: give its parameters, fused.parameters\(\)"):
+        optim.Adam(hf.fuse([nn.Linear(2, 1) for _ in range(2)]))
 
 
 def test_shared_parameters_need_one_value() -> None:
