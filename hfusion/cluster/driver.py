@@ -61,6 +61,9 @@ class Drive:
         self._logs = ArrayLogs(log, [(one.load.name, one.task, one.members) for one in arrays.arrays])
         # How many minibatches and evaluations of an array callbacks have heard of.
         self._counts: Counter[tuple[int, type]] = Counter()
+        # The same of ``on_result``, and the members that it stopped at each of them.
+        self._asked: Counter[tuple[int, type]] = Counter()
+        self._stops: dict[tuple[int, type, int], list[int]] = {}
         loads = [one.load for one in arrays.arrays]
         saved = [number for number, one in enumerate(arrays.arrays) if one.options.checkpoint is not None]
         self._placement = Placement(loads, arrays.kinds, max_failures, clock, saved)
@@ -150,9 +153,8 @@ class Drive:
         number = self._now.get(device)
         if number is None or number in self._failed:
             return
-        one, count = self._arrays[number], result.epoch + 1
+        one, count = self._arrays[number], self._count(number, result)
         if isinstance(result, Step):
-            count = result.epoch * one.task.epoch + result.step + 1
             self.show(number, count)
         if count <= self._counts[number, type(result)]:
             # A process trains again what another had trained before it was lost.
@@ -167,17 +169,30 @@ class Drive:
             # What the node makes of it from here on is not looked at.
             self._give_up(device, number, error)
 
+    def _count(self, number: int, result: Step | Evaluation) -> int:
+        """Return how many minibatches, or evaluations, an array has had with this result."""
+        if isinstance(result, Evaluation):
+            return result.epoch + 1
+        return result.epoch * self._arrays[number].task.epoch + result.step + 1
+
     def _answer(self, device: int, result: Step | Evaluation) -> list[int]:
         """Return the members that stop; where that fails, none."""
         number = self._now.get(device)
         if number is None or number in self._failed or self._on_result is None:
             return []
-        self.heard = True
+        key, count = (number, type(result)), self._count(number, result)
+        if count <= self._asked[key]:
+            # As above: a function that counts would count twice, and stop others.
+            return self._stops.get((*key, count), [])
+        self._asked[key], self.heard = count, True
         try:
-            return answered(self._on_result(result), result)
+            members = answered(self._on_result(result), result)
         except Exception as error:
             self._give_up(device, number, error)
             return []
+        if members:
+            self._stops[*key, count] = members
+        return members
 
     def _give_up(self, device: int, number: int, error: BaseException) -> None:
         """Note that an array has failed; its first error counts."""

@@ -154,15 +154,18 @@ def with_slow(act: str, at: int, mark: Path, callback: Any = None, always: bool 
 
 
 @pytest.mark.parametrize(
-    ("at", "saved"),
-    [pytest.param(5, True, marks=LONG), (100, True), pytest.param(100, False, marks=LONG)],
+    ("at", "saved", "asks"),
+    [pytest.param(5, True, False, marks=LONG), (100, True, True), pytest.param(100, False, True, marks=LONG)],
 )
-def test_who_is_killed_loses_an_interval_at_most(at: int, saved: bool, tmp_path: Path, temporary: Path) -> None:
+def test_who_is_killed_loses_an_interval_at_most(
+    at: int, saved: bool, asks: bool, tmp_path: Path, temporary: Path
+) -> None:
     """A sample of the first minibatch, or of the ninth of twelve. Callbacks, loggers and logs have each result once."""
-    before, heard = shared_memory(), list[Any]()
+    before, heard, asked = shared_memory(), list[Any](), list[Any]()
     wanted = alone(tmp_path)
     torch.manual_seed(1)
-    options = {"checkpoint": tmp_path / "saves", "every": 2} if saved else {}
+    options: dict[str, Any] = {"checkpoint": tmp_path / "saves", "every": 2} if saved else {}
+    options |= {"on_result": asked.append} if asks else {}
     cluster = hf.Cluster(machine(tmp_path, 2), max_failures=1)
     with hf.MemberLogger(csv=tmp_path / "log.csv") as logger:
 
@@ -177,6 +180,8 @@ def test_who_is_killed_loses_an_interval_at_most(at: int, saved: bool, tmp_path:
     assert nothing_left(temporary, before)
     steps = [event.epoch * 4 + event.step for event in heard if isinstance(event, hf.Step) and event.task == "plain"]
     assert steps == sorted(set(steps)), "what is trained again is heard once"
+    keys = [[(type(e), e.task, e.epoch, getattr(e, "step", 0)) for e in events] for events in (heard, asked)]
+    assert not asks or sorted(map(str, keys[0])) == sorted(map(str, keys[1]))
     assert steps[-1] == 11
     again = {span.step for span in found.timeline.actions if span.task == "plain" and span.act is Act.FORWARD}
     # The ninth minibatch is read while the eighth is trained. By then the sixth has been saved.
@@ -201,6 +206,30 @@ def test_who_is_killed_loses_an_interval_at_most(at: int, saved: bool, tmp_path:
         results = [(one.event, one.values["minibatch"]) for one in logged if one.event in ("trained", "saved")]
         assert len(results) == len(set(results))
         assert len({one.values["process"] for one in logged}) == 2
+
+
+class Counting:
+    """Stops the first member of the second task at its eleventh result."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, result: hf.Step | hf.Evaluation) -> list[int]:
+        self.count += result.task == "plain"
+        return [0] if result.task == "plain" and self.count == 11 else []
+
+
+@LONG
+def test_a_loss_stops_the_members_that_were_stopped(tmp_path: Path) -> None:
+    """Killed at the ninth minibatch, of which nothing was saved."""
+    torch.manual_seed(1)
+    wanted = hf.train(tasks(), machine(tmp_path, 1), on_result=Counting())
+    assert wanted["plain"].losses[:, 0].isnan().nonzero().flatten().tolist() == [11]
+    torch.manual_seed(1)
+    cluster = hf.Cluster(machine(tmp_path, 2), max_failures=1)
+    found = hf.train(with_slow("kill", 100, tmp_path / "mark"), cluster, on_result=Counting())
+    for name in wanted:
+        assert torch.equal(found[name].losses.nan_to_num(-1.0), wanted[name].losses.nan_to_num(-1.0))
 
 
 class SlowAtFirst(TensorDataset):
