@@ -158,7 +158,10 @@ class _Outbox:
             self.send()
 
     def note(self, index: int, event: ArrayEvent, device: str | None) -> None:
-        if isinstance(event, ArrayNote):
+        if isinstance(event, ArrayNote) and event.event == "copied":
+            # An array that goes on from this save gives these results no more.
+            self.send()
+        elif isinstance(event, ArrayNote):
             self._notes.append(event)
             if event.event in ("started", "resumed"):
                 # The first minibatch may take long.

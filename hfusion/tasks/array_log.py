@@ -25,7 +25,7 @@ class ArrayNote:
     """An event of an array other than its results.
 
     Attributes:
-        event: started, resumed, saved, stopped, finished, failed, lost or moved.
+        event: started, resumed, copied (before a save is written), saved, stopped, finished, failed, lost or moved.
         minibatches: how many it had been trained on.
         members: those that have stopped.
         error: the first line of one.
@@ -77,7 +77,7 @@ class ArrayLogs:
 
     def hear(self, index: int, event: ArrayEvent, place: Mapping[str, object]) -> None:
         """Write an event of an array at a ``place``: device, node, process."""
-        if not self._log.writes:
+        if not self._log.writes or (isinstance(event, ArrayNote) and event.event == "copied"):
             return
         one = self._arrays[index]
         if isinstance(event, ArrayNote):

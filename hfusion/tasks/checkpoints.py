@@ -96,7 +96,7 @@ class Checkpoints:
         root: the folder of all.
         most: of each array, how many minibatches may be lost.
         threads: how many saves may be written at one time.
-        listen: called in these threads when a save of an array is on the disk.
+        listen: called before a save of an array is written, and in these threads when it is on the disk.
     """
 
     def __init__(
@@ -192,6 +192,7 @@ class Checkpoints:
         one = self._arrays[index]
         # Before there is another copy of it.
         self._wait(index)
+        self._listen(index, ArrayNote("copied", steps))
         writer = SaveWriter(range(len(one.members)), {"members": _names(one)}, {})
         writer.module(one.array)
         writer.optimizer(one.optimizer)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,8 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
+from hfusion.checkpoint import files
 from hfusion.cluster.jobs import RunOptions, arranged
 from hfusion.cluster.messages import DeviceInfo
+from hfusion.cluster.node import ArrayDone, ArrayJob, ArrayTrainer, Message, Told
+from hfusion.cluster.serialization import pack_with_keys
 from hfusion.core.text import file_name
 from tests.trained import RATES
 
@@ -23,3 +28,36 @@ def test_a_save_stays_in_the_folder(name: str, tmp_path: Path) -> None:
     (one,) = arranged([task], [device], RunOptions(tmp_path, None, "fifo"), resume=True).arrays
     assert one.options.checkpoint is not None
     assert (one.options.checkpoint / file_name(one.load.name)).resolve().parent == tmp_path.resolve()
+
+
+class Watched(list[Any]):
+    """Minibatches; each reading notes how many results were told, and how many the last save has."""
+
+    told: ClassVar[list[Message]] = []
+    seen: ClassVar[list[tuple[int, int]]] = []
+
+    def __init__(self, folder: Path, count: int) -> None:
+        super().__init__([(torch.zeros(1, 2), torch.zeros(1, 1))] * count)
+        self.folder = folder
+
+    def __iter__(self) -> Iterator[Any]:
+        for pair in super().__iter__():
+            # The save first: more may be told meanwhile.
+            saved = files.read(self.folder).step if files.saves(self.folder) else 0
+            self.seen.append((saved, sum(len(message.results) for message in self.told if isinstance(message, Told))))
+            yield pair
+
+
+def test_results_are_told_before_they_are_saved(tmp_path: Path) -> None:
+    """An array that goes on from the save does not give them again."""
+    Watched.told.clear()
+    Watched.seen.clear()
+    loader = Watched(tmp_path / "one", 40)
+    task = hf.Task([nn.Linear(2, 1)], F.mse_loss, lambda params: hf.optim.SGD(params, lr=0.1), loader, name="one")
+    parcel, _ = pack_with_keys("the task 'one'", task, {})
+    job = ArrayJob("one", (0,), parcel, {}, "fifo", tmp_path, 2)
+    trainer = ArrayTrainer("cpu:0", hf.Machine([hf.Device("cpu", memory="1GiB")], "1GiB"))
+    trainer.run(job, lambda key: key, Watched.told.append)
+    assert isinstance(Watched.told[-1], ArrayDone)
+    assert any(saved for saved, _ in Watched.seen)
+    assert all(told >= saved for saved, told in Watched.seen), Watched.seen
