@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -203,6 +205,49 @@ def test_a_run_waits_for_a_node_while_there_is_none(
     assert set(found.peak) == {"node1/0", "node2/0"}
     (name,) = names
     assert re.match(r"hfusion \w{8} node1/0", name)
+    assert nothing_left(tmp_path)
+
+
+@pytest.fixture
+def autoscaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A head without CPUs, and an autoscaler that may start two nodes of one CPU; there is none at first."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_FAKE_CLUSTER", "1")
+    monkeypatch.setenv("AUTOSCALER_UPDATE_INTERVAL_S", "1")
+    # All that Ray's schema asks for; its provider of local nodes ignores the rest.
+    lists = "initialization_commands setup_commands head_setup_commands worker_setup_commands head_start_ray_commands "
+    lists += "worker_start_ray_commands cluster_synced_files rsync_exclude rsync_filter"
+    worker = {"resources": {"CPU": 1, "object_store_memory": 80_000_000}, "node_config": {}, "max_workers": 2}
+    head = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
+    config = {
+        **{key: [] for key in lists.split()},
+        **{key: {} for key in ("auth", "docker", "file_mounts")},
+        "cluster_name": "local",
+        "max_workers": 2,
+        "provider": {"type": "fake_multinode", "disable_node_updaters": True, "worker_liveness_check": False},
+        "available_node_types": {"worker": worker, "ray.head.default": head},
+        "head_node_type": "ray.head.default",
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": 5,
+        "file_mounts_sync_continuously": False,
+    }
+    (tmp_path / "cluster.json").write_text(json.dumps(config))
+    start = ["ray", "start", "--head", "--num-cpus=0", f"--autoscaling-config={tmp_path / 'cluster.json'}"]
+    subprocess.run([*start, "--include-dashboard=false"], check=True)
+    ray.init("auto", log_to_driver=False)
+    yield
+    ray.shutdown()
+    subprocess.run(["ray", "stop", "--force"], check=True)
+    assert actors() == []
+
+
+def test_an_autoscaler_starts_the_nodes_that_are_asked_for(autoscaled: None, tmp_path: Path) -> None:
+    wanted = alone(tmp_path)
+    torch.manual_seed(1)
+    found = hf.train(waiting_tasks(tmp_path), cluster(tmp_path, timeout=600, num_cpus=1, devices=2))
+    assert_same(found, wanted)
+    assert len(found.peak) == 2
     assert nothing_left(tmp_path)
 
 

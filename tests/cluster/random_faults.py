@@ -1,0 +1,370 @@
+"""Runs with faults at random instants: ``python -m tests.cluster.random_faults --faults 200``.
+
+Two processes, or the nodes of a Ray cluster, train tasks with checkpoints and a sweep in a folder. Meanwhile workers,
+nodes and drivers are killed, drivers are interrupted, nodes join, and disks are full; a driver that ends is started
+again on the same folder. Each run must end as one without faults, bit for bit, must give each result to ``on_result``
+once, and must leave no processes, shared memory or temporary files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import hfusion as hf
+from tests.cluster import test_process_executor as trained_cases
+from tests.cluster.test_ray import Nodes
+from tests.tune import cases
+from tests.tune.test_cluster import sweep
+
+# Of files, so that a save fails as on a full disk.
+_FULL = 1000
+_LIMIT = 300.0
+
+
+class SlowSamples(TensorDataset):
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(0.004)
+        return super().__getitem__(index)
+
+
+def slow_accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.02)
+    return cases.accuracy(output, target)
+
+
+def _trained(folder: Path, where: hf.Cluster, note: Callable[[str], None]) -> Any:
+    torch.manual_seed(1)
+    loader = DataLoader(SlowSamples(*trained_cases.samples().tensors), batch_size=12, shuffle=True)
+    tasks = [replace(task, loader=loader) for task in trained_cases.tasks(epochs=8)]
+
+    def on_result(result: Any) -> None:
+        note(f"{type(result).__name__} {result.task} {result.epoch} {getattr(result, 'step', '')} {result.members}")
+
+    found = hf.train(tasks, where, checkpoint=folder / "saves", every=2, on_result=on_result)
+    return {
+        name: [one.losses, one.eval_losses, *(model.state_dict() for model in one.models)]
+        for name, one in found.items()
+    }
+
+
+def _searched(folder: Path, where: hf.Cluster, note: Callable[[str], None]) -> Any:
+    def space(trial: Any) -> dict[str, Any]:
+        note(f"trial {trial.number}")
+        return cases.space(trial)
+
+    found = sweep(where, space=space, metric=slow_accuracy, directory=folder / "sweep")
+    trials = [(one.state.name, one.params, one.intermediate_values) for one in found.trials]
+    return {"trials": trials, "best": found.best_trial.number, "model": found.best_model.state_dict()}
+
+
+RUNS = {"trained": _trained, "searched": _searched}
+
+
+def drive(run: str, folder: Path, address: str | None) -> None:
+    """The driver's process: train, and write the results into ``folder``."""
+    os.environ["HFUSION_RATES"] = "standard"
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        events = stack.enter_context((folder / "events").open("w"))
+
+        def note(event: str) -> None:
+            events.write(event + "\n")
+            events.flush()
+
+        if address is None:
+            devices = [hf.Device(f"cpu:{number}", memory="1GiB") for number in range(2)]
+            where = hf.Cluster(hf.Machine(devices, host="2GiB", disk=folder / "spill"))
+        else:
+            where = hf.Cluster(memory="1GiB", host="1GiB", disk=folder / "spill", where=address, timeout=120)
+        torch.save(RUNS[run](folder, where, note), folder / "results")
+
+
+@dataclass(eq=False)
+class Driver:
+    """A driver in a process of its own."""
+
+    run: str
+    folder: Path
+    address: str | None
+    temporary: Path
+    process: subprocess.Popen[str] = field(init=False)
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = time.monotonic()
+        (self.folder / "events").write_text("")
+        command = [sys.executable, "-m", "tests.cluster.random_faults", "--drive", self.run, str(self.folder)]
+        self.process = subprocess.Popen(
+            [*command, *([] if self.address is None else [self.address])],
+            env={**os.environ, "TMPDIR": str(self.temporary), "RAY_AUTH_MODE": "disabled"},
+            stdout=subprocess.DEVNULL,
+            stderr=(self.folder / "errors").open("w"),
+            text=True,
+        )
+
+    def events(self) -> list[str]:
+        return (self.folder / "events").read_text().splitlines()
+
+    def errors(self) -> str:
+        return (self.folder / "errors").read_text()
+
+    def wait_for_events(self) -> None:
+        """Until the first result, or the end."""
+        while self.process.poll() is None and not self.events():
+            assert time.monotonic() < self.began + _LIMIT, f"no result in {_LIMIT} s\n{self.errors()}"
+            time.sleep(0.02)
+
+
+def processes_of(text: str, parent: int | None = None) -> list[int]:
+    """Processes with ``text`` in their command line, children of ``parent`` if given."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (path / "cmdline").read_bytes().decode(errors="replace")
+            status = (path / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if text in command and status[0] != "Z" and parent in (None, int(status[1])):
+            found.append(int(path.name))
+    return sorted(found)
+
+
+class Site:
+    """Where a driver's arrays are trained: processes of its own."""
+
+    name = "processes"
+    address: str | None = None
+    kinds: tuple[str, ...] = ("worker", "driver", "interrupted", "disk")
+
+    def workers(self, driver: Driver) -> list[int]:
+        return processes_of("spawn_main", driver.process.pid)
+
+    def restore(self) -> None:
+        """As many nodes as at first."""
+
+    def strike(self, kind: str, driver: Driver, draw: random.Random) -> bool:
+        """Let a fault happen; return whether there was anything that it could happen to."""
+        workers = self.workers(driver)
+        if driver.process.poll() is not None:
+            return False
+        if kind == "worker":
+            if workers:
+                os.kill(draw.choice(workers), signal.SIGKILL)
+            return bool(workers)
+        if kind == "disk":
+            for process in [driver.process.pid, *workers]:
+                resource.prlimit(process, resource.RLIMIT_FSIZE, (_FULL, resource.RLIM_INFINITY))
+            return True
+        driver.process.send_signal(signal.SIGKILL if kind == "driver" else draw.choice((signal.SIGINT, signal.SIGTERM)))
+        return True
+
+
+class RaySite(Site):
+    """The nodes of a Ray cluster."""
+
+    name = "ray"
+    kinds = (*Site.kinds, "node", "replaced", "joined")
+
+    def __init__(self) -> None:
+        self.nodes = Nodes(2)
+        self.address = self.nodes.cluster.address
+
+    def workers(self, driver: Driver) -> list[int]:
+        return processes_of("DeviceActor")
+
+    def restore(self) -> None:
+        while len(self.nodes.others) < 1:
+            self.nodes.add()
+        while len(self.nodes.others) > 1:
+            self.nodes.kill()
+
+    def strike(self, kind: str, driver: Driver, draw: random.Random) -> bool:
+        if kind in ("node", "replaced", "joined"):
+            killed = kind != "joined" and bool(self.nodes.others)
+            if kind != "node" and len(self.nodes.others) < 3:
+                self.nodes.add()
+            if killed:
+                self.nodes.kill()
+            return killed or kind == "joined"
+        return super().strike(kind, driver, draw)
+
+
+@dataclass
+class Struck:
+    """What happened in a run: faults by kind, and seconds beyond a run without faults."""
+
+    faults: Counter[str]
+    seconds: float
+
+
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(same(found[key], value) for key, value in expected.items())
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == expected)
+
+
+class Soak:
+    """Runs of one kind at one site."""
+
+    def __init__(self, run: str, site: Site, folder: Path, draw: random.Random) -> None:
+        self.run, self.site, self.folder, self.draw = run, site, folder, draw
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        self.count = 0
+        began = time.monotonic()
+        place = self._place()
+        driver = self._driver(place)
+        driver.wait_for_events()
+        started = time.monotonic()
+        self._end(driver)
+        assert driver.process.returncode == 0, driver.errors()
+        self.seconds, self.trains = time.monotonic() - began, time.monotonic() - started
+        self.expected, self.events = self._results(place), sorted(driver.events())
+        self._check_left()
+
+    def _place(self) -> Path:
+        place, self.count = self.folder / f"run-{self.count}", self.count + 1
+        place.mkdir()
+        return place
+
+    def _driver(self, place: Path) -> Driver:
+        return Driver(self.run, place, self.site.address, self.temporary)
+
+    def _results(self, place: Path) -> Any:
+        return torch.load(place / "results", weights_only=True)
+
+    def _end(self, driver: Driver) -> None:
+        try:
+            driver.process.wait(_LIMIT)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{driver.folder}: no end in {_LIMIT} s\n{driver.errors()}") from None
+
+    def once(self, count: int) -> Struck:
+        """A run with up to ``count`` faults; a driver that ends by one is started again."""
+        began, faults = time.monotonic(), Counter[str]()
+        self.site.restore()
+        place = self._place()
+        instants = sorted(self.draw.uniform(0, self.trains) for _ in range(count))
+        while True:
+            driver = self._driver(place)
+            driver.wait_for_events()
+            start, ends = time.monotonic(), False
+            while instants and not ends and driver.process.poll() is None:
+                wait = instants[0] - (time.monotonic() - start)
+                if wait > 0:
+                    time.sleep(min(wait, 0.05))
+                    continue
+                kind = self.draw.choice(self.site.kinds)
+                instants.pop(0)
+                if self.site.strike(kind, driver, self.draw):
+                    faults[kind] += 1
+                    ends = kind in ("driver", "interrupted", "disk")
+            self._end(driver)
+            if driver.process.returncode == 0:
+                break
+            ended = any(faults[kind] for kind in ("driver", "interrupted", "disk"))
+            assert ended, f"{place}: ended with {driver.process.returncode} by {dict(faults)}\n{driver.errors()}"
+            instants = [self.draw.uniform(0, self.trains) for _ in instants]
+            instants.sort()
+        assert same(self._results(place), self.expected), f"{place}: other results by {dict(faults)}"
+        if self.run == "trained":
+            found, expected = Counter(driver.events()), Counter(self.events)
+            told = f"missing {[*(expected - found)][:5]}, more often {[*(found - expected)][:5]}"
+            assert found == expected, f"{place}: {told} of {len(self.events)} events by {dict(faults)}"
+        self._check_left()
+        return Struck(faults, time.monotonic() - began - self.seconds)
+
+    def _check_left(self) -> None:
+        for _ in range(100):
+            left = [*self._left()]
+            if not left:
+                return
+            time.sleep(0.2)
+        raise AssertionError(f"left: {left}")
+
+    def _left(self) -> Iterator[str]:
+        mark = f"TMPDIR={self.temporary}".encode()
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if mark in (path / "environ").read_bytes():
+                    yield f"process {path.name}: {(path / 'cmdline').read_bytes()!r}"
+            except OSError:
+                continue
+        if isinstance(self.site, RaySite):
+            yield from map(str, processes_of("DeviceActor"))
+        yield from (str(path) for path in self.temporary.rglob("*hfusion*"))
+        yield from (str(path) for path in self.folder.glob("run-*/spill/*"))
+
+
+def soak(run: str, site: Site, faults: int, seed: int) -> None:
+    """Run until so many faults have happened."""
+    draw = random.Random(seed)
+    memory = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory() as name:
+        runs = Soak(run, site, Path(name), draw)
+        total, extra = Counter[str](), list[float]()
+        while total.total() < faults:
+            struck = runs.once(draw.randint(1, 3))
+            total += struck.faults
+            if struck.faults:
+                extra.append(struck.seconds / struck.faults.total())
+            print(
+                f"{run} on {site.name}: {total.total()} faults in {runs.count} runs: {dict(struck.faults)}", flush=True
+            )
+    if not isinstance(site, RaySite):
+        assert set(os.listdir("/dev/shm")) <= memory
+    print(
+        f"{run} on {site.name}: {dict(total)}, each run ended the same, nothing left; a fault cost "
+        f"{median(extra):.1f} s (median), {max(extra):.1f} at most, of runs of {runs.seconds:.1f} s",
+        flush=True,
+    )
+
+
+def sites(names: Sequence[str]) -> Iterator[Site]:
+    for name in names:
+        yield RaySite() if name == "ray" else Site()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=20, help="of each kind of run at each site")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--on", default="processes,ray")
+    parser.add_argument("--runs", default=",".join(RUNS))
+    parser.add_argument("--drive", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.drive:
+        run, folder, *address = options.drive
+        drive(run, Path(folder), *(address or [None]))
+        return
+    for site in sites(options.on.split(",")):
+        for run in options.runs.split(","):
+            soak(run, site, options.faults, options.seed)
+        if isinstance(site, RaySite):
+            site.nodes.cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
