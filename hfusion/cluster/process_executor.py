@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import connection, get_all_start_methods, get_context, set_start_method
@@ -145,17 +145,21 @@ class ProcessExecutor:
 
     def _end(self, device: int) -> None:
         pipe, process, stop = self._pipes[device], self._processes[device], self._stops[device]
-        self._pipes[device] = self._processes[device] = self._stops[device] = None
         if pipe is None or process is None or stop is None:
             return
-        stop.close()
-        with suppress(OSError):
-            _send(pipe, None)
-        pipe.close()
-        process.join(_GRACE)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        try:
+            stop.close()
+            with suppress(OSError):
+                _send(pipe, None)
+            pipe.close()
+            process.join(_GRACE)
+        finally:
+            # Also where Ctrl-C ends the wait: Python waits at its exit for processes that are left.
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+            self._pipes[device] = self._processes[device] = self._stops[device] = None
 
     def revive(self, device: int) -> bool:
         self._start(device)
@@ -172,9 +176,10 @@ class ProcessExecutor:
         for stop in self._stops:
             if stop is not None:
                 stop.close()
-        for device in range(len(self._processes)):
-            self._end(device)
-        self._folder.remove()
+        with ExitStack() as stack:
+            stack.callback(self._folder.remove)
+            for device in range(len(self._processes)):
+                stack.callback(self._end, device)
 
 
 def _send(pipe: Connection, message: Any) -> None:

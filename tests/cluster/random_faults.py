@@ -2,13 +2,14 @@
 
 Two processes, or the nodes of a Ray cluster, train tasks with checkpoints and a sweep in a folder. Meanwhile workers,
 nodes and drivers are killed, drivers are interrupted, nodes join, and disks are full; a driver that ends is started
-again on the same folder. Each run must end as one without faults, bit for bit, must give each result to ``on_result``
-once, and must leave no processes, shared memory or temporary files.
+again on the same folder. Each run must end as one without faults, tasks bit for bit, must give each result to
+``on_result`` once, and must leave no processes, shared memory or temporary files.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import resource
@@ -215,13 +216,16 @@ class Struck:
     seconds: float
 
 
-def same(found: Any, expected: Any) -> bool:
+def same(found: Any, expected: Any, limit: float) -> bool:
+    """Whether two results differ by no more than ``limit``, relative."""
     if isinstance(expected, torch.Tensor):
-        return torch.equal(found, expected)
+        return torch.allclose(found, expected, rtol=limit, atol=1e-3 * limit)
+    if isinstance(expected, float):
+        return math.isclose(found, expected, rel_tol=limit)
     if isinstance(expected, dict):
-        return list(found) == list(expected) and all(same(found[key], value) for key, value in expected.items())
+        return list(found) == list(expected) and all(same(found[key], expected[key], limit) for key in expected)
     if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(map(same, found, expected))
+        return len(found) == len(expected) and all(same(*pair, limit) for pair in zip(found, expected, strict=True))
     return bool(found == expected)
 
 
@@ -288,7 +292,9 @@ class Soak:
             assert ended, f"{place}: ended with {driver.process.returncode} by {dict(faults)}\n{driver.errors()}"
             instants = [self.draw.uniform(0, self.trains) for _ in instants]
             instants.sort()
-        assert same(self._results(place), self.expected), f"{place}: other results by {dict(faults)}"
+        # The trials of a sweep are trained in arrays of other widths, where devices are others.
+        limit = 0.0 if self.run == "trained" else 1e-9
+        assert same(self._results(place), self.expected, limit), f"{place}: other results by {dict(faults)}"
         if self.run == "trained":
             found, expected = Counter(driver.events()), Counter(self.events)
             told = f"missing {[*(expected - found)][:5]}, more often {[*(found - expected)][:5]}"

@@ -207,6 +207,19 @@ def test_who_is_killed_loses_an_interval_at_most(
         assert len({one.values["process"] for one in logged}) == 2
 
 
+def test_ctrl_c_while_processes_end_leaves_none(tmp_path: Path, temporary: Path) -> None:
+    """They are stopped, so that they do not end by themselves; Python would wait for them at its own end."""
+    before, executor = shared_memory(), ProcessExecutor(machine(tmp_path, 2))
+    for child in multiprocessing.active_children():
+        os.kill(child.pid or 0, signal.SIGSTOP)
+    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        executor.close()
+    interrupt.join()
+    assert nothing_left(temporary, before)
+
+
 class Counting:
     """Stops the first member of the second task at its eleventh result."""
 
