@@ -142,8 +142,9 @@ def run_graph(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwarg
     args, kwargs = copies((args, dict(kwargs)))
     before = dict(tensors(module))
     written = {id(before[name]) for name in written_slots(captured.graph, captured.slots) if name in before}
-    once: dict[int, Tensor] = {}
-    own = {name: once.setdefault(id(t), _own_leaf(t, copied=id(t) in written)) for name, t in before.items()}
+    # A tensor of two names is one leaf.
+    leaf_of = {id(tensor): _own_leaf(tensor, copied=id(tensor) in written) for tensor in before.values()}
+    own = {name: leaf_of[id(tensor)] for name, tensor in before.items()}
     leaves = _leaves({name: own[name] for name, _ in module.named_parameters()}, (args, kwargs))
     inputs = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: leaf is None)
     held = own | captured.constants
@@ -236,13 +237,14 @@ def _outcome(
 
 def _after(tensor: Tensor, before: Tensor | None) -> Tensor:
     """The values of ``tensor``: ``before`` if it has those, as a copy of large parameters takes long."""
-    if (
-        before is None
-        or tensor.layout is not torch.strided
-        or (tensor.layout, tensor.dtype) != (before.layout, before.dtype)
-    ):
+    if before is None or _kind(tensor) != _kind(before) or tensor.layout is not torch.strided:
         return tensor.detach().clone()
     return before if torch.equal(tensor, before) else tensor.detach().clone()
+
+
+def _kind(tensor: Tensor) -> tuple[torch.layout, torch.dtype, torch.device]:
+    """The properties that two tensors must share to be compared."""
+    return tensor.layout, tensor.dtype, tensor.device
 
 
 def _tensors(outputs: Sequence[Any]) -> list[tuple[int, Tensor]]:

@@ -358,6 +358,26 @@ def test_what_no_stack_can_follow_is_refused(forward: Callable[..., Tensor], mes
         hf.fuse(models)(normal(5, 4))
 
 
+class Moving(nn.Module):
+    """With a buffer that forward moves to another device."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", normal(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.offset
+        self.offset = self.offset.to("meta")
+        return y
+
+
+def test_a_buffer_that_moves_to_another_device_is_refused() -> None:
+    with pytest.raises(hf.FusionError, match="changes device of offset from cpu to meta"):
+        hf.fuse([Moving() for _ in range(2)])(normal(5, 4))
+
+
 def test_a_parameter_of_all_members_is_not_written() -> None:
     models = [Distilling(average_in_place) for _ in range(2)]
     models[1].teacher = models[0].teacher
