@@ -386,5 +386,5 @@ def _rounding(tensor: Tensor) -> float:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
-    """As `hfusion.core.differences.relative_difference`; norms below the rounding step of the dtype count as that."""
+    """The norm of the difference over that of ``theirs``, which is at least ``floor`` and the dtype's rounding step."""
     return differences.relative_difference(ours, theirs, max(floor, torch.finfo(theirs.dtype).eps))

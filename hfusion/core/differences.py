@@ -48,7 +48,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 def _finite_norm(wide: Tensor) -> float:
-    found = float(torch.linalg.vector_norm(wide))
-    if math.isfinite(found):
-        return found
+    size = float(torch.linalg.vector_norm(wide))
+    if math.isfinite(size):
+        return size
     return float(torch.linalg.vector_norm(torch.where(wide.isfinite(), wide, torch.zeros_like(wide))))

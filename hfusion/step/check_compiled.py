@@ -30,7 +30,7 @@ class ByOperator(fx.Interpreter):
         return super().call_function(torch.ops.aten.reshape.default if target in views else target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        """As in fx; an operator that takes one order in memory gets it, as by the compiler."""
+        """Run a node. Operators that need exact strides get operands in the memory order of the trace."""
         if torch.Tag.needs_exact_strides not in getattr(n.target, "tags", ()):
             return super().run_node(n)
         before = {operand: self.env[operand] for operand in n.all_input_nodes}

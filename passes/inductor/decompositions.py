@@ -43,7 +43,7 @@ def batch_norm_in_two_passes(
     Inductor writes Welford's recurrence instead, which is no more accurate and several times the arithmetic. Inputs of
     lower precision are widened, as in torch's kernel, where statistics and parameters are not of that precision, too.
     """
-    given = x.dtype
+    dtype = x.dtype
     if not training or any(t is not None and t.dtype not in _EXACT for t in (weight, bias, running_mean, running_var)):
         return NotImplemented
     x = x.to(running_mean.dtype)
@@ -57,7 +57,7 @@ def batch_norm_in_two_passes(
     y = y if bias is None else y + bias.view(shape)
     running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
     running_var.copy_(running_var * (1 - momentum) + variance * (count / (count - 1) * momentum))
-    return y.to(given), mean, inverse
+    return y.to(dtype), mean, inverse
 
 
 def _kept(vector: Tensor) -> Tensor:

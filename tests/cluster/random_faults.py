@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
 from tests.cluster import test_process_executor as trained_cases
+from tests.cluster.temporary_files import processes_of
 from tests.cluster.test_ray import Nodes
 from tests.tune import cases
 from tests.tune.test_cluster import sweep
@@ -38,6 +39,8 @@ from tests.tune.test_cluster import sweep
 # Of files, so that a save fails as on a full disk.
 _FULL = 1000
 _LIMIT = 300.0
+# After these a driver is started again.
+_ENDING = ("driver", "interrupted", "disk")
 
 
 class SlowSamples(TensorDataset):
@@ -134,26 +137,12 @@ class Driver:
             time.sleep(0.02)
 
 
-def processes_of(text: str, parent: int | None = None) -> list[int]:
-    """Processes with ``text`` in their command line, children of ``parent`` if given."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (path / "cmdline").read_bytes().decode(errors="replace")
-            status = (path / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if text in command and status[0] != "Z" and parent in (None, int(status[1])):
-            found.append(int(path.name))
-    return sorted(found)
-
-
 class Site:
     """Where a driver's arrays are trained: processes of its own."""
 
     name = "processes"
     address: str | None = None
-    kinds: tuple[str, ...] = ("worker", "driver", "interrupted", "disk")
+    kinds: tuple[str, ...] = ("worker", *_ENDING)
 
     def workers(self, driver: Driver) -> list[int]:
         return processes_of("spawn_main", driver.process.pid)
@@ -284,11 +273,11 @@ class Soak:
                 instants.pop(0)
                 if self.site.strike(kind, driver, self.draw):
                     faults[kind] += 1
-                    ends = kind in ("driver", "interrupted", "disk")
+                    ends = kind in _ENDING
             self._end(driver)
             if driver.process.returncode == 0:
                 break
-            ended = any(faults[kind] for kind in ("driver", "interrupted", "disk"))
+            ended = any(faults[kind] for kind in _ENDING)
             assert ended, f"{place}: ended with {driver.process.returncode} by {dict(faults)}\n{driver.errors()}"
             instants = [self.draw.uniform(0, self.trains) for _ in instants]
             instants.sort()

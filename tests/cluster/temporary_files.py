@@ -20,6 +20,20 @@ def use_temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+def processes_of(text: str, parent: int | None = None) -> list[int]:
+    """Return the processes with ``text`` in their command line, children of ``parent`` if given."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (path / "cmdline").read_bytes().decode(errors="replace")
+            status = (path / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if text in command and status[0] != "Z" and parent in (None, int(status[1])):
+            found.append(int(path.name))
+    return sorted(found)
+
+
 def emptied_temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """As `use_temporary`; no process and no file is left in the end."""
     before = shared_memory()

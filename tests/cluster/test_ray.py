@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
+from tests.cluster.temporary_files import processes_of
 from tests.cluster.test_process_executor import alone, assert_same, interrupt, samples, tasks
 
 pytestmark = [
@@ -62,17 +63,10 @@ def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     assert actors() == []
 
 
-def actors() -> list[str]:
+def actors() -> list[int]:
     """The processes of actors that are there, at most a while after they were told to end."""
     for _ in range(50):
-        found = []
-        for entry in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                text = entry.read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            if "DeviceActor" in text:
-                found.append(text)
+        found = processes_of("DeviceActor")
         if not found:
             break
         time.sleep(0.2)
