@@ -121,7 +121,7 @@ CLUSTER_FAULTS ?= 50
 soak: $(VENV)/.cluster
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.checkpoint.damage --files $(FILES)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore::DeprecationWarning -m tests.checkpoint.killed --kills $(KILLS)
-	OMP_NUM_THREADS=1 RAY_AUTH_MODE=disabled $(BIN)/python -m tests.cluster.random_faults --faults $(CLUSTER_FAULTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cluster.random_faults --faults $(CLUSTER_FAULTS)
 
 # FAULTS: names of some, by default all.
 faults: $(STAMP)

@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
 from tests.cluster import test_process_executor as trained_cases
+from tests.cluster.ray_environment import RAY_ENVIRONMENT
 from tests.cluster.temporary_files import processes_of
 from tests.cluster.test_ray import Nodes
 from tests.tune import cases
@@ -118,7 +119,7 @@ class Driver:
         command = [sys.executable, "-m", "tests.cluster.random_faults", "--drive", self.run, str(self.folder)]
         self.process = subprocess.Popen(
             [*command, *([] if self.address is None else [self.address])],
-            env={**os.environ, "TMPDIR": str(self.temporary), "RAY_AUTH_MODE": "disabled"},
+            env={**os.environ, **RAY_ENVIRONMENT, "TMPDIR": str(self.temporary)},
             stdout=subprocess.DEVNULL,
             stderr=(self.folder / "errors").open("w"),
             text=True,
@@ -174,6 +175,7 @@ class RaySite(Site):
     kinds = (*Site.kinds, "node", "replaced", "joined")
 
     def __init__(self) -> None:
+        os.environ.update(RAY_ENVIRONMENT)
         self.nodes = Nodes(2)
         self.address = self.nodes.cluster.address
 

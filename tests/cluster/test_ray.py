@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
+from tests.cluster.ray_environment import RAY_ENVIRONMENT
 from tests.cluster.temporary_files import processes_of
 from tests.cluster.test_process_executor import alone, assert_same, interrupt, samples, tasks
 
@@ -54,7 +55,8 @@ class Nodes:
 @pytest.fixture
 def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    for name, value in RAY_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     found = Nodes(*getattr(request, "param", (2,)))
     ray.init(address=found.cluster.address, log_to_driver=False)
     yield found
@@ -206,9 +208,9 @@ def test_a_run_waits_for_a_node_while_there_is_none(
 def autoscaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A head without CPUs, and an autoscaler that may start two nodes of one CPU; there is none at first."""
     ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_FAKE_CLUSTER", "1")
-    monkeypatch.setenv("AUTOSCALER_UPDATE_INTERVAL_S", "1")
+    autoscaler = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+    for name, value in (RAY_ENVIRONMENT | autoscaler).items():
+        monkeypatch.setenv(name, value)
     # All that Ray's schema asks for; its provider of local nodes ignores the rest.
     lists = "initialization_commands setup_commands head_setup_commands worker_setup_commands head_start_ray_commands "
     lists += "worker_start_ray_commands cluster_synced_files rsync_exclude rsync_filter"

@@ -20,6 +20,7 @@ cloudpickle = pytest.importorskip("cloudpickle")
 import hfusion as hf  # noqa: E402
 from hfusion.cluster.messages import Raised  # noqa: E402
 from hfusion.cluster.serialization import pack, pack_message, unpack, unpack_message  # noqa: E402
+from tests.cluster.ray_environment import RAY_ENVIRONMENT  # noqa: E402
 
 
 class Refused(Exception):
@@ -112,7 +113,7 @@ def test_a_script_trains_what_it_defines(variant: str) -> None:
         pytest.importorskip("ray")
     script = Path(__file__).with_name("own_script.py")
     command = {"file": [str(script)], "-c": ["-c", script.read_text()], "ray": [str(script), "--ray"]}[variant]
-    place = {**os.environ, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+    place = {**os.environ, **RAY_ENVIRONMENT, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], env=place, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1:] == ["all classes are the script's"], done.stderr
 
