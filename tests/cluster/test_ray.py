@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -229,12 +230,14 @@ def autoscaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
         "file_mounts_sync_continuously": False,
     }
     (tmp_path / "cluster.json").write_text(json.dumps(config))
-    start = ["ray", "start", "--head", "--num-cpus=0", f"--autoscaling-config={tmp_path / 'cluster.json'}"]
+    # The command of this environment, which need not be on the path.
+    ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
+    start = [*ray_command, "start", "--head", "--num-cpus=0", f"--autoscaling-config={tmp_path / 'cluster.json'}"]
     subprocess.run([*start, "--include-dashboard=false"], check=True)
     ray.init("auto", log_to_driver=False)
     yield
     ray.shutdown()
-    subprocess.run(["ray", "stop", "--force"], check=True)
+    subprocess.run([*ray_command, "stop", "--force"], check=True)
     assert actors() == []
 
 
