@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.code_search import holders_of
 from hfusion.capture.hooks import hooks_of, is_recipe, options, recomputed
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import is_array, tensors
-from hfusion.capture.python_state import holder_name, variable_holders
 from hfusion.core.errors import FusionError
 from hfusion.core.parameter_attributes import marks
 from hfusion.torch_private.tracer_warnings import noted
@@ -84,9 +84,9 @@ def variable_contents(model: nn.Module, names: Collection[str]) -> dict[str, Any
     """Return those of the `variables` of ``model`` that are among ``names``, as hashable values."""
     reader = _AttributeReader({}, lambda tensor, where: _digest(tensor), {})
     held = {
-        f"{holder_name(holder)}.{name}": value
-        for holder in (variable_holders(model) if names else ())
-        for name, value in list(vars(holder).items())
+        f"{holder.title}{name}": holder.read(name)
+        for holder in (holders_of(model) if names else ())
+        for name in holder.names
     }
     return {name: reader.read(held[name], name) for name in names if name in held}
 

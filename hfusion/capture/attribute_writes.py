@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 from torch import nn
 
+from hfusion.capture.code_search import functions_behind
 from hfusion.capture.intercept import Island
-from hfusion.capture.python_state import functions_behind
 from hfusion.core.fingerprint import is_user_code, names_in
 
 

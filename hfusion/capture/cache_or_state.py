@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.attribute_values import NUMBERS, contents, differing, follows, variable_contents
+from hfusion.capture.code_search import names_of
 from hfusion.capture.eager_runs import (
     ALIKE,
     EQUAL,
@@ -35,7 +36,6 @@ from hfusion.capture.named import REMEDY, Registered, check_registered, tensors
 from hfusion.capture.python_reads import CLASSES, STRIDE_QUESTIONS, UNANSWERABLE, RefusedReads
 from hfusion.capture.python_state import restored, variables
 from hfusion.capture.skeleton import is_restrided
-from hfusion.capture.variable_guards import names_of
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture

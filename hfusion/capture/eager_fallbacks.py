@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.attribute_values import contents
 from hfusion.capture.call_trace import RecordedCall, Records
+from hfusion.capture.code_search import names_of
 from hfusion.capture.export import capture, reason
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.member_memory import fills_memory
@@ -28,7 +29,6 @@ from hfusion.capture.named import tensors
 from hfusion.capture.opaque import opaque, stand_in
 from hfusion.capture.own_code import OpaqueCall
 from hfusion.capture.references import references
-from hfusion.capture.variable_guards import names_of
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import tensors_in

@@ -62,10 +62,10 @@ def twin(module: nn.Module) -> nn.Module:
     """Return a copy with tensors of its own. Raises FusionError if the module cannot be copied."""
     try:
         return module_copy(module)
-    except (TypeError, RuntimeError) as error:
+    except Exception as error:
         raise FusionError(
-            f"{type(module).__name__} cannot be deep-copied: {error}; keep only tensors that are leaves, and plain "
-            "Python values, as attributes"
+            f"{type(module).__name__} cannot be deep-copied ({type(error).__name__}: {error}); keep only tensors that "
+            "are leaves, and plain Python values, as attributes"
         ) from error
 
 
@@ -339,6 +339,8 @@ def _spoiled(value: Any, before: Any, after: Any, number: float, which: Callable
         parts = [_spoiled(*both, number, which) for both in zip(value, before[1], after[1], strict=True)]
         if isinstance(value, list):
             value[:] = parts
+        return value
+    if isinstance(value, FunctionType):
         return value
     if hasattr(value, "__dict__") and before[0] == after[0] == type(value).__qualname__:
         _spoiled(vars(value), before[1][1][0], after[1][1][0], number, which)

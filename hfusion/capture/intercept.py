@@ -86,7 +86,7 @@ def _through(handle: Handler, method: Method) -> Callable[..., Any]:
 
 def is_intercepted(value: Any) -> bool:
     """Return whether an attribute of a module is a method that `intercepted` put there."""
-    return hasattr(value, _MARK)
+    return isinstance(value, types.FunctionType) and _MARK in vars(value)
 
 
 def islands(model: nn.Module) -> Iterator[Island]:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.capture.cache_or_state import Observation, StateError, judge, observe
 from hfusion.capture.call_trace import record
+from hfusion.capture.code_search import names_of
 from hfusion.capture.eager_fallbacks import culprits
 from hfusion.capture.eager_runs import runnable
 from hfusion.capture.export import capture
@@ -23,7 +24,6 @@ from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, island
 from hfusion.capture.opaque import opaque
 from hfusion.capture.own_code import OpaqueCall
 from hfusion.capture.python_reads import GRADIENT_QUESTIONS
-from hfusion.capture.variable_guards import names_of
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed

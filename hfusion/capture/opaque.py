@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.call_trace import RecordedCall, Records
+from hfusion.capture.code_search import names_of
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted
 from hfusion.capture.named import tensors
 from hfusion.capture.own_code import SIZE, TENSOR, InputSize, OpaqueCall, Result, calls, run
 from hfusion.capture.python_reads import STRIDE_QUESTIONS
 from hfusion.capture.references import references
 from hfusion.capture.state_watch import hide
-from hfusion.capture.variable_guards import names_of
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import fixed as fixed_size
 from hfusion.core.layout import Layout

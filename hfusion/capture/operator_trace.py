@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.attribute_values import contents
 from hfusion.capture.eager_runs import apart, python_random_state, runnable
 from hfusion.capture.named import tensors
-from hfusion.capture.python_state import plain_variables, restored, variable_holders
+from hfusion.capture.python_state import restored, variables
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import is_plain
@@ -100,8 +100,7 @@ def trace_operators(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def _traced(member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OperatorTrace | None:
-    before, holders = contents(member), variable_holders(member)
-    variables = plain_variables(holders)
+    before, around = contents(member), variables(member)
     untouched = {path: part.training for path, part in member.named_modules(remove_duplicate=False)}
     args, kwargs = copies((args, dict(kwargs)))
     recorder = _OperatorRecorder()
@@ -115,7 +114,7 @@ def _traced(member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         draws = python_random_state() != random_state
     if draws or recorder.looks or recorder.hooked():
         return None
-    if contents(member) != before or plain_variables(holders) != variables:
+    if contents(member) != before or variables(member) != around:
         return None
     leaves, spec = pytree.tree_flatten(result)
     ends = (

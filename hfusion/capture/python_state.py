@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hfusion.capture.code_search import holders_of
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import is_array
-from hfusion.core.fingerprint import is_user_code, names_in
+from hfusion.capture.variable_holders import MISSING, Attributes, Holder, slots
 
 PLAIN = (str, bool, int, float, complex, bytes, types.NoneType, torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, dict, set, deque)
@@ -25,15 +24,14 @@ _BASES = (OrderedDict, dict, list, set, deque)
 VALUES = (*PLAIN, *CONTAINERS, Tensor)
 _ATOMS = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
 MAX_ITEMS = 1000
-_MISSING = object()
 
 
 @contextmanager
 def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
-    """Context manager: restore the attributes of ``module`` and the variables of its classes and their files.
+    """Context manager: restore the attributes of ``module`` and the variables outside of it that its code names.
 
-    Only those variables of a file that the code of the classes names: others may be another thread's. Tensors are
-    restored as objects, not their values. Entries added to ``functools.lru_cache`` meanwhile are dropped.
+    Others may be another thread's. Tensors are restored as objects, not their values. Entries added to
+    ``functools.lru_cache`` meanwhile are dropped.
 
     Yields: a function that restores everything immediately.
     """
@@ -41,9 +39,9 @@ def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
     visited: dict[int, Any] = {}
     for part in module.modules():
         _remember(part, undo, visited)
-    holders = variable_holders(module)
-    for holder, names in holders.items():
-        _remember_variables(holder, names, undo, visited)
+    holders = holders_of(module)
+    for holder in holders:
+        _remember_variables(holder, undo, visited)
     filled = _filled(holders)
 
     def back() -> None:
@@ -75,75 +73,15 @@ def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def variables(module: nn.Module) -> dict[str, Any]:
-    """Return the plain variables of the classes in ``module``, and of their files; see `comparable`."""
-    return plain_variables(variable_holders(module))
+    """Return the variables that the code of ``module`` names, by their full names; see `comparable`."""
+    return dict(compared_variables(holders_of(module), {}))
 
 
-def plain_variables(holders: Mapping[Any, frozenset[str]]) -> dict[str, Any]:
-    """Return the same for `variable_holders`."""
-    alive: dict[int, Any] = {}
-    return {
-        f"{holder_name(holder)}.{name}": comparable(value, alive)
-        for holder, names in holders.items()
-        for name, value in list(vars(holder).items())
-        if name in names and isinstance(value, VALUES)
-    }
-
-
-def holder_name(holder: Any) -> str:
-    return f"{holder.__module__}.{holder.__qualname__}" if isinstance(holder, type) else str(holder.__name__)
-
-
-def variable_holders(module: nn.Module) -> dict[Any, frozenset[str]]:
-    """The classes of the modules and those they derive from, and the files (Python modules) that define them.
-
-    With each the names of its variables: of a class all, of a file those that code of the classes reads or writes.
-    """
-    holders: dict[Any, frozenset[str]] = {}
-    waiting: list[types.FunctionType] = []
-    kinds: dict[type, None] = {}
-    for part in module.modules():
-        kinds |= dict.fromkeys(type(part).__mro__)
-        waiting += _functions_in(part)
-    for kind in kinds:
-        if is_user_code(kind.__module__):
-            holders[kind] = frozenset(name for name in vars(kind) if not name.startswith("__"))
-        waiting += _functions_in(kind)
-    return holders | _files(waiting)
-
-
-def _functions_in(holder: Any) -> list[types.FunctionType]:
-    return [code for value in list(vars(holder).values()) for code in functions_behind(value)]
-
-
-def _files(functions: list[types.FunctionType]) -> dict[Any, frozenset[str]]:
-    """Return the files of functions and of those they call, with the names that they use there."""
-    names_of_files: dict[Any, set[str]] = {}
-    visited: set[types.CodeType] = set()
-    waiting = list(functions)
-    while waiting:
-        function = waiting.pop()
-        file = sys.modules.get(function.__module__ or "")
-        if function.__code__ in visited or file is None or not is_user_code(function.__module__):
-            continue
-        visited.add(function.__code__)
-        names = frozenset(names_in(function.__code__).variables)
-        names_of_files.setdefault(file, set()).update(names)
-        waiting += [code for name in names & vars(file).keys() for code in functions_behind(vars(file)[name])]
-    return {file: frozenset(names) for file, names in names_of_files.items()}
-
-
-def functions_behind(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the Python functions behind an attribute: itself, those that it wraps, or those of a class."""
-    value = inspect.unwrap(value) if callable(value) and not isinstance(value, nn.Module | type) else value
-    if isinstance(value, types.FunctionType):
-        yield value
-    elif isinstance(value, staticmethod | classmethod | types.MethodType):
-        yield from functions_behind(value.__func__)
-    elif isinstance(value, property):
-        yield from (code for part in (value.fget, value.fset) if part is not None for code in functions_behind(part))
-    elif isinstance(value, type) and is_user_code(value.__module__):
-        yield from (part for part in vars(value).values() if isinstance(part, types.FunctionType))
+def compared_variables(holders: Iterable[Holder], alive: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the same for `holders_of`; ``alive`` keeps the objects, so that no id is reused."""
+    for holder in holders:
+        for name in list(holder.names):
+            yield f"{holder.title}{name}", comparable(holder.read(name), alive)
 
 
 def parts(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -218,7 +156,7 @@ def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, A
                 undo.append(functools.partial(_refill, base, item, items))
                 waiting += items.values() if isinstance(items, dict) else items
                 break
-            held = {name: getattr(item, name, _MISSING) for name in slots(type(item))}
+            held = {name: getattr(item, name, MISSING) for name in slots(type(item))}
             if held:
                 undo.append(functools.partial(_refill_slots, item, held))
                 waiting += held.values()
@@ -226,19 +164,12 @@ def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, A
                 waiting.append(vars(item))
 
 
-def slots(kind: type) -> frozenset[str]:
-    """The names in ``__slots__`` of a class and of those that it derives from, as its objects have them."""
-    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
-    members = types.MemberDescriptorType
-    return frozenset(name for base in bases for name, value in vars(base).items() if isinstance(value, members))
-
-
 def _refill_slots(holder: Any, held: dict[str, Any]) -> None:
     # Past what a class may do when its objects change.
     for name, value in held.items():
-        if getattr(holder, name, _MISSING) is value:
+        if getattr(holder, name, MISSING) is value:
             continue
-        if value is _MISSING:
+        if value is MISSING:
             object.__delattr__(holder, name)
         else:
             object.__setattr__(holder, name, value)
@@ -272,26 +203,28 @@ def _flat(items: dict[Any, Any] | list[Any]) -> list[Any]:
     return [*items, *items.values()] if isinstance(items, dict) else items
 
 
-def _remember_variables(
-    holder: Any, names: frozenset[str], undo: list[Callable[[], object]], visited: dict[int, Any]
-) -> None:
-    before = {name: value for name, value in list(vars(holder).items()) if name in names}
+def _remember_variables(holder: Holder, undo: list[Callable[[], object]], visited: dict[int, Any]) -> None:
+    before = {name: holder.read(name) for name in holder.names}
     for value in before.values():
         _remember(value, undo, visited, objects=False)
-    # A class may get variables of any name; those of a file are made by the names in code.
-    undo.append(functools.partial(_reset_variables, holder, before, None if isinstance(holder, type) else names))
+    undo.append(functools.partial(_reset_variables, holder, before, _attributes_of(holder)))
 
 
-def _reset_variables(holder: Any, before: dict[str, Any], names: frozenset[str] | None) -> None:
-    now = {name: value for name, value in list(vars(holder).items()) if names is None or name in names}
-    for name in [name for name, value in now.items() if isinstance(value, VALUES) and not name.startswith("__")]:
-        if name not in before:
-            delattr(holder, name)
-        elif before[name] is not now[name]:
-            setattr(holder, name, before[name])
+def _attributes_of(holder: Holder) -> frozenset[str]:
+    """The names of all plain attributes, also of those that the code does not name yet."""
+    table = dict(getattr(holder.held, "__dict__", {})) if isinstance(holder, Attributes) else {}
+    return frozenset(n for n, value in table.items() if isinstance(value, VALUES) and not n.startswith("__"))
 
 
-def _filled(holders: Iterable[Any]) -> dict[Any, int]:
+def _reset_variables(holder: Holder, before: dict[str, Any], attributes: frozenset[str]) -> None:
+    for name, value in before.items():
+        if holder.read(name) is not value:
+            holder.write(name, value)
+    for name in _attributes_of(holder) - attributes - before.keys():
+        holder.write(name, MISSING)
+
+
+def _filled(holders: Iterable[Holder]) -> dict[Any, int]:
     """The functions under ``functools.lru_cache``, with how often they were filled: traced, they keep no tensors."""
-    values = [value for holder in holders for value in list(vars(holder).values())]
+    values = [holder.read(name) for holder in holders for name in list(holder.names)]
     return {v: v.cache_info().misses for v in values if isinstance(v, functools._lru_cache_wrapper)}

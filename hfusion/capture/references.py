@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from hfusion.capture.attribute_values import python_attributes
 from hfusion.capture.named import tensors
-from hfusion.capture.python_state import PLAIN, slots
+from hfusion.capture.python_state import PLAIN
+from hfusion.capture.variable_holders import slots
 
 _LEAVES = (*PLAIN, type, nn.Module, torch.Generator)
 

@@ -35,9 +35,9 @@ def skeleton(index: int, model: nn.Module) -> nn.Module:
     memo |= {id(value): value for part in model.modules() for value in vars(part).values() if is_recipe(value)}
     try:
         return module_copy(model, memo)
-    except (TypeError, RuntimeError) as error:
+    except Exception as error:
         raise FusionError(
-            f"model {index} ({type(model).__name__}) cannot be deep-copied: {error}; "
+            f"model {index} ({type(model).__name__}) cannot be deep-copied ({type(error).__name__}: {error}); "
             "keep only tensors that are leaves, and plain Python values, as attributes"
         ) from error
 

@@ -26,16 +26,14 @@ from hfusion.capture.attribute_writes import (
     written_by_call,
     written_elsewhere,
 )
+from hfusion.capture.code_search import holders_of
 from hfusion.capture.intercept import Island
 from hfusion.capture.python_state import (
     CONTAINERS,
     PLAIN,
-    VALUES,
-    comparable,
-    holder_name,
+    compared_variables,
     identity,
     parts,
-    variable_holders,
 )
 from hfusion.core.errors import FusionError
 from hfusion.torch_private.dispatch_modes import disable_current_modes
@@ -145,17 +143,12 @@ class StateReader:
 
     def __init__(self, model: nn.Module) -> None:
         self._alive: dict[int, Any] = {}
-        self._variables = variable_holders(model)
+        self._variables = holders_of(model)
 
     def read(self, module: nn.Module) -> State:
         """The state within reach of ``module`` and its submodules, and the variables of all classes and files."""
-        return {**self.reach(module.modules()), **dict(self._variable_items())}
-
-    def _variable_items(self) -> Iterator[tuple[str, Sequence[tuple[Any, Any]]]]:
-        for holder, names in self._variables.items():
-            for name, value in list(vars(holder).items()):
-                if name in names and isinstance(value, VALUES):
-                    yield f"{holder_name(holder)}.{name}", [(name, comparable(value, self._alive))]
+        variables = compared_variables(self._variables, self._alive)
+        return {**self.reach(module.modules()), **{name: [(name, value)] for name, value in variables}}
 
     def reach(self, roots: Iterable[Any]) -> State:
         """The state within reach of ``roots``: modules without their submodules, objects, containers."""

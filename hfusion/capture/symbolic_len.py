@@ -7,14 +7,13 @@ as ``x.shape[0]``; torch.export without Dynamo runs the code itself.
 from __future__ import annotations
 
 import builtins
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from hfusion.capture.python_state import variable_holders
+from hfusion.capture.code_search import CodeSearch
 
 
 @contextmanager
@@ -24,11 +23,7 @@ def symbolic_len(module: nn.Module) -> Iterator[None]:
     Other threads that run this code meanwhile get the same numbers as from Python's own. Code that takes the length as
     a key of a dict cannot be traced so, and is traced again: use it where sizes have varied.
     """
-    files = [
-        vars(file)
-        for file, names in variable_holders(module).items()
-        if isinstance(file, types.ModuleType) and "len" in names and "len" not in vars(file)
-    ]
+    files = [space for space, names in CodeSearch([module]).spaces.values() if "len" in names and "len" not in space]
     for names in files:
         names["len"] = _len
     try:

@@ -1,7 +1,8 @@
-"""Settings of torch that code can ask for: a program made of that code holds while they stay the same."""
+"""Settings of torch and of the process that code can ask for: a program of that code holds while they stay the same."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from functools import reduce
 from typing import Any
@@ -28,6 +29,10 @@ def _backends(*settings: str) -> Callable[[], Any]:
         return reduce(lambda holder, name: getattr(holder, name, None), setting.split("."), held)
 
     return lambda: tuple(map(read, settings))
+
+
+def _environment() -> tuple[tuple[str, str], ...]:
+    return tuple(os.environ.items())
 
 
 def _autocast_dtypes() -> tuple[torch.dtype, ...]:
@@ -59,6 +64,8 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
     "allow_tf32": _backends("cuda.matmul.allow_tf32", "cudnn.allow_tf32"),
     "enabled": _backends("cudnn.enabled", "mkldnn.enabled", "opt_einsum.enabled"),
     "get_fastpath_enabled": torch.backends.mha.get_fastpath_enabled,
+    "environ": _environment,
+    "getenv": _environment,
 }
 """By the name by which code asks for it, how a setting is read."""
 

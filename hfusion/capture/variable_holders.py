@@ -1,0 +1,112 @@
+"""What holds variables outside of a model: files, classes, objects, functions, closures, contexts."""
+
+from __future__ import annotations
+
+import types
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+from hfusion.core.fingerprint import is_user_code
+
+MISSING = object()
+"""The value of a variable that does not exist."""
+
+
+@dataclass
+class Holder(ABC):
+    """Something whose variables are named: ``names`` to the paths of the modules whose code does."""
+
+    title: str
+    held: Any
+    names: dict[str, set[str]] = field(default_factory=dict)
+
+    @abstractmethod
+    def read(self, name: str) -> Any:
+        """The value of a variable, or `MISSING`."""
+
+    @abstractmethod
+    def write(self, name: str, value: Any) -> None:
+        """Give a variable another value; `MISSING` removes it."""
+
+
+class Cell(Holder):
+    """A variable of a closure."""
+
+    def read(self, name: str) -> Any:
+        try:
+            return self.held.cell_contents
+        except ValueError:
+            return MISSING
+
+    def write(self, name: str, value: Any) -> None:
+        if value is MISSING:
+            del self.held.cell_contents
+        else:
+            self.held.cell_contents = value
+
+
+class Context(Holder):
+    """A `contextvars.ContextVar`."""
+
+    def read(self, name: str) -> Any:
+        return self.held.get(MISSING)
+
+    def write(self, name: str, value: Any) -> None:
+        # A variable of a context cannot be removed again.
+        if value is not MISSING:
+            self.held.set(value)
+
+
+class Defaults(Holder):
+    """The default arguments of a function. They are never other objects, but may change in place."""
+
+    def read(self, name: str) -> Any:
+        return defaults(self.held).get(name, MISSING)
+
+    def write(self, name: str, value: Any) -> None:
+        pass
+
+
+class Globals(Holder):
+    """The global variables of a file."""
+
+    def read(self, name: str) -> Any:
+        return self.held.get(name, MISSING)
+
+    def write(self, name: str, value: Any) -> None:
+        if value is MISSING:
+            del self.held[name]
+        else:
+            self.held[name] = value
+
+
+class Attributes(Holder):
+    """The attributes of a class, a function, or another object."""
+
+    def read(self, name: str) -> Any:
+        if not isinstance(self.held, type) and name in slots(type(self.held)):
+            return getattr(self.held, name, MISSING)
+        return vars(self.held).get(name, MISSING)
+
+    def write(self, name: str, value: Any) -> None:
+        # Past what the class of a plain object may do when its attributes change.
+        own = isinstance(self.held, type) or not is_user_code(type(self.held).__module__)
+        put, remove = (setattr, delattr) if own else (object.__setattr__, object.__delattr__)
+        if value is MISSING:
+            remove(self.held, name)
+        else:
+            put(self.held, name, value)
+
+
+def defaults(function: types.FunctionType) -> dict[str, Any]:
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+def slots(kind: type) -> frozenset[str]:
+    """The names in ``__slots__`` of a class and of those that it derives from, as its objects have them."""
+    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+    members = types.MemberDescriptorType
+    return frozenset(name for base in bases for name, value in vars(base).items() if isinstance(value, members))

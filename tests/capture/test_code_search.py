@@ -1,0 +1,291 @@
+"""Values outside of a model that forward's code reads or changes, wherever Python keeps them."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import contextvars
+import functools
+import itertools
+import os
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+from hfusion.capture.python_state import restored
+
+
+class Config:
+    level = 1.0
+
+    def __init__(self) -> None:
+        self.tau = 1.0
+        self.inner = argparse.Namespace(tau=1.0)
+
+    def value(self) -> float:
+        return self.tau
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.level
+
+
+class Dotted(dict[str, Any]):
+    """A dict whose items are attributes too, with a KeyError where others have an AttributeError."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Called:
+    def __call__(self) -> float:
+        return ARGUMENTS.tau
+
+
+def scaled(function: Callable[[], float]) -> Any:
+    factor = [1.0]
+
+    @functools.wraps(function)
+    def wrapper() -> float:
+        return function() * factor[0] * wrapper.tau  # type: ignore[attr-defined]
+
+    wrapper.factor, wrapper.tau = factor, 1.0  # type: ignore[attr-defined]
+    return wrapper
+
+
+@scaled
+def decorated() -> float:
+    return 2.0
+
+
+def closed_over() -> tuple[Callable[[], float], Callable[[float], None]]:
+    held, tau = Config(), 1.0
+
+    def put(value: float) -> None:
+        nonlocal tau
+        held.tau = tau = value
+
+    return lambda: held.tau * tau, put
+
+
+def with_default(config: Config = Config()) -> float:  # noqa: B008
+    return config.tau
+
+
+def with_list(values: list[float] = [1.0]) -> float:  # noqa: B006
+    return values[0]
+
+
+def read_tau(config: Any) -> float:
+    return float(config.tau)
+
+
+ARGUMENTS, CONFIG, SPACE = argparse.Namespace(tau=1.0), Config(), types.SimpleNamespace(tau=1.0)
+ITEMS: list[Any] = [Config(), 1.0]
+TABLE: dict[str, Any] = {"config": Config()}
+DOTTED = [Dotted(tau=1.0)]
+USER_DICT = collections.UserDict({"tau": 1.0})
+FLAGS: set[str] = set()
+QUEUE = collections.deque([1.0])
+CONTEXT = contextvars.ContextVar("CONTEXT", default=1.0)
+NUMBERS, NUMBER, BYTES = np.ones(3), np.array(1.0), array.array("d", [1.0])
+CALLED = Called()
+PARTIAL = functools.partial(read_tau, CONFIG)
+BOUND = CONFIG.value
+WEAK = weakref.ref(CONFIG)
+PROXY = types.MappingProxyType(TABLE)
+OPTIMIZER = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+SCHEDULER = torch.optim.lr_scheduler.ConstantLR(OPTIMIZER, factor=1.0)
+READ_CLOSURE, PUT_CLOSURE = closed_over()
+LONG = [1.0] * 5000
+
+
+def by_wrapper(value: float) -> None:
+    decorated.tau = decorated.factor[0] = value
+
+
+# How forward reads a number, and how it is changed between calls.
+READS: Mapping[str, tuple[Callable[[], float], Callable[[float], object]]] = {
+    "argparse": (lambda: ARGUMENTS.tau, lambda v: setattr(ARGUMENTS, "tau", v)),
+    "namespace": (lambda: SPACE.tau, lambda v: setattr(SPACE, "tau", v)),
+    "namespace in an object": (lambda: CONFIG.inner.tau, lambda v: setattr(CONFIG.inner, "tau", v)),
+    "object in a list": (lambda: ITEMS[0].tau, lambda v: setattr(ITEMS[0], "tau", v)),
+    "list of objects and numbers": (lambda: ITEMS[1], lambda v: ITEMS.__setitem__(1, v)),
+    "object in a dict": (lambda: TABLE["config"].tau, lambda v: setattr(TABLE["config"], "tau", v)),
+    "object behind a proxy": (lambda: PROXY["config"].tau, lambda v: setattr(TABLE["config"], "tau", v)),
+    "passed to a function": (lambda: read_tau(ARGUMENTS), lambda v: setattr(ARGUMENTS, "tau", v)),
+    "attribute that hides a class's": (lambda: CONFIG.level, lambda v: setattr(CONFIG, "level", v)),
+    "class method": (lambda: Config.of_class(), lambda v: setattr(Config, "level", v)),
+    "dict with attributes": (lambda: DOTTED[0].tau, lambda v: DOTTED[0].__setitem__("tau", v)),
+    "UserDict": (lambda: USER_DICT["tau"], lambda v: USER_DICT.__setitem__("tau", v)),
+    "set": (lambda: 0.5 if "half" in FLAGS else 1.0, lambda v: FLAGS.add("half") if v < 1 else FLAGS.clear()),
+    "deque": (lambda: QUEUE[0], lambda v: QUEUE.__setitem__(0, v)),
+    "long list": (lambda: LONG[4000], lambda v: LONG.__setitem__(4000, v)),
+    "context variable": (lambda: CONTEXT.get(), lambda v: CONTEXT.set(v)),
+    "environment": (lambda: float(os.environ.get("TAU", "1")), lambda v: os.environ.__setitem__("TAU", str(v))),
+    "numpy": (lambda: float(NUMBERS[1]), lambda v: NUMBERS.__setitem__(1, v)),
+    "numpy of no dims": (lambda: float(NUMBER), lambda v: NUMBER.__setitem__((), v)),
+    "array": (lambda: BYTES[0], lambda v: BYTES.__setitem__(0, v)),
+    "object that is called": (lambda: CALLED(), lambda v: setattr(ARGUMENTS, "tau", v)),
+    "partial": (lambda: PARTIAL(), lambda v: setattr(CONFIG, "tau", v)),
+    "bound method": (lambda: BOUND(), lambda v: setattr(CONFIG, "tau", v)),
+    "weak reference": (lambda: WEAK().tau, lambda v: setattr(CONFIG, "tau", v)),  # type: ignore[union-attr]
+    "closure": (lambda: READ_CLOSURE(), PUT_CLOSURE),
+    "default": (lambda: with_default(), lambda v: setattr(with_default.__defaults__[0], "tau", v)),
+    "list as a default": (lambda: with_list(), lambda v: with_list.__defaults__[0].__setitem__(0, v)),
+    "decorator": (lambda: decorated(), by_wrapper),
+    "learning rate": (lambda: OPTIMIZER.param_groups[0]["lr"], lambda v: OPTIMIZER.param_groups[0].update(lr=v)),
+    "scheduler": (lambda: SCHEDULER.get_last_lr()[0], lambda v: SCHEDULER._last_lr.__setitem__(0, v)),
+}
+
+
+def model_that_uses(read: Callable[[], float]) -> nn.Module:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * read()
+
+    return Scaled(3, 2).double()
+
+
+def calls() -> list[Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 3, dtype=torch.float64, generator=random) for _ in range(4)]
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_a_value_that_others_change_counts_at_each_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TAU", raising=False)
+    read, put = READS[kind]
+    models = [model_that_uses(read) for _ in range(2)]
+    fused = hf.fuse(models)
+    try:
+        for x, value in zip(calls(), (1.0, 0.5, 0.25, 1.0), strict=True):
+            put(value)
+            expected = torch.stack([model(x) for model in models])
+            torch.testing.assert_close(fused(x), expected, rtol=1e-12, atol=0)
+    finally:
+        put(1.0)
+        vars(CONFIG).pop("level", None)
+
+
+def configured(kind: type[Dotted]) -> list[nn.Module]:
+    class Configured(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 2)
+            self.config = kind(tau=2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.config.tau
+
+    return [Configured() for _ in range(2)]
+
+
+class Copied(Dotted):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
+        return Copied(self)
+
+
+def test_an_attribute_may_be_a_dict_with_attributes() -> None:
+    models, x = configured(Copied), torch.randn(4, 3)
+    torch.testing.assert_close(hf.fuse(models)(x), torch.stack([model(x) for model in models]))
+    with pytest.raises(hf.FusionError, match=r"model 0 .* cannot be deep-copied \(KeyError: '__deepcopy__'"):
+        hf.fuse(configured(Dotted))
+
+
+class Counter:
+    count = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+COUNTER, LATER = Counter(), types.SimpleNamespace()
+COUNT_CONTEXT = contextvars.ContextVar("COUNT_CONTEXT", default=0)
+
+
+def of_object() -> int:
+    COUNTER.count += 1
+    return COUNTER.count
+
+
+def of_class() -> int:
+    Counter.count += 1
+    return Counter.count
+
+
+def of_new_attribute() -> int:
+    LATER.count = getattr(LATER, "count", 0) + 1
+    return int(LATER.count)
+
+
+def of_function() -> int:
+    of_function.count = getattr(of_function, "count", 0) + 1  # type: ignore[attr-defined]
+    return int(of_function.count)  # type: ignore[attr-defined]
+
+
+def of_default(seen: list[int] = []) -> int:  # noqa: B006
+    seen.append(1)
+    return len(seen)
+
+
+def of_context() -> int:
+    COUNT_CONTEXT.set(COUNT_CONTEXT.get() + 1)
+    return COUNT_CONTEXT.get()
+
+
+def reset() -> None:
+    COUNTER.count = Counter.count = 0
+    vars(LATER).clear()
+    vars(of_function).clear()
+    of_default.__defaults__[0].clear()  # type: ignore[index]
+    COUNT_CONTEXT.set(0)
+
+
+@pytest.fixture
+def _counters_at_zero() -> Iterator[None]:
+    reset()
+    yield
+    reset()
+
+
+@pytest.mark.usefixtures("_counters_at_zero")
+@pytest.mark.parametrize("count", [of_object, of_class, of_new_attribute, of_function, of_default, of_context])
+def test_what_forward_counts_outside_is_as_without_captures(count: Callable[[], int]) -> None:
+    class Counting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * count()
+
+    models = [Counting(3, 2).double() for _ in range(2)]
+    expected = [torch.stack([model(x) for model in models]) for x in calls()]
+    reset()
+    fused = hf.fuse(models)
+    for x, wanted in zip(calls(), expected, strict=True):
+        torch.testing.assert_close(fused(x), wanted, rtol=1e-12, atol=0)
+
+
+@pytest.mark.usefixtures("_counters_at_zero")
+@pytest.mark.parametrize("count", [of_object, of_class, of_new_attribute, of_function, of_default, of_context])
+def test_what_a_run_counts_outside_comes_back(count: Callable[[], int]) -> None:
+    model = model_that_uses(count)
+    assert count() == 1
+    with restored(model):
+        assert (count(), count()) == (2, 3)
+    assert count() == 2
+
+
+NUMBERED = itertools.count(1)
+
+
+def test_an_iterator_outside_is_refused() -> None:
+    fused = hf.fuse([model_that_uses(lambda: next(NUMBERED)) for _ in range(2)])
+    with pytest.raises(hf.FusionError, match=r"forward's code names NUMBERED, an iterator outside of the model"):
+        fused(torch.randn(4, 3, dtype=torch.float64))
+    assert next(NUMBERED) == 1
