@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import pickle
+import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +26,10 @@ CONTAINERS = (list, dict, set, deque)
 _BASES = (OrderedDict, dict, list, set, deque)
 VALUES = (*PLAIN, *CONTAINERS, Tensor)
 _ATOMS = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
-MAX_ITEMS = 1000
+MAX_ITEMS = 10_000
+# Bytes of an array that are compared.
+MAX_BYTES = 65536
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 @contextmanager
@@ -116,7 +122,42 @@ def identity(value: Any, alive: dict[int, Any]) -> Any:
     if isinstance(value, PLAIN):
         return type(value), value
     alive[id(value)] = value
+    if (held := array_bytes(value)) is not None:
+        return id(value), held
+    if isinstance(value, _GENERATORS):
+        return id(value), pickle.dumps(_draws(value))
     return id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def array_bytes(value: Any) -> bytes | None:
+    """The values of a small array, as of numpy; None for anything else."""
+    if isinstance(value, PLAIN):
+        return None
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return None
+    return view.tobytes() if view.nbytes <= MAX_BYTES else None
+
+
+def _fill_array(value: Any, held: Any) -> None:
+    np.asarray(value)[...] = held
+
+
+def _draws(generator: Any) -> Any:
+    """The state of a generator of Python's or numpy's random numbers; None if it has none, as `random.SystemRandom`."""
+    if isinstance(generator, random.SystemRandom):
+        return None
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
+
+
+def _set_draws(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif state is not None:
+        (generator.set_state if isinstance(generator, np.random.RandomState) else generator.setstate)(state)
 
 
 def comparable(value: Any, alive: dict[int, Any], depth: int = 3) -> Any:
@@ -141,6 +182,11 @@ def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, A
         visited[id(item)] = item
         if isinstance(item, torch.Generator):
             undo.append(functools.partial(item.set_state, item.get_state()))
+        elif array_bytes(item) is not None:
+            if np.asarray(item).flags.writeable:
+                undo.append(functools.partial(_fill_array, item, np.asarray(item).copy()))
+        elif isinstance(item, _GENERATORS):
+            undo.append(functools.partial(_set_draws, item, _draws(item)))
         elif isinstance(item, nn.Module) and is_array(item):
             # Its programs are no state of a model.
             continue

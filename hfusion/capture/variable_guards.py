@@ -13,14 +13,13 @@ from torch import nn
 
 from hfusion.capture.code_search import CONTAINERS, MAPPINGS, MAX_DEPTH, MAX_ITEMS, CodeSearch
 from hfusion.capture.python_reads import STRIDE_QUESTIONS
+from hfusion.capture.python_state import array_bytes
 from hfusion.capture.variable_holders import MISSING, Attributes, Globals, Holder, slots
 from hfusion.core.fingerprint import Same
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings
 from hfusion.device.backend import AUTOCAST_QUESTIONS
 
 _PLAIN = (str, bool, int, float, complex, bytes, types.NoneType)
-# Bytes of an array that are compared.
-MAX_BYTES = 65536
 _END, _LARGE = object(), object()
 # To these attributes are seldom added, and there are many.
 _RARELY_GIVEN = (type, types.FunctionType, functools._lru_cache_wrapper)
@@ -121,7 +120,7 @@ def _table(held: Any) -> Any:
 
 def _items(value: Any, depth: int = MAX_DEPTH) -> Iterator[tuple[Read, Any, tuple[Any, ...]]]:
     """Yield what to compare of containers and arrays, which may be changed in place."""
-    if (held := _bytes(value)) is not None:
+    if (held := array_bytes(value)) is not None:
         yield functools.partial(_same_bytes, held), value, (held,)
     if not isinstance(value, CONTAINERS) or depth == 0:
         return
@@ -137,19 +136,8 @@ def _keys(value: Any) -> tuple[Any, ...]:
     return (*getattr(value, "__dict__", ()), _END)
 
 
-def _bytes(value: Any) -> bytes | None:
-    """The values of a small array, as of numpy; None for anything else."""
-    if isinstance(value, _PLAIN):
-        return None
-    try:
-        view = memoryview(value)
-    except (TypeError, ValueError, BufferError):
-        return None
-    return view.tobytes() if view.nbytes <= MAX_BYTES else None
-
-
 def _same_bytes(before: bytes, value: Any) -> tuple[bytes | None]:
-    now = _bytes(value)
+    now = array_bytes(value)
     return (before if now == before else now,)
 
 
@@ -165,7 +153,7 @@ def content(value: Any, depth: int = MAX_DEPTH) -> Any:
     if isinstance(value, _PLAIN):
         # 0.0 equals -0.0, and a NaN nothing.
         return (type(value), repr(value) if isinstance(value, float | complex) else value)
-    if (held := _bytes(value)) is not None:
+    if (held := array_bytes(value)) is not None:
         return (type(value), held)
     if not isinstance(value, CONTAINERS) or depth == 0 or len(value) > MAX_ITEMS:
         return Same(value)

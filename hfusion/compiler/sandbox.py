@@ -24,21 +24,32 @@ def without_trace() -> Iterator[None]:
 
     Warnings are not shown. Nothing is drawn from members' seeds: a step draws the same with and without a self-check.
     """
-    dtype, python, numpy = torch.get_default_dtype(), random.getstate(), np.random.get_state()
+    dtype = torch.get_default_dtype()
     try:
         with silence_tracers(), draws_kept(), seeded(None), torch.enable_grad(), apart():
             yield
     finally:
         torch.set_default_dtype(dtype)
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Context manager: hide computations from an outer checkpoint, export, dispatch mode or `parametrize.cached`."""
-    with without_cached_parametrizations(), without_saved_tensor_hooks(), _outside_export(), disable_current_modes():
-        yield
+    """Context manager: hide computations from an outer checkpoint, export, dispatch mode or `parametrize.cached`.
+
+    Python's and numpy's random states are afterwards as before.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with (
+            without_cached_parametrizations(),
+            without_saved_tensor_hooks(),
+            _outside_export(),
+            disable_current_modes(),
+        ):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager

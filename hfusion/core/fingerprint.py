@@ -22,6 +22,7 @@ from hfusion.torch_private import module_hooks
 MAX_VALUES = 2000
 
 _PLAIN = str | bool | int | float | complex | bytes | type | torch.dtype | torch.device | types.BuiltinFunctionType
+_DATA = (str, bool, int, float, complex, bytes, Tensor, list, tuple, dict)
 _OWN = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -129,7 +130,7 @@ class _ClosureReader:
         if isinstance(value, float | complex):
             # 0.0 equals -0.0, and a NaN nothing.
             return (type(value), repr(value))
-        if value is None or (isinstance(value, _PLAIN) and not (self.classes and _is_read(value))):
+        if value is None or (isinstance(value, _PLAIN) and not _is_read(value)):
             return (type(value), value)
         if isinstance(value, Tensor):
             return (_Alive.of(value), 0 if value.is_inference() else value._version, value.requires_grad)
@@ -144,7 +145,7 @@ class _ClosureReader:
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, type):
-            return self._class(value)
+            return self._class(value) if self.classes else (value, self._data(value))
         if isinstance(value, nn.Module):
             return self._modules(value)
         if isinstance(value, Mapping):
@@ -164,6 +165,19 @@ class _ClosureReader:
             type(value),
             self.read(call) if isinstance(call, types.FunctionType) else None,
             self.read(vars(value)),
+            self._data(type(value)),
+        )
+
+    def _data(self, kind: type) -> Any:
+        """The variables of a class that are data, and those of its bases."""
+        return tuple(
+            [
+                (name, self.read(value))
+                for base in kind.__mro__
+                if not is_installed(base.__module__)
+                for name, value in list(vars(base).items())
+                if isinstance(value, _DATA) and not name.startswith("__")
+            ]
         )
 
     def _class(self, kind: type) -> Any:
@@ -190,9 +204,10 @@ class _ClosureReader:
         if not names.all.isdisjoint(RANDOM_STATE):
             raise TooMuch
         settings = asked_settings(names.all)
+        attributes = [value for name, value in vars(function).items() if not name.startswith("__")]
         return (
             function.__code__,
-            self.read([cells, function.__defaults__, function.__kwdefaults__, outside]),
+            self.read([cells, function.__defaults__, function.__kwdefaults__, outside, attributes]),
             read_settings(settings) if settings else None,
         )
 

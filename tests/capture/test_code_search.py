@@ -9,6 +9,7 @@ import contextvars
 import functools
 import itertools
 import os
+import random
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -84,6 +85,13 @@ def with_list(values: list[float] = [1.0]) -> float:  # noqa: B006
     return values[0]
 
 
+def with_attribute() -> float:
+    return float(with_attribute.tau)  # type: ignore[attr-defined]
+
+
+with_attribute.tau = 1.0  # type: ignore[attr-defined]
+
+
 def read_tau(config: Any) -> float:
     return float(config.tau)
 
@@ -141,6 +149,7 @@ READS: Mapping[str, tuple[Callable[[], float], Callable[[float], object]]] = {
     "closure": (lambda: READ_CLOSURE(), PUT_CLOSURE),
     "default": (lambda: with_default(), lambda v: setattr(with_default.__defaults__[0], "tau", v)),
     "list as a default": (lambda: with_list(), lambda v: with_list.__defaults__[0].__setitem__(0, v)),
+    "attribute of a function": (lambda: with_attribute(), lambda v: setattr(with_attribute, "tau", v)),
     "decorator": (lambda: decorated(), by_wrapper),
     "learning rate": (lambda: OPTIMIZER.param_groups[0]["lr"], lambda v: OPTIMIZER.param_groups[0].update(lr=v)),
     "scheduler": (lambda: SCHEDULER.get_last_lr()[0], lambda v: SCHEDULER._last_lr.__setitem__(0, v)),
@@ -241,12 +250,44 @@ def of_context() -> int:
     return COUNT_CONTEXT.get()
 
 
+def of_array() -> float:
+    COUNTS[0] += 1
+    return float(COUNTS[0])
+
+
+def of_long_list() -> int:
+    MANY.append(1)
+    return len(MANY)
+
+
+def draw() -> float:
+    return random.random() + float(np.random.rand())
+
+
+def draw_from_objects() -> float:
+    return PYTHON_DRAWS.random() + float(NUMPY_DRAWS.random()) + float(OLD_NUMPY_DRAWS.rand())
+
+
+COUNTS, MANY = np.zeros(2), [0] * 2000
+PYTHON_DRAWS, NUMPY_DRAWS, OLD_NUMPY_DRAWS = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
+
+
 def reset() -> None:
     COUNTER.count = Counter.count = 0
     vars(LATER).clear()
     vars(of_function).clear()
     of_default.__defaults__[0].clear()  # type: ignore[index]
     COUNT_CONTEXT.set(0)
+    COUNTS[0] = 0
+    del MANY[2000:]
+    random.seed(1)
+    np.random.seed(1)
+    PYTHON_DRAWS.seed(1)
+    OLD_NUMPY_DRAWS.seed(1)
+    NUMPY_DRAWS.bit_generator.state = np.random.default_rng(1).bit_generator.state
+
+
+COUNTERS = [of_object, of_class, of_new_attribute, of_function, of_default, of_context, of_array, of_long_list]
 
 
 @pytest.fixture
@@ -257,8 +298,8 @@ def _counters_at_zero() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_counters_at_zero")
-@pytest.mark.parametrize("count", [of_object, of_class, of_new_attribute, of_function, of_default, of_context])
-def test_what_forward_counts_outside_is_as_without_captures(count: Callable[[], int]) -> None:
+@pytest.mark.parametrize("count", [*COUNTERS, draw, draw_from_objects])
+def test_what_forward_counts_outside_is_as_without_captures(count: Callable[[], float]) -> None:
     class Counting(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * count()
@@ -272,13 +313,14 @@ def test_what_forward_counts_outside_is_as_without_captures(count: Callable[[], 
 
 
 @pytest.mark.usefixtures("_counters_at_zero")
-@pytest.mark.parametrize("count", [of_object, of_class, of_new_attribute, of_function, of_default, of_context])
-def test_what_a_run_counts_outside_comes_back(count: Callable[[], int]) -> None:
+@pytest.mark.parametrize("count", [*COUNTERS, draw_from_objects])
+def test_what_a_run_counts_outside_comes_back(count: Callable[[], float]) -> None:
     model = model_that_uses(count)
-    assert count() == 1
+    count()
     with restored(model):
-        assert (count(), count()) == (2, 3)
-    assert count() == 2
+        later = [count(), count()]
+        assert later[0] != later[1]
+    assert [count(), count()] == later
 
 
 NUMBERED = itertools.count(1)
