@@ -73,7 +73,7 @@ class Fitness:
                 if leaf is not None and not isinstance(leaf, (Tensor, *_RESULTS)):
                     return (
                         f"{who} returns {_describe(leaf)}; let it return tensors only, in tuples, lists, dicts "
-                        f"or classes that torch.utils._pytree knows{_registration(leaf)}"
+                        f"or classes that torch.utils._pytree knows{_registration(leaf)}{_cacheless(self.model)}"
                     )
             if call.addresses and not self._own_only(island, call):
                 return f"{who} uses the address of memory that tensors outside share; use slices, or give it a copy"
@@ -152,6 +152,12 @@ def _own(value: Any) -> Iterator[str]:
 def _registration(value: Any) -> str:
     name = type(value).__name__
     return f": torch.export.register_dataclass({name}) makes it know {name}" if is_dataclass(value) else ""
+
+
+def _cacheless(model: nn.Module) -> str:
+    """How a model of transformers leaves out the cache of keys and values, which it returns by default."""
+    caches = getattr(getattr(model, "config", None), "use_cache", False)
+    return "; call the array with use_cache=False, or set config.use_cache = False in its models" if caches else ""
 
 
 def _describe(value: Any) -> str:

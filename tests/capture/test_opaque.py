@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -69,6 +70,23 @@ def test_results_beside_tensors_are_refused() -> None:
 
     with pytest.raises(hf.FusionError, match="let it return tensors only"):
         hf.fuse([Telling(), Telling()])(torch.ones(2, 2))
+
+
+class Language(nn.Linear):
+    """As of transformers: returns a cache, unless it is told not to."""
+
+    config = types.SimpleNamespace(use_cache=True)
+
+    def forward(self, x: Tensor, use_cache: bool = True) -> Any:
+        y = super().forward(x)
+        return (y, types.SimpleNamespace(keys=y)) if use_cache else y
+
+
+def test_a_cache_among_the_results_is_refused_with_its_remedy() -> None:
+    fused, x = hf.fuse([Language(3, 2), Language(3, 2)]), torch.randn(4, 3)
+    with pytest.raises(hf.FusionError, match="call the array with use_cache=False"):
+        fused(x)
+    assert fused(x, use_cache=False).shape == (2, 4, 2)
 
 
 class Masked(nn.Module):
