@@ -108,11 +108,6 @@ class Situations:
             variables = Variables(models, self._left_out)
         if variables.questions.random_state:
             self.looped.setdefault(WHOLE, "it reads the state of random numbers, which a graph does not have")
-        for name in sorted(variables.questions.iterators):
-            raise FusionError(
-                f"forward's code names {name}, an iterator outside of the model, of which captures would take values; "
-                "give what it yields as an argument of forward"
-            )
         self._models, self._variables, self._around = models, variables, None
         return variables
 

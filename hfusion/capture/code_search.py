@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextvars
 import functools
-import io
 import logging
 import threading
 import types
@@ -17,7 +16,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hfusion.capture.variable_holders import Attributes, Cell, Context, Defaults, Globals, Holder, defaults, slots
+from hfusion.capture.variable_holders import (
+    Attributes,
+    ClosureVariable,
+    ContextVariable,
+    DefaultArguments,
+    GlobalVariables,
+    Holder,
+    defaults,
+    slots,
+)
 from hfusion.core.fingerprint import imported_modules, is_user_code, names_in
 
 MAPPINGS = (dict, types.MappingProxyType)
@@ -66,7 +74,6 @@ class CodeSearch:
     Attributes:
         holders: all within reach that holds variables, also where the code names none of them.
         spaces: the global variables that functions use, by id: the dict of a file, and the names.
-        iterators: the names of the iterators among the variables, which no one can read without a change.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -80,7 +87,6 @@ class CodeSearch:
                 ]
                 self._own.setdefault(type(part), []).extend(functions)
         self.spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        self.iterators: set[str] = set()
         self._named: set[str] = {"forward", "__call__", "__getattr__"}
         self._holders: dict[tuple[type, int], Holder] = {}
         self._methods = {kind: list(_methods(kind)) for kind in self._parts}
@@ -139,14 +145,14 @@ class CodeSearch:
         scope = _Scope(names, names.union(*map(_attributes_named, called)))
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             if name != "__class__":
-                held = self._note(Cell(f"{function.__qualname__}.", cell), name)
+                held = self._note(ClosureVariable(f"{function.__qualname__}.", cell), name)
                 yield from self._inside(name, held.read(name), scope)
         for name, value in defaults(function).items():
             if not isinstance(value, _PLAIN):
-                self._note(Defaults(f"{function.__qualname__}.", function), name)
+                self._note(DefaultArguments(f"{function.__qualname__}.", function), name)
                 yield from self._inside(name, value, scope)
         for name in set(names_in(function.__code__).variables) - space.keys() - vars(builtins).keys():
-            self._note(Globals(f"{function.__module__}.", space), name)
+            self._note(GlobalVariables(f"{function.__module__}.", space), name)
         yield from self._named_in(function.__module__, space, variables, scope, set())
         for module in imported_modules(function.__code__):
             yield from self._named_in(module.__name__, vars(module), names, scope, set())
@@ -171,7 +177,7 @@ class CodeSearch:
                 if is_user_code(value.__name__) and id(vars(value)) not in visited:
                     yield from self._named_in(value.__name__, vars(value), scope.called, scope, visited)
                 continue
-            self._note(Globals(f"{title}.", space), name)
+            self._note(GlobalVariables(f"{title}.", space), name)
             yield from self._inside(name, value, scope)
 
     def _inside(self, title: str, value: Any, scope: _Scope, depth: int = MAX_DEPTH) -> Iterator[types.FunctionType]:
@@ -188,7 +194,7 @@ class CodeSearch:
                 inner = scope.with_code(methods)
                 yield from self._class(value, inner.called, inner)
         elif isinstance(value, contextvars.ContextVar):
-            self._note(Context("", value), value.name)
+            self._note(ContextVariable("", value), value.name)
         elif isinstance(value, functools.partial):
             inner = scope.with_code(functions_behind(value.func))
             for part in (value.func, value.args, value.keywords):
@@ -199,8 +205,6 @@ class CodeSearch:
             functions = list(functions_behind(value))
             yield from functions
             yield from self._inside(title, getattr(value, "__self__", None), scope.with_code(functions), depth)
-        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase) and depth == MAX_DEPTH:
-            self.iterators.add(title)
         else:
             if isinstance(value, CONTAINERS) and len(value) <= _MAX_OBJECTS:
                 for key, item in list(value.items() if isinstance(value, MAPPINGS) else enumerate(value)):

@@ -7,7 +7,7 @@ import pickle
 import random
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,8 @@ from hfusion.capture.code_search import holders_of
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import is_array
 from hfusion.capture.variable_holders import MISSING, Attributes, Holder, slots
+from hfusion.core.errors import FusionError
+from hfusion.torch_private.tracer_warnings import noted
 
 PLAIN = (str, bool, int, float, complex, bytes, types.NoneType, torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, dict, set, deque)
@@ -83,6 +85,17 @@ def variables(module: nn.Module) -> dict[str, Any]:
     return dict(compared_variables(holders_of(module), {}))
 
 
+def check_iterators(module: nn.Module, changed: Collection[str]) -> None:
+    """Raise a FusionError if one of the variables in ``changed`` is an iterator: it cannot go back."""
+    for holder in holders_of(module) if changed else ():
+        for name in holder.names:
+            if f"{holder.title}{name}" in changed and isinstance(holder.read(name), Iterator):
+                raise FusionError(
+                    f"forward takes values of {name}, an iterator outside of the model, and so do captures; give what "
+                    "it yields as an argument of forward"
+                )
+
+
 def compared_variables(holders: Iterable[Holder], alive: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the same for `holders_of`; ``alive`` keeps the objects, so that no id is reused."""
     for holder in holders:
@@ -124,6 +137,8 @@ def identity(value: Any, alive: dict[int, Any]) -> Any:
     alive[id(value)] = value
     if (held := array_bytes(value)) is not None:
         return id(value), held
+    if isinstance(value, Iterator):
+        return id(value), _position(value)
     if isinstance(value, _GENERATORS):
         return id(value), pickle.dumps(_draws(value))
     return id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
@@ -142,6 +157,18 @@ def array_bytes(value: Any) -> bytes | None:
 
 def _fill_array(value: Any, held: Any) -> None:
     np.asarray(value)[...] = held
+
+
+def _position(iterator: Iterator[Any]) -> str:
+    """A text that differs once the iterator has moved, as far as Python tells."""
+    if isinstance(iterator, types.GeneratorType):
+        frame = iterator.gi_frame
+        return "" if frame is None else f"{frame.f_lasti} {frame.f_locals}"
+    # That of object makes another object of the base class, which closes a file as it goes.
+    if type(iterator).__reduce__ is object.__reduce__:
+        return repr(iterator)
+    with noted(Warning):
+        return f"{iterator} {iterator.__reduce__()}"
 
 
 def _draws(generator: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from hfusion.capture.code_search import CONTAINERS, MAPPINGS, MAX_DEPTH, MAX_ITEMS, CodeSearch
 from hfusion.capture.python_reads import STRIDE_QUESTIONS
 from hfusion.capture.python_state import array_bytes
-from hfusion.capture.variable_holders import MISSING, Attributes, Globals, Holder, slots
+from hfusion.capture.variable_holders import MISSING, Attributes, GlobalVariables, Holder, slots
 from hfusion.core.fingerprint import Same
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings
 from hfusion.device.backend import AUTOCAST_QUESTIONS
@@ -38,7 +38,6 @@ class Questions:
         gradients: whether it may read which tensors need a gradient.
         strides: whether it may read strides.
         random_state: whether it may read the state of random numbers.
-        iterators: the iterators outside of the model that it names.
     """
 
     names: frozenset[str]
@@ -47,11 +46,9 @@ class Questions:
     gradients: bool
     strides: bool
     random_state: bool
-    iterators: frozenset[str]
 
     @staticmethod
-    def of(search: CodeSearch) -> Questions:
-        names = search.all_names
+    def of(names: frozenset[str]) -> Questions:
         return Questions(
             names,
             autocast=not names.isdisjoint(AUTOCAST_QUESTIONS),
@@ -59,7 +56,6 @@ class Questions:
             gradients="requires_grad" in names,
             strides=not names.isdisjoint(STRIDE_QUESTIONS),
             random_state=not names.isdisjoint(RANDOM_STATE),
-            iterators=frozenset(search.iterators),
         )
 
 
@@ -76,7 +72,7 @@ class Variables:
         search = CodeSearch(models)
         for holder in search.holders:
             self._add(holder, without)
-        self.questions = Questions.of(search)
+        self.questions = Questions.of(search.all_names)
 
     def same(self) -> bool:
         """Return whether all are the very objects that they were."""
@@ -91,9 +87,8 @@ class Variables:
     def _add(self, holder: Holder, without: frozenset[str]) -> None:
         names = [name for name in sorted(holder.names) if f"{holder.title}{name}" not in without]
         values = [holder.read(name) for name in names]
-        at_once = [
-            name for name in names if isinstance(holder, Attributes | Globals) and holder.read(name) is not MISSING
-        ]
+        named = isinstance(holder, Attributes | GlobalVariables)
+        at_once = [name for name in names if named and holder.read(name) is not MISSING]
         rest = [name for name in names if name not in at_once]
         if at_once:
             read = [holder.read(name) for name in at_once]

@@ -30,7 +30,7 @@ class Holder(ABC):
         """Give a variable another value; `MISSING` removes it."""
 
 
-class Cell(Holder):
+class ClosureVariable(Holder):
     """A variable of a closure."""
 
     def read(self, name: str) -> Any:
@@ -46,7 +46,7 @@ class Cell(Holder):
             self.held.cell_contents = value
 
 
-class Context(Holder):
+class ContextVariable(Holder):
     """A `contextvars.ContextVar`."""
 
     def read(self, name: str) -> Any:
@@ -58,7 +58,7 @@ class Context(Holder):
             self.held.set(value)
 
 
-class Defaults(Holder):
+class DefaultArguments(Holder):
     """The default arguments of a function. They are never other objects, but may change in place."""
 
     def read(self, name: str) -> Any:
@@ -68,7 +68,7 @@ class Defaults(Holder):
         pass
 
 
-class Globals(Holder):
+class GlobalVariables(Holder):
     """The global variables of a file."""
 
     def read(self, name: str) -> Any:

@@ -323,11 +323,18 @@ def test_what_a_run_counts_outside_comes_back(count: Callable[[], float]) -> Non
     assert [count(), count()] == later
 
 
-NUMBERED = itertools.count(1)
+NUMBERED, LISTED = itertools.count(1), iter([1.0] * 100)
+YIELDED = (float(k) for k in range(100))
 
 
-def test_an_iterator_outside_is_refused() -> None:
-    fused = hf.fuse([model_that_uses(lambda: next(NUMBERED)) for _ in range(2)])
-    with pytest.raises(hf.FusionError, match=r"forward's code names NUMBERED, an iterator outside of the model"):
+@pytest.mark.parametrize("read", [lambda: next(NUMBERED), lambda: next(LISTED), lambda: next(YIELDED)])
+def test_an_iterator_outside_is_refused(read: Callable[[], float]) -> None:
+    fused = hf.fuse([model_that_uses(read) for _ in range(2)])
+    with pytest.raises(hf.FusionError, match="an iterator outside of the model, and so do captures"):
         fused(torch.randn(4, 3, dtype=torch.float64))
-    assert next(NUMBERED) == 1
+
+
+def test_an_iterator_that_stays_where_it_is_may_be_named() -> None:
+    models = [model_that_uses(lambda: 2.0 if NUMBERED is not None else 1.0) for _ in range(2)]
+    x = torch.randn(4, 3, dtype=torch.float64)
+    torch.testing.assert_close(hf.fuse(models)(x), torch.stack([model(x) for model in models]))
