@@ -35,7 +35,7 @@ MAX_ITEMS = 10_000
 MAX_DEPTH = 4
 # Items of a container whose attributes are looked at.
 _MAX_OBJECTS = 100
-_PLAIN = (str, bool, int, float, complex, bytes, types.NoneType)
+SCALARS = (str, bool, int, float, complex, bytes, types.NoneType)
 _UNREAD = (Tensor, nn.Module, logging.Logger, types.ModuleType)
 # Locks and queues, and what other threads do with them, are no state of a model.
 _OF_THREADS = frozenset({"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"})
@@ -148,7 +148,7 @@ class CodeSearch:
                 held = self._note(ClosureVariable(f"{function.__qualname__}.", cell), name)
                 yield from self._inside(name, held.read(name), scope)
         for name, value in defaults(function).items():
-            if not isinstance(value, _PLAIN):
+            if not isinstance(value, SCALARS):
                 self._note(DefaultArguments(f"{function.__qualname__}.", function), name)
                 yield from self._inside(name, value, scope)
         for name in set(names_in(function.__code__).variables) - space.keys() - vars(builtins).keys():
@@ -182,7 +182,7 @@ class CodeSearch:
 
     def _inside(self, title: str, value: Any, scope: _Scope, depth: int = MAX_DEPTH) -> Iterator[types.FunctionType]:
         """Note the attributes inside a value that code reads; yield the functions that it may call."""
-        if isinstance(value, (*_PLAIN, *_UNREAD)) or self._looked_at.get(id(value), 0) >= depth:
+        if isinstance(value, (*SCALARS, *_UNREAD)) or self._looked_at.get(id(value), 0) >= depth:
             return
         if type(value).__module__.partition(".")[0] in _OF_THREADS and not isinstance(value, threading.local):
             return
@@ -257,7 +257,7 @@ def _hidden(value: Any) -> frozenset[str]:
         name
         for kind in kinds
         for name, held in vars(kind).items()
-        if isinstance(held, (*_PLAIN, *CONTAINERS)) and not name.startswith("__")
+        if isinstance(held, (*SCALARS, *CONTAINERS)) and not name.startswith("__")
     )
 
 

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.code_search import holders_of
+from hfusion.capture.code_search import SCALARS, holders_of
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import is_array
 from hfusion.capture.variable_holders import MISSING, Attributes, Holder, slots
 from hfusion.core.errors import FusionError
 from hfusion.torch_private.tracer_warnings import noted
 
-PLAIN = (str, bool, int, float, complex, bytes, types.NoneType, torch.dtype, torch.device, torch.Size)
+PLAIN = (*SCALARS, torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, dict, set, deque)
 # An OrderedDict is no longer one after methods of dict have changed it.
 _BASES = (OrderedDict, dict, list, set, deque)
@@ -291,7 +291,9 @@ def _attributes_of(holder: Holder) -> frozenset[str]:
 
 def _reset_variables(holder: Holder, before: dict[str, Any], attributes: frozenset[str]) -> None:
     for name, value in before.items():
-        if holder.read(name) is not value:
+        now = holder.read(name)
+        # Others are set by whom they belong to, as the stream of a logger.
+        if now is not value and (now is MISSING or isinstance(now, VALUES) or array_bytes(now) is not None):
             holder.write(name, value)
     for name in _attributes_of(holder) - attributes - before.keys():
         holder.write(name, MISSING)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from hfusion.capture.code_search import CONTAINERS, MAPPINGS, MAX_DEPTH, MAX_ITEMS, CodeSearch
+from hfusion.capture.code_search import CONTAINERS, MAPPINGS, MAX_DEPTH, MAX_ITEMS, SCALARS, CodeSearch
 from hfusion.capture.python_reads import STRIDE_QUESTIONS
 from hfusion.capture.python_state import array_bytes
 from hfusion.capture.variable_holders import MISSING, Attributes, GlobalVariables, Holder, slots
@@ -19,7 +19,6 @@ from hfusion.core.fingerprint import Same
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings
 from hfusion.device.backend import AUTOCAST_QUESTIONS
 
-_PLAIN = (str, bool, int, float, complex, bytes, types.NoneType)
 _END, _LARGE = object(), object()
 # To these attributes are seldom added, and there are many.
 _RARELY_GIVEN = (type, types.FunctionType, functools._lru_cache_wrapper)
@@ -145,7 +144,7 @@ def _flat(value: Any) -> tuple[Any, ...]:
 
 def content(value: Any, depth: int = MAX_DEPTH) -> Any:
     """Return a hashable form of a value: plain values, containers and small arrays by value, others by identity."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, SCALARS):
         # 0.0 equals -0.0, and a NaN nothing.
         return (type(value), repr(value) if isinstance(value, float | complex) else value)
     if (held := array_bytes(value)) is not None:
