@@ -121,7 +121,8 @@ def test_a_run_that_broke_off_goes_on_in_other_processes(order: str, tmp_path: P
     """Bit for bit, and an error of a callback ends the run as it does in one process."""
     choice = {"one": Processes(1, "asked for"), "two": SEVERAL}
     first, second = (choice[name] for name in order.split())
-    wanted = in_one(tasks(), tmp_path)
+    whole: list[int] = []
+    wanted = in_one(tasks(lambda event: whole.append(event.epoch)), tmp_path)
     saves = {"checkpoint": tmp_path / "saves", "every": 2}
     with pytest.raises(hf.TrainError, match=r"task 'mixed\.[01]' failed: Broken: enough; finished before: ") as caught:
         trained(tasks(breaking(9)), tmp_path, first, **saves)
@@ -130,7 +131,8 @@ def test_a_run_that_broke_off_goes_on_in_other_processes(order: str, tmp_path: P
     heard: list[int] = []
     again = trained(tasks(lambda event: heard.append(event.epoch)), tmp_path, second, **saves)
     assert_same(again, wanted)
-    assert len(heard) < len(wanted["mixed"].losses) * 2
+    # How far the other process was at the break depends on the machine.
+    assert len(heard) < len(whole)
 
 
 def test_an_array_is_trained_in_place_and_generators_go_on(tmp_path: Path) -> None:
