@@ -34,7 +34,7 @@ from hfusion.capture.eager_runs import (
 )
 from hfusion.capture.named import REMEDY, Registered, check_registered, tensors
 from hfusion.capture.python_reads import CLASSES, STRIDE_QUESTIONS, UNANSWERABLE, RefusedReads
-from hfusion.capture.python_state import check_iterators, restored, variables
+from hfusion.capture.python_state import check_restorable, restored, variables
 from hfusion.capture.skeleton import is_restrided
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
@@ -90,7 +90,7 @@ def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         _check_gradients(module, called)
         check_registered(module, registered, called)
         changed = _changed(around, variables(called))
-        check_iterators(called, changed)
+        check_restorable(called, changed)
         flags = {name: tensor.requires_grad for name, tensor in tensors(module)}
         flagged = [f"{n}.requires_grad" for n, t in tensors(called) if t.is_leaf and t.requires_grad and not flags[n]]
         return Observation(

@@ -31,6 +31,8 @@ _ATOMS = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
 MAX_ITEMS = 10_000
 # Bytes of an array that are compared.
 MAX_BYTES = 65536
+# Of a tensor outside of the model whose values come back.
+MAX_TENSOR_BYTES = 64 * 2**20
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -38,8 +40,8 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
     """Context manager: restore the attributes of ``module`` and the variables outside of it that its code names.
 
-    Others may be another thread's. Tensors are restored as objects, not their values. Entries added to
-    ``functools.lru_cache`` meanwhile are dropped.
+    Others may be another thread's. Of the tensors in attributes the objects are restored, not their values. Entries
+    added to ``functools.lru_cache`` meanwhile are dropped.
 
     Yields: a function that restores everything immediately.
     """
@@ -85,14 +87,20 @@ def variables(module: nn.Module) -> dict[str, Any]:
     return dict(compared_variables(holders_of(module), {}))
 
 
-def check_iterators(module: nn.Module, changed: Collection[str]) -> None:
-    """Raise a FusionError if one of the variables in ``changed`` is an iterator: it cannot go back."""
+def check_restorable(module: nn.Module, changed: Collection[str]) -> None:
+    """Raise a FusionError if one of the variables in ``changed`` is one that `restored` cannot put back."""
     for holder in holders_of(module) if changed else ():
         for name in holder.names:
-            if f"{holder.title}{name}" in changed and isinstance(holder.read(name), Iterator):
+            value = holder.read(name)
+            if f"{holder.title}{name}" in changed and isinstance(value, Iterator):
                 raise FusionError(
                     f"forward takes values of {name}, an iterator outside of the model, and so do captures; give what "
                     "it yields as an argument of forward"
+                )
+            if f"{holder.title}{name}" in changed and isinstance(value, Tensor) and not _is_small(value):
+                raise FusionError(
+                    f"forward writes into {name}, a tensor of shape {tuple(value.shape)} outside of the model; "
+                    "register it as a buffer of the model"
                 )
 
 
@@ -155,6 +163,28 @@ def array_bytes(value: Any) -> bytes | None:
     return view.tobytes() if view.nbytes <= MAX_BYTES else None
 
 
+def _change_back(item: Any) -> Callable[[], object] | None:
+    """What puts back the values of an array, or the state of a generator; None for anything else."""
+    if isinstance(item, torch.Generator):
+        return functools.partial(item.set_state, item.get_state())
+    if isinstance(item, _GENERATORS):
+        return functools.partial(_set_draws, item, _draws(item))
+    if array_bytes(item) is not None and np.asarray(item).flags.writeable:
+        return functools.partial(_fill_array, item, np.asarray(item).copy())
+    return None
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor outside of the model are put back."""
+    whole = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_inference()
+    return whole and tensor.nbytes <= MAX_TENSOR_BYTES
+
+
+def _refill_tensor(tensor: Tensor, version: int, held: Tensor) -> None:
+    if tensor._version != version:
+        tensor.detach().copy_(held)
+
+
 def _fill_array(value: Any, held: Any) -> None:
     np.asarray(value)[...] = held
 
@@ -203,17 +233,14 @@ def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, A
     waiting = [value]
     while waiting:
         item = waiting.pop()
+        if isinstance(item, Tensor) and not objects and _is_small(item):
+            undo.append(functools.partial(_refill_tensor, item, item._version, item.detach().clone()))
         # The stand-in of a submodule records its calls, which are no state of the model.
         if id(item) in visited or isinstance(item, _ATOMS) or is_intercepted(item):
             continue
         visited[id(item)] = item
-        if isinstance(item, torch.Generator):
-            undo.append(functools.partial(item.set_state, item.get_state()))
-        elif array_bytes(item) is not None:
-            if np.asarray(item).flags.writeable:
-                undo.append(functools.partial(_fill_array, item, np.asarray(item).copy()))
-        elif isinstance(item, _GENERATORS):
-            undo.append(functools.partial(_set_draws, item, _draws(item)))
+        if (change := _change_back(item)) is not None:
+            undo.append(change)
         elif isinstance(item, nn.Module) and is_array(item):
             # Its programs are no state of a model.
             continue

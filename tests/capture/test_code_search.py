@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.capture import python_state
 from hfusion.capture.python_state import restored
 
 
@@ -260,6 +261,16 @@ def of_long_list() -> int:
     return len(MANY)
 
 
+def of_tensor() -> float:
+    TOTAL.add_(1)
+    return TOTAL.item()
+
+
+def of_tensor_in_dict() -> float:
+    BANK["rows"][1] += 1
+    return float(BANK["rows"].sum())
+
+
 def draw() -> float:
     return random.random() + float(np.random.rand())
 
@@ -269,6 +280,7 @@ def draw_from_objects() -> float:
 
 
 COUNTS, MANY = np.zeros(2), [0] * 2000
+TOTAL, BANK = torch.zeros(()), {"rows": torch.zeros(3)}
 PYTHON_DRAWS, NUMPY_DRAWS, OLD_NUMPY_DRAWS = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
 
 
@@ -279,6 +291,8 @@ def reset() -> None:
     of_default.__defaults__[0].clear()  # type: ignore[index]
     COUNT_CONTEXT.set(0)
     COUNTS[0] = 0
+    TOTAL.zero_()
+    BANK["rows"].zero_()
     del MANY[2000:]
     random.seed(1)
     np.random.seed(1)
@@ -288,6 +302,7 @@ def reset() -> None:
 
 
 COUNTERS = [of_object, of_class, of_new_attribute, of_function, of_default, of_context, of_array, of_long_list]
+COUNTERS += [of_tensor, of_tensor_in_dict]
 
 
 @pytest.fixture
@@ -321,6 +336,14 @@ def test_what_a_run_counts_outside_comes_back(count: Callable[[], float]) -> Non
         later = [count(), count()]
         assert later[0] != later[1]
     assert [count(), count()] == later
+
+
+@pytest.mark.usefixtures("_counters_at_zero")
+def test_a_large_tensor_outside_is_not_written_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_state, "MAX_TENSOR_BYTES", 3)
+    fused = hf.fuse([model_that_uses(of_tensor) for _ in range(2)])
+    with pytest.raises(hf.FusionError, match=r"forward writes into TOTAL, a tensor of shape \(\) outside of the model"):
+        fused(torch.randn(4, 3, dtype=torch.float64))
 
 
 NUMBERED, LISTED = itertools.count(1), iter([1.0] * 100)
