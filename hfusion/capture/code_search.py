@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextvars
+import dis
 import functools
 import logging
 import threading
@@ -74,6 +75,7 @@ class CodeSearch:
     Attributes:
         holders: all within reach that holds variables, also where the code names none of them.
         spaces: the global variables that functions use, by id: the dict of a file, and the names.
+        assigned: the names of variables and attributes that the code may assign.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -87,6 +89,7 @@ class CodeSearch:
                 ]
                 self._own.setdefault(type(part), []).extend(functions)
         self.spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self.assigned: set[str] = set()
         self._named: set[str] = {"forward", "__call__", "__getattr__"}
         self._holders: dict[tuple[type, int], Holder] = {}
         self._methods = {kind: list(_methods(kind)) for kind in self._parts}
@@ -138,6 +141,7 @@ class CodeSearch:
         """Note the variables that a function names; yield the functions that it may call."""
         names, variables, space = _attributes_named(function), _variables_named(function), function.__globals__
         self._named |= names
+        self.assigned |= _assigned(function.__code__)
         self.spaces.setdefault(id(space), (space, set()))[1].update(variables)
         # Objects are passed to the functions that it calls.
         called = [f for name in variables & space.keys() for f in functions_behind(space[name])]
@@ -289,6 +293,30 @@ def _attributes_named(function: types.FunctionType) -> frozenset[str]:
 def _names_of_code(code: types.CodeType) -> frozenset[str]:
     names = names_in(code)
     return frozenset((*names.attributes, *names.texts))
+
+
+# What assigns by a text.
+_ASSIGNING = frozenset({"setattr", "delattr", "__setattr__", "__dict__", "vars", "globals", "exec", "update"})
+
+
+_NAMED_TARGETS = ("_ATTR", "_GLOBAL", "_NAME", "_DEREF")
+
+
+@functools.lru_cache(maxsize=4096)
+def _assigned(code: types.CodeType) -> frozenset[str]:
+    """The names that code, and functions inside it, may assign to what is there. Tried on Python 3.11 to 3.14."""
+    steps, names = list(dis.get_instructions(code)), set[str]()
+    # A new object is nobody else's.
+    new = code.co_varnames[0] if code.co_name in ("__init__", "__post_init__") else None
+    for before, step in zip([None, *steps], steps, strict=False):
+        held = before.argval if before is not None and before.opname.startswith("LOAD_FAST") else None
+        if new is not None and new == (held[-1] if isinstance(held, tuple) else held):
+            continue
+        if step.opname.startswith(("STORE_", "DELETE_")) and step.opname.endswith(_NAMED_TARGETS):
+            names.add(step.argval)
+    if not _ASSIGNING.isdisjoint(code.co_names):
+        names |= {const for const in code.co_consts if isinstance(const, str)}
+    return frozenset(names).union(*(_assigned(const) for const in code.co_consts if isinstance(const, types.CodeType)))
 
 
 def _variables_named(function: types.FunctionType) -> set[str]:

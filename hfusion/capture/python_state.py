@@ -7,7 +7,7 @@ import pickle
 import random
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.code_search import SCALARS, holders_of
+from hfusion.capture.code_search import SCALARS, CodeSearch, holders_of
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import is_array
-from hfusion.capture.variable_holders import MISSING, Attributes, Holder, slots
+from hfusion.capture.variable_holders import MISSING, Attributes, ContextVariable, Holder, slots
 from hfusion.core.errors import FusionError
 from hfusion.torch_private.tracer_warnings import noted
 
@@ -38,7 +38,7 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 @contextmanager
 def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
-    """Context manager: restore the attributes of ``module`` and the variables outside of it that its code names.
+    """Context manager: restore the attributes of ``module`` and the variables outside of it that its code may change.
 
     Others may be another thread's. Of the tensors in attributes the objects are restored, not their values. Entries
     added to ``functools.lru_cache`` meanwhile are dropped.
@@ -49,9 +49,10 @@ def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
     visited: dict[int, Any] = {}
     for part in module.modules():
         _remember(part, undo, visited)
-    holders = holders_of(module)
+    search = CodeSearch([module])
+    holders = search.holders
     for holder in holders:
-        _remember_variables(holder, undo, visited)
+        _remember_variables(holder, search.assigned, undo, visited)
     filled = _filled(holders)
 
     def back() -> None:
@@ -303,26 +304,32 @@ def _flat(items: dict[Any, Any] | list[Any]) -> list[Any]:
     return [*items, *items.values()] if isinstance(items, dict) else items
 
 
-def _remember_variables(holder: Holder, undo: list[Callable[[], object]], visited: dict[int, Any]) -> None:
+def _remember_variables(
+    holder: Holder, assigned: Set[str], undo: list[Callable[[], object]], visited: dict[int, Any]
+) -> None:
     before = {name: holder.read(name) for name in holder.names}
     for value in before.values():
         _remember(value, undo, visited, objects=False)
-    undo.append(functools.partial(_reset_variables, holder, before, _attributes_of(holder)))
+    if not isinstance(holder, ContextVariable):
+        # What the code does not assign is another's, who may do so meanwhile.
+        before = {name: value for name, value in before.items() if name in assigned}
+    undo.append(functools.partial(_reset_variables, holder, before, assigned - _attributes_of(holder)))
 
 
-def _attributes_of(holder: Holder) -> frozenset[str]:
+def _attributes_of(holder: Holder) -> Set[str]:
     """The names of all plain attributes, also of those that the code does not name yet."""
     table = dict(getattr(holder.held, "__dict__", {})) if isinstance(holder, Attributes) else {}
-    return frozenset(n for n, value in table.items() if isinstance(value, VALUES) and not n.startswith("__"))
+    return {name for name, value in table.items() if isinstance(value, VALUES) and not name.startswith("__")}
 
 
-def _reset_variables(holder: Holder, before: dict[str, Any], attributes: frozenset[str]) -> None:
+def _reset_variables(holder: Holder, before: dict[str, Any], added: Set[str]) -> None:
+    """Put back the values ``before``, and remove attributes that are ``added``."""
     for name, value in before.items():
         now = holder.read(name)
         # Others are set by whom they belong to, as the stream of a logger.
         if now is not value and (now is MISSING or isinstance(now, VALUES) or array_bytes(now) is not None):
             holder.write(name, value)
-    for name in _attributes_of(holder) - attributes - before.keys():
+    for name in (_attributes_of(holder) & added) - before.keys():
         holder.write(name, MISSING)
 
 

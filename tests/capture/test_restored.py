@@ -84,3 +84,22 @@ def test_the_order_of_an_ordered_dict_comes_back() -> None:
     with restored(module):
         module.held.move_to_end("a")
     assert list(module.held) == ["a", "b"]
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.samples = 0
+
+
+SEEN = Seen()
+
+
+class Reading(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if SEEN.samples >= 0 else x * Seen().samples
+
+
+def test_what_the_code_only_reads_stays_as_others_set_it() -> None:
+    with restored(Reading()):
+        SEEN.samples += 1
+    assert SEEN.samples == 1
