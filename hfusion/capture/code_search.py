@@ -10,7 +10,7 @@ import logging
 import threading
 import types
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +95,7 @@ class CodeSearch:
         self._methods = {kind: list(_methods(kind)) for kind in self._parts}
         # By id of a function: the functions that it may call, and the variables that it names.
         self._reached: dict[int, tuple[list[types.FunctionType], list[tuple[Holder, str]]]] = {}
+        self._titles = Counter[str]()
         self._noted: list[tuple[Holder, str]] = []
         # By id: the levels below that were looked at.
         self._looked_at: dict[int, int] = {}
@@ -155,7 +156,7 @@ class CodeSearch:
             if not isinstance(value, SCALARS):
                 self._note(DefaultArguments(f"{function.__qualname__}.", function), name)
                 yield from self._inside(name, value, scope)
-        for name in set(names_in(function.__code__).variables) - space.keys() - vars(builtins).keys():
+        for name in sorted(set(names_in(function.__code__).variables) - space.keys() - vars(builtins).keys()):
             self._note(GlobalVariables(f"{function.__module__}.", space), name)
         yield from self._named_in(function.__module__, space, variables, scope, set())
         for module in imported_modules(function.__code__):
@@ -165,9 +166,7 @@ class CodeSearch:
         """Note the variables of a class among ``names``; yield the functions that code may call in their values."""
         for name, value in list(vars(kind).items()):
             if name in names and not name.startswith("__"):
-                # Bound class methods are created on each access, so `is` cannot compare them.
-                if not isinstance(value, classmethod):
-                    self._note(Attributes(f"{kind.__qualname__}.", kind), name)
+                self._note(Attributes(f"{kind.__qualname__}.", kind), name)
                 yield from self._inside(f"{kind.__qualname__}.{name}", value, scope)
 
     def _named_in(
@@ -175,7 +174,7 @@ class CodeSearch:
     ) -> Iterator[types.FunctionType]:
         """Note the ``variables`` of a file, and those of modules among them; yield the functions among them."""
         visited.add(id(space))
-        for name in variables & space.keys():
+        for name in sorted(variables & space.keys()):
             value = space[name]
             if isinstance(value, types.ModuleType):
                 if is_user_code(value.__name__) and id(vars(value)) not in visited:
@@ -198,7 +197,7 @@ class CodeSearch:
                 inner = scope.with_code(methods)
                 yield from self._class(value, inner.called, inner)
         elif isinstance(value, contextvars.ContextVar):
-            self._note(ContextVariable("", value), value.name)
+            self._note(ContextVariable("contextvars.", value), value.name)
         elif isinstance(value, functools.partial):
             inner = scope.with_code(functions_behind(value.func))
             for part in (value.func, value.args, value.keywords):
@@ -228,15 +227,25 @@ class CodeSearch:
             present = _attributes(value) | _hidden(value)
         holder = Attributes(f"{title}.", value)
         if hasattr(value, "__dict__"):
-            self._holders.setdefault((Attributes, id(value)), holder)
-        for name in (name for name in scope.read & present if not name.startswith("__")):
+            self._known(holder)
+        for name in sorted(name for name in scope.read & present if not name.startswith("__")):
             self._note(holder, name)
             yield from self._inside(f"{title}.{name}", holder.read(name), scope, depth - 1)
 
     def _note(self, holder: Holder, name: str) -> Holder:
-        known = self._holders.setdefault((type(holder), id(holder.held)), holder)
+        known = self._known(holder)
         self._noted.append((known, name))
         return known
+
+    def _known(self, holder: Holder) -> Holder:
+        """The holder of the same, with a title that no other one has."""
+        key = (type(holder), id(holder.held))
+        if key not in self._holders:
+            self._holders[key] = holder
+            self._titles[holder.title] += 1
+            if (count := self._titles[holder.title]) > 1:
+                holder.title = f"{holder.title[:-1]} ({count})."
+        return self._holders[key]
 
 
 def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:

@@ -114,6 +114,7 @@ PROXY = types.MappingProxyType(TABLE)
 OPTIMIZER = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
 SCHEDULER = torch.optim.lr_scheduler.ConstantLR(OPTIMIZER, factor=1.0)
 READ_CLOSURE, PUT_CLOSURE = closed_over()
+READ_OTHER, PUT_OTHER = closed_over()
 LONG = [1.0] * 5000
 
 
@@ -148,6 +149,8 @@ READS: Mapping[str, tuple[Callable[[], float], Callable[[float], object]]] = {
     "bound method": (lambda: BOUND(), lambda v: setattr(CONFIG, "tau", v)),
     "weak reference": (lambda: WEAK().tau, lambda v: setattr(CONFIG, "tau", v)),  # type: ignore[union-attr]
     "closure": (lambda: READ_CLOSURE(), PUT_CLOSURE),
+    "one of two like closures": (lambda: READ_CLOSURE() + READ_OTHER(), PUT_CLOSURE),
+    "the other of them": (lambda: READ_CLOSURE() + READ_OTHER(), PUT_OTHER),
     "default": (lambda: with_default(), lambda v: setattr(with_default.__defaults__[0], "tau", v)),
     "list as a default": (lambda: with_list(), lambda v: with_list.__defaults__[0].__setitem__(0, v)),
     "attribute of a function": (lambda: with_attribute(), lambda v: setattr(with_attribute, "tau", v)),
