@@ -76,7 +76,7 @@ RANDOM_STATE = frozenset({"initial_seed", "get_rng_state"})
 
 def asked_settings(names: Collection[str]) -> tuple[Callable[[], Any], ...]:
     """The settings that code with these ``names`` in it may ask for."""
-    return tuple(read for name, read in SETTINGS.items() if name in names)
+    return tuple(dict.fromkeys(read for name, read in SETTINGS.items() if name in names))
 
 
 def read_settings(settings: Collection[Callable[[], Any]]) -> tuple[Any, ...]:
