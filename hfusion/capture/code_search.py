@@ -335,6 +335,12 @@ def _variables_named(function: types.FunctionType) -> set[str]:
     return {*names.variables, *(names.texts if by_text else ())}
 
 
+def _wraps_for_others(function: types.FunctionType) -> bool:
+    """Return whether it is torch's or hfusion's, and only called like the user's function that it wraps."""
+    file = function.__globals__.get("__name__")
+    return file != function.__module__ and not is_user_code(file)
+
+
 def functions_behind(value: Any) -> Iterator[types.FunctionType]:
     """Yield the Python functions behind an attribute: itself, those that it wraps, or those of a class."""
     if isinstance(value, staticmethod | classmethod | types.MethodType):
@@ -345,6 +351,6 @@ def functions_behind(value: Any) -> Iterator[types.FunctionType]:
         if is_user_code(value.__module__):
             yield from (part for part in vars(value).values() if isinstance(part, types.FunctionType))
     elif callable(value) and not isinstance(value, nn.Module):
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, types.FunctionType) and not _wraps_for_others(value):
             yield value
         yield from functions_behind(getattr(value, "__dict__", {}).get("__wrapped__"))
