@@ -148,9 +148,11 @@ class CodeSearch:
         called = [f for name in variables & space.keys() for f in functions_behind(space[name])]
         called += [method for methods in self._methods.values() for name, method in methods if name in names]
         scope = _Scope(names, names.union(*map(_attributes_named, called)))
+        # Members have functions of their own, and members that join bring no further variables.
+        own = any(function is other for functions in self._own.values() for other in functions)
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             if name != "__class__":
-                held = self._note(ClosureVariable(f"{function.__qualname__}.", cell), name)
+                held = self._note(ClosureVariable(f"{function.__qualname__}.", cell), name, numbered=not own)
                 yield from self._inside(name, held.read(name), scope)
         for name, value in defaults(function).items():
             if not isinstance(value, SCALARS):
@@ -232,18 +234,18 @@ class CodeSearch:
             self._note(holder, name)
             yield from self._inside(f"{title}.{name}", holder.read(name), scope, depth - 1)
 
-    def _note(self, holder: Holder, name: str) -> Holder:
-        known = self._known(holder)
+    def _note(self, holder: Holder, name: str, numbered: bool = True) -> Holder:
+        known = self._known(holder, numbered)
         self._noted.append((known, name))
         return known
 
-    def _known(self, holder: Holder) -> Holder:
-        """The holder of the same, with a title that no other one has."""
+    def _known(self, holder: Holder, numbered: bool = True) -> Holder:
+        """The holder of the same; with a title that no other one has if ``numbered``."""
         key = (type(holder), id(holder.held))
         if key not in self._holders:
             self._holders[key] = holder
             self._titles[holder.title] += 1
-            if (count := self._titles[holder.title]) > 1:
+            if (count := self._titles[holder.title]) > 1 and numbered:
                 holder.title = f"{holder.title[:-1]} ({count})."
         return self._holders[key]
 
