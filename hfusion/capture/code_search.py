@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hfusion.capture.attribute_bytecode import writes
 from hfusion.capture.variable_holders import (
     Attributes,
     ClosureVariable,
@@ -88,6 +89,7 @@ class CodeSearch:
                     f for value in list(vars(part).values()) if callable(value) for f in functions_behind(value)
                 ]
                 self._own.setdefault(type(part), []).extend(functions)
+        self._of_members = {id(function) for functions in self._own.values() for function in functions}
         self.spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.assigned: set[str] = set()
         self._named: set[str] = {"forward", "__call__", "__getattr__"}
@@ -148,11 +150,11 @@ class CodeSearch:
         called = [f for name in variables & space.keys() for f in functions_behind(space[name])]
         called += [method for methods in self._methods.values() for name, method in methods if name in names]
         scope = _Scope(names, names.union(*map(_attributes_named, called)))
-        # Members have functions of their own, and members that join bring no further variables.
-        own = any(function is other for functions in self._own.values() for other in functions)
+        # Each member may hold such a function of its own; members that join must not add names.
+        of_a_member = id(function) in self._of_members
         for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
             if name != "__class__":
-                held = self._note(ClosureVariable(f"{function.__qualname__}.", cell), name, numbered=not own)
+                held = self._note(ClosureVariable(f"{function.__qualname__}.", cell), name, numbered=not of_a_member)
                 yield from self._inside(name, held.read(name), scope)
         for name, value in defaults(function).items():
             if not isinstance(value, SCALARS):
@@ -240,7 +242,7 @@ class CodeSearch:
         return known
 
     def _known(self, holder: Holder, numbered: bool = True) -> Holder:
-        """The holder of the same; with a title that no other one has if ``numbered``."""
+        """Return the first holder of the same object; ``numbered``: with a number if its title is another's."""
         key = (type(holder), id(holder.held))
         if key not in self._holders:
             self._holders[key] = holder
@@ -264,13 +266,11 @@ def _attributes(value: Any) -> frozenset[str]:
 
 
 def _hidden(value: Any) -> frozenset[str]:
-    """The variables of its class that an object may hide by attributes of its own."""
-    kinds = (
-        [kind for kind in type(value).__mro__ if is_user_code(kind.__module__)] if hasattr(value, "__dict__") else []
-    )
+    """The variables of an object's class; an attribute of the object with the same name hides the class's."""
     return frozenset(
         name
-        for kind in kinds
+        for kind in (type(value).__mro__ if hasattr(value, "__dict__") else ())
+        if is_user_code(kind.__module__)
         for name, held in vars(kind).items()
         if isinstance(held, (*SCALARS, *CONTAINERS)) and not name.startswith("__")
     )
@@ -310,21 +310,19 @@ def _names_of_code(code: types.CodeType) -> frozenset[str]:
 _ASSIGNING = frozenset({"setattr", "delattr", "__setattr__", "__dict__", "vars", "globals", "exec", "update"})
 
 
-_NAMED_TARGETS = ("_ATTR", "_GLOBAL", "_NAME", "_DEREF")
-
-
 @functools.lru_cache(maxsize=4096)
 def _assigned(code: types.CodeType) -> frozenset[str]:
-    """The names that code, and functions inside it, may assign to what is there. Tried on Python 3.11 to 3.14."""
-    steps, names = list(dis.get_instructions(code)), set[str]()
-    # A new object is nobody else's.
-    new = code.co_varnames[0] if code.co_name in ("__init__", "__post_init__") else None
-    for before, step in zip([None, *steps], steps, strict=False):
-        held = before.argval if before is not None and before.opname.startswith("LOAD_FAST") else None
-        if new is not None and new == (held[-1] if isinstance(held, tuple) else held):
-            continue
-        if step.opname.startswith(("STORE_", "DELETE_")) and step.opname.endswith(_NAMED_TARGETS):
-            names.add(step.argval)
+    """The names of variables and attributes that code, and functions inside it, may assign."""
+    attributes = writes(code)
+    names = {
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname.startswith(("STORE_", "DELETE_")) and step.opname.endswith(("_GLOBAL", "_NAME", "_DEREF"))
+    }
+    names |= attributes.of_others
+    # A constructor called in forward assigns to a new object, not to one that exists.
+    if code.co_name not in ("__init__", "__post_init__"):
+        names |= attributes.of_self
     if not _ASSIGNING.isdisjoint(code.co_names):
         names |= {const for const in code.co_consts if isinstance(const, str)}
     return frozenset(names).union(*(_assigned(const) for const in code.co_consts if isinstance(const, types.CodeType)))

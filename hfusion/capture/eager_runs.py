@@ -25,7 +25,7 @@ from hfusion.core.differences import norm, relative_difference
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
 from hfusion.device.backend import seed_in_use
-from hfusion.device.generators import draws_kept
+from hfusion.device.generators import draws_kept, python_draws_kept
 from hfusion.passes.side_effects import written_slots
 from hfusion.torch_private.tracer_warnings import silence_tracers
 
@@ -182,16 +182,11 @@ def python_random_state() -> Any:
 @contextmanager
 def apart(module: nn.Module) -> Iterator[None]:
     """Random numbers, the same for every run, autocast and grad mode come back as they were."""
-    outer = random.getstate(), np.random.get_state()
     kinds = {tensor.device.type for _, tensor in tensors(module)} or {"cpu"}
-    with silence_tracers(), draws_kept():
-        try:
-            seed_in_use(SEED)
-            with torch.enable_grad(), torch.autocast(kinds.pop(), enabled=False):
-                yield
-        finally:
-            random.setstate(outer[0])
-            np.random.set_state(outer[1])
+    with silence_tracers(), draws_kept(), python_draws_kept():
+        seed_in_use(SEED)
+        with torch.enable_grad(), torch.autocast(kinds.pop(), enabled=False):
+            yield
 
 
 def _leaves(parameters: Mapping[str, Tensor], arguments: Any) -> dict[str, Tensor]:

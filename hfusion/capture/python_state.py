@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.code_search import SCALARS, CodeSearch, holders_of
+from hfusion.capture.code_search import MAX_ITEMS, SCALARS, CodeSearch, holders_of
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import is_array
 from hfusion.capture.variable_holders import MISSING, Attributes, ContextVariable, Holder, slots
@@ -28,7 +28,6 @@ CONTAINERS = (list, dict, set, deque)
 _BASES = (OrderedDict, dict, list, set, deque)
 VALUES = (*PLAIN, *CONTAINERS, Tensor)
 _ATOMS = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
-MAX_ITEMS = 10_000
 # Bytes of an array that are compared.
 MAX_BYTES = 65536
 # Of a tensor outside of the model whose values come back.
@@ -165,7 +164,7 @@ def array_bytes(value: Any) -> bytes | None:
 
 
 def _change_back(item: Any) -> Callable[[], object] | None:
-    """What puts back the values of an array, or the state of a generator; None for anything else."""
+    """Return a function that restores the values of an array, or the state of a generator; None for anything else."""
     if isinstance(item, torch.Generator):
         return functools.partial(item.set_state, item.get_state())
     if isinstance(item, _GENERATORS):
@@ -257,23 +256,19 @@ def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, A
                 undo.append(functools.partial(_refill, base, item, items))
                 waiting += items.values() if isinstance(items, dict) else items
                 break
-            held = {name: getattr(item, name, MISSING) for name in slots(type(item))}
+            holder = Attributes("", item)
+            held = {name: holder.read(name) for name in slots(type(item))}
             if held:
-                undo.append(functools.partial(_refill_slots, item, held))
+                undo.append(functools.partial(_refill_slots, holder, held))
                 waiting += held.values()
             if hasattr(item, "__dict__"):
                 waiting.append(vars(item))
 
 
-def _refill_slots(holder: Any, held: dict[str, Any]) -> None:
-    # Past what a class may do when its objects change.
+def _refill_slots(holder: Holder, held: dict[str, Any]) -> None:
     for name, value in held.items():
-        if getattr(holder, name, MISSING) is value:
-            continue
-        if value is MISSING:
-            object.__delattr__(holder, name)
-        else:
-            object.__setattr__(holder, name, value)
+        if holder.read(name) is not value:
+            holder.write(name, value)
 
 
 def filled_cells(function: types.FunctionType) -> list[Any]:

@@ -28,13 +28,7 @@ from hfusion.capture.attribute_writes import (
 )
 from hfusion.capture.code_search import holders_of
 from hfusion.capture.intercept import Island
-from hfusion.capture.python_state import (
-    CONTAINERS,
-    PLAIN,
-    compared_variables,
-    identity,
-    parts,
-)
+from hfusion.capture.python_state import CONTAINERS, PLAIN, compared_variables, identity, parts
 from hfusion.core.errors import FusionError
 from hfusion.torch_private.dispatch_modes import disable_current_modes
 
@@ -146,7 +140,7 @@ class StateReader:
         self._variables = holders_of(model)
 
     def read(self, module: nn.Module) -> State:
-        """The state within reach of ``module`` and its submodules, and the variables of all classes and files."""
+        """The state within reach of ``module`` and its submodules, and the variables that the model's code names."""
         variables = compared_variables(self._variables, self._alive)
         return {**self.reach(module.modules()), **{name: [(name, value)] for name, value in variables}}
 

@@ -1,4 +1,4 @@
-"""What holds variables outside of a model: files, classes, objects, functions, closures, contexts."""
+"""Read and write variables outside of a model: of files, classes, objects, functions, closures and contexts."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ class Attributes(Holder):
         return vars(self.held).get(name, MISSING)
 
     def write(self, name: str, value: Any) -> None:
-        # Past what the class of a plain object may do when its attributes change.
-        own = isinstance(self.held, type) or not is_user_code(type(self.held).__module__)
-        put, remove = (setattr, delattr) if own else (object.__setattr__, object.__delattr__)
+        # A class of the user's may define __setattr__, which must not run here.
+        bypass = is_user_code(type(self.held).__module__) and not isinstance(self.held, type)
+        put, remove = (object.__setattr__, object.__delattr__) if bypass else (setattr, delattr)
         if value is MISSING:
             remove(self.held, name)
         else:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
 from hfusion.core.member_random import seeded
-from hfusion.device.generators import draws_kept
+from hfusion.device.generators import draws_kept, python_draws_kept
 from hfusion.torch_private.autograd_engine import without_saved_tensor_hooks
 from hfusion.torch_private.dispatch_modes import disable_current_modes, function_modes, replace_function_modes
 from hfusion.torch_private.module_hooks import without_cached_parametrizations
@@ -38,18 +36,14 @@ def apart() -> Iterator[None]:
 
     Python's and numpy's random states are afterwards as before.
     """
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with (
-            without_cached_parametrizations(),
-            without_saved_tensor_hooks(),
-            _outside_export(),
-            disable_current_modes(),
-        ):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+    with (
+        python_draws_kept(),
+        without_cached_parametrizations(),
+        without_saved_tensor_hooks(),
+        _outside_export(),
+        disable_current_modes(),
+    ):
+        yield
 
 
 @contextmanager

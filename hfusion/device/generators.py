@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import RLock
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,6 +87,17 @@ class Generators:
         if kind not in self.states:
             self.states[kind] = torch.Generator(kind).manual_seed(self.seed).get_state()
         return self.states[kind]
+
+
+@contextmanager
+def python_draws_kept() -> Iterator[None]:
+    """Context manager: restore the random states of Python and numpy at the end."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 @contextmanager
