@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ def rearranged(views: Views, fused: FusedModule, sources: Sequence[Any], members
 
 
 def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], said: Mapping[int, Said]) -> None:
-    """Set modes, frozen parameters and hooks of overwritten members to those of the members they are copies of."""
+    """Set modes and frozen parameters of overwritten members to those of the members they are copies of."""
     array, base = fused._array, Said(fused.training_by_path(), {}, {})
     for row, source in enumerate(sources):
         own = said.get(source) if isinstance(source, int) else None
@@ -123,16 +124,22 @@ def restore(views: Views, fused: FusedModule, said: Mapping[int, Said]) -> None:
     for row, own in said.items():
         member = views.add(fused, row)
         member.set(own.modes, own.trained)
-        for (path, name), hooks in own.hooks.items():
-            getattr(member.modules[path], name).update(hooks)
+        for path, hooks in own.hooks.items():
+            for hook in hooks:
+                hook.register(member.modules[path])
         member.touch()
 
 
 def repeat(views: Views, fused: FusedModule, models: Sequence[nn.Module]) -> None:
-    """Set modes and trained parameters of copies of the members to those of the members."""
+    """Set modes, trained parameters and hooks of copies of the members to those of the members."""
     for row, own in said(views, fused).items():
-        for path, module in models[row].named_modules():
+        modules = dict(models[row].named_modules(remove_duplicate=False))
+        # A hook that is a method of a member's module becomes one of the copy's, as in a copy of the model.
+        memo = {id(module): modules[path] for path, module in views.members[row].modules.items()}
+        for path, module in modules.items():
             module.training = own.modes[path]
+            for hook in own.hooks.get(path, ()):
+                copy.deepcopy(hook, memo).register(module)
         for name, parameter in models[row].named_parameters():
             parameter.requires_grad_(own.trained.get(name, parameter.requires_grad))
 

@@ -13,6 +13,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from sys import _getframe
 from typing import Any
@@ -24,6 +25,7 @@ from hfusion.capture.attribute_values import PLAIN, modeless_fingerprint
 from hfusion.capture.hooks import is_part_of_forward
 from hfusion.capture.named import tensors
 from hfusion.core.membership import is_own_hook, own_hook
+from hfusion.torch_private.module_hooks import RegisteredHook, registered_hooks
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STANDARD = frozenset(nn.Module().__dict__)
@@ -92,9 +94,10 @@ class HookTable(OrderedDict[Any, Any]):
         """Hooks that the model would have alone."""
         return [(key, hook) for key, hook in self.items() if not is_own_hook(hook)]
 
-    def of_user(self) -> list[tuple[Any, Any]]:
-        """Hooks that a graph does not contain."""
-        return [(key, hook) for key, hook in self.of_model() if not is_part_of_forward(hook)]
+
+def is_of_user(hook: Any) -> bool:
+    """Return whether ``hook`` is one that a graph does not contain."""
+    return not is_own_hook(hook) and not is_part_of_forward(hook)
 
 
 class RowView:
@@ -209,15 +212,15 @@ class RowView:
         """Return the path of a user's hook; empty if there is none."""
         for path, module in self.modules.items():
             held = module.__dict__
-            if any(held[name] and held[name].of_user() for name in HOOKS):
+            if any(map(is_of_user, chain.from_iterable(held[name].values() for name in HOOKS))):
                 return path or "(root)"
         return next((name for name, p in self.parameters.items() if tensor_hooks(p)), "")
 
     @property
-    def hooks(self) -> dict[tuple[str, str], dict[Any, Any]]:
-        """The hooks of the user, by path and table."""
-        tables = {(path, name): vars(module)[name] for path, module in self.modules.items() for name in HOOKS}
-        return {key: dict(own) for key, table in tables.items() if (own := table.of_user())}
+    def hooks(self) -> dict[str, list[RegisteredHook]]:
+        """The hooks of the user, by path."""
+        hooks = {path: registered_hooks(module, is_of_user) for path, module in self.model.named_modules()}
+        return {path: own for path, own in hooks.items() if own}
 
     def set(self, modes: Mapping[str, bool], trained: Mapping[str, bool]) -> None:
         """Set modes by path, and requires_grad of parameters by key."""
@@ -275,11 +278,11 @@ class RowView:
 
 @dataclass(frozen=True)
 class Said:
-    """A user's settings of a member: modes by path, trained parameters by key, hooks by path and kind."""
+    """A user's settings of a member: modes by path, trained parameters by key, hooks by path."""
 
     modes: Mapping[str, bool]
     trained: Mapping[str, bool]
-    hooks: Mapping[tuple[str, str], Mapping[Any, Any]]
+    hooks: Mapping[str, Sequence[RegisteredHook]]
 
 
 def said_to(member: RowView) -> Said:
