@@ -82,7 +82,11 @@ class MemberGroup:
             for name, stack in stacks.items()
         }
         own = {name: tensor.detach() if name in fixed else tensor for name, tensor in own.items()}
-        with holding(dict(array.named_modules(remove_duplicate=False)), own), of_rows(rows, members), seeds_of_rows(rows):
+        with (
+            holding(dict(array.named_modules(remove_duplicate=False)), own),
+            of_rows(rows, members),
+            seeds_of_rows(rows),
+        ):
             outputs = bind(compiled, array, len(rows) if watch else None)(arguments.values)
         with torch.no_grad():
             for name in compiled.written - shared:

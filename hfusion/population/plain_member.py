@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfusion.array.each import Each
 from hfusion.core.calls import call_arguments
@@ -43,6 +43,7 @@ class PlainStep:
             args, kwargs = of_row(args), of_row(kwargs)
         if not isinstance(target, Tensor):
             target = of_row(target)
+        self._module.settle()
         self._module.zero_grad()
         with torch.enable_grad():
             loss = self._loss(self._module.model(*args, **kwargs), target)
@@ -77,6 +78,10 @@ class PlainMember(ArrayGroup):
         """The member's row, unless it is frozen or has left, or nothing of it is trained."""
         trains = any(parameter.requires_grad for parameter in self.fused.parameters())
         return [row for row in self._roll.live if trains and not bool(self._roll.frozen[row])]
+
+    def _leaving(self, row: int) -> nn.Module:
+        # Also if the user has changed the model to one that the optimizer does not fit.
+        return cast(PlainModule, self.fused).copied()
 
     def _run_each(self, fn: Each, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(cast(PlainModule, self.fused).model, *of_row(args), **of_row(kwargs))

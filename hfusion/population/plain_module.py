@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from operator import is_
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.methods import method_names
-from hfusion.capture.named import tensors
+from hfusion.capture.named import holder_of, tensors
 from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import is_stacked
 from hfusion.core.copies import module_copy
-from hfusion.core.membership import Membership, mark
+from hfusion.core.errors import FusionError
+from hfusion.core.membership import Membership, mark, membership
 
 
 class _NoViews:
@@ -25,7 +28,7 @@ class _NoViews:
         self.members: dict[int, Any] = {}
 
     def settle(self) -> None:
-        """Do nothing: nobody has said anything to a view."""
+        """Do nothing: there are no views with gradients of their own."""
 
 
 class PlainModule:
@@ -51,6 +54,59 @@ class PlainModule:
         """Note the parameters: a step asks for them five times, and to walk the modules took half its overhead."""
         self._named = tuple(self.model.named_parameters())
         self._all_names = tuple(self.model.named_parameters(remove_duplicate=False))
+        tables = [table for module in self.model.modules() for table in (module._parameters, module._modules)]
+        self._tables = [(table, tuple(table.values())) for table in tables]
+
+    def settle(self) -> None:
+        """Take over what the user has put in the place of parameters: their values go into those that are trained.
+
+        Raises:
+            FusionError: parameters of another shape, dtype or device; more or fewer of them.
+        """
+        if all(len(table) == len(held) and all(map(is_, table.values(), held)) for table, held in self._tables):
+            return
+        trained = dict(self._all_names)
+        known = set(map(id, trained.values()))
+        for name, given in list(self.model.named_parameters(remove_duplicate=False)):
+            if id(given) not in known:
+                self._take_over(trained.get(name), name, given)
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        left = set(map(id, named.values()))
+        for name, parameter in trained.items():
+            if id(parameter) not in left:
+                raise self._unfit(f"it has no parameter {name} any more")
+        for name, parameter in self.model.named_parameters():
+            mark(parameter, replace(cast(Membership, membership(parameter)), name=name))
+        self._list_parameters()
+
+    def _take_over(self, held: nn.Parameter | None, name: str, given: nn.Parameter) -> None:
+        """Write ``given`` into the parameter ``held``, which takes its place; its memory becomes that of ``held``."""
+        if held is None:
+            raise self._unfit(f"the parameter {name} is new, and the optimizer does not have it")
+        table, key, _ = holder_of(self.model, name)
+        if table[key] is held:
+            # Tied to one that was taken over.
+            return
+        for what in ("shape", "dtype", "device"):
+            before, now = getattr(held, what), getattr(given, what)
+            if before != now:
+                raise self._unfit(f"{what} of the parameter {name} is {now}, and was {before}")
+        if not cast(Membership, membership(held)).alone:
+            raise self._unfit(f"the parameter {name} is shared with other members, and was replaced in this one")
+        with torch.no_grad():
+            held.copy_(given)
+        held.requires_grad_(given.requires_grad)
+        held.grad, given.data = given.grad, held.data
+        for module in self.model.modules():
+            for other, value in module._parameters.items():
+                if value is given:
+                    module._parameters[other] = held
+
+    def _unfit(self, why: str) -> FusionError:
+        return FusionError(
+            f"what was done to a plain member, a {self._original}, does not fit its optimizer: {why}. Undo it, or stop "
+            "the member, change its model and start it again: model = pop.stop(row); ...; pop.start(row, model)"
+        )
 
     def __len__(self) -> int:
         return 1
@@ -85,6 +141,11 @@ class PlainModule:
             mark(tensor, Membership(name, 1, stacked=False, alone=name not in state["frozen"]))
         self._list_parameters()
 
+    def copied(self) -> nn.Module:
+        """A copy of the model as it is, around the frozen parameters that other members have, too."""
+        marks = [(parameter, membership(parameter)) for parameter in self.model.parameters()]
+        return module_copy(self.model, {id(p): p for p, found in marks if found is not None and not found.alone})
+
     def _member(self, row: int) -> nn.Module:
         return self[row]
 
@@ -95,6 +156,7 @@ class PlainModule:
         return (parameter for _, parameter in self._named)
 
     def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        self.settle()
         return iter(self._named if remove_duplicate else self._all_names)
 
     def named_buffers(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:

@@ -251,12 +251,16 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         single, rows = is_row(row), rows_of(row, len(self))
         check_once(rows)
         tags = [self._roll.tag(one) for one in rows]
-        models = [apart(self.fused, one) for one in rows]
+        models = [self._leaving(one) for one in rows]
         for one, tag in zip(rows, tags, strict=True):
             self._best.pop(tag, None)
             self._roll.leave(one)
         self._updates.clear(rows)
         return models[0] if single else models
+
+    def _leaving(self, row: int) -> nn.Module:
+        """The model of a member that stops."""
+        return apart(self.fused, row)
 
     @in_turn
     def start(
