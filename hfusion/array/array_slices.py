@@ -52,24 +52,14 @@ class SliceViews(Views):
         """Member ``row`` of the slice."""
         return self._whole[self._chosen[row]]
 
-    def heed(self, fused: FusedModule) -> Split | None:
-        """Apply changes made to members, see `Views`; changes that make members differ are refused."""
+    def update(self, fused: FusedModule) -> None:
+        """Apply changes made to members, see `Views`."""
         from hfusion.array.array_rows import Kinds, enter
 
         if self._array_changed(fused):
             self._pass_on(fused)
         whole = self._whole
         whole._split()
-        modes = {index: member.training for index, member in self.own.items()}
-        hooked = {index: where for index, member in self.own.items() if (where := member.hooked)}
-        if hooked or any(own != modes[0] for own in modes.values()):
-            raise FusionError(
-                f"members {list(self._chosen)} of a fused {fused._original} cannot be computed together: "
-                f"{whole._views.split.why if whole._views.split is not None else hooked}; call the whole array, or "
-                "the members by themselves: fused[i](...)"
-            )
-        for path, branch in fused.named_modules(remove_duplicate=False):
-            branch.training = modes[0][path]
         before, after = Kinds.of(fused), Kinds.of(whole)
         contents = [after.contents[row] for row in self._chosen]
         if contents != before.contents:
@@ -83,7 +73,27 @@ class SliceViews(Views):
             frozen = frozen_rows(theirs)
             freeze_rows(stack, None if frozen is None else frozen[list(self._chosen)])
         self.note(fused)
+
+    def heed(self, fused: FusedModule) -> Split | None:
+        """The same as `update`; changes that make members differ are refused."""
+        self.update(fused)
+        whole, members = self._whole, self.own
+        modes = {index: member.training for index, member in members.items()}
+        hooked = {index: where for index, member in members.items() if (where := member.hooked)}
+        if hooked or any(own != modes[0] for own in modes.values()):
+            raise FusionError(
+                f"members {list(self._chosen)} of a fused {fused._original} cannot be computed together: "
+                f"{whole._views.split.why if whole._views.split is not None else hooked}; call the whole array, or "
+                "the members by themselves: fused[i](...)"
+            )
+        for path, branch in fused.named_modules(remove_duplicate=False):
+            branch.training = modes[0][path]
+        self.note(fused)
         return None
+
+    def place(self, fused: FusedModule) -> tuple[FusedModule, Sequence[int]]:
+        """Return the whole array, and the rows of the members there."""
+        return self._whole, self._chosen
 
     def rearranged(self, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
         """The slice is an array of its own from now on."""

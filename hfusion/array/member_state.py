@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.array_state import structure_of
-from hfusion.array.row_view import Said, said_to
+from hfusion.array.array_state import member_rows, row_copy, structure_of
+from hfusion.array.row_view import RowView, Said, said_to
 from hfusion.capture.compare import check_pair
+from hfusion.capture.named import tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows
 
@@ -100,11 +101,9 @@ def _differ(one: nn.Module, other: nn.Module) -> bool:
 
 
 def said(views: Views, fused: FusedModule) -> dict[int, Said]:
-    """Return the settings in which members differ from the array, by row."""
-    if views.members:
-        views.heed(fused)
+    """Return the settings in which members differ from the array, by row; they are up to date."""
     base = Said(fused.training_by_path(), {n: t.requires_grad for n, t in fused.stacks.items()}, {})
-    found = {row: said_to(member) for row, member in views.members.items()}
+    found = {row: said_to(member) for row, member in views.own.items()}
     return {
         row: own
         for row, own in found.items()
@@ -130,18 +129,30 @@ def restore(views: Views, fused: FusedModule, said: Mapping[int, Said]) -> None:
         member.touch()
 
 
-def repeat(views: Views, fused: FusedModule, models: Sequence[nn.Module]) -> None:
-    """Set modes, trained parameters and hooks of copies of the members to those of the members."""
-    for row, own in said(views, fused).items():
-        modules = dict(models[row].named_modules(remove_duplicate=False))
-        # A hook that is a method of a member's module becomes one of the copy's, as in a copy of the model.
-        memo = {id(module): modules[path] for path, module in views.members[row].modules.items()}
-        for path, module in modules.items():
-            module.training = own.modes[path]
-            for hook in own.hooks.get(path, ()):
-                copy.deepcopy(hook, memo).register(module)
-        for name, parameter in models[row].named_parameters():
-            parameter.requires_grad_(own.trained.get(name, parameter.requires_grad))
+def unfused(fused: FusedModule) -> list[nn.Module]:
+    """Return copies of the members as models of their own, with the settings of the members."""
+    fused._views.update(fused)
+    whole, rows = fused._views.place(fused)
+    array, stacks = whole._array, dict(tensors(whole))
+    once = {name: row_copy(tensor, None) for name, tensor in stacks.items() if name in array.comparison.shared}
+    models = {row: whole._around(row, member_rows(array, row, stacks, once)) for row in rows}
+    for row, own in said(whole._views, whole).items():
+        if row in models:
+            _apply(own, whole._views.members[row], models[row])
+    return list(models.values())
+
+
+def _apply(own: Said, member: RowView, model: nn.Module) -> None:
+    """Give ``model``, a copy of ``member``, its settings."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # A hook that is a method of a member's module becomes one of the copy's, as in a copy of the model.
+    memo = {id(module): modules[path] for path, module in member.modules.items()}
+    for path, module in modules.items():
+        module.training = own.modes[path]
+        for hook in own.hooks.get(path, ()):
+            copy.deepcopy(hook, memo).register(module)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(own.trained.get(name, parameter.requires_grad))
 
 
 def _places(sources: Sequence[Any], members: int) -> dict[int, int]:

@@ -62,8 +62,7 @@ class Views:
         self._trained: list[bool] = []
         self._addresses: list[int] = []
         # The members' parameters, the row of each, and the references to it: our own, and those of the last look.
-        self._flat: list[Tensor] = []
-        self._rows: list[int] = []
+        self._flat, self._rows = list[Tensor](), list[int]()
         self._states: Any = None
         self._own_counts, self._last_counts = list[int](), list[int]()
 
@@ -90,8 +89,7 @@ class Views:
 
     def _called(self) -> None:
         """Prepare a member for a call: its array may have been moved or changed."""
-        fused = self._fused()
-        if fused is not None:
+        if (fused := self._fused()) is not None:
             self._catch_up(fused)
 
     def _catch_up(self, fused: FusedModule) -> None:
@@ -186,6 +184,15 @@ class Views:
         for tie in self.ties.values():
             tie.settle()
 
+    def update(self, fused: FusedModule) -> None:
+        """Apply the changes made to members since the last call. Raises FusionError as `heed` does."""
+        if self.members:
+            self.heed(fused)
+
+    def place(self, fused: FusedModule) -> tuple[FusedModule, Sequence[int]]:
+        """Return the array to which the members belong, and their rows there."""
+        return fused, range(len(fused))
+
     def heed(self, fused: FusedModule) -> Split | None:
         """Apply the changes made to members since the last call, and return how the array computes them.
 
@@ -197,9 +204,8 @@ class Views:
         return self.split
 
     def _array_changed(self, fused: FusedModule) -> bool:
-        if list(map(_MODE, fused._branches)) != self._modes:
-            return True
-        return self._stack_states() != (self._trained, self._addresses)
+        modes = list(map(_MODE, fused._branches))
+        return modes != self._modes or self._stack_states() != (self._trained, self._addresses)
 
     def _changed(self, fused: FusedModule) -> bool:
         if self._array_changed(fused):
@@ -218,8 +224,8 @@ class Views:
         self._own_counts = list(map(min, counts, self._own_counts))
         held = {row for row, now, own in zip(self._rows, counts, self._own_counts, strict=True) if now > own}
         for row in held - self.watched:
-            self.watched.add(row)
             self._settle_row(row)
+        self.watched |= held
         return held
 
     def index(self) -> None:
@@ -323,14 +329,13 @@ class Views:
         """Update members whose attributes have changed; ``changed`` has their new fingerprints, by row."""
         from hfusion.array.array_rows import Kinds, enter
 
-        kinds = Kinds.of(fused)
+        kinds, array = Kinds.of(fused), fused._array
         after = list(kinds.contents)
         for row, found in changed.items():
             if found not in kinds.skeletons:
                 kinds.skeletons[found] = without_hooks(skeleton(row, self.members[row].model))
             after[row] = found
         once = list(dict.fromkeys(after))
-        array = fused._array
         comparison = replace(array.comparison, variants=tuple(map(once.index, after)))
         skeletons = tuple(kinds.skeletons[content] for content in once)
         enter(fused, kinds.contents, after, replace(array, skeletons=skeletons, comparison=comparison))

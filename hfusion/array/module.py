@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from hfusion.array.array_rows import Rows
 from hfusion.array.array_slices import chosen_rows, slice_of
-from hfusion.array.array_state import Array, ArrayState, mark_tensors, member_rows, partly_written, row_copy
+from hfusion.array.array_state import Array, ArrayState, mark_tensors, partly_written
 from hfusion.array.branches import STATE, Branch, Tree, fixed_of, grow
 from hfusion.array.by_size import by_size, size_reports
 from hfusion.array.dynamo import finder, inline
 from hfusion.array.evaluation import evaluating
 from hfusion.array.exported import exported
 from hfusion.array.function_programs import note_call
-from hfusion.array.member_state import repeat, restore, said
+from hfusion.array.member_state import restore, said, unfused
 from hfusion.array.member_views import Views
 from hfusion.array.methods import call_method, method_names
 from hfusion.array.modes import own_modes
@@ -353,12 +353,7 @@ class FusedModule(Rows, Tree):
 
         A tensor that was one object in all models before fusing is copied once, and shared by all of them again.
         """
-        shared = self._array.comparison.shared
-        once = {name: row_copy(t, None) for name, t in tensors(self) if name in shared}
-        stacks = dict(tensors(self))
-        models = [self._around(row, member_rows(self._array, row, stacks, once)) for row in range(len(self))]
-        repeat(self._views, self, models)
-        return models
+        return unfused(self)
 
     def origin(self, parameter: Tensor) -> tuple[int, str] | None:
         """Return member and key ``(b, name)`` of a parameter of an original model; None for other parameters."""
@@ -389,6 +384,7 @@ class FusedModule(Rows, Tree):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
+        self._views.update(self)
         own = STATE - {"_original", "_fixed", "_tied", "_array"}
         state = {name: value for name, value in super().__getstate__().items() if name not in own}
         return {**state, "_said": said(self._views, self)}

@@ -95,6 +95,7 @@ class SaveWriter:
         return made
 
     def module(self, fused: FusedModule) -> None:
+        fused._views.update(fused)
         names = {}
         for name, tensor in tensors_of(fused):
             check_whole_stack(tensor, "save it with torch.distributed.checkpoint")

@@ -30,6 +30,10 @@ class _NoViews:
     def settle(self) -> None:
         """Do nothing: there are no views with gradients of their own."""
 
+    def update(self, module: PlainModule) -> None:
+        """Take over what the user has put in the place of parameters."""
+        module.settle()
+
 
 class PlainModule:
     """A copy of ``model`` with the interface of a `FusedModule` of one member; its own code runs, nothing is captured.

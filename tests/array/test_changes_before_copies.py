@@ -1,0 +1,124 @@
+"""A member that was changed is copied as it is now, also before the next call of its array."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hfusion as hf
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.scale = nn.Linear(3, 2), nn.BatchNorm1d(2), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.fc(x)) * self.scale
+        return y
+
+
+def bias(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("fc.bias").fill_(2.0)
+
+
+def data(model: nn.Module) -> None:
+    model.get_parameter("fc.weight").data = torch.ones(2, 3, dtype=torch.float64)
+
+
+def parameter(model: nn.Module) -> None:
+    model.get_submodule("fc").weight = nn.Parameter(torch.full((2, 3), 4.0, dtype=torch.float64))
+
+
+def note(model: nn.Module) -> None:
+    model.note = "kept"
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "attribute": lambda model: setattr(model, "scale", 3.0),
+    "option": lambda model: setattr(model.get_submodule("norm"), "momentum", 0.7),
+    "mode": lambda model: model.get_submodule("norm").eval(),
+    "frozen": lambda model: model.get_parameter("fc.weight").requires_grad_(False),
+    "hook": lambda model: model.register_forward_hook(doubled),
+    "bias": bias,
+    "data": data,
+    "parameter": parameter,
+    "note": note,
+}
+
+
+def doubled(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def saved(fused: hf.FusedModule) -> nn.Module:
+    """Member 1 of another array, with the tensors that a save of the array holds."""
+    folder = Path("save")
+    hf.save(folder, fused)
+    other = hf.fuse([Scaled().double() for _ in range(4)])
+    hf.load(folder, other)
+    return other[1]
+
+
+COPIES: dict[str, Callable[[hf.FusedModule], nn.Module]] = {
+    "unfuse": lambda fused: fused.unfuse()[1],
+    "unfuse of a slice": lambda fused: fused[1:3].unfuse()[0],
+    "copy": lambda fused: copy.deepcopy(fused)[1],
+    "copy of a slice": lambda fused: copy.deepcopy(fused[1:3])[0],
+    "unfuse of a copy": lambda fused: copy.deepcopy(fused).unfuse()[1],
+    "pickle": lambda fused: pickle.loads(pickle.dumps(fused))[1],
+    "copy of the member": lambda fused: copy.deepcopy(fused[1]),
+}
+
+
+def seen(model: nn.Module) -> tuple[object, ...]:
+    """All that a change may change."""
+    values = [value.tolist() for value in model.state_dict().values()]
+    flags = [module.training for module in model.modules()], [p.requires_grad for p in model.parameters()]
+    hooks = list(copy.copy(model)._forward_hooks.values())
+    return model.scale, model.get_submodule("norm").momentum, getattr(model, "note", ""), values, flags, hooks
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("kind", COPIES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_copies(change: str, kind: str, called: bool) -> None:
+    torch.manual_seed(0)
+    models = [Scaled().double() for _ in range(4)]
+    fused = hf.fuse(copy.deepcopy(models))
+    if called:
+        x = torch.randn(5, 3, dtype=torch.float64)
+        for model in (*models, fused):
+            model(x)
+    for model in (models[1], fused[1]):
+        CHANGES[change](model)
+    copied = COPIES[kind](fused)
+    own = [hook for hook in seen(copied)[-1] if hook is doubled]
+    assert (*seen(copied)[:-1], own) == seen(models[1])
+    # The others are as they were.
+    assert fused.unfuse()[2].scale == 1.0
+
+
+@pytest.mark.parametrize("change", ["bias", "data", "parameter"])
+def test_saves(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fused = hf.fuse([Scaled().double() for _ in range(4)])
+    CHANGES[change](fused[1])
+    expected = copy.deepcopy(fused[1]).state_dict()
+    torch.testing.assert_close(saved(fused).state_dict(), expected, rtol=0, atol=0)
+    pop = hf.Population(fused, optimizer=hf.optim.SGD, loss=nn.functional.mse_loss)
+    CHANGES[change](fused[2])
+    pop.save(tmp_path / "pop")
+    again = hf.Population.load(
+        tmp_path / "pop", lambda: Scaled().double(), optimizer=hf.optim.SGD, loss=nn.functional.mse_loss
+    )
+    for ours, theirs in zip(again.models, fused, strict=True):
+        assert ours is not None
+        torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=0)
