@@ -24,7 +24,7 @@ def writes(code: types.CodeType) -> AttributeWrites:
     selves = _selves(code)
     for k, step in enumerate(steps):
         if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
-            (of_self if _holder(steps, k) in selves else of_others).add(step.argval)
+            (of_self if holder_variable(steps, k) in selves else of_others).add(step.argval)
     if "setattr" in code.co_names:
         names = {const for const in code.co_consts if isinstance(const, str) and const.isidentifier()}
         of_self |= names
@@ -43,7 +43,7 @@ def reads_of_others(code: types.CodeType) -> frozenset[str]:
     names = {
         step.argval
         for k, step in enumerate(steps)
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and (k == 0 or _holder(steps, k) not in selves)
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and (k == 0 or holder_variable(steps, k) not in selves)
     }
     if "getattr" in code.co_names:
         names |= {const for const in code.co_consts if isinstance(const, str) and const.isidentifier()}
@@ -56,7 +56,7 @@ def _selves(code: types.CodeType) -> set[str]:
     return {*code.co_varnames[: min(code.co_argcount, 1)], *code.co_freevars}
 
 
-def _holder(steps: list[dis.Instruction], k: int) -> str | None:
+def holder_variable(steps: list[dis.Instruction], k: int) -> str | None:
     """The variable whose attribute the instruction at ``k`` assigns; None where it is no variable."""
     before = k - 1
     if steps[before].opname == "SWAP":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from torch import nn
@@ -62,6 +62,11 @@ def containers_changed(island: Island, module: nn.Module) -> frozenset[str]:
 def functions_reached(model: nn.Module) -> frozenset[types.FunctionType]:
     """Return the functions that forward of ``model`` may call, but for torch's."""
     return _reached(("forward",), _sources(model.modules()))
+
+
+def functions_called(function: Callable[..., object]) -> frozenset[types.FunctionType]:
+    """Return the functions behind ``function``, and those that it may call, but for torch's."""
+    return _search((), frozenset(functions_behind(function)))
 
 
 def names_in_call(island: Island, module: nn.Module) -> frozenset[str]:
@@ -126,14 +131,16 @@ def _functions(source: type | types.FunctionType) -> tuple[types.FunctionType, .
 
 
 # Methods that change a list, dict, set or deque.
-_CHANGING = frozenset({"append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear"})
-_CHANGING |= {"add", "discard", "update", "setdefault"}
+CHANGING_METHODS = frozenset(
+    {"append", "appendleft", "extend", "insert", "pop", "popleft", "popitem", "remove", "clear"}
+)
+CHANGING_METHODS |= {"add", "discard", "update", "setdefault"}
 
 
 def _changes_items(code: types.CodeType) -> bool:
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return (
-        not _CHANGING.isdisjoint(code.co_names)
+        not CHANGING_METHODS.isdisjoint(code.co_names)
         or any(step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") for step in dis.get_instructions(code))
         or any(map(_changes_items, inner))
     )

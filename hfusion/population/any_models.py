@@ -40,8 +40,8 @@ T = TypeVar("T")
 class Population(PopulationRows):
     """Members that train, join, leave and are copied, each exactly as if alone.
 
-    Members that can share an array of batched operators do; the others run as plain torch, see `groups`. A row holds a
-    member or is free. Free rows have NaN in results, until `compact` removes them.
+    Members that can share an array of batched operators do; the others run as plain torch, see `groups`. Rows without
+    a member are free, with NaN in results, until `compact` removes them.
 
     Args:
         models: the initial members, of any classes and shapes, or a fused module. The models are not changed.
@@ -60,6 +60,8 @@ class Population(PopulationRows):
         tags: the members' names, also in checkpoints; "member 0" and so on by default.
         compile, memory: as in `hfusion.train_step`, for arrays; ``memory`` is the limit of a step of all members. Steps
             run eagerly if members train a parameter together.
+        processes: the most processes that compute plain members; 0 or 1: this one alone. By default one for each core,
+            where that is measured to be faster. Members that may be divided have one thread each.
 
     Raises:
         FusionError: models in different groups train one tensor together.
@@ -91,6 +93,7 @@ class Population(PopulationRows):
         tags: Sequence[str] | None = None,
         compile: Compile = None,
         memory: str | int | None = None,
+        processes: int | None = None,
     ) -> None:
         given: dict[str, Any] = {
             "optimizer": optimizer,
@@ -105,7 +108,7 @@ class Population(PopulationRows):
             "memory": memory,
         }
         candidates = None if isinstance(models, FusedModule) else grouped(models)
-        self._options: GroupOptions | None = GroupOptions.of_arguments(len(models), **given)
+        self._options: GroupOptions | None = GroupOptions.of_arguments(len(models), **given, processes=processes)
         if candidates is None or len(candidates) == 1:
             self._members: ArrayGroup | MixedMembers = ArrayGroup(models, tags=tags, **given)
         else:
@@ -121,10 +124,9 @@ class Population(PopulationRows):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle, without functions that pickle cannot find by name."""
-        if not isinstance(self._members, ArrayGroup):
-            return vars(self)
         try:
-            pickle.dumps(self._options)
+            if isinstance(self._members, ArrayGroup):
+                pickle.dumps(self._options)
         except (pickle.PicklingError, AttributeError, TypeError):
             return {**vars(self), "_options": None}
         return vars(self)
@@ -142,10 +144,9 @@ class Population(PopulationRows):
         raise self._no("array")
 
     def _no(self, name: str) -> AttributeError:
-        count = len(self._members.groups) if isinstance(self._members, MixedMembers) else 1
         return AttributeError(
-            f"this population has no {name} of all members: they are {count} groups, each with its own; pop.groups "
-            "shows them, and step, evaluate, hparams, models, scheduler and save are of all"
+            f"this population has no {name} of all members: they are {len(self.groups)} groups, each with its own; "
+            "pop.groups shows them, and step, evaluate, hparams, models, scheduler and save are of all"
         )
 
     def _mixed(self) -> MixedMembers:
@@ -168,10 +169,9 @@ class Population(PopulationRows):
     def __repr__(self) -> str:
         if isinstance(self._members, ArrayGroup):
             return repr(self._members)
-        live = len(self._members.layout.live)
         frozen = f", {len(self.frozen)} frozen" if self.frozen else ""
-        groups = "\n  ".join(map(str, self.groups))
-        return f"Population({live} members in {len(self)} rows{frozen}, step {self.steps})\n  {groups}"
+        members = f"{len(self._members.layout.live)} members in {len(self)} rows{frozen}, step {self.steps}"
+        return "\n  ".join([f"Population({members})", *map(str, self.groups)])
 
     def step(
         self, inputs: Any, target: Any, *, rows: Sequence[int] | None = None, weights: Any = None, **keywords: Any

@@ -13,34 +13,43 @@ from hfusion.device.backend import backend
 _WORD = (1 << 63) - 1
 
 
+def seeded(device: str, number: int, key: int) -> Tensor:
+    """Return the state of a generator with which group ``key`` begins the step that drew ``number``."""
+    seed = (number * 0x5851F42D4C957F2D + key) & _WORD
+    return torch.Generator(device).manual_seed(seed).get_state()
+
+
 class GroupDraws:
     """Seeds the generators of torch for each group of a step, from one number that the step draws.
 
     A step in which nobody draws leaves the generators as they were before it.
+
+    Attributes:
+        number: what the step drew.
+        used: whether a group has drawn.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._backend = backend(device)
         self._before: dict[str, Tensor] = self._backend.random_states()
-        self._number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        self.number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         self._drawn = torch.get_rng_state()
-        self._used = False
+        self.used = False
 
     @contextmanager
     def of_group(self, key: int) -> Iterator[None]:
         """Inside, torch draws what depends on the step and ``key`` alone."""
-        seed = (self._number * 0x5851F42D4C957F2D + key) & _WORD
-        states = {kind: torch.Generator(kind).manual_seed(seed).get_state() for kind in self._before}
+        states = {kind: seeded(kind, self.number, key) for kind in self._before}
         self._backend.set_random_states(states)
         try:
             yield
         finally:
             after = self._backend.random_states()
-            self._used |= not all(torch.equal(after[kind], state) for kind, state in states.items())
+            self.used |= not all(torch.equal(after[kind], state) for kind, state in states.items())
 
     def __enter__(self) -> GroupDraws:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Put the generators where the next step finds them."""
-        self._backend.set_random_states({**self._before, "cpu": self._drawn} if self._used else self._before)
+        self._backend.set_random_states({**self._before, "cpu": self._drawn} if self.used else self._before)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.core.loss_checks import check_loss_function
+from hfusion.core.row_indices import is_row
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember, one_for_each
@@ -49,6 +50,7 @@ class GroupOptions:
     on_nonfinite: OnNonfinite
     compile: Compile
     memory: str | int | None = None
+    processes: int | None = None
     begun: tuple[Mapping[str, float | None], ...] | None = None
 
     @staticmethod
@@ -65,16 +67,20 @@ class GroupOptions:
         on_nonfinite: OnNonfinite = "freeze",
         compile: Compile = None,
         memory: str | int | None = None,
+        processes: int | None = None,
     ) -> GroupOptions:
         """Raises ValueError for a list of another length than ``total``, or a loss that is per member already."""
         check_loss_function(loss)
+        if processes is not None and (not is_row(processes) or processes < 0):
+            raise ValueError(f"processes={processes!r}: a whole number of processes, or None for one for each core")
         schedules = None if scheduler is None else tuple(one_for_each(scheduler, total))
         begun = copy.deepcopy(scaler)
         if begun is not None:
             begun.begin(total)
         limits = Limits.of(clip_norm, clip_value, total)
         updates = Accumulation.of(accumulate, total)
-        return GroupOptions(total, optimizer, loss, schedules, begun, limits, updates, on_nonfinite, compile, memory)
+        given = optimizer, loss, schedules, begun, limits, updates, on_nonfinite, compile, memory, processes
+        return GroupOptions(total, *given)
 
     def with_begun(self, group: ArrayGroup) -> GroupOptions:
         """Return the options of a population whose members began with what those of ``group`` did."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +21,6 @@ from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, one_for_each
 from hfusion.population.best import BestRecord
 from hfusion.population.chosen_rows import check_stacked
-from hfusion.population.group_draws import GroupDraws
 from hfusion.population.group_options import GroupOptions, value_of
 from hfusion.population.group_updates import GroupUpdates
 from hfusion.population.grouping import Candidates, grouped, shared_frozen
@@ -34,6 +33,7 @@ from hfusion.population.population import ArrayGroup
 from hfusion.population.regroup import part, settle
 from hfusion.population.sample_weights import check_keyword, check_weights, rows_of_weights
 from hfusion.population.saving import in_turn
+from hfusion.population.spread_members import MemberSpread
 from hfusion.step.memory_budget import state_bytes
 
 
@@ -50,6 +50,7 @@ class MixedMembers:
         best: the best weights that members have had, by name; of all groups.
         hooks: functions of the gradients, of all groups.
         pairs: hyper-parameters that are pairs, such as betas.
+        spread: lets other processes compute plain members.
         unsettled: plain members that came of a group, and may join another before the next step.
     """
 
@@ -66,13 +67,16 @@ class MixedMembers:
         self.saving: Writing | None = None
         self._layout: MemberLayout | None = None
         self._lock = FairLock()
+        self.spread = MemberSpread(options.processes, options.loss)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_layout", "saving")}
+        own = ("_lock", "_layout", "saving", "spread")
+        return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._layout, self._lock, self.saving = None, FairLock(), None
+        self.spread = MemberSpread(self.options.processes, self.options.loss)
 
     @staticmethod
     def of_models(
@@ -159,8 +163,9 @@ class MixedMembers:
         entries = {row: entry for entry, row in enumerate(stepping)}
         self._note_memory()
         losses: dict[int, Tensor] = {}
-        queue = deque(self.groups)
-        with GroupDraws(self._device) as draws, self.updates() as updates:
+        arguments = (inputs, target) if rows is None and not keywords else None
+        with self.updates() as updates, self.spread.step(self.groups, self._device, arguments) as spread:
+            queue = spread.ordered(self.groups)
             while queue:
                 group = queue.popleft()
                 chosen = [local for local, row in enumerate(group.rows) if row in entries]
@@ -172,7 +177,7 @@ class MixedMembers:
                 given = {name: take_entries(value, places) for name, value in keywords.items()}
                 given |= {} if whole else {"rows": chosen}
                 try:
-                    with draws.of_group(group.key), updates.of_group(group.members, group.rows, whole):
+                    with spread.of_group(group), updates.of_group(group.members, group.rows, whole):
                         losses[group.number] = group.members.step(*of_group, **given)
                 except ForwardsDiffer as error:
                     queue.extendleft(reversed(part(self, group, error, None if whole else chosen)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, cast
@@ -35,9 +36,24 @@ class PlainStep:
         self.at_once: int | None = None
         # A single member cannot be divided.
         self.budget = None
+        # The losses of the next step, if another process has computed it.
+        self.computed: Tensor | None = None
+        # Of the last step.
+        self.update_seconds = 0.0
+
+    @property
+    def model(self) -> nn.Module:
+        return self._module.model
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._module.parameters())
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
         """Losses ``[1]`` of one step. Raises ValueError for a loss that is no single number with a gradient."""
+        if self.computed is not None:
+            losses, self.computed = self.computed, None
+            return self._updated(losses)
         args, kwargs = call_arguments(inputs, keywords)
         if not isinstance(inputs, Tensor) or kwargs:
             args, kwargs = of_row(args), of_row(kwargs)
@@ -54,8 +70,12 @@ class PlainStep:
                     stack.enter_context(torch.autocast(kind, enabled=False))
                 if loss.requires_grad:
                     loss.backward()
-        losses: Tensor = loss.detach().reshape(1)
+        return self._updated(loss.detach().reshape(1))
+
+    def _updated(self, losses: Tensor) -> Tensor:
+        began = time.perf_counter()
         self.update(losses)
+        self.update_seconds = time.perf_counter() - began
         return losses
 
 
@@ -78,6 +98,17 @@ class PlainMember(ArrayGroup):
         """The member's row, unless it is frozen or has left, or nothing of it is trained."""
         trains = any(parameter.requires_grad for parameter in self.fused.parameters())
         return [row for row in self._roll.live if trains and not bool(self._roll.frozen[row])]
+
+    @property
+    def makes_plain_steps(self) -> bool:
+        """Whether each call of its step is one of the loss itself, with an update."""
+        sums = self._weighs or self._samples or self._updates.sums_gradients
+        return not (sums or self._common) and bool(self.active_rows)
+
+    def hold_buffers(self) -> None:
+        # Before another process began the step, if one did.
+        if cast(PlainStep, self._step).computed is None:
+            super().hold_buffers()
 
     def _leaving(self, row: int) -> nn.Module:
         # Also if the user has changed the model to one that the optimizer does not fit.

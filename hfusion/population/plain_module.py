@@ -52,13 +52,15 @@ class PlainModule:
         self._on_program: Callable[[Any], object] = lambda program: None
         for name, tensor in tensors(self.model):
             mark(tensor, Membership(name, 1, stacked=False, alone=id(tensor) not in bases))
-        self._list_parameters()
+        self._list_tensors()
 
-    def _list_parameters(self) -> None:
-        """Note the parameters: a step asks for them five times, and to walk the modules took half its overhead."""
+    def _list_tensors(self) -> None:
+        """Note the tensors: a step asks for them five times, and to walk the modules took half its overhead."""
         self._named = tuple(self.model.named_parameters())
         self._all_names = tuple(self.model.named_parameters(remove_duplicate=False))
-        tables = [table for module in self.model.modules() for table in (module._parameters, module._modules)]
+        self._buffers = tuple(self.model.named_buffers())
+        names = ("_parameters", "_buffers", "_modules")
+        tables = [getattr(module, name) for module in self.model.modules() for name in names]
         self._tables = [(table, tuple(table.values())) for table in tables]
 
     def settle(self) -> None:
@@ -81,7 +83,7 @@ class PlainModule:
                 raise self._unfit(f"it has no parameter {name} any more")
         for name, parameter in self.model.named_parameters():
             mark(parameter, replace(cast(Membership, membership(parameter)), name=name))
-        self._list_parameters()
+        self._list_tensors()
 
     def _take_over(self, held: nn.Parameter | None, name: str, given: nn.Parameter) -> None:
         """Write ``given`` into the parameter ``held``, which takes its place; its memory becomes that of ``held``."""
@@ -143,7 +145,7 @@ class PlainModule:
         # A copy of a Parameter has lost its mark.
         for name, tensor in tensors(self.model):
             mark(tensor, Membership(name, 1, stacked=False, alone=name not in state["frozen"]))
-        self._list_parameters()
+        self._list_tensors()
 
     def copied(self) -> nn.Module:
         """A copy of the model as it is, around the frozen parameters that other members have, too."""
@@ -164,7 +166,8 @@ class PlainModule:
         return iter(self._named if remove_duplicate else self._all_names)
 
     def named_buffers(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-        return self.model.named_buffers(remove_duplicate=remove_duplicate)
+        self.settle()
+        return iter(self._buffers) if remove_duplicate else self.model.named_buffers(remove_duplicate=False)
 
     def zero_grad(self) -> None:
         for _, parameter in self._named:

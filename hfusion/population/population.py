@@ -136,8 +136,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         return self._step_all(*given) if rows is None else step_rows(self, rows, *given)
 
     def _step_all(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-        if self._on_nonfinite != "ignore":
-            self._updates.hold_buffers(self.fused)
+        self.hold_buffers()
         if self._updates.sums_gradients and not self._weighs:
             self._weighs = True
             self._make_step(())
@@ -152,6 +151,11 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
                 target = weighed(target, self._updates.weights, self.scaler, device_of(self.fused))
             losses = self._step(inputs, target, **keywords)
         return torch.where(self._roll.alive.to(losses.device), losses, math.nan) if self._roll.free else losses
+
+    def hold_buffers(self) -> None:
+        """Note what forward may write to, where it may have to be put back."""
+        if self._on_nonfinite != "ignore":
+            self._updates.hold_buffers(self.fused)
 
     def _computed(self, losses: Tensor) -> None:
         """The gradients of a call are there; those of the last one of an update make it."""

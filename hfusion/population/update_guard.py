@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -151,8 +152,14 @@ class Buffers:
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         self._keep(fused.named_buffers())
         self._keep_written(written_keys(fused))
-        # Programs that this step makes, before they run.
-        fused._on_program = lambda compiled: self._keep_written(compiled.written)
+        held = weakref.ref(self)
+
+        def on_program(compiled: Any) -> None:
+            if (buffers := held()) is not None:
+                buffers._keep_written(compiled.written)
+
+        # Programs that this step makes, before they run. The array does not keep the buffers beyond the update.
+        fused._on_program = on_program
 
     def _keep_written(self, keys: frozenset[str]) -> None:
         if further := keys - self._before.keys():

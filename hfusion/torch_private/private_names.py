@@ -362,6 +362,8 @@ PRIVATE_NAMES = (
         "2.11 to 2.14",
         _ALONE,
     ),
+    # storages.py
+    PrivateNames("know who uses the memory of a tensor", "torch._C: _storage_Use_Count", "2.11 to 2.14", _AT_USE),
     # Attributes that all files read
     PrivateNames(
         "know writes, hooks and memory of tensors",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from hfusion.capture.named import tensors
 from hfusion.checkpoint.packed import PackedSave
-from hfusion.device.calibrate import describe
-from hfusion.device.measured_records import RecordFile, TimeRecord
+from hfusion.device.forked_process import note_start, start_seconds, why_no_fork
 from hfusion.device.native import cores
 from hfusion.device.openmp import torch_threads
 from hfusion.tune.epoch_result import EpochResult
@@ -31,7 +29,6 @@ from hfusion.tune.trial_process import (
     TrialCargo,
     TrialProcess,
     packed,
-    why_no_fork,
 )
 
 _log = logging.getLogger(__name__)
@@ -236,7 +233,7 @@ class TrialSpread:
         left = sum(
             known.get(tag, usual) * (array.members[tag].suggestion.epochs - array.done[tag]) for array, tag in movable
         )
-        return left * (1 - 1 / count) > _start_seconds()
+        return left * (1 - 1 / count) > start_seconds()
 
     def _movable(self, trials: Sequence[tuple[SpreadTrials, str]]) -> list[tuple[SpreadTrials, str]]:
         """Return the trials that can move to another process and share no tensor with a live trial."""
@@ -258,7 +255,7 @@ class TrialSpread:
         for process in self._workers:
             process.ask(StatesRequest((), leaving=False))
         if self._workers:
-            _start_records().add(TimeRecord(time.perf_counter() - began))
+            note_start(time.perf_counter() - began)
             _log.info("plain trials are trained in %d processes", len(self._workers))
 
     def _balance(self, trials: Sequence[tuple[SpreadTrials, str]]) -> None:
@@ -322,19 +319,3 @@ def _why_no_readers(recipe: SweepRecipe) -> str:
     loaders = (*recipe.loaders.made, recipe.eval_loader)
     reads = any(isinstance(loader, DataLoader) and loader.num_workers for loader in loaders)
     return "a DataLoader has processes of its own" if reads else ""
-
-
-def _start_seconds() -> float:
-    """Return the seconds to start the workers, as last measured on this machine; of a bare fork if never."""
-    if records := _start_records().read():
-        return records[-1].seconds
-    began = time.perf_counter()
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitpid(child, 0)
-    return time.perf_counter() - began
-
-
-def _start_records() -> RecordFile[TimeRecord]:
-    return RecordFile(TimeRecord, "trial-processes", describe(torch.device("cpu")))

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import os
 import pickle
-import signal
-import sys
-import threading
-import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from hfusion.cluster.messages import Raised
 from hfusion.core.errors import HFusionError
-from hfusion.device.backend import accelerators
+from hfusion.device.forked_process import EndedProcess, ForkedProcess
 from hfusion.tune.plain_trials import PlainTrials, TrainedEpoch
 from hfusion.tune.space import ModelMaker, Suggestion, TrialModel
 from hfusion.tune.sweep_recipe import SweepRecipe
-
-# Modules in which threads wait that do nothing: a lock that they hold is none that training takes.
-_WAITING = {"threading", "queue", "selectors", "socket", "connection", "heartbeat"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,58 +60,46 @@ class StatesRequest:
 
 
 class TrialProcess:
-    """One worker. It ends when `close` is called, and when this process ends, however that is.
-
-    Args:
-        siblings: workers that run already, whose pipes a fork would hold open.
-    """
+    """One worker, see `ForkedProcess`."""
 
     def __init__(self, recipe: SweepRecipe, siblings: Sequence[TrialProcess]) -> None:
-        context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        ours = [self._pipe, *(sibling._pipe for sibling in siblings)]
-        self._process = context.Process(target=_serve, args=(theirs, ours, recipe, os.getpid()), daemon=True)
-        with warnings.catch_warnings():
-            # Of threads, which `why_no_fork` looks at.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._process.start()
-        theirs.close()
+        self._process: ForkedProcess = ForkedProcess(
+            partial(_answers, recipe), [sibling._process for sibling in siblings]
+        )
 
-    def send(self, request: JoinRequest | EpochRequest | StatesRequest | None) -> None:
+    def send(self, request: JoinRequest | EpochRequest | StatesRequest) -> None:
         """Send what is to be done next; every request is answered."""
         try:
-            self._pipe.send_bytes(pickle.dumps(request))
-        except OSError as error:
-            raise self._lost() from error
+            self._process.send(request)
+        except EndedProcess as error:
+            raise _lost(error) from error
 
     def answer(self) -> Any:
         """Wait for the answer to the oldest request, and raise what that raised."""
         try:
-            answer = pickle.loads(self._pipe.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise self._lost() from error
+            answer = self._process.answer()
+        except EndedProcess as error:
+            raise _lost(error) from error
         if isinstance(answer, Raised):
             raise answer.error
         return answer
 
-    def ask(self, request: JoinRequest | EpochRequest | StatesRequest | None) -> Any:
+    def ask(self, request: JoinRequest | EpochRequest | StatesRequest) -> Any:
         """Send a request, and wait for its answer."""
         self.send(request)
         return self.answer()
 
-    def _lost(self) -> HFusionError:
-        self._process.join(1.0)
-        return HFusionError(
-            f"a process that trained trials of the sweep ended with exit code {self._process.exitcode}, as if the "
-            "system had killed it, which it does when memory runs out: call hf.sweep with fewer rows, or with "
-            "processes=0; with a directory the sweep goes on where it was"
-        )
-
     def close(self) -> None:
         """End it at once: all that it has is of this sweep."""
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
+        self._process.close()
+
+
+def _lost(ended: EndedProcess) -> HFusionError:
+    return HFusionError(
+        f"a process that trained trials of the sweep ended with exit code {ended.exitcode}, as if the "
+        "system had killed it, which it does when memory runs out: call hf.sweep with fewer rows, or with "
+        "processes=0; with a directory the sweep goes on where it was"
+    )
 
 
 def packed(value: Any) -> bytes:
@@ -146,47 +121,17 @@ def packed(value: Any) -> bytes:
     return data
 
 
-def why_no_fork(device: torch.device) -> str:
-    """Return why a fork of this process could not train on ``device``; empty if it could."""
-    if sys.platform != "linux":
-        return f"processes are not forked on {sys.platform}"
-    if device.type != "cpu" or accelerators():
-        return "a fork cannot use what an accelerator's driver holds"
-    if threading.current_thread() is not threading.main_thread():
-        return "the sweep is not in the main thread"
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        frame = frames.get(thread.ident or 0)
-        busy = frame is not None and Path(frame.f_code.co_filename).stem not in _WAITING
-        if thread is not threading.current_thread() and busy:
-            return f"thread {thread.name!r} may hold locks"
-    return ""
-
-
-def _serve(pipe: Connection, others: Sequence[Connection], recipe: SweepRecipe, parent: int) -> None:
-    """Serve requests in a worker process until its parent ends."""
-    for connection in others:
-        connection.close()
-    # Ctrl-C is the parent's, which ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)
-    # Objects from before the fork are never collected here: visiting them would copy their memory.
-    gc.freeze()
+def _answers(recipe: SweepRecipe, is_orphan: Callable[[], bool]) -> Callable[[Any], Any]:
+    """Return what answers requests in a worker process."""
     arrays: dict[str, PlainTrials] = {}
 
-    def is_orphan() -> bool:
-        return os.getppid() != parent
+    def answer(request: JoinRequest | EpochRequest | StatesRequest) -> Any:
+        try:
+            return _done(request, arrays, recipe, is_orphan)
+        except BaseException as error:
+            return Raised(error)
 
-    with suppress(EOFError, OSError):
-        while (request := pickle.loads(pipe.recv_bytes())) is not None:
-            try:
-                reply = _done(request, arrays, recipe, is_orphan)
-            except BaseException as error:
-                if is_orphan():
-                    return
-                reply = Raised(error)
-            pipe.send_bytes(pickle.dumps(reply))
+    return answer
 
 
 def _done(

@@ -69,7 +69,7 @@ class TrialRows:
         if self._population is None:
             optimizer = self._optimizer([one.suggestion.hypers for one in new])
             self._population = Population(
-                models, optimizer=optimizer, tags=tags, scheduler=schedules, **limits, **self._options
+                models, optimizer=optimizer, tags=tags, scheduler=schedules, processes=0, **limits, **self._options
             )
             self._check_schedules()
             return

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.core.errors import HFusionError
+from hfusion.device.forked_process import why_no_fork
 from hfusion.device.openmp import torch_threads
 from hfusion.tune.spread_trials import TrialSpread
-from hfusion.tune.trial_process import why_no_fork
 from tests.tune.cases import MACHINE
 
 pytest.importorskip("optuna")
@@ -32,7 +32,7 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if why_no_fork(torch.device("cpu")):
         pytest.skip("no fork of this process could train")
     monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: -math.inf)
-    monkeypatch.setattr("hfusion.tune.spread_trials._start_seconds", lambda: 0.0)
+    monkeypatch.setattr("hfusion.tune.spread_trials.start_seconds", lambda: 0.0)
     yield
     assert not multiprocessing.active_children()
 

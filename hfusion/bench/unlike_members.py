@@ -1,0 +1,137 @@
+"""Measure a population of unlike members against plain loops, in one process and in one for each core.
+
+``python -m hfusion.bench.unlike_members``: wall time of a step of all members, interleaved medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hfusion as hf
+
+
+def _model(width: int, inputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def _batch(inputs: int, samples: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, inputs), torch.randint(10, (samples,))
+
+
+def _loop(widths: Sequence[int], inputs: int, samples: int) -> Callable[[], object]:
+    """A step of plain torch, one model after another, with torch's fused optimizer."""
+    models = [_model(width, inputs) for width in widths]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for model in models]
+    x, y = _batch(inputs, samples)
+
+    def step() -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return step
+
+
+def _population(widths: Sequence[int], inputs: int, samples: int, **options: Any) -> Callable[[], object]:
+    models = [_model(width, inputs) for width in widths]
+    make = lambda params: hf.optim.AdamW(params, lr=1e-3)  # noqa: E731
+    pop = hf.Population(models, optimizer=make, loss=F.cross_entropy, **options)
+    x, y = _batch(inputs, samples)
+    return lambda: pop.step(x, y)
+
+
+def _serve(pipe: Connection, widths: Sequence[int], inputs: int, samples: int) -> None:
+    torch.set_num_threads(1)
+    step = _loop(widths, inputs, samples)
+    while steps := pipe.recv():
+        for _ in range(steps):
+            step()
+        pipe.send(None)
+
+
+class _Processes:
+    """Processes that each step a share of the models by a plain loop."""
+
+    def __init__(self, count: int, widths: Sequence[int], inputs: int, samples: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        pipes = [context.Pipe() for _ in range(count)]
+        self._pipes = [ours for ours, _ in pipes]
+        shares = [widths[place::count] for place in range(count)]
+        given = [(theirs, share, inputs, samples) for (_, theirs), share in zip(pipes, shares, strict=True)]
+        self._processes = [context.Process(target=_serve, args=args, daemon=True) for args in given]
+        for process in self._processes:
+            process.start()
+
+    def run(self, steps: int) -> None:
+        for pipe in self._pipes:
+            pipe.send(steps)
+        for pipe in self._pipes:
+            pipe.recv()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(0)
+        for process in self._processes:
+            process.join()
+
+
+def _repeated(step: Callable[[], object]) -> Callable[[int], None]:
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            step()
+
+    return run
+
+
+def measure(members: int, inputs: int, samples: int, steps: int, repeats: int) -> dict[str, float]:
+    """Return milliseconds of a step of all members, by way."""
+    widths = [16 + 4 * member for member in range(members)]
+    given = widths, inputs, samples
+    processes = _Processes(multiprocessing.cpu_count(), *given)
+    ways: dict[str, Callable[[int], None]] = {
+        "loop": _repeated(_loop(*given)),
+        "loop, a process for each core": processes.run,
+        "hf.Population, one process": _repeated(_population(*given, processes=1)),
+        "hf.Population": _repeated(_population(*given)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for run in ways.values():
+        run(max(30, steps))
+    for _ in range(repeats):
+        for name, run in ways.items():
+            began = time.perf_counter()
+            run(steps)
+            times[name].append(1e3 * (time.perf_counter() - began) / steps)
+    processes.close()
+    return {name: median(values) for name, values in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--members", type=int, nargs="*", default=[4, 12, 36])
+    parser.add_argument("--inputs", type=int, default=784)
+    parser.add_argument("--samples", type=int, nargs="*", default=[32, 128])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=7)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for members in options.members:
+        for samples in options.samples:
+            found = measure(members, options.inputs, samples, options.steps, options.repeats)
+            shown = ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in found.items())
+            print(f"{members} members, {samples} samples: {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Steps of plain members in a fork of this process: it computes losses and gradients in memory that both share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.attribute_values import modeless_fingerprint
+from hfusion.capture.code_search import SCALARS
+from hfusion.core.calls import StackedInput, is_stacked, take_entries
+from hfusion.core.memory import is_plain
+from hfusion.population.group_draws import seeded
+from hfusion.population.plain_member import PlainStep
+from hfusion.population.shared_arena import SharedArena, arena_bytes
+
+
+@dataclass(frozen=True)
+class SharedLeaf:
+    """A tensor of the arguments in an arena; ``stacked``: it has a row for each member."""
+
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    stacked: bool
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """Compute the loss and the gradients of one member.
+
+    ``place``: of the member among those that the process knows; ``entry``: its entry in stacked arguments.
+    ``arguments``: inputs and target, with a `SharedLeaf` for each tensor; None: those of the request before.
+    ``draws``: what the step drew.
+    """
+
+    place: int
+    entry: int
+    arguments: Any
+    draws: int
+
+
+@dataclass(frozen=True)
+class ComputedStep:
+    """What a member's step gave.
+
+    ``has_gradient``: which of its parameters have one; ``random_state``: that of torch afterwards, if the step drew.
+    """
+
+    loss: float
+    dtype: torch.dtype
+    has_gradient: tuple[bool, ...]
+    random_state: bytes | None
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteMember:
+    """A plain member as its processes see it: gradients are written to ``gradients``, in the order of parameters."""
+
+    key: int
+    step: PlainStep
+    gradients: tuple[Tensor, ...]
+
+
+def argument_bytes(arguments: Any) -> int:
+    """The most bytes of an arena that the tensors in ``arguments`` take."""
+    leaves = pytree.tree_leaves(arguments, is_leaf=is_stacked)
+    held = (leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in leaves)
+    return sum(arena_bytes(leaf) for leaf in held if isinstance(leaf, Tensor))
+
+
+def may_be_placed(arguments: Any) -> bool:
+    """Return whether all that is in ``arguments`` can be copied to an arena, or sent as it is."""
+    return all(map(_may_be_placed, pytree.tree_leaves(arguments, is_leaf=is_stacked)))
+
+
+def _may_be_placed(leaf: Any) -> bool:
+    value = leaf.tensor if isinstance(leaf, StackedInput) else leaf
+    if type(value) is not Tensor:
+        return isinstance(value, SCALARS)
+    return is_plain(value) and value.device.type == "cpu" and not value.requires_grad
+
+
+def placed(arena: SharedArena, arguments: Any) -> Any:
+    """Copy ``arguments`` to an arena, and return them as a `StepRequest` has them; None if they are too large."""
+    arena.clear()
+    try:
+        return pytree.tree_map(lambda leaf: _placed(arena, leaf), arguments, is_leaf=is_stacked)
+    except MemoryError:
+        return None
+
+
+def _placed(arena: SharedArena, leaf: Any) -> Any:
+    value = leaf.tensor if isinstance(leaf, StackedInput) else leaf
+    if not isinstance(value, Tensor):
+        return value
+    stacked = isinstance(leaf, StackedInput)
+    return SharedLeaf(arena.put(value), value.dtype, tuple(value.shape), value.stride(), stacked)
+
+
+def answers(
+    members: Sequence[RemoteMember], arena: SharedArena, is_orphan: Callable[[], bool]
+) -> Callable[[StepRequest], ComputedStep | None]:
+    """Return what computes steps in a fork. One that fails is None, and is computed by the parent."""
+    for member in members:
+        # The parent updates the parameters.
+        member.step.update = _nothing
+
+    checked: set[int] = set()
+    given: tuple[Any, Any] = (None, None)
+
+    def answer(request: StepRequest) -> ComputedStep | None:
+        nonlocal given
+        if request.arguments is not None:
+            given = pytree.tree_map(lambda leaf: _read(arena, leaf), request.arguments)
+        inputs, target = (take_entries(value, [request.entry]) for value in given)
+        member = members[request.place]
+        before = None if request.place in checked else modeless_fingerprint(member.step.model)
+        computed = _computed(member, request.draws, inputs, target)
+        checked.add(request.place)
+        # Nobody here would see what forward has changed.
+        return computed if before is None or modeless_fingerprint(member.step.model) == before else None
+
+    return answer
+
+
+def _nothing(losses: Tensor) -> None:
+    pass
+
+
+def _read(arena: SharedArena, leaf: Any) -> Any:
+    if not isinstance(leaf, SharedLeaf):
+        return leaf
+    tensor = arena.at(leaf.start, leaf.dtype, leaf.shape, leaf.stride)
+    return StackedInput(tensor) if leaf.stacked else tensor
+
+
+def _computed(member: RemoteMember, draws: int, inputs: Any, target: Any) -> ComputedStep | None:
+    state = seeded("cpu", draws, member.key)
+    torch.set_rng_state(state)
+    began = time.perf_counter()
+    try:
+        losses = member.step(inputs, target)
+    except Exception:
+        # The parent computes the same, and raises the same.
+        return None
+    parameters = list(member.step.parameters)
+    has_gradient = []
+    for parameter, shared in zip(parameters, member.gradients, strict=True):
+        grad = parameter.grad
+        if grad is not None and (grad.layout is not torch.strided or grad.dtype != shared.dtype):
+            return None
+        has_gradient.append(grad is not None)
+        if grad is not None:
+            shared.copy_(grad)
+    after = torch.get_rng_state()
+    random_state = None if torch.equal(after, state) else after.numpy().tobytes()
+    seconds = time.perf_counter() - began
+    return ComputedStep(float(losses), losses.dtype, tuple(has_gradient), random_state, seconds)

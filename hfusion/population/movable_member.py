@@ -1,0 +1,178 @@
+"""Whether a fork of this process may compute a plain member, and whether what it knows of the member still holds."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterable
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfusion.array.row_view import HOOKS, tensor_states
+from hfusion.capture.attribute_bytecode import holder_variable
+from hfusion.capture.attribute_values import python_attributes
+from hfusion.capture.attribute_writes import CHANGING_METHODS, functions_called, functions_reached
+from hfusion.capture.code_search import CONTAINERS, MAPPINGS, SCALARS, holders_of
+from hfusion.capture.named import is_array, tensors
+from hfusion.capture.variable_guards import Variables, content
+from hfusion.capture.variable_holders import MISSING
+from hfusion.core.fingerprint import names_in, read_state
+from hfusion.core.membership import membership
+from hfusion.core.memory import is_plain
+from hfusion.population.plain_module import PlainModule
+from hfusion.population.shared_arena import SharedArena
+from hfusion.torch_private.storages import has_views
+
+_log = logging.getLogger(__name__)
+
+# What reaches beyond a process, or what a search by names does not follow.
+_BEYOND = frozenset(
+    {"print", "input", "open", "exec", "eval", "globals", "vars", "setattr", "delattr", "__dict__", "random", "logging"}
+)
+_WRITES = frozenset(
+    {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"}
+)
+_STANDARD = frozenset(nn.Module().__dict__)
+_READ_HOOKS = itemgetter(*HOOKS)
+_VALUES = (*SCALARS, torch.dtype, torch.device, torch.Size, type, types.FunctionType, types.ModuleType)
+
+
+class MovableMember:
+    """What a fork knows of a plain member from the moment at which it was forked.
+
+    Attributes:
+        why_not: why the member is computed in this process; empty if a fork may compute it.
+        stays: whether it is computed here nevertheless, as was found later.
+    """
+
+    def __init__(self, module: PlainModule) -> None:
+        model = module.model
+        self._model, self.stays = model, False
+        self._variables = Variables([model])
+        self.why_not = _why_not(module, self._variables)
+        if self.why_not:
+            return
+        self._modules = list(map(vars, model.modules()))
+        named = [["training", *(name for name in held if name not in _STANDARD), "training"] for held in self._modules]
+        readers = [itemgetter(*names) for names in named]
+        self._attributes = [
+            (held, len(held), read, read(held)) for held, read in zip(self._modules, readers, strict=True)
+        ]
+        tables = [held[name] for held in self._modules for name in ("_parameters", "_buffers", "_modules")]
+        self._tables = [(table, list(table.values())) for table in tables]
+        self._contents = [(value, content(value)) for _, value in _attributes(model) if isinstance(value, CONTAINERS)]
+        self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
+        # Where tensors lie that forks share.
+        self._shared: dict[int, int] = {}
+        self._note_tensors()
+
+    def _note_tensors(self) -> None:
+        self._states = tensor_states(self._parameters)
+        self._addresses = [buffer.data_ptr() for buffer in self._buffers]
+
+    def move(self, arena: SharedArena) -> bool:
+        """Move its tensors to memory that forks share; False if somebody holds a view of one, which would not see."""
+        held = [*self._parameters, *self._buffers]
+        held = [tensor for tensor in held if self._shared.get(id(tensor)) != tensor.data_ptr()]
+        if any(map(has_views, held)):
+            self.stay("somebody holds a view of one of its tensors")
+            return False
+        for tensor in held:
+            tensor.data = arena.like(tensor)
+            self._shared[id(tensor)] = tensor.data_ptr()
+        self._note_tensors()
+        return True
+
+    def stay(self, why: str) -> None:
+        """Let the member be computed in this process from now on."""
+        self.stays = True
+        _log.info("a %s is computed in this process: %s", type(self._model).__name__, why)
+
+    def holds(self) -> bool:
+        """Return whether nobody has changed the member, other than by writing into its tensors."""
+        try:
+            own = all(len(now) == n and all(map(is_, read(now), then)) for now, n, read, then in self._attributes)
+        except KeyError:
+            return False
+        return (
+            own
+            and all(len(now) == len(then) and all(map(is_, now.values(), then)) for now, then in self._tables)
+            and not any(map(any, map(_READ_HOOKS, self._modules)))
+            and all(content(value) == then for value, then in self._contents)
+            and tensor_states(self._parameters) == self._states
+            and [buffer.data_ptr() for buffer in self._buffers] == self._addresses
+            and self._variables.same()
+        )
+
+
+def why_not_loss(loss: Callable[..., Any]) -> str:
+    """Return why a fork cannot compute a loss; empty if it can."""
+    if read_state(loss) is None:
+        return "what the loss reads cannot be compared"
+    if isinstance(loss, nn.Module) and not type(loss).__module__.startswith("torch."):
+        return "the loss is a module"
+    return next(filter(None, map(_side_effect, functions_called(loss))), "")
+
+
+def _attributes(model: nn.Module) -> Iterable[tuple[str, Any]]:
+    for path, part in model.named_modules():
+        yield from ((f"{path}.{name}".strip("."), value) for name, value in python_attributes(part))
+
+
+def _why_not(module: PlainModule, variables: Variables) -> str:
+    model = module.model
+    for path, part in model.named_modules():
+        if any(vars(part)[name] for name in HOOKS):
+            return f"{path or 'the model'} has a hook"
+        if is_array(part) or isinstance(part, torch.jit.ScriptModule):
+            return f"{path or 'the model'} is a {type(part).__name__}"
+    for name, tensor in tensors(model):
+        mark = membership(tensor)
+        if not is_plain(tensor) or tensor.device.type != "cpu" or (mark is not None and not mark.alone):
+            return f"{name} is no tensor of the member alone"
+    outside = ((f"{holder.title}{name}", holder.read(name)) for holder in holders_of(model) for name in holder.names)
+    for name, value in (*_attributes(model), *outside):
+        if value is not MISSING and not _is_value(value):
+            return f"{name} is a {type(value).__name__}"
+    if variables.questions.random_state:
+        return "forward reads the state of random numbers"
+    return next(filter(None, map(_side_effect, functions_reached(model))), "")
+
+
+def _is_value(value: Any) -> bool:
+    """Return whether a value is data or code, which a fork has like this process."""
+    if isinstance(value, MAPPINGS):
+        return all(_is_value(item) for pair in value.items() for item in pair)
+    if isinstance(value, CONTAINERS):
+        return all(map(_is_value, value))
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__self__ is None or isinstance(value.__self__, types.ModuleType)
+    return isinstance(value, (*_VALUES, property, staticmethod, classmethod, torch._ops.OpOverloadPacket))
+
+
+def _side_effect(function: types.FunctionType) -> str:
+    found = _effect_of(function.__code__)
+    return f"{function.__qualname__} {found}" if found else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _effect_of(code: types.CodeType) -> str:
+    """Return what code may do besides computing; empty if nothing is seen."""
+    if named := sorted(_BEYOND.intersection(names_in(code).all)):
+        return f"names {named[0]}"
+    steps = list(dis.get_instructions(code))
+    local = set(code.co_varnames[1:])
+    for k, step in enumerate(steps):
+        if step.opname in _WRITES or (
+            step.opname in ("STORE_DEREF", "DELETE_DEREF") and step.argval in code.co_freevars
+        ):
+            return f"assigns {step.argval}" if step.argval else "assigns items"
+        changes = step.opname in ("LOAD_ATTR", "LOAD_METHOD") and step.argval in CHANGING_METHODS
+        if changes and k and holder_variable(steps, k) not in (*local, "torch"):
+            return f"calls {step.argval}"
+    return next(filter(None, (_effect_of(const) for const in code.co_consts if isinstance(const, types.CodeType))), "")

@@ -1,0 +1,68 @@
+"""Memory that this process shares with its forks, and tensors in it."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+from torch import Tensor
+
+# Kernels take other paths, and round otherwise, where tensors begin elsewhere in a line of the cache.
+_LINE = 64
+
+
+def arena_bytes(tensor: Tensor) -> int:
+    """The most bytes of an arena that a tensor takes."""
+    return _extent(tensor) * tensor.itemsize + 2 * _LINE
+
+
+class SharedArena:
+    """``size`` bytes that are given away from the beginning on. They are freed with the last tensor in them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = max(size, _LINE)
+        self._memory = mmap.mmap(-1, self.size)
+        self._first = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+        self._used = 0
+
+    def clear(self) -> None:
+        """Give everything away anew."""
+        self._used = 0
+
+    def place(self, tensor: Tensor) -> int:
+        """Return where a tensor like ``tensor`` has room, aligned like it, and take it. Raises MemoryError."""
+        start = -(-(self._first + self._used) // _LINE) * _LINE + tensor.data_ptr() % _LINE - self._first
+        self._used = start + _extent(tensor) * tensor.itemsize
+        if self._used > self.size:
+            raise MemoryError(f"{self._used} bytes do not fit into {self.size}")
+        return start
+
+    def at(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+        """Return the tensor of this kind that begins at ``start``, in a storage of its own."""
+        count = _count(shape, stride)
+        if not count:
+            return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).as_strided(shape, stride)
+
+    def put(self, tensor: Tensor) -> int:
+        """Take room for a tensor like ``tensor``, with its values; return where it is. Raises MemoryError."""
+        start, count = self.place(tensor), _extent(tensor)
+        if count:
+            # The memory as it is: elements of an expanded tensor share theirs.
+            self.at(start, tensor.dtype, (count,), (1,)).copy_(tensor.detach().as_strided((count,), (1,)))
+        return start
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return a tensor like ``tensor``, with its values."""
+        return self.at(self.put(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+def _extent(tensor: Tensor) -> int:
+    return _count(tuple(tensor.shape), tensor.stride())
+
+
+def _count(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Return how many elements of memory a tensor reaches over."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

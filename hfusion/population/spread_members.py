@@ -1,0 +1,385 @@
+"""Plain members of a population, spread over processes once that is measured to be faster than one after another."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hfusion.capture.named import tensors
+from hfusion.core.fingerprint import read_state
+from hfusion.core.torch_settings import SETTINGS
+from hfusion.device.backend import active_autocast
+from hfusion.device.forked_process import (
+    EndedProcess,
+    ForkedProcess,
+    note_start,
+    start_seconds,
+    why_never_fork,
+    why_no_fork,
+)
+from hfusion.device.native import cores
+from hfusion.device.openmp import torch_threads
+from hfusion.population.group_draws import GroupDraws
+from hfusion.population.member_layout import PlacedGroup
+from hfusion.population.member_process import (
+    ComputedStep,
+    RemoteMember,
+    StepRequest,
+    answers,
+    argument_bytes,
+    may_be_placed,
+    placed,
+)
+from hfusion.population.movable_member import MovableMember, why_not_loss
+from hfusion.population.plain_member import PlainMember, PlainStep
+from hfusion.population.plain_module import PlainModule
+from hfusion.population.shared_arena import SharedArena, arena_bytes
+from hfusion.torch_private.autograd_engine import is_profiling
+from hfusion.torch_private.dispatch_modes import function_modes, in_dispatch_mode
+from hfusion.torch_private.module_hooks import has_global_hooks
+
+_log = logging.getLogger(__name__)
+
+# Steps of which the median decides whether processes are faster.
+_STEPS = 8
+_STAY = "plain members are computed one after another: %s"
+
+
+@dataclass(eq=False)
+class _Share:
+    """A process, with the numbers of the groups that it computes."""
+
+    process: ForkedProcess
+    numbers: list[int]
+
+
+@dataclass(eq=False)
+class _Forks:
+    """Processes that were forked at one moment.
+
+    Attributes:
+        members: what they know of each group, by number. A request names a member by its place here.
+        arguments: where arguments of a step are written.
+        setting: what they know besides members, as of `_setting`.
+        walls: seconds of the steps with them, by the size of the arguments.
+    """
+
+    shares: list[_Share]
+    members: dict[int, tuple[MovableMember, RemoteMember]]
+    arguments: SharedArena
+    setting: Any
+    walls: dict[int, list[float]] = field(default_factory=dict)
+
+
+def _end(shares: list[_Share]) -> None:
+    for share in shares:
+        share.process.close()
+    shares.clear()
+
+
+class MemberSpread:
+    """Lets forks of this process compute plain members, each as this process would: what comes out is the same.
+
+    A member stays here if code that it runs may have effects that a fork would keep to itself, or has changed since
+    the fork. Members that may move are computed by one thread each, here and there.
+
+    Args:
+        most: the most processes, this one included; None: one for each core.
+        loss: that of the population.
+    """
+
+    def __init__(self, most: int | None, loss: Callable[..., Any]) -> None:
+        self._most = cores() if most is None else most
+        self._loss = loss
+        # Whether processes were measured to be slower. Members keep their one thread, so that no time shows in bits.
+        self._alone = False
+        self._began = False
+        self._known: weakref.WeakKeyDictionary[PlainMember, MovableMember] = weakref.WeakKeyDictionary()
+        self._forks: _Forks | None = None
+        self._finalizer: Callable[[], object] = partial(_end, [])
+        # Of each group: seconds of its last steps without updates, wherever they were made.
+        self._seconds: dict[int, deque[float]] = {}
+        # By the size of the arguments: seconds of the last steps without other processes.
+        self._walls: dict[int, deque[float]] = {}
+        # Seconds of the last steps without those of movable members.
+        self._rest: deque[float] = deque(maxlen=_STEPS)
+        # Seconds in this process of members that could be elsewhere, since the last fork.
+        self._spent = 0.0
+
+    def close(self) -> None:
+        """End the processes."""
+        self._finalizer()
+        self._forks, self._spent = None, 0.0
+
+    @contextmanager
+    def step(
+        self, groups: Sequence[PlacedGroup], device: torch.device, arguments: tuple[Any, Any] | None
+    ) -> Iterator[SpreadStep]:
+        """Inside, groups make a step. ``arguments``: those of the step; None if it is not one of all members."""
+        movable = {} if arguments is None or not may_be_placed(arguments) else self._movable(groups)
+        began = time.perf_counter()
+        with GroupDraws(device) as draws:
+            spread = SpreadStep(movable, draws)
+            try:
+                if movable:
+                    self._begin(spread, groups, arguments)
+                yield spread
+            except BaseException:
+                # Answers may be underway.
+                self.close()
+                spread.undo()
+                raise
+        if movable:
+            self._learn(spread, argument_bytes(arguments), time.perf_counter() - began)
+
+    def _movable(self, groups: Sequence[PlacedGroup]) -> dict[int, PlacedGroup]:
+        """The groups that another process may compute, by number; none where few large ones have all threads."""
+        if not self._began:
+            self._began = True
+            why = why_never_fork(torch.device("cpu")) or why_not_loss(self._loss)
+            if why:
+                _log.info(_STAY, why)
+                self._most = 0
+        plain = [group for group in groups if group.is_plain]
+        if self._most < 2 or len(plain) < 2 or 2 * len(plain) <= self._most or _is_observed():
+            return {}
+        found = {}
+        for group in plain:
+            member = cast(PlainMember, group.members)
+            if member.makes_plain_steps and not self._knowledge(member).why_not:
+                found[group.number] = group
+        return found if len(found) > 1 and 2 * len(found) > self._most else {}
+
+    def _knowledge(self, member: PlainMember) -> MovableMember:
+        known = self._known.get(member)
+        if known is None or not (known.why_not or known.holds()):
+            known = self._known[member] = MovableMember(cast(PlainModule, member.fused))
+            if known.why_not:
+                _log.info("%s is computed in this process: %s", member._roll.tags[0], known.why_not)
+        return known
+
+    def _begin(self, spread: SpreadStep, groups: Sequence[PlacedGroup], arguments: Any) -> None:
+        """Let processes begin the step, if there are any, or if they pay now."""
+        if self._pays(spread.movable):
+            self._fork(spread.movable, groups, arguments)
+        forks = self._forks
+        if forks is None:
+            return
+        written = placed(forks.arguments, arguments) if forks.setting == self._setting() else None
+        if written is None:
+            self.close()
+            return
+        places = {number: place for place, number in enumerate(forks.members)}
+        for share in forks.shares:
+            numbers = [n for n in share.numbers if n in spread.movable and self._is_known(spread.movable[n])]
+            if numbers:
+                spread.send(share.process, written, [(n, places[n], forks.members[n][1]) for n in numbers])
+
+    def _is_known(self, group: PlacedGroup) -> bool:
+        """Return whether the forks, if there are any, know a member as it is, or it stays here anyway."""
+        known = self._known[cast(PlainMember, group.members)]
+        held = None if self._forks is None else self._forks.members.get(group.number)
+        return known.stays if held is None else held[0] is known and not known.stays
+
+    def _pays(self, movable: dict[int, PlacedGroup]) -> bool:
+        """Return whether forks would have saved more than they cost, had they been there since the last change."""
+        count = min(self._most, len(movable))
+        return not self._alone and self._spent * (1 - 1 / count) > start_seconds()
+
+    def _setting(self) -> Any:
+        """What steps depend on besides members and arguments."""
+        return read_state(self._loss), torch.get_default_dtype(), [read() for read in dict.fromkeys(SETTINGS.values())]
+
+    def _fork(self, movable: dict[int, PlacedGroup], groups: Sequence[PlacedGroup], arguments: Any) -> None:
+        self.close()
+        if why := why_no_fork(torch.device("cpu")):
+            _log.info(_STAY, why)
+            return
+        began = time.perf_counter()
+        known = {n: self._known[cast(PlainMember, group.members)] for n, group in movable.items()}
+        remote = _remote(movable, known)
+        members = {n: (known[n], member) for n, member in remote.items()}
+        forks = _Forks([], members, SharedArena(2 * argument_bytes(arguments)), self._setting())
+        self._finalizer = weakref.finalize(self, _end, forks.shares)
+        serve = partial(answers, list(remote.values()), forks.arguments)
+        for _ in range(min(self._most, len(members)) - 1):
+            others = [share.process for share in forks.shares]
+            forks.shares.append(_Share(ForkedProcess(serve, others), []))
+        self._forks, self._spent = forks, 0.0
+        self._divide(forks)
+        note_start(time.perf_counter() - began)
+        _log.info("plain members are computed in %d processes", len(forks.shares) + 1)
+
+    def _divide(self, forks: _Forks) -> None:
+        """Divide members among this process and others, the longest first."""
+        seconds = {number: median(self._seconds[number]) for number in forks.members if number in self._seconds}
+        # Updates are made here, and so are all steps of the other groups.
+        loads = [median(self._rest), *[0.0] * len(forks.shares)]
+        shares: list[list[int]] = [[] for _ in loads]
+        # Of members that have joined just now it is not known how long they take.
+        for number in sorted(seconds, key=lambda n: -seconds[n]):
+            least = loads.index(min(loads))
+            loads[least] += seconds[number]
+            shares[least].append(number)
+        for share, numbers in zip(forks.shares, shares[1:], strict=True):
+            share.numbers = numbers
+
+    def _learn(self, spread: SpreadStep, size: int, wall: float) -> None:
+        """Note what the step took, with arguments of ``size`` bytes."""
+        self._seconds = {number: seconds for number, seconds in self._seconds.items() if number in spread.movable}
+        for number, value in (spread.here | spread.elsewhere).items():
+            self._seconds.setdefault(number, deque(maxlen=_STEPS)).append(value)
+        self._rest.append(wall - spread.waited - sum(spread.here.values()))
+        self._spent += sum(value for n, value in spread.here.items() if not self._is_known(spread.movable[n]))
+        for number in spread.failed:
+            self._known[cast(PlainMember, spread.movable[number].members)].stay("a fork could not compute it")
+        if spread.ended:
+            self.close()
+        elif self._forks is None:
+            self._walls.setdefault(size, deque(maxlen=_STEPS)).append(wall)
+        else:
+            walls = self._forks.walls.setdefault(size, [])
+            walls.append(wall)
+            # The first steps of a process are slow, and those before there were any may have been.
+            if len(walls) in (_STEPS // 4, _STEPS // 2, _STEPS):
+                self._divide(self._forks)
+            self._judge(walls[_STEPS:], self._walls.get(size))
+
+    def _judge(self, walls: list[float], here: deque[float] | None) -> None:
+        """End the processes if steps with them took longer than those ``here``, with arguments of one size."""
+        if len(walls) == _STEPS and here and median(walls) > median(here):
+            _log.info(_STAY, f"a step took {median(walls):.2g} s in processes, {median(here):.2g} s in this one")
+            self.close()
+            self._alone = True
+
+
+class SpreadStep:
+    """One step of a population whose plain members may be computed elsewhere.
+
+    Attributes:
+        movable: the groups that may be, by number.
+        here: seconds of those that were computed here, by number, without their updates.
+        elsewhere: of those that other processes have computed.
+        waited: seconds in which this process waited for others.
+        failed: the numbers of those that a process could not compute.
+        ended: whether a process has ended.
+    """
+
+    def __init__(self, movable: dict[int, PlacedGroup], draws: GroupDraws) -> None:
+        self.movable, self.draws = movable, draws
+        self.here: dict[int, float] = {}
+        self.elsewhere: dict[int, float] = {}
+        self.waited = 0.0
+        self.failed: list[int] = []
+        self.ended = False
+        self._sent: dict[int, tuple[ForkedProcess, RemoteMember]] = {}
+        self._computed: dict[int, ComputedStep | None] = {}
+        self._waiting: dict[ForkedProcess, deque[int]] = {}
+        self._buffers: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def send(self, process: ForkedProcess, written: Any, members: Sequence[tuple[int, int, RemoteMember]]) -> None:
+        """Let a process compute members: of each the number of its group, its place there, and what it is there."""
+        for number, place, remote in members:
+            member = self.movable[number].members
+            member.hold_buffers()
+            # A process that ends in the midst of a step leaves some of them written.
+            self._buffers[number] = [(buffer, buffer.clone()) for _, buffer in member.fused.named_buffers()]
+            self._sent[number] = process, remote
+            waiting = self._waiting.setdefault(process, deque())
+            request = StepRequest(place, self.movable[number].live[0], None if waiting else written, self.draws.number)
+            waiting.append(number)
+            try:
+                process.send(request)
+            except EndedProcess:
+                # As its answer tells.
+                self.ended = True
+
+    def undo(self) -> None:
+        """Put back the buffers of members that have not made their step; no process computes any more."""
+        for before in self._buffers.values():
+            _put_back(before)
+
+    def ordered(self, groups: Sequence[PlacedGroup]) -> deque[PlacedGroup]:
+        """The groups, those last that other processes compute meanwhile, unless hooks may tell the order."""
+        if any(group.members._gradient_hooks for group in groups):
+            return deque(groups)
+        answered = {number: rank for numbers in self._waiting.values() for rank, number in enumerate(numbers)}
+        return deque(sorted(groups, key=lambda group: answered.get(group.number, -1)))
+
+    @contextmanager
+    def of_group(self, group: PlacedGroup) -> Iterator[None]:
+        """Inside, a group makes its step, with what another process has computed if it has."""
+        if group.number not in self.movable:
+            with self.draws.of_group(group.key):
+                yield
+            return
+        found, began = self._taken(group), time.perf_counter()
+        with self.draws.of_group(group.key), torch_threads(1):
+            if found is not None and found.random_state is not None:
+                # Hooks of gradients may draw, too.
+                torch.set_rng_state(torch.frombuffer(bytearray(found.random_state), dtype=torch.uint8))
+            yield
+        if found is None:
+            update = cast(PlainStep, group.members._step).update_seconds
+            self.here[group.number] = max(0.0, time.perf_counter() - began - update)
+
+    def _taken(self, group: PlacedGroup) -> ComputedStep | None:
+        """Give the step of a group what a process has computed for it; None if none has."""
+        if group.number not in self._sent:
+            return None
+        step = cast(PlainStep, group.members._step)
+        process, remote = self._sent[group.number]
+        waiting, began = self._waiting[process], time.perf_counter()
+        while group.number not in self._computed:
+            try:
+                self._computed[waiting.popleft()] = process.answer()
+            except EndedProcess:
+                self.ended = True
+                break
+        self.waited += time.perf_counter() - began
+        found, before = self._computed.get(group.number), self._buffers.pop(group.number)
+        if found is None:
+            _put_back(before)
+            self.failed += [] if self.ended else [group.number]
+            return None
+        for parameter, gradient, has in zip(step.parameters, remote.gradients, found.has_gradient, strict=True):
+            parameter.grad = gradient.clone() if has else None
+        step.computed = torch.tensor([found.loss], dtype=found.dtype, device="cpu")
+        self.elsewhere[group.number] = found.seconds
+        return found
+
+
+def _put_back(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for buffer, before in buffers:
+        buffer.copy_(before)
+
+
+def _is_observed() -> bool:
+    """Return whether somebody follows operators or modules of this thread, or changes what they compute."""
+    if active_autocast() or torch.is_inference_mode_enabled() or has_global_hooks():
+        return True
+    return is_profiling() or in_dispatch_mode() or bool(function_modes())
+
+
+def _remote(groups: dict[int, PlacedGroup], known: dict[int, MovableMember]) -> dict[int, RemoteMember]:
+    """Move the tensors of members to memory that forks share, and make room for gradients there."""
+    sizes = [arena_bytes(tensor) for group in groups.values() for _, tensor in tensors(group.model)]
+    arena, remote = SharedArena(2 * sum(sizes)), {}
+    for number, group in groups.items():
+        # Its views of parameters are no user's.
+        group.members.optimizer.forget()
+        if known[number].move(arena):
+            step = cast(PlainStep, group.members._step)
+            remote[number] = RemoteMember(group.key, step, tuple(map(arena.like, step.parameters)))
+    return remote
