@@ -58,6 +58,7 @@ def tensors_of_member(fused: FusedModule, row: int) -> dict[str, Tensor]:
 def marked_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor, Membership]]:
     """The members' parameters and buffers by key, tied ones once, as the array holds them, with their marks."""
     visited: set[int] = set()
+    fused._views.update(fused)
     for name, tensor in tensors(fused):
         mark = membership(tensor)
         if mark is not None and mark.is_own and not mark.is_unused and id(tensor) not in visited:

@@ -122,3 +122,20 @@ def test_saves(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for ours, theirs in zip(again.models, fused, strict=True):
         assert ours is not None
         torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("change", ["bias", "data", "parameter"])
+@pytest.mark.parametrize("alike", [True, False])
+def test_averages(change: str, alike: bool) -> None:
+    torch.manual_seed(0)
+    models: list[nn.Module] = [Scaled().double() for _ in range(3)]
+    others = [] if alike else [nn.Linear(3, 2).double()]
+    pop = hf.Population([*models, *others], optimizer=hf.optim.SGD, loss=nn.functional.mse_loss)
+    for model in (models[1], pop.models[1]):
+        assert model is not None
+        CHANGES[change](model)
+    average = pop.average([0, 1, 2])
+    assert average is not None
+    for name, value in average.named_parameters():
+        mean = torch.stack([model.get_parameter(name) for model in models]).mean(0)
+        torch.testing.assert_close(value, mean, rtol=1e-12, atol=1e-12)
