@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hfusion.array.member_views import Views
 from hfusion.array.row_view import RowView
@@ -14,6 +14,7 @@ from hfusion.array.split_by_mode import Split, part_of
 from hfusion.capture.skeleton import live_rows
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows
+from hfusion.core.memory import has_address
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
@@ -38,7 +39,31 @@ class SliceViews(Views):
         self._whole, self._chosen = whole, rows
         for row in rows:
             whole[row]
+        # Not those that are cut to the sizes of these members.
+        self._joined = [name for name, stack in part.stacks.items() if _is_view(stack, self._in_whole(part, name))]
         self.note(part)
+
+    def _in_whole(self, fused: FusedModule, name: str) -> Tensor:
+        """The memory of the whole array of which a stack of the slice is a view."""
+        rows = None if name in fused._array.comparison.shared else slice(self._chosen.start, self._chosen.stop)
+        return live_rows(self._whole.stacks[name], rows).detach()
+
+    def follow(self, fused: FusedModule) -> None:
+        """Write tensors that were put in the place of the slice's to the whole array, and be views of it again.
+
+        A slice that has moved to another dtype or device is an array of its own from now on.
+        """
+        for name in self._joined:
+            stack, place = fused.stacks[name], self._in_whole(fused, name)
+            if _is_view(stack, place):
+                continue
+            if (stack.shape, stack.dtype, stack.device) != (place.shape, place.dtype, place.device):
+                self._whole._views.slices.pop(self._chosen, None)
+                fused._views = Views(fused)
+                return
+            place.copy_(stack.detach())
+            stack.data = place
+        super().follow(fused)
 
     @property
     def own(self) -> dict[int, RowView]:
@@ -57,6 +82,7 @@ class SliceViews(Views):
         from hfusion.array.array_rows import Kinds, enter
 
         if self._array_changed(fused):
+            self.follow(fused)
             self._pass_on(fused)
         whole = self._whole
         whole._split()
@@ -99,6 +125,10 @@ class SliceViews(Views):
         """The slice is an array of its own from now on."""
         self._whole._views.slices.pop(self._chosen, None)
         fused._views = Views(fused)
+
+
+def _is_view(stack: Tensor, place: Tensor) -> bool:
+    return has_address(stack) and stack.shape == place.shape and stack.data_ptr() == place.data_ptr()
 
 
 def chosen_rows(rows: slice, members: int) -> range:
