@@ -60,7 +60,7 @@ def _serve(pipe: Connection, widths: Sequence[int], inputs: int, samples: int) -
         pipe.send(None)
 
 
-class _Processes:
+class _PlainProcesses:
     """Processes that each step a share of the models by a plain loop."""
 
     def __init__(self, count: int, widths: Sequence[int], inputs: int, samples: int) -> None:
@@ -98,7 +98,7 @@ def measure(members: int, inputs: int, samples: int, steps: int, repeats: int) -
     """Return milliseconds of a step of all members, by way."""
     widths = [16 + 4 * member for member in range(members)]
     given = widths, inputs, samples
-    processes = _Processes(multiprocessing.cpu_count(), *given)
+    processes = _PlainProcesses(multiprocessing.cpu_count(), *given)
     ways: dict[str, Callable[[int], None]] = {
         "loop": _repeated(_loop(*given)),
         "loop, a process for each core": processes.run,
