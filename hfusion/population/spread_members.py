@@ -114,6 +114,8 @@ class MemberSpread:
         self._walls: dict[int, deque[float]] = {}
         # Seconds of the last steps without those of movable members.
         self._rest: deque[float] = deque(maxlen=_STEPS)
+        # Seconds that a fork costs; None: not asked for since the last one.
+        self._cost: float | None = None
         # Seconds in this process of members that could be elsewhere, since the last fork.
         self._spent = 0.0
 
@@ -194,8 +196,12 @@ class MemberSpread:
 
     def _pays(self, movable: dict[int, PlacedGroup]) -> bool:
         """Return whether forks would have saved more than they cost, had they been there since the last change."""
+        if self._alone or not self._spent:
+            return False
+        if self._cost is None:
+            self._cost = start_seconds()
         count = min(self._most, len(movable))
-        return not self._alone and self._spent * (1 - 1 / count) > start_seconds()
+        return self._spent * (1 - 1 / count) > self._cost
 
     def _setting(self) -> Any:
         """What steps depend on besides members and arguments."""
@@ -219,6 +225,7 @@ class MemberSpread:
         self._forks, self._spent = forks, 0.0
         self._divide(forks)
         note_start(time.perf_counter() - began)
+        self._cost = None
         _log.info("plain members are computed in %d processes", len(forks.shares) + 1)
 
     def _divide(self, forks: _Forks) -> None:
