@@ -245,11 +245,16 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             self.initialise()
         return member_state_dicts(self.param_groups, self.state, options, counted=self.counts_steps, early=early)
 
-    def forget(self) -> None:
-        """Drop references to tensors that have moved; the next step reads their new addresses."""
+    def forget(self, counts: bool = False) -> None:
+        """Drop references to tensors that have moved; the next step reads their new addresses.
+
+        ``counts``: the counts of steps move, too, which kernels hold by their addresses.
+        """
         self._cache = None
         if isinstance(self._recording, RecordedUpdates):
             self._recording.forget()
+        if counts:
+            self._known, self._released = {}, {}
         for index, (settings, groups) in list(self._known.items()):
             self._known[index] = settings, None
             if groups is not None:

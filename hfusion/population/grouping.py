@@ -45,7 +45,8 @@ class Candidates:
 
 UNIQUE = "no other member has its modules and shapes"
 TWINS = "members of the same modules and shapes"
-VARIANTS = "members that were fused as variants, as they differ in submodules"
+# By whether the members of an array may differ in submodules.
+TOGETHER = {False: TWINS, True: "members that were fused as variants, as they differ in submodules"}
 
 
 def signature(model: nn.Module) -> Any:

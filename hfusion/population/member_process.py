@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from hfusion.capture.code_search import SCALARS
 from hfusion.core.calls import StackedInput, is_stacked, take_entries
 from hfusion.core.memory import is_plain
 from hfusion.population.group_draws import seeded
-from hfusion.population.plain_member import PlainStep
+from hfusion.population.plain_member import PlainMember, PlainStep
 from hfusion.population.shared_arena import SharedArena, arena_bytes
 
 
@@ -33,17 +33,20 @@ class SharedLeaf:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Compute the loss and the gradients of one member.
+    """Compute the loss and the gradients of one member, and make its update.
 
     ``place``: of the member among those that the process knows; ``entry``: its entry in stacked arguments.
     ``arguments``: inputs and target, with a `SharedLeaf` for each tensor; None: those of the request before.
-    ``draws``: what the step drew.
+    ``draws``: what the step drew. ``updates``: whether to make the update if all is finite. ``vectors``: new values of
+    hyper-parameters; None if they are those of the fork.
     """
 
     place: int
     entry: int
     arguments: Any
     draws: int
+    updates: bool
+    vectors: tuple[list[float], ...] | None
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,30 @@ class ComputedStep:
     dtype: torch.dtype
     has_gradient: tuple[bool, ...]
     random_state: bytes | None
+    is_updated: bool
     seconds: float
 
 
 @dataclass(frozen=True, eq=False)
 class RemoteMember:
-    """A plain member as its processes see it: gradients are written to ``gradients``, in the order of parameters."""
+    """A plain member as its processes see it.
+
+    Attributes:
+        key: what its random numbers depend on.
+        vectors: the hyper-parameters that an update reads.
+        gradients: where its gradients are written, in the order of its parameters.
+        progress: 1 while a process makes its update, and 2 from then on until the next step.
+    """
 
     key: int
-    step: PlainStep
+    member: PlainMember
+    vectors: tuple[Tensor, ...]
     gradients: tuple[Tensor, ...]
+    progress: Tensor
+
+    @property
+    def step(self) -> PlainStep:
+        return cast(PlainStep, self.member._step)
 
 
 def argument_bytes(arguments: Any) -> int:
@@ -110,7 +127,7 @@ def answers(
 ) -> Callable[[StepRequest], ComputedStep | None]:
     """Return what computes steps in a fork. One that fails is None, and is computed by the parent."""
     for member in members:
-        # The parent updates the parameters.
+        # Updates are made where a request says so.
         member.step.update = _nothing
 
     checked: set[int] = set()
@@ -122,11 +139,11 @@ def answers(
             given = pytree.tree_map(lambda leaf: _read(arena, leaf), request.arguments)
         inputs, target = (take_entries(value, [request.entry]) for value in given)
         member = members[request.place]
+        for vector, values in zip(member.vectors, request.vectors or (), strict=request.vectors is not None):
+            vector.copy_(torch.tensor(values, dtype=vector.dtype).reshape(vector.shape))
         before = None if request.place in checked else modeless_fingerprint(member.step.model)
-        computed = _computed(member, request.draws, inputs, target)
         checked.add(request.place)
-        # Nobody here would see what forward has changed.
-        return computed if before is None or modeless_fingerprint(member.step.model) == before else None
+        return _computed(member, request, inputs, target, before)
 
     return answer
 
@@ -142,8 +159,9 @@ def _read(arena: SharedArena, leaf: Any) -> Any:
     return StackedInput(tensor) if leaf.stacked else tensor
 
 
-def _computed(member: RemoteMember, draws: int, inputs: Any, target: Any) -> ComputedStep | None:
-    state = seeded("cpu", draws, member.key)
+def _computed(member: RemoteMember, request: StepRequest, inputs: Any, target: Any, before: Any) -> ComputedStep | None:
+    """Compute a step. ``before``: the fingerprint of the model, if it is to be looked at."""
+    state = seeded("cpu", request.draws, member.key)
     torch.set_rng_state(state)
     began = time.perf_counter()
     try:
@@ -151,16 +169,25 @@ def _computed(member: RemoteMember, draws: int, inputs: Any, target: Any) -> Com
     except Exception:
         # The parent computes the same, and raises the same.
         return None
-    parameters = list(member.step.parameters)
-    has_gradient = []
-    for parameter, shared in zip(parameters, member.gradients, strict=True):
-        grad = parameter.grad
-        if grad is not None and (grad.layout is not torch.strided or grad.dtype != shared.dtype):
-            return None
-        has_gradient.append(grad is not None)
-        if grad is not None:
-            shared.copy_(grad)
+    if before is not None and modeless_fingerprint(member.step.model) != before:
+        # Nobody here would see what forward has changed.
+        return None
+    pairs = [
+        (parameter.grad, shared) for parameter, shared in zip(member.step.parameters, member.gradients, strict=True)
+    ]
+    if any(g is not None and (g.layout is not torch.strided or g.dtype != shared.dtype) for g, shared in pairs):
+        return None
     after = torch.get_rng_state()
     random_state = None if torch.equal(after, state) else after.numpy().tobytes()
+    is_updated = request.updates and member.member.are_healthy(losses)
+    if is_updated:
+        member.progress.fill_(1)
+        member.member.make_update()
+        member.progress.fill_(2)
+    for grad, shared in pairs:
+        if grad is not None:
+            # As the update has clipped it.
+            shared.copy_(grad)
+    has_gradient = [grad is not None for grad, _ in pairs]
     seconds = time.perf_counter() - began
-    return ComputedStep(float(losses), losses.dtype, tuple(has_gradient), random_state, seconds)
+    return ComputedStep(float(losses), losses.dtype, tuple(has_gradient), random_state, is_updated, seconds)

@@ -17,6 +17,7 @@ from hfusion.core.copies import module_copy
 from hfusion.core.errors import NonFiniteError
 from hfusion.core.membership import is_per_member
 from hfusion.core.row_indices import check_once
+from hfusion.population.plain_module import PlainModule
 
 
 def population_array(models: Sequence[nn.Module] | FusedModule) -> FusedModule:
@@ -304,8 +305,11 @@ def listed(name: str, given: Any, kind: type) -> list[Any]:
     return list(given)
 
 
-def apart(fused: FusedModule, row: int) -> nn.Module:
+def apart(fused: FusedModule | PlainModule, row: int) -> nn.Module:
     """A copy of a member, around the frozen base that all members have."""
+    if isinstance(fused, PlainModule):
+        # Also if the user has changed the model to one that its optimizer does not fit.
+        return fused.copied()
     known = fused._views.members.get(row)
     model = fused._member(row) if known is None else known.model
     own = {name for name, parameter in fused.named_parameters() if is_per_member(parameter)}

@@ -17,7 +17,7 @@ from hfusion.checkpoint.save import Root, Writing, in_thread
 from hfusion.checkpoint.save_contents import SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.population.group_options import GroupOptions
-from hfusion.population.grouping import VARIANTS, Candidates, grouped, shared_frozen
+from hfusion.population.grouping import TOGETHER, Candidates, grouped, shared_frozen
 from hfusion.population.members import Event, What
 from hfusion.population.mixed import MixedMembers
 from hfusion.population.plain_module import PlainModule
@@ -209,7 +209,7 @@ def _candidates(models: Sequence[nn.Module], holders: Sequence[SavedGroup]) -> l
     for index, holder in enumerate(holders):
         if holds_variants(holder):
             arrays.setdefault(holder, []).append(index)
-    found = [Candidates(tuple(indices), VARIANTS) for indices in arrays.values()]
+    found = [Candidates(tuple(indices), TOGETHER[True]) for indices in arrays.values()]
     others = [index for index, holder in enumerate(holders) if not holds_variants(holder)]
     for candidate in grouped([models[index] for index in others]) if others else ():
         of_models = Candidates(tuple(others[index] for index in candidate.models), candidate.why)

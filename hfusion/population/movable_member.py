@@ -6,12 +6,13 @@ import dis
 import functools
 import logging
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hfusion.array.row_view import HOOKS, tensor_states
 from hfusion.capture.attribute_bytecode import holder_variable
@@ -24,11 +25,14 @@ from hfusion.capture.variable_holders import MISSING
 from hfusion.core.fingerprint import names_in, read_state
 from hfusion.core.membership import membership
 from hfusion.core.memory import is_plain
+from hfusion.population.plain_member import PlainMember
 from hfusion.population.plain_module import PlainModule
-from hfusion.population.shared_arena import SharedArena
+from hfusion.population.shared_arena import SharedArena, arena_bytes
+from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
 from hfusion.torch_private.storages import has_views
 
 _log = logging.getLogger(__name__)
+_END = object()
 
 # What reaches beyond a process, or what a search by names does not follow.
 _BEYOND = frozenset(
@@ -50,9 +54,10 @@ class MovableMember:
         stays: whether it is computed here nevertheless, as was found later.
     """
 
-    def __init__(self, module: PlainModule) -> None:
+    def __init__(self, member: PlainMember) -> None:
+        module = cast(PlainModule, member.fused)
         model = module.model
-        self._model, self.stays = model, False
+        self._model, self._member, self.stays = model, weakref.ref(member), False
         self._variables = Variables([model])
         self.why_not = _why_not(module, self._variables)
         if self.why_not:
@@ -69,15 +74,39 @@ class MovableMember:
         self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
         # Where tensors lie that forks share.
         self._shared: dict[int, int] = {}
+        self._updating: list[Any] = []
         self._note_tensors()
 
     def _note_tensors(self) -> None:
         self._states = tensor_states(self._parameters)
         self._addresses = [buffer.data_ptr() for buffer in self._buffers]
 
+    @property
+    def member(self) -> PlainMember:
+        found = self._member()
+        assert found is not None
+        return found
+
+    @property
+    def vectors(self) -> list[Tensor]:
+        """The hyper-parameters and limits of updates, which users and schedules write to."""
+        return [value for value in self._updating if isinstance(value, Tensor) and id(value) not in self._shared]
+
+    @property
+    def versions(self) -> list[int]:
+        with DisableTorchFunctionSubclass():
+            return [vector._version for vector in self.vectors]
+
+    @property
+    def shared_bytes(self) -> int:
+        """The most bytes of its tensors and gradients in memory that forks share."""
+        held = [*self._parameters, *self._parameters, *self._buffers, *_state_tensors(self.member)]
+        return sum(map(arena_bytes, held)) + arena_bytes(torch.zeros((), dtype=torch.uint8, device="cpu"))
+
     def move(self, arena: SharedArena) -> bool:
         """Move its tensors to memory that forks share; False if somebody holds a view of one, which would not see."""
-        held = [*self._parameters, *self._buffers]
+        state = _state_tensors(self.member)
+        held = [*self._parameters, *self._buffers, *state]
         held = [tensor for tensor in held if self._shared.get(id(tensor)) != tensor.data_ptr()]
         if any(map(has_views, held)):
             self.stay("somebody holds a view of one of its tensors")
@@ -85,6 +114,7 @@ class MovableMember:
         for tensor in held:
             tensor.data = arena.like(tensor)
             self._shared[id(tensor)] = tensor.data_ptr()
+        self._updating = _read_by_updates(self.member)
         self._note_tensors()
         return True
 
@@ -107,7 +137,22 @@ class MovableMember:
             and tensor_states(self._parameters) == self._states
             and [buffer.data_ptr() for buffer in self._buffers] == self._addresses
             and self._variables.same()
+            and (not self._updating or all(map(is_, _read_by_updates(self.member), self._updating)))
         )
+
+
+def _state_tensors(member: PlainMember) -> list[Tensor]:
+    return [value for entry in member.optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+
+
+def _read_by_updates(member: PlainMember) -> list[Any]:
+    """Every object that an update reads besides parameters and gradients: it holds as long as these are the same."""
+    found: list[Any] = [value for entry in member.optimizer.state.values() for value in entry.values()]
+    for group in member.optimizer.param_groups:
+        for key, value in group.items():
+            found += value if isinstance(value, tuple | list) or key == "params" else [value]
+    limits = (member._limits.norm, member._limits.value)
+    return [*found, *(limit if limit is None else limit.values for limit in limits), _END]
 
 
 def why_not_loss(loss: Callable[..., Any]) -> str:

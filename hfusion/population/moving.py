@@ -70,6 +70,7 @@ def taken(group: ArrayGroup, row: int) -> MemberState:
         for name in ("norm", "value")
         if (limit := getattr(group._limits, name)) is not None
     }
+    group.fused._views.update(group.fused)
     model, updates = apart(group.fused, row), group._updates
     if not int(updates.done[row]):
         updates = replace(updates, buffers=None)

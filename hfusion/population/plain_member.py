@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, cast
@@ -14,7 +13,7 @@ from hfusion.array.each import Each
 from hfusion.core.calls import call_arguments
 from hfusion.core.loss_checks import check_losses
 from hfusion.device.backend import active_autocast
-from hfusion.optim import FusedOptimizer
+from hfusion.optim import FusedOptimizer, coupling
 from hfusion.population.gradients import weighted
 from hfusion.population.plain_module import PlainModule, of_row
 from hfusion.population.population import ArrayGroup
@@ -36,10 +35,10 @@ class PlainStep:
         self.at_once: int | None = None
         # A single member cannot be divided.
         self.budget = None
-        # The losses of the next step, if another process has computed it.
+        # The losses of the next step, if another process has computed it; and whether that has made the update.
         self.computed: Tensor | None = None
-        # Of the last step.
-        self.update_seconds = 0.0
+        self.is_updated = False
+        self.count: Callable[[], object] = lambda: None
 
     @property
     def model(self) -> nn.Module:
@@ -53,7 +52,11 @@ class PlainStep:
         """Losses ``[1]`` of one step. Raises ValueError for a loss that is no single number with a gradient."""
         if self.computed is not None:
             losses, self.computed = self.computed, None
-            return self._updated(losses)
+            if self.is_updated:
+                self.count()
+            else:
+                self.update(losses)
+            return losses
         args, kwargs = call_arguments(inputs, keywords)
         if not isinstance(inputs, Tensor) or kwargs:
             args, kwargs = of_row(args), of_row(kwargs)
@@ -70,13 +73,9 @@ class PlainStep:
                     stack.enter_context(torch.autocast(kind, enabled=False))
                 if loss.requires_grad:
                     loss.backward()
-        return self._updated(loss.detach().reshape(1))
-
-    def _updated(self, losses: Tensor) -> Tensor:
-        began = time.perf_counter()
-        self.update(losses)
-        self.update_seconds = time.perf_counter() - began
-        return losses
+        found: Tensor = loss.detach().reshape(1)
+        self.update(found)
+        return found
 
 
 class PlainMember(ArrayGroup):
@@ -90,7 +89,7 @@ class PlainMember(ArrayGroup):
         function = sample_weighted(self._function) if self._samples else self._function
         loss = weighted(function) if self._weighs else function
         step = PlainStep(cast(PlainModule, self.fused), loss, self.optimizer)
-        step.update = self._computed
+        step.update, step.count = self._computed, self.count_update
         self._step = cast(Any, step)
 
     @property
@@ -105,14 +104,16 @@ class PlainMember(ArrayGroup):
         sums = self._weighs or self._samples or self._updates.sums_gradients
         return not (sums or self._common) and bool(self.active_rows)
 
+    @property
+    def updates_anywhere(self) -> bool:
+        """Whether a fork may make an update: it runs no hooks, and does not wait for the gradients of other groups."""
+        hooked = self._gradient_hooks or coupling.has_hooks(self.optimizer)
+        return not hooked and self._on_nonfinite != "raise"
+
     def hold_buffers(self) -> None:
         # Before another process began the step, if one did.
         if cast(PlainStep, self._step).computed is None:
             super().hold_buffers()
-
-    def _leaving(self, row: int) -> nn.Module:
-        # Also if the user has changed the model to one that the optimizer does not fit.
-        return cast(PlainModule, self.fused).copied()
 
     def _run_each(self, fn: Each, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(cast(PlainModule, self.fused).model, *of_row(args), **of_row(kwargs))

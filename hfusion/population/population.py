@@ -27,7 +27,6 @@ from hfusion.population.chosen_rows import step_rows
 from hfusion.population.evaluate import evaluate
 from hfusion.population.gradients import weighed, weighted
 from hfusion.population.group_updates import GroupUpdates
-from hfusion.population.grouping import TWINS, VARIANTS
 from hfusion.population.hparams import Hparams
 from hfusion.population.members import Enrolled, Roll, What, apart, freeze, listed, population_array
 from hfusion.population.placed_models import place_models
@@ -115,11 +114,6 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         return f"Population({kinds}, {len(roll.live)} members in {len(self)} rows{frozen}, step {roll.step})"
 
     @property
-    def why_together(self) -> str:
-        """Why the members form one group."""
-        return VARIANTS if self.takes_variants else TWINS
-
-    @property
     def hparams(self) -> Hparams:
         """The hyper-parameters by name, vectors ``[rows]`` to read and write: ``pop.hparams["lr"][rows] *= 1.2``."""
         return Hparams(self.optimizer)
@@ -179,22 +173,32 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
 
     def _update_all(self, losses: Tensor) -> None:
         """Update all members where each call is an update: in few operators, if all of them are healthy."""
-        roll = self._roll
-        grads = [param.grad for param in self.fused.parameters() if param.grad is not None]
-        healthy = self._on_nonfinite == "ignore" or all_finite(grads, losses)
-        if not healthy or bool(roll.frozen.any()):
+        if not self.are_healthy(losses):
             self._update(losses, ~self._none())
             return
         try:
-            if self._gradient_hooks:
-                self._run_gradient_hooks(self._none())
-            self._limits.clip(self.fused)
-            self.optimizer.step()
+            self.make_update()
         except BaseException:
             self._give_up()
             raise
-        roll.ages += roll.alive
-        roll.step += 1
+        self.count_update()
+
+    def are_healthy(self, losses: Tensor) -> bool:
+        """Return whether no member is frozen, and all that an update reads is finite."""
+        grads = [param.grad for param in self.fused.parameters() if param.grad is not None]
+        return (self._on_nonfinite == "ignore" or all_finite(grads, losses)) and not bool(self._roll.frozen.any())
+
+    def make_update(self) -> None:
+        """Update all members by their gradients."""
+        if self._gradient_hooks:
+            self._run_gradient_hooks(self._none())
+        self._limits.clip(self.fused)
+        self.optimizer.step()
+
+    def count_update(self) -> None:
+        """Count an update that all members have made."""
+        self._roll.ages += self._roll.alive
+        self._roll.step += 1
         # Nothing else is underway.
         self._updates.buffers = None
 
@@ -255,16 +259,12 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         single, rows = is_row(row), rows_of(row, len(self))
         check_once(rows)
         tags = [self._roll.tag(one) for one in rows]
-        models = [self._leaving(one) for one in rows]
+        models = [apart(self.fused, one) for one in rows]
         for one, tag in zip(rows, tags, strict=True):
             self._best.pop(tag, None)
             self._roll.leave(one)
         self._updates.clear(rows)
         return models[0] if single else models
-
-    def _leaving(self, row: int) -> nn.Module:
-        """The model of a member that stops."""
-        return apart(self.fused, row)
 
     @in_turn
     def start(

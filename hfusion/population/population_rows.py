@@ -13,7 +13,7 @@ from hfusion.array.each import Each, as_each
 from hfusion.core.row_indices import row_of
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.population.best import BestMembers
-from hfusion.population.grouping import PopulationGroup
+from hfusion.population.grouping import TOGETHER, PopulationGroup
 from hfusion.population.hparams import Hparams
 from hfusion.population.members import Models
 from hfusion.population.mixed import MixedMembers
@@ -43,7 +43,7 @@ class PopulationRows:
     def groups(self) -> tuple[PopulationGroup, ...]:
         """The groups of members, with their kind and the reason."""
         if isinstance(self._members, ArrayGroup):
-            return (PopulationGroup(tuple(self._members._roll.live), "array", self._members.why_together),)
+            return (PopulationGroup(tuple(self._members._roll.live), "array", TOGETHER[self._members.takes_variants]),)
         return tuple(group.described() for group in self._members.groups)
 
     def __len__(self) -> int:

@@ -14,14 +14,11 @@ from statistics import median
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-from hfusion.capture.named import tensors
 from hfusion.core.fingerprint import read_state
 from hfusion.core.torch_settings import SETTINGS
 from hfusion.device.backend import active_autocast
 from hfusion.device.forked_process import (
-    EndedProcess,
     ForkedProcess,
     note_start,
     start_seconds,
@@ -29,13 +26,10 @@ from hfusion.device.forked_process import (
     why_no_fork,
 )
 from hfusion.device.native import cores
-from hfusion.device.openmp import torch_threads
 from hfusion.population.group_draws import GroupDraws
 from hfusion.population.member_layout import PlacedGroup
 from hfusion.population.member_process import (
-    ComputedStep,
     RemoteMember,
-    StepRequest,
     answers,
     argument_bytes,
     may_be_placed,
@@ -43,8 +37,8 @@ from hfusion.population.member_process import (
 )
 from hfusion.population.movable_member import MovableMember, why_not_loss
 from hfusion.population.plain_member import PlainMember, PlainStep
-from hfusion.population.plain_module import PlainModule
-from hfusion.population.shared_arena import SharedArena, arena_bytes
+from hfusion.population.shared_arena import SharedArena
+from hfusion.population.spread_step import SpreadStep
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.dispatch_modes import function_modes, in_dispatch_mode
 from hfusion.torch_private.module_hooks import has_global_hooks
@@ -69,14 +63,15 @@ class _Forks:
     """Processes that were forked at one moment.
 
     Attributes:
-        members: what they know of each group, by number. A request names a member by its place here.
+        members: what they know of each group, by number, with the versions of its hyper-parameters. A request names a
+            member by its place here.
         arguments: where arguments of a step are written.
         setting: what they know besides members, as of `_setting`.
         walls: seconds of the steps with them, by the size of the arguments.
     """
 
     shares: list[_Share]
-    members: dict[int, tuple[MovableMember, RemoteMember]]
+    members: dict[int, tuple[MovableMember, RemoteMember, list[int]]]
     arguments: SharedArena
     setting: Any
     walls: dict[int, list[float]] = field(default_factory=dict)
@@ -108,7 +103,7 @@ class MemberSpread:
         self._known: weakref.WeakKeyDictionary[PlainMember, MovableMember] = weakref.WeakKeyDictionary()
         self._forks: _Forks | None = None
         self._finalizer: Callable[[], object] = partial(_end, [])
-        # Of each group: seconds of its last steps without updates, wherever they were made.
+        # Of each group: seconds of its last steps, wherever they were made.
         self._seconds: dict[int, deque[float]] = {}
         # By the size of the arguments: seconds of the last steps without other processes.
         self._walls: dict[int, deque[float]] = {}
@@ -138,9 +133,10 @@ class MemberSpread:
                     self._begin(spread, groups, arguments)
                 yield spread
             except BaseException:
-                # Answers may be underway.
-                self.close()
-                spread.undo()
+                try:
+                    spread.settle()
+                finally:
+                    self.close()
                 raise
         if movable:
             self._learn(spread, argument_bytes(arguments), time.perf_counter() - began)
@@ -166,7 +162,7 @@ class MemberSpread:
     def _knowledge(self, member: PlainMember) -> MovableMember:
         known = self._known.get(member)
         if known is None or not (known.why_not or known.holds()):
-            known = self._known[member] = MovableMember(cast(PlainModule, member.fused))
+            known = self._known[member] = MovableMember(member)
             if known.why_not:
                 _log.info("%s is computed in this process: %s", member._roll.tags[0], known.why_not)
         return known
@@ -186,7 +182,7 @@ class MemberSpread:
         for share in forks.shares:
             numbers = [n for n in share.numbers if n in spread.movable and self._is_known(spread.movable[n])]
             if numbers:
-                spread.send(share.process, written, [(n, places[n], forks.members[n][1]) for n in numbers])
+                spread.send(share.process, written, [(n, places[n], *forks.members[n]) for n in numbers])
 
     def _is_known(self, group: PlacedGroup) -> bool:
         """Return whether the forks, if there are any, know a member as it is, or it stays here anyway."""
@@ -215,7 +211,7 @@ class MemberSpread:
         began = time.perf_counter()
         known = {n: self._known[cast(PlainMember, group.members)] for n, group in movable.items()}
         remote = _remote(movable, known)
-        members = {n: (known[n], member) for n, member in remote.items()}
+        members = {n: (known[n], member, known[n].versions) for n, member in remote.items()}
         forks = _Forks([], members, SharedArena(2 * argument_bytes(arguments)), self._setting())
         self._finalizer = weakref.finalize(self, _end, forks.shares)
         serve = partial(answers, list(remote.values()), forks.arguments)
@@ -231,7 +227,7 @@ class MemberSpread:
     def _divide(self, forks: _Forks) -> None:
         """Divide members among this process and others, the longest first."""
         seconds = {number: median(self._seconds[number]) for number in forks.members if number in self._seconds}
-        # Updates are made here, and so are all steps of the other groups.
+        # Results are taken over here, and all steps of the other groups are made here.
         loads = [median(self._rest), *[0.0] * len(forks.shares)]
         shares: list[list[int]] = [[] for _ in loads]
         # Of members that have joined just now it is not known how long they take.
@@ -271,107 +267,6 @@ class MemberSpread:
             self._alone = True
 
 
-class SpreadStep:
-    """One step of a population whose plain members may be computed elsewhere.
-
-    Attributes:
-        movable: the groups that may be, by number.
-        here: seconds of those that were computed here, by number, without their updates.
-        elsewhere: of those that other processes have computed.
-        waited: seconds in which this process waited for others.
-        failed: the numbers of those that a process could not compute.
-        ended: whether a process has ended.
-    """
-
-    def __init__(self, movable: dict[int, PlacedGroup], draws: GroupDraws) -> None:
-        self.movable, self.draws = movable, draws
-        self.here: dict[int, float] = {}
-        self.elsewhere: dict[int, float] = {}
-        self.waited = 0.0
-        self.failed: list[int] = []
-        self.ended = False
-        self._sent: dict[int, tuple[ForkedProcess, RemoteMember]] = {}
-        self._computed: dict[int, ComputedStep | None] = {}
-        self._waiting: dict[ForkedProcess, deque[int]] = {}
-        self._buffers: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def send(self, process: ForkedProcess, written: Any, members: Sequence[tuple[int, int, RemoteMember]]) -> None:
-        """Let a process compute members: of each the number of its group, its place there, and what it is there."""
-        for number, place, remote in members:
-            member = self.movable[number].members
-            member.hold_buffers()
-            # A process that ends in the midst of a step leaves some of them written.
-            self._buffers[number] = [(buffer, buffer.clone()) for _, buffer in member.fused.named_buffers()]
-            self._sent[number] = process, remote
-            waiting = self._waiting.setdefault(process, deque())
-            request = StepRequest(place, self.movable[number].live[0], None if waiting else written, self.draws.number)
-            waiting.append(number)
-            try:
-                process.send(request)
-            except EndedProcess:
-                # As its answer tells.
-                self.ended = True
-
-    def undo(self) -> None:
-        """Put back the buffers of members that have not made their step; no process computes any more."""
-        for before in self._buffers.values():
-            _put_back(before)
-
-    def ordered(self, groups: Sequence[PlacedGroup]) -> deque[PlacedGroup]:
-        """The groups, those last that other processes compute meanwhile, unless hooks may tell the order."""
-        if any(group.members._gradient_hooks for group in groups):
-            return deque(groups)
-        answered = {number: rank for numbers in self._waiting.values() for rank, number in enumerate(numbers)}
-        return deque(sorted(groups, key=lambda group: answered.get(group.number, -1)))
-
-    @contextmanager
-    def of_group(self, group: PlacedGroup) -> Iterator[None]:
-        """Inside, a group makes its step, with what another process has computed if it has."""
-        if group.number not in self.movable:
-            with self.draws.of_group(group.key):
-                yield
-            return
-        found, began = self._taken(group), time.perf_counter()
-        with self.draws.of_group(group.key), torch_threads(1):
-            if found is not None and found.random_state is not None:
-                # Hooks of gradients may draw, too.
-                torch.set_rng_state(torch.frombuffer(bytearray(found.random_state), dtype=torch.uint8))
-            yield
-        if found is None:
-            update = cast(PlainStep, group.members._step).update_seconds
-            self.here[group.number] = max(0.0, time.perf_counter() - began - update)
-
-    def _taken(self, group: PlacedGroup) -> ComputedStep | None:
-        """Give the step of a group what a process has computed for it; None if none has."""
-        if group.number not in self._sent:
-            return None
-        step = cast(PlainStep, group.members._step)
-        process, remote = self._sent[group.number]
-        waiting, began = self._waiting[process], time.perf_counter()
-        while group.number not in self._computed:
-            try:
-                self._computed[waiting.popleft()] = process.answer()
-            except EndedProcess:
-                self.ended = True
-                break
-        self.waited += time.perf_counter() - began
-        found, before = self._computed.get(group.number), self._buffers.pop(group.number)
-        if found is None:
-            _put_back(before)
-            self.failed += [] if self.ended else [group.number]
-            return None
-        for parameter, gradient, has in zip(step.parameters, remote.gradients, found.has_gradient, strict=True):
-            parameter.grad = gradient.clone() if has else None
-        step.computed = torch.tensor([found.loss], dtype=found.dtype, device="cpu")
-        self.elsewhere[group.number] = found.seconds
-        return found
-
-
-def _put_back(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for buffer, before in buffers:
-        buffer.copy_(before)
-
-
 def _is_observed() -> bool:
     """Return whether somebody follows operators or modules of this thread, or changes what they compute."""
     if active_autocast() or torch.is_inference_mode_enabled() or has_global_hooks():
@@ -381,12 +276,14 @@ def _is_observed() -> bool:
 
 def _remote(groups: dict[int, PlacedGroup], known: dict[int, MovableMember]) -> dict[int, RemoteMember]:
     """Move the tensors of members to memory that forks share, and make room for gradients there."""
-    sizes = [arena_bytes(tensor) for group in groups.values() for _, tensor in tensors(group.model)]
-    arena, remote = SharedArena(2 * sum(sizes)), {}
+    sizes = [known[number].shared_bytes for number in groups]
+    arena, remote = SharedArena(sum(sizes)), {}
     for number, group in groups.items():
         # Its views of parameters are no user's.
-        group.members.optimizer.forget()
+        group.members.optimizer.forget(counts=True)
         if known[number].move(arena):
-            step = cast(PlainStep, group.members._step)
-            remote[number] = RemoteMember(group.key, step, tuple(map(arena.like, step.parameters)))
+            member = known[number].member
+            gradients = tuple(map(arena.like, cast(PlainStep, member._step).parameters))
+            progress = arena.like(torch.zeros((), dtype=torch.uint8, device="cpu"))
+            remote[number] = RemoteMember(group.key, member, tuple(known[number].vectors), gradients, progress)
     return remote

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hfusion.population.mixed import MixedMembers
 from hfusion.population.movable_member import MovableMember, why_not_loss
-from hfusion.population.plain_module import PlainModule
+from hfusion.population.plain_member import PlainMember
 from tests.population.test_spread_members import Dense, at_once, batch, forks, population, same
 
 __all__ = ["at_once"]
@@ -161,7 +161,8 @@ class Collecting(Dense):
     ],
 )
 def test_why_a_member_stays(make: Callable[[], nn.Module], why: str) -> None:
-    found = MovableMember(PlainModule(make())).why_not
+    [group, _] = population(0, [make(), nn.Linear(4, 3)])._members.groups  # type: ignore[union-attr]
+    found = MovableMember(cast(PlainMember, group.members)).why_not
     assert why in found
     assert bool(found) is bool(why)
 

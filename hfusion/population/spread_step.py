@@ -1,0 +1,150 @@
+"""One step of a population whose plain members other processes may compute."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hfusion.core.errors import HFusionError
+from hfusion.device.forked_process import EndedProcess, ForkedProcess
+from hfusion.device.openmp import torch_threads
+from hfusion.population.group_draws import GroupDraws
+from hfusion.population.member_layout import PlacedGroup
+from hfusion.population.member_process import ComputedStep, RemoteMember, StepRequest
+from hfusion.population.movable_member import MovableMember
+from hfusion.population.plain_member import PlainStep
+
+
+class SpreadStep:
+    """One step of a population whose plain members may be computed elsewhere.
+
+    Attributes:
+        movable: the groups that may be, by number.
+        here: seconds of those that were computed here, by number.
+        elsewhere: of those that other processes have computed.
+        waited: seconds in which this process waited for others.
+        failed: the numbers of those that a process could not compute.
+    """
+
+    def __init__(self, movable: dict[int, PlacedGroup], draws: GroupDraws) -> None:
+        self.movable, self.draws = movable, draws
+        self.here: dict[int, float] = {}
+        self.elsewhere: dict[int, float] = {}
+        self.waited = 0.0
+        self.failed: list[int] = []
+        self._gone: set[ForkedProcess] = set()
+        self._sent: dict[int, tuple[ForkedProcess, RemoteMember]] = {}
+        self._computed: dict[int, ComputedStep | None] = {}
+        self._waiting: dict[ForkedProcess, deque[int]] = {}
+        self._buffers: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def send(
+        self,
+        process: ForkedProcess,
+        written: Any,
+        members: Sequence[tuple[int, int, MovableMember, RemoteMember, list[int]]],
+    ) -> None:
+        """Let a process compute members: of each the number of its group, its place there, and what is known of it."""
+        for number, place, known, remote, versions in members:
+            member = known.member
+            member.hold_buffers()
+            # A process that ends in the midst of a step leaves some of them written.
+            self._buffers[number] = [(buffer, buffer.clone()) for _, buffer in member.fused.named_buffers()]
+            self._sent[number] = process, remote
+            remote.progress.zero_()
+            waiting = self._waiting.setdefault(process, deque())
+            vectors = None if known.versions == versions else tuple(v.reshape(-1).tolist() for v in known.vectors)
+            given = self.draws.number, member.updates_anywhere, vectors
+            entry = self.movable[number].live[0]
+            waiting.append(number)
+            # A process that has ended says so where its answer is waited for.
+            with suppress(EndedProcess):
+                process.send(StepRequest(place, entry, written if len(waiting) == 1 else None, *given))
+
+    def settle(self) -> None:
+        """Let members that the step did not get to be as they were, or as their processes leave them."""
+        for process, waiting in self._waiting.items():
+            while waiting and process not in self._gone:
+                self._receive(process, waiting)
+        for number, before in self._buffers.items():
+            found = self._computed.get(number)
+            if found is not None and found.is_updated:
+                self._sent[number][1].member.count_update()
+            else:
+                _put_back(before)
+
+    def _receive(self, process: ForkedProcess, waiting: deque[int]) -> None:
+        """Wait for what a process computes next. Raises HFusionError if it has ended in the midst of an update."""
+        try:
+            self._computed[waiting.popleft()] = process.answer()
+        except EndedProcess as error:
+            self._gone.add(process)
+            unanswered = [self._sent[number] for number in self._sent if number not in self._computed]
+            lost = [remote for other, remote in unanswered if other is process and int(remote.progress)]
+            if names := ", ".join(repr(remote.member._roll.tags[0]) for remote in lost):
+                raise HFusionError(
+                    f"a process that trained members of the population ended with {error}, as if the system had killed "
+                    f"it, which it does when memory runs out. It was updating {names}, whose "
+                    "weights are of no step now: load the last save, or pass processes=1"
+                ) from error
+
+    @property
+    def ended(self) -> bool:
+        """Whether a process has ended."""
+        return bool(self._gone)
+
+    def ordered(self, groups: Sequence[PlacedGroup]) -> deque[PlacedGroup]:
+        """The groups, those last that other processes compute meanwhile, unless hooks may tell the order."""
+        if any(group.members._gradient_hooks for group in groups):
+            return deque(groups)
+        answered = {number: rank for numbers in self._waiting.values() for rank, number in enumerate(numbers)}
+        return deque(sorted(groups, key=lambda group: answered.get(group.number, -1)))
+
+    @contextmanager
+    def of_group(self, group: PlacedGroup) -> Iterator[None]:
+        """Inside, a group makes its step, with what another process has computed if it has."""
+        if group.number not in self.movable:
+            with self.draws.of_group(group.key):
+                yield
+            return
+        found, began = self._taken(group), time.perf_counter()
+        with self.draws.of_group(group.key), torch_threads(1):
+            if found is not None and found.random_state is not None:
+                # Hooks of gradients may draw, too.
+                torch.set_rng_state(torch.frombuffer(bytearray(found.random_state), dtype=torch.uint8))
+            yield
+        if found is None:
+            self.here[group.number] = time.perf_counter() - began
+
+    def _taken(self, group: PlacedGroup) -> ComputedStep | None:
+        """Give the step of a group what a process has computed for it; None if none has."""
+        if group.number not in self._sent:
+            return None
+        step = cast(PlainStep, group.members._step)
+        process, remote = self._sent[group.number]
+        waiting, began = self._waiting[process], time.perf_counter()
+        while group.number not in self._computed and process not in self._gone:
+            self._receive(process, waiting)
+        self.waited += time.perf_counter() - began
+        found, before = self._computed.get(group.number), self._buffers.pop(group.number)
+        if found is None:
+            _put_back(before)
+            self.failed += [] if process in self._gone else [group.number]
+            return None
+        for parameter, gradient, has in zip(step.parameters, remote.gradients, found.has_gradient, strict=True):
+            parameter.grad = gradient.clone() if has else None
+        step.computed = torch.tensor([found.loss], dtype=found.dtype, device="cpu")
+        step.is_updated = found.is_updated
+        self.elsewhere[group.number] = found.seconds
+        return found
+
+
+def _put_back(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for buffer, before in buffers:
+        buffer.copy_(before)
