@@ -67,7 +67,7 @@ class _Forks:
             member by its place here.
         arguments: where arguments of a step are written.
         setting: what they know besides members, as of `_setting`.
-        walls: seconds of the steps with them, by the size of the arguments.
+        walls: seconds of the first steps with them, by the size of the arguments.
     """
 
     shares: list[_Share]
@@ -251,8 +251,7 @@ class MemberSpread:
             self.close()
         elif self._forks is None:
             self._walls.setdefault(size, deque(maxlen=_STEPS)).append(wall)
-        else:
-            walls = self._forks.walls.setdefault(size, [])
+        elif len(walls := self._forks.walls.setdefault(size, [])) < 2 * _STEPS:
             walls.append(wall)
             # The first steps of a process are slow, and those before there were any may have been.
             if len(walls) in (_STEPS // 4, _STEPS // 2, _STEPS):
