@@ -51,6 +51,8 @@ def loaded_members(
     if isinstance(makes := options.get("scheduler"), Mapping):
         options["scheduler"] = makes_of(makes, rows)
     shared = GroupOptions.of_arguments(len(rows), **options)
+    # For groups only.
+    options.pop("processes", None)
     if not counted:
         shared = replace(shared, updates=replace(shared.updates, begun=begun))
     live = {row: models[row] for row, tag in enumerate(rows) if tag is not None}

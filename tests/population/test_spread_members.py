@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -342,6 +343,23 @@ def test_one_thread_each_here_and_there() -> None:
 
 def test_large_members_keep_all_threads() -> None:
     pop = population(8, [Dense(3), Dense(4), Dense(5)])
+    for step in range(4):
+        pop.step(*batch(step))
+    assert forks(pop) is None
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_loaded_population_has_its_processes(alike: bool, tmp_path: Path) -> None:
+    widths = [4, 4, 4] if alike else [3, 4, 5]
+    population(2, [Dense(width) for width in widths]).save(tmp_path)
+    pop = hf.Population.load(
+        tmp_path,
+        lambda tag: Dense(widths[int(tag[-1])]),
+        optimizer=lambda p: hf.optim.AdamW(p),
+        loss=cross_entropy,
+        processes=0,
+    )
+    pop.start(None, Dense(7))
     for step in range(4):
         pop.step(*batch(step))
     assert forks(pop) is None
