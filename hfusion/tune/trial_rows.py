@@ -37,7 +37,9 @@ class TrialRows:
         self._recipe, self._stopping, self._choices = recipe, stopping, choices
         self._loader = recipe.loaders.loader(choices.loader)
         self._loss = recipe.loss_of(choices)
+        # The sweep has processes of its own.
         self._options: dict[str, Any] = {
+            "processes": 0,
             "loss": self._loss,
             "compile": recipe.compile,
             "accumulate": choices.accumulate,
@@ -69,7 +71,7 @@ class TrialRows:
         if self._population is None:
             optimizer = self._optimizer([one.suggestion.hypers for one in new])
             self._population = Population(
-                models, optimizer=optimizer, tags=tags, scheduler=schedules, processes=0, **limits, **self._options
+                models, optimizer=optimizer, tags=tags, scheduler=schedules, **limits, **self._options
             )
             self._check_schedules()
             return
