@@ -140,7 +140,7 @@ def answers(
         inputs, target = (take_entries(value, [request.entry]) for value in given)
         member = members[request.place]
         for vector, values in zip(member.vectors, request.vectors or (), strict=request.vectors is not None):
-            vector.copy_(torch.tensor(values, dtype=vector.dtype).reshape(vector.shape))
+            vector.copy_(torch.tensor(values, dtype=vector.dtype, device=vector.device).reshape(vector.shape))
         before = None if request.place in checked else modeless_fingerprint(member.step.model)
         checked.add(request.place)
         return _computed(member, request, inputs, target, before)
