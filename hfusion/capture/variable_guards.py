@@ -69,7 +69,8 @@ class Variables:
         self.values: dict[str, Any] = {}
         self.readers: dict[str, frozenset[str]] = {}
         search = CodeSearch(models)
-        for holder in search.holders:
+        self.holders = search.holders
+        for holder in self.holders:
             self._add(holder, without)
         self.questions = Questions.of(search.all_names)
 

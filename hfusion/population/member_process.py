@@ -1,4 +1,4 @@
-"""Steps of plain members in a fork of this process: it computes losses and gradients in memory that both share."""
+"""Steps of plain members in a fork of this process: losses, gradients and updates, in memory that both share."""
 
 from __future__ import annotations
 
@@ -131,16 +131,17 @@ def answers(
         member.step.update = _nothing
 
     checked: set[int] = set()
-    given: tuple[Any, Any] = (None, None)
+    arguments: tuple[Any, Any] = (None, None)
 
     def answer(request: StepRequest) -> ComputedStep | None:
-        nonlocal given
+        nonlocal arguments
         if request.arguments is not None:
-            given = pytree.tree_map(lambda leaf: _read(arena, leaf), request.arguments)
-        inputs, target = (take_entries(value, [request.entry]) for value in given)
+            arguments = pytree.tree_map(lambda leaf: _read(arena, leaf), request.arguments)
+        inputs, target = (take_entries(value, [request.entry]) for value in arguments)
         member = members[request.place]
-        for vector, values in zip(member.vectors, request.vectors or (), strict=request.vectors is not None):
-            vector.copy_(torch.tensor(values, dtype=vector.dtype, device=vector.device).reshape(vector.shape))
+        if request.vectors is not None:
+            for vector, values in zip(member.vectors, request.vectors, strict=True):
+                vector.copy_(torch.tensor(values, dtype=vector.dtype, device=vector.device).reshape(vector.shape))
         before = None if request.place in checked else modeless_fingerprint(member.step.model)
         checked.add(request.place)
         return _computed(member, request, inputs, target, before)

@@ -18,15 +18,14 @@ from hfusion.array.row_view import HOOKS, tensor_states
 from hfusion.capture.attribute_bytecode import holder_variable
 from hfusion.capture.attribute_values import python_attributes
 from hfusion.capture.attribute_writes import CHANGING_METHODS, functions_called, functions_reached
-from hfusion.capture.code_search import CONTAINERS, MAPPINGS, SCALARS, holders_of
+from hfusion.capture.code_search import CONTAINERS, MAPPINGS, SCALARS
 from hfusion.capture.named import is_array, tensors
 from hfusion.capture.variable_guards import Variables, content
 from hfusion.capture.variable_holders import MISSING
 from hfusion.core.fingerprint import names_in, read_state
-from hfusion.core.membership import membership
 from hfusion.core.memory import is_plain
 from hfusion.population.plain_member import PlainMember
-from hfusion.population.plain_module import PlainModule
+from hfusion.population.plain_module import PlainModule, is_shared
 from hfusion.population.shared_arena import SharedArena, arena_bytes
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
 from hfusion.torch_private.storages import has_views
@@ -149,8 +148,8 @@ def _read_by_updates(member: PlainMember) -> list[Any]:
     """Every object that an update reads besides parameters and gradients: it holds as long as these are the same."""
     found: list[Any] = [value for entry in member.optimizer.state.values() for value in entry.values()]
     for group in member.optimizer.param_groups:
-        for key, value in group.items():
-            found += value if isinstance(value, tuple | list) or key == "params" else [value]
+        for value in group.values():
+            found += value if isinstance(value, tuple | list) else [value]
     limits = (member._limits.norm, member._limits.value)
     return [*found, *(limit if limit is None else limit.values for limit in limits), _END]
 
@@ -177,10 +176,9 @@ def _why_not(module: PlainModule, variables: Variables) -> str:
         if is_array(part) or isinstance(part, torch.jit.ScriptModule):
             return f"{path or 'the model'} is a {type(part).__name__}"
     for name, tensor in tensors(model):
-        mark = membership(tensor)
-        if not is_plain(tensor) or tensor.device.type != "cpu" or (mark is not None and not mark.alone):
+        if not is_plain(tensor) or tensor.device.type != "cpu" or is_shared(tensor):
             return f"{name} is no tensor of the member alone"
-    outside = ((f"{holder.title}{name}", holder.read(name)) for holder in holders_of(model) for name in holder.names)
+    outside = ((f"{holder.title}{name}", holder.read(name)) for holder in variables.holders for name in holder.names)
     for name, value in (*_attributes(model), *outside):
         if value is not MISSING and not _is_value(value):
             return f"{name} is a {type(value).__name__}"

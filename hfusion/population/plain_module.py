@@ -97,7 +97,7 @@ class PlainModule:
             before, now = getattr(held, what), getattr(given, what)
             if before != now:
                 raise self._unfit(f"{what} of the parameter {name} is {now}, and was {before}")
-        if not cast(Membership, membership(held)).alone:
+        if is_shared(held):
             raise self._unfit(f"the parameter {name} is shared with other members, and was replaced in this one")
         with torch.no_grad():
             held.copy_(given)
@@ -136,7 +136,7 @@ class PlainModule:
         return with_row(self.model(*of_row(args), **of_row(kwargs)))
 
     def __getstate__(self) -> dict[str, Any]:
-        frozen = [name for name, tensor in tensors(self.model) if not tensor._hfusion_membership.alone]  # type: ignore[attr-defined]
+        frozen = [name for name, tensor in tensors(self.model) if is_shared(tensor)]
         return {"model": self.model, "frozen": frozen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -149,8 +149,7 @@ class PlainModule:
 
     def copied(self) -> nn.Module:
         """A copy of the model as it is, around the frozen parameters that other members have, too."""
-        marks = [(parameter, membership(parameter)) for parameter in self.model.parameters()]
-        return module_copy(self.model, {id(p): p for p, found in marks if found is not None and not found.alone})
+        return module_copy(self.model, {id(p): p for p in self.model.parameters() if is_shared(p)})
 
     def _member(self, row: int) -> nn.Module:
         return self[row]
@@ -183,6 +182,12 @@ class PlainModule:
         finally:
             for module, training in modes:
                 module.training = training
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether a tensor of a plain module is one that other members hold, too."""
+    found = membership(tensor)
+    return found is not None and not found.is_own
 
 
 def of_row(value: Any) -> Any:

@@ -124,13 +124,13 @@ class MemberSpread:
         self, groups: Sequence[PlacedGroup], device: torch.device, arguments: tuple[Any, Any] | None
     ) -> Iterator[SpreadStep]:
         """Inside, groups make a step. ``arguments``: those of the step; None if it is not one of all members."""
-        movable = {} if arguments is None or not may_be_placed(arguments) else self._movable(groups)
+        movable = {} if arguments is None else self._movable(groups, arguments)
         began = time.perf_counter()
         with GroupDraws(device) as draws:
             spread = SpreadStep(movable, draws)
             try:
                 if movable:
-                    self._begin(spread, groups, arguments)
+                    self._begin(spread, arguments)
                 yield spread
             except BaseException:
                 try:
@@ -141,7 +141,7 @@ class MemberSpread:
         if movable:
             self._learn(spread, argument_bytes(arguments), time.perf_counter() - began)
 
-    def _movable(self, groups: Sequence[PlacedGroup]) -> dict[int, PlacedGroup]:
+    def _movable(self, groups: Sequence[PlacedGroup], arguments: tuple[Any, Any]) -> dict[int, PlacedGroup]:
         """The groups that another process may compute, by number; none where few large ones have all threads."""
         if not self._began:
             self._began = True
@@ -150,7 +150,9 @@ class MemberSpread:
                 _log.info(_STAY, why)
                 self._most = 0
         plain = [group for group in groups if group.is_plain]
-        if self._most < 2 or len(plain) < 2 or 2 * len(plain) <= self._most or _is_observed():
+        if self._most < 2 or len(plain) < 2 or 2 * len(plain) <= self._most:
+            return {}
+        if _is_observed() or not may_be_placed(arguments):
             return {}
         found = {}
         for group in plain:
@@ -167,10 +169,10 @@ class MemberSpread:
                 _log.info("%s is computed in this process: %s", member._roll.tags[0], known.why_not)
         return known
 
-    def _begin(self, spread: SpreadStep, groups: Sequence[PlacedGroup], arguments: Any) -> None:
+    def _begin(self, spread: SpreadStep, arguments: Any) -> None:
         """Let processes begin the step, if there are any, or if they pay now."""
         if self._pays(spread.movable):
-            self._fork(spread.movable, groups, arguments)
+            self._fork(spread.movable, arguments)
         forks = self._forks
         if forks is None:
             return
@@ -203,7 +205,7 @@ class MemberSpread:
         """What steps depend on besides members and arguments."""
         return read_state(self._loss), torch.get_default_dtype(), [read() for read in dict.fromkeys(SETTINGS.values())]
 
-    def _fork(self, movable: dict[int, PlacedGroup], groups: Sequence[PlacedGroup], arguments: Any) -> None:
+    def _fork(self, movable: dict[int, PlacedGroup], arguments: Any) -> None:
         self.close()
         if why := why_no_fork(torch.device("cpu")):
             _log.info(_STAY, why)

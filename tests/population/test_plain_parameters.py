@@ -126,6 +126,17 @@ def test_a_save_holds_what_was_given(tmp_path: Path) -> None:
         torch.testing.assert_close(dict(one.state_dict()), dict(loaded.state_dict()), rtol=0, atol=0)
 
 
+def test_a_copy_has_a_buffer_that_was_given() -> None:
+    models = [nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width)) for width in (3, 5)]
+    pop = hf.Population(models, optimizer=sgd, loss=F.cross_entropy)
+    [model] = [pop.models[0]]
+    assert model is not None
+    model.get_submodule("1").running_mean = torch.ones(3)
+    [copied] = [copy.deepcopy(pop).models[0]]
+    assert copied is not None
+    assert torch.equal(copied.get_buffer("1.running_mean"), torch.ones(3))
+
+
 def without_bias(model: nn.Module) -> None:
     model.get_submodule("last").bias = None
 
