@@ -247,14 +247,41 @@ enum { ADADELTA_DECAY = 1 };
 
 #define REAL float
 #define SQRT sqrtf
+#define BITS uint32_t
+#define EXPONENT 0x7f800000u
 #include __FILE__
 #undef REAL
 #undef SQRT
+#undef BITS
+#undef EXPONENT
 #define REAL double
 #define SQRT sqrt
+#define BITS uint64_t
+#define EXPONENT 0x7ff0000000000000u
 #include __FILE__
 
 #else
+
+/* Whether numbers are finite: the exponent of infinities and NaN is all ones. In blocks, which a compiler makes vectors
+   of, and which end at the first that is not. */
+static int NAME(finite_run)(const BITS *values, int64_t n) {
+    while (n > 0) {
+        const int64_t block = n < 1024 ? n : 1024;
+        BITS bad = 0;
+        for (int64_t i = 0; i < block; i++) bad |= (values[i] & EXPONENT) == EXPONENT;
+        if (bad) return 0;
+        values += block;
+        n -= block;
+    }
+    return 1;
+}
+
+/* Whether all numbers of `tensors`, each of `sizes` elements, are finite. */
+int NAME(finite)(int64_t tensors, const int64_t *sizes, const void *const *at) {
+    for (int64_t tensor = 0; tensor < tensors; tensor++)
+        if (!NAME(finite_run)(at[tensor], sizes[tensor])) return 0;
+    return 1;
+}
 
 /* SGD (torch.optim.SGD). hyper-parameters: lr, momentum, dampening, weight_decay; flags: nesterov, maximize;
    state: the momentum buffer, which members without momentum do not touch. */

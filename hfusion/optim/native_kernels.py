@@ -20,6 +20,7 @@ from hfusion.device.calibrate import compute_rates
 from hfusion.device.team import PieceError, Team, active_team
 from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
+from hfusion.torch_private.dynamo_state import tensor_guards
 
 Kernel: TypeAlias = Callable[..., int]
 
@@ -144,6 +145,36 @@ def _step_share() -> int:
     return ctypes.cast(found.step_share, _POINTER).value or 0
 
 
+class FiniteCheck:
+    """Tells whether all numbers in tensors are finite; at little cost where they are of the kinds of the last call."""
+
+    def __init__(self) -> None:
+        self._count, self._guards = 0, tensor_guards(())
+
+    def __call__(self, tensors: Sequence[Tensor]) -> bool | None:
+        """Return None where the kernel cannot tell: without a library, and for other tensors than contiguous ones of
+        one dtype (float32 or float64) on the CPU.
+        """
+        if len(tensors) != self._count or not self._guards.check(*tensors):
+            if not _is_readable(tensors):
+                return None
+            self._count, self._guards = len(tensors), tensor_guards(tensors)
+            self._sizes = array("q", list(map(Tensor.numel, tensors)))
+            self._kernel = _function(f"finite_{native.TYPES[tensors[0].dtype]}")
+        # Named, so that it lives as long as the call.
+        places = _addresses(tensors)
+        return bool(self._kernel(self._count, _start(self._sizes), _start(places)))
+
+
+def _is_readable(tensors: Sequence[Tensor]) -> bool:
+    dtype = tensors[0].dtype
+    if dtype not in native.TYPES or isinstance(library(), str):
+        return False
+    # The memory of a subclass is not where its data_ptr says.
+    plain = all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in tensors)
+    return plain and all(tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous() for tensor in tensors)
+
+
 class MemoryPairs:
     """Pieces of memory that shall hold the same, two by two, as long as nobody writes into one of them."""
 
@@ -158,12 +189,19 @@ class MemoryPairs:
         return bool(self._same(*self._arguments))
 
 
+_ARGUMENTS = {
+    "same": [_INTEGER, *[_POINTER] * 3],
+    "advance": [_INTEGER] * 2 + [_POINTER] * 2,
+    "finite": [_INTEGER, *[_POINTER] * 2],
+}
+
+
 @cache
 def _function(name: str) -> Callable[..., int]:
     found = library()
     assert not isinstance(found, str), found
     made: Any = found[name]
-    made.argtypes = {"same": [_INTEGER, *[_POINTER] * 3], "advance": [_INTEGER] * 2 + [_POINTER] * 2}[name]
+    made.argtypes = _ARGUMENTS[name.partition("_")[0]]
     return made  # type: ignore[no-any-return]
 
 

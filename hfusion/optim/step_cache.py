@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from hfusion.optim.group import Group, Groups, State, same_objects
 from hfusion.optim.native_kernels import MemoryPairs
 from hfusion.optim.settings import ParamGroup, Settings
 from hfusion.torch_private.dispatch_modes import DisableTorchFunctionSubclass
-from hfusion.torch_private.dynamo_state import TensorGuards
+from hfusion.torch_private.dynamo_state import tensor_guards
 
 _GRAD = attrgetter("grad")
 
@@ -49,8 +49,8 @@ class StepCache:
         with DisableTorchFunctionSubclass():
             self._addresses = self._now()
             self._once = list({id(tensor): tensor for tensor in self._tensors}.values())
-            self._kinds = _guards(self._once)
-            self._gradients = _guards(list(map(_GRAD, params)))
+            self._kinds = tensor_guards(self._once)
+            self._gradients = tensor_guards(list(map(_GRAD, params)))
             rows = [pair for settings, _ in known for pair in zip(settings.vectors, settings.table, strict=True)]
             self._memory = MemoryPairs(rows)
 
@@ -88,10 +88,3 @@ class StepCache:
     def _now(self) -> list[int]:
         """Where everything lies."""
         return list(map(Tensor.data_ptr, self._tensors))
-
-
-def _guards(tensors: Sequence[Tensor]) -> TensorGuards:
-    """Torch's own guards: they tell whether tensors have the types, dtypes, devices, shapes and strides of these."""
-    sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
-    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)

@@ -24,6 +24,7 @@ from hfusion.capture.variable_guards import Variables, content
 from hfusion.capture.variable_holders import MISSING
 from hfusion.core.fingerprint import names_in, read_state
 from hfusion.core.memory import is_plain
+from hfusion.core.module_tables import ModuleTables
 from hfusion.population.plain_member import PlainMember
 from hfusion.population.plain_module import PlainModule, is_shared
 from hfusion.population.shared_arena import SharedArena, arena_bytes
@@ -67,8 +68,7 @@ class MovableMember:
         self._attributes = [
             (held, len(held), read, read(held)) for held, read in zip(self._modules, readers, strict=True)
         ]
-        tables = [held[name] for held in self._modules for name in ("_parameters", "_buffers", "_modules")]
-        self._tables = [(table, list(table.values())) for table in tables]
+        self._tables = ModuleTables(model)
         self._contents = [(value, content(value)) for _, value in _attributes(model) if isinstance(value, CONTAINERS)]
         self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
         # Where tensors lie that forks share.
@@ -130,7 +130,7 @@ class MovableMember:
             return False
         return (
             own
-            and all(len(now) == len(then) and all(map(is_, now.values(), then)) for now, then in self._tables)
+            and self._tables.same()
             and not any(map(any, map(_READ_HOOKS, self._modules)))
             and all(content(value) == then for value, then in self._contents)
             and tensor_states(self._parameters) == self._states

@@ -62,7 +62,6 @@ class PlainStep:
             args, kwargs = of_row(args), of_row(kwargs)
         if not isinstance(target, Tensor):
             target = of_row(target)
-        self._module.settle()
         self._module.zero_grad()
         with torch.enable_grad():
             loss = self._loss(self._module.model(*args, **kwargs), target)
@@ -111,9 +110,12 @@ class PlainMember(ArrayGroup):
         return not hooked and self._on_nonfinite != "raise"
 
     def hold_buffers(self) -> None:
-        # Before another process began the step, if one did.
+        # Where another process has computed the step, before it began.
         if cast(PlainStep, self._step).computed is None:
-            super().hold_buffers()
+            module = cast(PlainModule, self.fused)
+            module.settle()
+            if module.has_buffers:
+                super().hold_buffers()
 
     def _run_each(self, fn: Each, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(cast(PlainModule, self.fused).model, *of_row(args), **of_row(kwargs))

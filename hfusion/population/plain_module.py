@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import is_
 from typing import Any, cast
 
 import torch
@@ -19,6 +18,7 @@ from hfusion.core.calls import is_stacked
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import Membership, mark, membership
+from hfusion.core.module_tables import ModuleTables
 
 
 class _NoViews:
@@ -59,9 +59,7 @@ class PlainModule:
         self._named = tuple(self.model.named_parameters())
         self._all_names = tuple(self.model.named_parameters(remove_duplicate=False))
         self._buffers = tuple(self.model.named_buffers())
-        names = ("_parameters", "_buffers", "_modules")
-        tables = [getattr(module, name) for module in self.model.modules() for name in names]
-        self._tables = [(table, tuple(table.values())) for table in tables]
+        self._tables = ModuleTables(self.model)
 
     def settle(self) -> None:
         """Take over what the user has put in the place of parameters: their values go into those that are trained.
@@ -69,7 +67,7 @@ class PlainModule:
         Raises:
             FusionError: parameters of another shape, dtype or device; more or fewer of them.
         """
-        if all(len(table) == len(held) and all(map(is_, table.values(), held)) for table, held in self._tables):
+        if self._tables.same():
             return
         trained = dict(self._all_names)
         known = set(map(id, trained.values()))
@@ -167,6 +165,10 @@ class PlainModule:
     def named_buffers(self, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
         self.settle()
         return iter(self._buffers) if remove_duplicate else self.model.named_buffers(remove_duplicate=False)
+
+    @property
+    def has_buffers(self) -> bool:
+        return bool(self._buffers)
 
     def zero_grad(self) -> None:
         for _, parameter in self._named:

@@ -20,6 +20,7 @@ from hfusion.core.row_indices import check_once, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
+from hfusion.optim.native_kernels import FiniteCheck
 from hfusion.optim.optimizer_rows import rearrange as rearrange_optimizer
 from hfusion.population.accumulation import Accumulation
 from hfusion.population.best import BestRecord, copy_records
@@ -35,7 +36,7 @@ from hfusion.population.row_counts import Widths
 from hfusion.population.sample_weights import sample_weighted, weigh_samples
 from hfusion.population.saving import Saving, in_turn
 from hfusion.population.shared_training import step_together
-from hfusion.population.update_guard import Limits, OnNonfinite, all_finite, bad_rows, check_common
+from hfusion.population.update_guard import Limits, OnNonfinite, bad_rows, check_common, gradients_finite
 from hfusion.population.weights import MemberWeights
 from hfusion.step.compile_mode import Compile
 from hfusion.step.eager_step import EagerStep
@@ -94,7 +95,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
 
     def _prepare(self, known: Iterable[str]) -> None:
         """Create the step. ``known``: calls whose programs an earlier step had."""
-        self._lock = FairLock()
+        self._lock, self._finite = FairLock(), FiniteCheck()
         self._weighs = self.scaler is not None or self._updates.sums_gradients
         self._make_step(known)
 
@@ -185,8 +186,8 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
 
     def are_healthy(self, losses: Tensor) -> bool:
         """Return whether no member is frozen, and all that an update reads is finite."""
-        grads = [param.grad for param in self.fused.parameters() if param.grad is not None]
-        return (self._on_nonfinite == "ignore" or all_finite(grads, losses)) and not bool(self._roll.frozen.any())
+        finite = self._on_nonfinite == "ignore" or gradients_finite(self.fused, losses, self._finite)
+        return finite and not any(self._roll.frozen.tolist())
 
     def make_update(self) -> None:
         """Update all members by their gradients."""
@@ -196,10 +197,8 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         self.optimizer.step()
 
     def count_update(self) -> None:
-        """Count an update that all members have made."""
-        self._roll.ages += self._roll.alive
-        self._roll.step += 1
-        # Nothing else is underway.
+        """Count an update that all members have made, when nothing else is underway."""
+        self._roll.count_step()
         self._updates.buffers = None
 
     def _update(self, losses: Tensor, due: Tensor) -> None:
@@ -226,7 +225,9 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
     def _bad(self, losses: Tensor, due: Tensor) -> Tensor:
         """Return the members of ``due`` that are not finite in this update, bool ``[rows]``."""
         # A member that overflows under a scaler skips a step, and gets a smaller scale.
-        bad = self._updates.spoilt | (self._none() if self.scaler is not None else bad_rows(self.fused, losses))
+        bad = self._updates.spoilt | (
+            self._none() if self.scaler is not None else bad_rows(self.fused, losses, self._finite)
+        )
         return bad & due & self._roll.alive & ~self._roll.frozen
 
     def _apply(self, losses: Tensor, due: Tensor) -> None:

@@ -56,7 +56,7 @@ class Saving:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
         pop = cast("ArrayGroup", self)
-        dropped = {"_lock", "_loss", "_step", "_saving", "_chosen"}
+        dropped = {"_lock", "_finite", "_loss", "_step", "_saving", "_chosen"}
         kept = {name: value for name, value in vars(self).items() if name not in dropped}
         return {**kept, "known": sorted(pop._step.known_calls)}
 

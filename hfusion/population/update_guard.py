@@ -19,9 +19,13 @@ from hfusion.core.membership import is_per_member, member_rows, membership
 from hfusion.core.row_indices import padded_rows, write_rows
 from hfusion.optim import clip_grad_norm_, clip_grad_value_
 from hfusion.optim.hyper import HyperValue, member_vector, plain
+from hfusion.optim.native_kernels import FiniteCheck
 from hfusion.optim.scaler import overflowing
 
 OnNonfinite = Literal["freeze", "raise", "ignore"]
+
+# Elements that one thread looks at as fast as several do.
+_ONE_THREAD = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -112,20 +116,28 @@ def _checked(name: str, value: HyperValue | None, rows: int) -> Tensor:
     return values
 
 
-def bad_rows(fused: FusedModule, losses: Tensor) -> Tensor:
+def bad_rows(fused: FusedModule, losses: Tensor, check: FiniteCheck) -> Tensor:
     """The members whose loss or gradients are not all finite: bool ``[rows]``, on the CPU."""
     grads = [param.grad for param in fused.parameters() if param.grad is not None and is_per_member(param)]
-    if all_finite(grads, losses.detach()):
+    if all_finite(grads, losses.detach(), check):
         return torch.zeros(len(fused), dtype=torch.bool, device="cpu")
     bad: Tensor = ~losses.detach().isfinite().cpu()
     return bad | overflowing([grad.reshape(len(fused), -1) for grad in grads], len(fused))
 
 
-def all_finite(grads: Sequence[Tensor], losses: Tensor) -> bool:
+def gradients_finite(fused: FusedModule, losses: Tensor, check: FiniteCheck) -> bool:
+    """Return whether losses and all gradients are finite, as `all_finite`."""
+    return all_finite([grad for param in fused.parameters() if (grad := param.grad) is not None], losses, check)
+
+
+def all_finite(grads: Sequence[Tensor], losses: Tensor, check: FiniteCheck) -> bool:
     """Return whether every value is finite, by one call; False also if that call cannot tell: tensors of several
     kinds, or squares that overflow.
     """
     found = [*grads, losses]
+    # Threads read more than this faster.
+    if sum(map(Tensor.numel, grads)) < _ONE_THREAD and (answer := check(found)) is not None:
+        return answer
     if len({(tensor.dtype, tensor.device, tensor.layout) for tensor in found}) > 1:
         return False
     if losses.layout is not torch.strided or not all(tensor.numel() for tensor in found):

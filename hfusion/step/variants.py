@@ -22,7 +22,7 @@ from hfusion.step.compiled_step import MAX_LOOPED_CALLS, StepProgram
 from hfusion.step.program_state import Compiling, Deferred, Eager, Event, InUse, ProgramState, Refused, next_state
 from hfusion.step.recorded_step import RecordedStep
 from hfusion.step.step_graph import StepCall
-from hfusion.torch_private.dynamo_state import TensorGuards
+from hfusion.torch_private.dynamo_state import TensorGuards, tensor_guards
 from hfusion.torch_private.module_hooks import has_global_hooks
 
 _TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -53,9 +53,7 @@ class Seen:
     @staticmethod
     def of(tensors: list[Tensor]) -> Seen:
         once = list({id(tensor): tensor for tensor in tensors}.values())
-        sizes: list[Any] = [list(tensor.shape) for tensor in once]
-        strides: list[Any] = [list(tensor.stride()) for tensor in once]
-        return Seen(tensors, once, TensorGuards(*once, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides))
+        return Seen(tensors, once, tensor_guards(once))
 
     def again(self, tensors: list[Tensor]) -> bool:
         """Return whether these are the same, unchanged tensors without hooks. Another autocast may hide that."""

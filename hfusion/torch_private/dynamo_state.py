@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch._guards import tracing
 
-__all__ = ["TensorGuards", "compile_lock", "outside_trace"]
+__all__ = ["TensorGuards", "compile_lock", "outside_trace", "tensor_guards"]
+
+
+def tensor_guards(tensors: Sequence[Tensor]) -> TensorGuards:
+    """Return torch's own guards: they tell whether as many tensors have the types, dtypes, devices, shapes and strides
+    of these.
+    """
+    sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
+    strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 def compile_lock() -> AbstractContextManager[Any]:

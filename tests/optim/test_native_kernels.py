@@ -169,3 +169,31 @@ def test_denormal_squares_count_where_eps_is_as_small() -> None:
     param.grad = torch.full_like(param, 1e-18)
     fused.step()
     torch.testing.assert_close(param.detach(), torch.full((2, 9), -0.1), rtol=1e-2, atol=0)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_that_are_not_finite_are_found_wherever_they_are(dtype: torch.dtype) -> None:
+    check, largest = native_kernels.FiniteCheck(), torch.finfo(dtype).max
+    tensors = [torch.full((3, 1025), largest, dtype=dtype), torch.zeros(0, dtype=dtype), torch.ones(1, dtype=dtype)]
+    assert check(tensors) is True
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for which, place in ((0, 0), (0, 1023), (0, 1024), (0, 3074), (2, 0)):
+            values = [tensor.clone() for tensor in tensors]
+            values[which].view(-1)[place] = bad
+            assert check(values) is False
+    assert check(tensors[:1]) is True
+    assert check([tensors[0][:2], *tensors[1:]]) is True
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_the_finite_check_cannot_read_is_left_to_torch() -> None:
+    check, x = native_kernels.FiniteCheck(), torch.ones(4, 4)
+
+    class Other(Tensor):
+        pass
+
+    mixed = [x, x.double()]
+    for tensors in (mixed, [x.half()], [x.t()[:2]], [x, x.as_subclass(Other)], [x.to_sparse()], [x.to("meta")]):
+        assert check(tensors) is None
+        assert check([x]) is True
