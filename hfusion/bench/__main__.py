@@ -54,7 +54,7 @@ from hfusion.bench.policies import COMPARED
 from hfusion.bench.progress import meter
 
 # Of sub-benchmarks whose file is not called as they are.
-FILES = {"cluster": "cluster_cost"}
+FILES = {"cluster": "cluster_cost", "unlike-members": "unlike_members"}
 # A table of all contenders; a terminal is as wide as it is, a file or a pipe has no width.
 WIDTH_WITHOUT_TERMINAL = 200
 

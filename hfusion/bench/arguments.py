@@ -34,6 +34,7 @@ SEPARATE = {
     "lora": "many LoRA adapters of one base, against peft one after another (`lora --help`)",
     "contact": "the first run on a GPU: all that runs there, checked and timed, in ten minutes (`contact --help`)",
     "cluster": "CPU seconds of many small tasks, and of the driver of a cluster (`cluster --help`)",
+    "unlike-members": "a population of unlike models against plain loops (`unlike-members --help`)",
     "links": "arrays that do not fit an accelerator, simulated by its data sheet (`links --help`)",
 }
 MEMBERS = (4, 16, 64)

@@ -1,6 +1,6 @@
 """Measure a population of unlike members against plain loops, in one process and in one for each core.
 
-``python -m hfusion.bench.unlike_members``: wall time of a step of all members, interleaved medians.
+``python -m hfusion.bench unlike-members``: wall time of a step of all members, interleaved medians.
 """
 
 from __future__ import annotations
@@ -9,15 +9,21 @@ import argparse
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.bench.machine import describe
+from hfusion.bench.results import write_json
 
 
 def _model(width: int, inputs: int) -> nn.Module:
@@ -94,44 +100,61 @@ def _repeated(step: Callable[[], object]) -> Callable[[int], None]:
     return run
 
 
-def measure(members: int, inputs: int, samples: int, steps: int, repeats: int) -> dict[str, float]:
-    """Return milliseconds of a step of all members, by way."""
+@dataclass(frozen=True)
+class StepTime:
+    """Milliseconds of a step of all members by one contender, the median of all repeats; over those of the loop."""
+
+    members: int
+    samples: int
+    contender: str
+    ms: float
+    speedup: float
+
+
+def measure(members: int, inputs: int, samples: int, steps: int, repeats: int) -> list[StepTime]:
+    """Return the time of each contender, the loop first."""
     widths = [16 + 4 * member for member in range(members)]
     given = widths, inputs, samples
     processes = _PlainProcesses(multiprocessing.cpu_count(), *given)
-    ways: dict[str, Callable[[int], None]] = {
+    contenders: dict[str, Callable[[int], None]] = {
         "loop": _repeated(_loop(*given)),
         "loop, a process for each core": processes.run,
         "hf.Population, one process": _repeated(_population(*given, processes=1)),
         "hf.Population": _repeated(_population(*given)),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for run in ways.values():
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for run in contenders.values():
         run(max(30, steps))
     for _ in range(repeats):
-        for name, run in ways.items():
+        for name, run in contenders.items():
             began = time.perf_counter()
             run(steps)
             times[name].append(1e3 * (time.perf_counter() - began) / steps)
     processes.close()
-    return {name: median(values) for name, values in times.items()}
+    medians = {name: median(values) for name, values in times.items()}
+    return [StepTime(members, samples, name, ms, medians["loop"] / ms) for name, ms in medians.items()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--members", type=int, nargs="*", default=[4, 12, 36])
-    parser.add_argument("--inputs", type=int, default=784)
-    parser.add_argument("--samples", type=int, nargs="*", default=[32, 128])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
+def main(arguments: Sequence[str]) -> None:
+    """Run the benchmark with the command line ``arguments``."""
+    made = argparse.ArgumentParser(prog="python -m hfusion.bench unlike-members", description=__doc__)
+    made.add_argument("--members", type=int, nargs="*", default=[4, 12, 36])
+    made.add_argument("--inputs", type=int, default=784)
+    made.add_argument("--samples", type=int, nargs="*", default=[32, 128])
+    made.add_argument("--steps", type=int, default=40, help="of a repeat")
+    made.add_argument("--repeats", type=int, default=7)
+    made.add_argument("--json", metavar="FILE", type=Path, help="write the rows to FILE")
+    parsed = made.parse_args(arguments)
     torch.set_num_threads(1)
-    for members in options.members:
-        for samples in options.samples:
-            found = measure(members, options.inputs, samples, options.steps, options.repeats)
-            shown = ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in found.items())
-            print(f"{members} members, {samples} samples: {shown}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    rows: list[StepTime] = []
+    shown = Table(title="A step of unlike members")
+    for heading in ("members", "samples", "contender", "ms", "over the loop"):
+        shown.add_column(heading)
+    for members in parsed.members:
+        for samples in parsed.samples:
+            rows += measure(members, parsed.inputs, samples, parsed.steps, parsed.repeats)
+    for row in rows:
+        shown.add_row(str(row.members), str(row.samples), row.contender, f"{row.ms:.2f}", f"{row.speedup:.2f}x")
+    Console(width=120, highlight=False).print(shown)
+    if parsed.json:
+        write_json(parsed.json, describe(torch.device("cpu")), rows)
