@@ -41,6 +41,7 @@ from hfusion.optim.skipped_members import Resting, left_alone, of_members, toget
 from hfusion.optim.step_cache import StepCache, Work
 from hfusion.optim.unfuse import member_state_dicts
 from hfusion.torch_private.autograd_engine import is_profiling
+from hfusion.torch_private.optimizer_hooks import spare_dynamo
 
 _LAYOUT = attrgetter("layout")
 
@@ -75,6 +76,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._held: Tensor | None = None
         # The stacks of arrays that were added up to here are known, see `added_stacks`.
         self.additions = latest_addition()
+        spare_dynamo()
         super().__init__(params, {master_weights.OPTION: False, **defaults})
         first = self.param_groups[0]["params"][0]
         if self.kernel is not None and first.is_cpu and type(first) in (Tensor, Parameter):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import torch
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
+
+from hfusion.torch_private.autograd_engine import is_profiling
+from hfusion.torch_private.unimported_dynamo import is_dynamo_imported, without_dynamo
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -22,8 +28,27 @@ def count_global_step_hooks() -> int:
     return len(_optimizers._global_optimizer_pre_hooks) + len(_optimizers._global_optimizer_post_hooks)
 
 
+@cache
+def spare_dynamo() -> None:
+    """Let methods of all optimizers not import Dynamo, for the rest of the process."""
+    methods: Any = Optimizer
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        setattr(methods, name, without_dynamo(getattr(methods, name)))
+
+
+def step_alone(optimizer: Optimizer) -> None:
+    """Make a step of one of torch's optimizers without importing Dynamo, unless hooks or the profiler see the step."""
+    if is_dynamo_imported() or is_profiling() or has_step_hooks(optimizer):
+        optimizer.step()
+        return
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
+
+
 def wrap_optimizer_methods(add_param_group: Wrap, zero_grad: Wrap) -> None:
     """Wrap two methods of all optimizers, for the rest of the process."""
+    # What is wrapped later does not see what is wrapped now.
+    spare_dynamo()
     methods: Any = Optimizer
     methods.add_param_group = add_param_group(methods.add_param_group)
     methods.zero_grad = zero_grad(methods.zero_grad)

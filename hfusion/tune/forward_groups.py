@@ -17,6 +17,7 @@ from hfusion.compiler.sandbox import without_trace
 from hfusion.core.calls import call_arguments
 from hfusion.core.errors import FusionError
 from hfusion.torch_private.thread_draws import seen_in_modes
+from hfusion.torch_private.unimported_dynamo import sparing_dynamo
 
 
 class SameForward:
@@ -90,6 +91,7 @@ def _trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, tra
     return calls.noted, spec, calls.shape_of(leaves)
 
 
+@sparing_dynamo
 class _OperatorCalls(TorchDispatchMode):
     """Notes which operators are called with which tensors: the model's by their names, others as they are first met."""
 

@@ -18,6 +18,7 @@ from hfusion.core.calls import call_arguments
 from hfusion.core.memory import tensors_in
 from hfusion.device.generators import draws_kept
 from hfusion.torch_private.thread_draws import seen_in_modes
+from hfusion.torch_private.unimported_dynamo import sparing_dynamo
 
 if TYPE_CHECKING:
     from hfusion.tune.footprint import Footprint
@@ -104,6 +105,7 @@ def fastest_width(seconds: Callable[[int], float], most: int) -> int:
     return min(rows for rows in widths if times[rows] <= _NEAR * min(times.values()))
 
 
+@sparing_dynamo
 class _OperatorCosts(TorchDispatchMode):
     """Count the operators of a forward, their FLOP, the bytes they read and write, and those that autograd saves."""
 

@@ -24,6 +24,7 @@ from hfusion.core.membership import Membership, mark
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import read
 from hfusion.population.member_metrics import member_metrics
+from hfusion.torch_private.optimizer_hooks import step_alone
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.objectives import MetricValues, check_plateaus
@@ -87,11 +88,16 @@ class PlainTrial:
         made._opt_called = True  # type: ignore[attr-defined]
         self._clipped = [param for group in made.param_groups for param in group["params"]]
 
+    def zero_grad(self) -> None:
+        """Clear the gradients; the optimizer's own method takes a tenth of a small step."""
+        for param in self._clipped:
+            param.grad = None
+
     def update(self) -> None:
         """Clip the gradients, and make an update."""
         if self.clip is not None and self.clip < math.inf:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        self.optimizer.step()
+        step_alone(self.optimizer)
 
     def schedule(self, value: float) -> None:
         """Step the schedule, if there is one; ``value`` is for one that watches a number."""
@@ -167,7 +173,7 @@ class PlainTrials:
         """Train one trial for an epoch under a seed, and evaluate it."""
         began, trial = time.perf_counter(), self._trials[tag]
         losses = self._trained(trial, seed)
-        trial.optimizer.zero_grad()
+        trial.zero_grad()
         if not math.isfinite(float(losses.sum())) or not trial.is_finite:
             values = (math.nan,) * self._recipe.objectives
         else:
@@ -205,7 +211,7 @@ class PlainTrials:
                 if self._stopping():
                     raise KeyboardInterrupt
                 if not done:
-                    trial.optimizer.zero_grad()
+                    trial.zero_grad()
                 args, kwargs = call_arguments(inputs, {})
                 loss = self._loss(trial.model(*args, **kwargs), target)
                 check_losses(loss)
@@ -242,6 +248,10 @@ class PlainTrials:
         model = self._trials.pop(tag).model
         model.zero_grad()
         return model.cpu()
+
+    def discard(self, tag: str) -> None:
+        """Forget a trial that ends."""
+        del self._trials[tag]
 
     def compact(self) -> None:
         """Do nothing: there are no free rows."""

@@ -23,6 +23,7 @@ from hfusion.tune.plain_trials import PlainTrials, TrainedEpoch
 from hfusion.tune.space import ArrayChoices, TrialModel
 from hfusion.tune.sweep_recipe import SweepRecipe
 from hfusion.tune.trial_process import (
+    DiscardRequest,
     EpochRequest,
     JoinRequest,
     StatesRequest,
@@ -60,6 +61,15 @@ class SpreadTrials:
         del self.members[tag]
         self._spread.forget(tag)
         return self.home.leave(tag)
+
+    def discard(self, tag: str) -> None:
+        """Forget a trial that ends, wherever it is."""
+        if tag in self.away:
+            self.away.pop(tag).ask(DiscardRequest(self.name, tag))
+        else:
+            self.home.discard(tag)
+        del self.members[tag]
+        self._spread.forget(tag)
 
     def come_home(self, tags: Iterable[str]) -> None:
         """Let trials go on in this process."""

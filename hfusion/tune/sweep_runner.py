@@ -168,7 +168,7 @@ class Conductor:
         """A trial's row is free; its model is kept where its values are among the ``best``."""
         del array.seats[seat.tag]
         if best is None:
-            self._workers.send(array.name, "leave", seat.tag)
+            self._workers.send(array.name, "discard", seat.tag)
         else:
             self.best.add(Best(seat.number, best, self._workers.leave(array.name, self._member(seat))))
 

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from torch import nn
 
@@ -59,6 +59,17 @@ class StatesRequest:
     leaving: bool
 
 
+@dataclass(frozen=True)
+class DiscardRequest:
+    """Forget the trial ``tag`` of the array ``name``."""
+
+    name: str
+    tag: str
+
+
+Request: TypeAlias = JoinRequest | EpochRequest | StatesRequest | DiscardRequest
+
+
 class TrialProcess:
     """One worker, see `ForkedProcess`."""
 
@@ -67,7 +78,7 @@ class TrialProcess:
             partial(_answers, recipe), [sibling._process for sibling in siblings]
         )
 
-    def send(self, request: JoinRequest | EpochRequest | StatesRequest) -> None:
+    def send(self, request: Request) -> None:
         """Send what is to be done next; every request is answered."""
         try:
             self._process.send(request)
@@ -84,7 +95,7 @@ class TrialProcess:
             raise answer.error
         return answer
 
-    def ask(self, request: JoinRequest | EpochRequest | StatesRequest) -> Any:
+    def ask(self, request: Request) -> Any:
         """Send a request, and wait for its answer."""
         self.send(request)
         return self.answer()
@@ -125,7 +136,7 @@ def _answers(recipe: SweepRecipe, is_orphan: Callable[[], bool]) -> Callable[[An
     """Return what answers requests in a worker process."""
     arrays: dict[str, PlainTrials] = {}
 
-    def answer(request: JoinRequest | EpochRequest | StatesRequest) -> Any:
+    def answer(request: Request) -> Any:
         try:
             return _done(request, arrays, recipe, is_orphan)
         except BaseException as error:
@@ -134,9 +145,7 @@ def _answers(recipe: SweepRecipe, is_orphan: Callable[[], bool]) -> Callable[[An
     return answer
 
 
-def _done(
-    request: JoinRequest | EpochRequest | StatesRequest, arrays: dict[str, PlainTrials], recipe: SweepRecipe, stop: Any
-) -> Any:
+def _done(request: Request, arrays: dict[str, PlainTrials], recipe: SweepRecipe, stop: Any) -> Any:
     if isinstance(request, EpochRequest):
         results: dict[tuple[str, str], TrainedEpoch] = {}
         for name, tag, evaluates in request.trials:
@@ -146,6 +155,9 @@ def _done(
         if request.leaving:
             return {(name, tag): arrays[name].take(tag) for name, tag in request.trials}
         return {(name, tag): arrays[name].state(tag) for name, tag in request.trials}
+    if isinstance(request, DiscardRequest):
+        arrays[request.name].discard(request.tag)
+        return None
     if request.name not in arrays:
         arrays[request.name] = PlainTrials(recipe, pickle.loads(request.choices), stop)
     for data in request.cargo:

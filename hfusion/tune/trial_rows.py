@@ -187,6 +187,10 @@ class TrialRows:
         model: nn.Module = self.population.stop(self.population.row(tag))
         return model.cpu()
 
+    def discard(self, tag: str) -> None:
+        """The row of a member is free, and nobody wants its model."""
+        self.population.stop(self.population.row(tag))
+
     def compact(self) -> None:
         """Give back what free rows take."""
         self.population.compact()
