@@ -17,12 +17,13 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.cache_or_state import Observation, judge, observe
 from hfusion.capture.capture_cache import capture_key, find_capture, forget_capture, keep_capture
 from hfusion.capture.derivatives import derivatives_traced
 from hfusion.capture.eager_runs import ALIKE, Outcome, difference, python_random_state, run, run_graph, runnable, twin
 from hfusion.capture.export_context import assigned_as_writes
 from hfusion.capture.inlined import inlined
+from hfusion.capture.judge import judge
+from hfusion.capture.observe import Observation, observe
 from hfusion.capture.python_reads import PythonReads
 from hfusion.capture.python_state import restored
 from hfusion.capture.specialized_dims import open_lengths, original, size_uses

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.cache_or_state import Observation, StateError, judge, observe
 from hfusion.capture.call_trace import record
 from hfusion.capture.code_search import names_of
 from hfusion.capture.eager_fallbacks import culprits
 from hfusion.capture.eager_runs import runnable
 from hfusion.capture.export import capture
 from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
+from hfusion.capture.judge import StateError, judge
+from hfusion.capture.observe import Observation, observe
 from hfusion.capture.opaque import opaque
 from hfusion.capture.own_code import OpaqueCall
 from hfusion.capture.python_reads import GRADIENT_QUESTIONS

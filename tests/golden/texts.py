@@ -1,4 +1,6 @@
-"""Programs of the zoo's models as text, one file each: what a change of rules, passes or costs does to them.
+"""Observations and programs of the zoo's models as text, one file each.
+
+They show what a change of capture, rules, passes or costs does.
 
 ``python -m tests.golden`` writes the files anew; read the difference before you commit it.
 """
@@ -13,6 +15,7 @@ from unittest import mock
 import torch
 
 import hfusion as hf
+from hfusion.capture.observe import observe
 from tests.zoo import MODELS, Model
 
 FOLDER = Path(__file__).parent
@@ -26,14 +29,17 @@ def path(model: Model) -> Path:
 
 
 def text(model: Model) -> str:
-    """The program in training. Of the sources only the file's name is told: lines move."""
+    """What is seen of a member, and the program in training. Of sources only the file's name is told: lines move."""
+    torch.manual_seed(0)
+    observed = observe(model.make().double(), (model.draw(4),), {})
     torch.manual_seed(0)
     # Which lowerings are cheapest depends on the machine.
     with mock.patch.dict(os.environ, {"HFUSION_RATES": "standard"}):
         fused = hf.fuse([model.make().double() for _ in range(MEMBERS)], verify=False)
         fused(model.draw(4))
     (part,) = fused.report().parts
-    return re.sub(r"( *)# (\S+):\d+$", r"\1# \2", str(part.program), flags=re.MULTILINE) + "\n"
+    program = re.sub(r"( *)# (\S+):\d+$", r"\1# \2", str(part.program), flags=re.MULTILINE)
+    return f"{observed}\n\n{program}\n"
 
 
 def write() -> None:

@@ -133,11 +133,12 @@ def test_every_stage_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("HFUSION_DUMP", str(tmp_path / "stages"))
     whole = program()
     names = sorted(path.name for path in (tmp_path / "stages").iterdir())
-    kinds = ("captured", "aligned", "batched", "gathered")
+    kinds = ("observed", "captured", "aligned", "batched", "gathered")
     assert names == [f"{number:04d}-Net-{kind}.txt" for number, kind in enumerate(kinds, start=1)]
     texts = [(tmp_path / "stages" / name).read_text() for name in names]
-    assert texts[2] == f"{whole}\n"
-    assert all("relu" in text and "return" in text for text in texts)
+    assert texts[0].startswith("one run of Net in train mode\n")
+    assert texts[3] == f"{whole}\n"
+    assert all("relu" in text and "return" in text for text in texts[1:])
 
 
 def test_a_broken_stage_is_written_before_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

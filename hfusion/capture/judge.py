@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +16,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.attribute_values import NUMBERS, contents, differing, follows, variable_contents
-from hfusion.capture.code_search import names_of
 from hfusion.capture.eager_runs import (
     ALIKE,
     EQUAL,
     Outcome,
     change_parameters,
-    changed_modes,
     difference,
     reset,
     run,
@@ -32,10 +29,9 @@ from hfusion.capture.eager_runs import (
     spoil_changed,
     twin,
 )
-from hfusion.capture.named import REMEDY, Registered, check_registered, tensors
-from hfusion.capture.python_reads import CLASSES, STRIDE_QUESTIONS, UNANSWERABLE, RefusedReads
-from hfusion.capture.python_state import check_restorable, restored, variables
-from hfusion.capture.skeleton import is_restrided
+from hfusion.capture.named import REMEDY
+from hfusion.capture.observe import Observation
+from hfusion.capture.python_state import restored
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture
@@ -46,95 +42,6 @@ MAX_SIZES = 4
 
 class StateError(FusionError):
     """Forward keeps state in Python attributes, of which an array has none."""
-
-
-@dataclass(frozen=True, eq=False)
-class Observation:
-    """One eager run of a copy of ``module``.
-
-    Attributes:
-        module, args, kwargs: the module before the run, and its arguments.
-        outcome: outputs, gradients, and the tensors of the copy afterwards.
-        called: the copy after the run.
-        modes: the submodules, by path, whose mode it changed, with the new one: train (True) or eval.
-        attributes: the Python attributes that it changed, and the flags of buffers that it made require a gradient.
-        variables: the variables of classes and files that it changed.
-    """
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    outcome: Outcome
-    called: nn.Module
-    modes: Mapping[str, bool]
-    attributes: tuple[str, ...]
-    variables: tuple[str, ...]
-
-    @property
-    def call(self) -> Any:
-        """The arguments, positional and by name."""
-        return self.args, self.kwargs
-
-
-def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Observation:
-    """Run a copy of ``module`` once. Python state, arguments and random numbers stay as they were.
-
-    Raises:
-        FusionError: forward accumulates gradients, changes registered tensors in a way that no stack can follow, or
-            reads properties of tensors that differ between an array and a member alone.
-    """
-    with restored(module):
-        called = twin(module)
-        before, around, registered = contents(called), variables(called), Registered.of(called)
-        outcome = run(called, args, kwargs, _watch(module, called, (args, kwargs)), copy_of=module)
-        _check_gradients(module, called)
-        check_registered(module, registered, called)
-        changed = _changed(around, variables(called))
-        check_restorable(called, changed)
-        flags = {name: tensor.requires_grad for name, tensor in tensors(module)}
-        flagged = [f"{n}.requires_grad" for n, t in tensors(called) if t.is_leaf and t.requires_grad and not flags[n]]
-        return Observation(
-            module,
-            args,
-            kwargs,
-            outcome,
-            called,
-            changed_modes(module, called),
-            (*_changed(before, contents(called)), *flagged),
-            tuple(changed),
-        )
-
-
-def _watch(
-    module: nn.Module, called: nn.Module, arguments: Any
-) -> Callable[[Sequence[Tensor]], AbstractContextManager[Any]]:
-    """Return what refuses reads of what differs in an array, of the inputs and of the tensors of ``called``."""
-    restrided = any(is_restrided(tensor) for _, tensor in tensors(module))
-    names = names_of([module])
-    parameters = [k for k, leaf in enumerate(pytree.tree_leaves(arguments)) if isinstance(leaf, nn.Parameter)]
-    if parameters and not names.isdisjoint(CLASSES):
-        raise FusionError(
-            f"input {parameters[0]} is an nn.Parameter, which members of an array see as a plain tensor, and forward's "
-            f"code reads classes ({', '.join(sorted(names & CLASSES))}): give it as a tensor, such as x.view_as(x)"
-        )
-    if names.isdisjoint(UNANSWERABLE | (STRIDE_QUESTIONS if restrided else frozenset())):
-        return nullcontext
-    return lambda inputs: RefusedReads([*inputs, *(tensor for _, tensor in tensors(called))], restrided)
-
-
-def _check_gradients(module: nn.Module, called: nn.Module) -> None:
-    """Raise a FusionError if forward accumulates gradients of its own parameters."""
-    before = dict(module.named_parameters())
-    for name, parameter in called.named_parameters():
-        if parameter.grad is not None and (name not in before or before[name].grad is None):
-            raise FusionError(
-                f"forward leaves a gradient in {name}.grad, as backward() does, where the array has its own; compute "
-                "it by torch.autograd.grad"
-            )
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**after, **before} if after.get(name) != before.get(name)]
 
 
 def judge(observed: Observation, captured: Capture | None = None) -> str:
