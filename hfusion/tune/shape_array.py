@@ -122,6 +122,10 @@ class Shape:
         """Return whether a trial belongs to this array."""
         if not candidate.suggestion.choices.matches(self.first.suggestion.choices):
             return False
+        # To compare all of two models takes a hundred times as long, and a space may have a shape for every trial.
+        first, other = ([param.shape for param in each.model.parameters()] for each in (self.first, candidate))
+        if first != other:
+            return False
         try:
             check_pair(self.first.model, 0, candidate.model)
         except FusionError:
@@ -176,7 +180,7 @@ class Shape:
     def plain_footprint(self, device: DeviceInfo) -> PlainFootprint:
         """On a device of this kind: of plain trials."""
         assert self._plain is not None
-        kind = device.physical, device.rates, False
+        kind = _kind(device), False
         if kind not in self._footprints:
             self._footprints[kind] = self._plain.look(device)
         footprint = self._footprints[kind]
