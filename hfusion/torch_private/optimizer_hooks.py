@@ -37,8 +37,12 @@ def spare_dynamo() -> None:
 
 
 def step_alone(optimizer: Optimizer) -> None:
-    """Make a step of one of torch's optimizers without importing Dynamo, unless hooks or the profiler see the step."""
-    if is_dynamo_imported() or is_profiling() or has_step_hooks(optimizer):
+    """Make a step of one of torch's optimizers without importing Dynamo, unless anybody else sees the step: hooks, the
+    profiler, or what somebody has put in the place of ``optimizer.step``.
+    """
+    # Torch's schedules put there what counts steps.
+    replaced = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    if is_dynamo_imported() or is_profiling() or has_step_hooks(optimizer) or replaced:
         optimizer.step()
         return
     with torch.no_grad():
