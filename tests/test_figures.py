@@ -63,6 +63,7 @@ def sentences() -> list[str]:
     loop = [geometric_mean(ours for ours, _ in measured.values()) for measured in ratios]
     best = [geometric_mean(ours / other for ours, other in measured.values()) for measured in ratios]
     h200 = ratios_on_h200()
+    count = ("three", "four", "five")[len(h200) - 3]
     # Seconds until the first step of torchvision's models has ended.
     deep = [
         float(seconds) for seconds in re.findall(r"^\| \w+, \d+ \| [\d.]+ s \| ([\d.]+) s \|", RESULTS, re.MULTILINE)
@@ -71,7 +72,7 @@ def sentences() -> list[str]:
     return [
         f"over all thirteen models is {loop[0]:.2f}x at 16 models and {loop[1]:.2f}x at 64.",
         f"Over the best other way it is {best[0]:.2f}x and {best[1]:.2f}x.",
-        f"it was {min(h200):.1f}x to {max(h200):.1f}x in the {('three', 'four', 'five')[len(h200) - 3]} cases",
+        f"it was {min(h200):.1f}x to {max(h200):.1f}x the best other way in the {count} cases",
         f"under a second for a small MLP, {min(deep):.0f} to {max(deep):.0f} seconds for torchvision's deep models.",
     ]
 
