@@ -29,7 +29,7 @@ from hfusion.core.stages import stage
 
 @dataclass(frozen=True)
 class Access:
-    """What forward may read, or has changed.
+    """Something that forward may read, or that a run has changed.
 
     Attributes:
         kind: of what it is: a Python attribute of a module; a variable of a file, class, closure or object; a setting
@@ -75,7 +75,7 @@ class Observation:
 
     @cached_property
     def reads(self) -> tuple[Access, ...]:
-        """What the code of forward names, also on branches that it has not taken: a graph has these values in it."""
+        """What forward may read, also on branches that were not taken. A graph has these values as constants."""
         search = CodeSearch([self.module])
         read = [
             Access("attribute", f"{path}.{name}".strip("."), value)
@@ -99,7 +99,7 @@ class Observation:
 
     @cached_property
     def writes(self) -> tuple[Access, ...]:
-        """What the run has changed in the copy, and outside of it."""
+        """What the run has changed, in the copy and outside of it."""
         after = self.outcome.values
         named = [(n, tensor, after.get(f"{n} afterwards")) for n, tensor in tensors(self.module)]
         changed = [name for name, before, now in named if now is not None and not same_values(before, now)]

@@ -1,4 +1,4 @@
-"""What the modules of a model hold, compared cheaply with what they held before."""
+"""A cheap check that the modules of a model hold the same parameters, buffers and submodules as before."""
 
 from __future__ import annotations
 

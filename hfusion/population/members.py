@@ -100,9 +100,7 @@ class Roll:
 
     def count_step(self) -> None:
         """Count a step that all members have made."""
-        ages = self.ages.numpy()
-        # Torch takes five times as long to add so few numbers.
-        ages += self.alive.numpy()
+        self.ages += self.alive
         self.step += 1
 
     def tag(self, row: int) -> str:

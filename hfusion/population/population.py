@@ -186,8 +186,8 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
 
     def are_healthy(self, losses: Tensor) -> bool:
         """Return whether no member is frozen, and all that an update reads is finite."""
-        finite = self._on_nonfinite == "ignore" or gradients_finite(self.fused, losses, self._finite)
-        return finite and not any(self._roll.frozen.tolist())
+        healthy = self._on_nonfinite == "ignore" or gradients_finite(self.fused, losses, self._finite)
+        return healthy and not bool(self._roll.frozen.any())
 
     def make_update(self) -> None:
         """Update all members by their gradients."""

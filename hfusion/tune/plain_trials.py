@@ -89,7 +89,7 @@ class PlainTrial:
         self._clipped = [param for group in made.param_groups for param in group["params"]]
 
     def zero_grad(self) -> None:
-        """Clear the gradients; the optimizer's own method takes a tenth of a small step."""
+        """Clear the gradients. The optimizer's own method takes 7% of a small step, as it speaks to the profiler."""
         for param in self._clipped:
             param.grad = None
 

@@ -188,7 +188,7 @@ class TrialRows:
         return model.cpu()
 
     def discard(self, tag: str) -> None:
-        """The row of a member is free, and nobody wants its model."""
+        """Stop a member whose model is not kept."""
         self.population.stop(self.population.row(tag))
 
     def compact(self) -> None:
