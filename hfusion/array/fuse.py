@@ -42,7 +42,7 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
         torch.Size([4, 5, 2])
     """
     comparison = compare(models)
-    keep_large_blocks()
+    keep_large_blocks(len(models) * _largest(models[0]))
     skeletons = tuple(
         skeleton(comparison.variants.index(v), models[comparison.variants.index(v)])
         for v in range(max(comparison.variants) + 1)
@@ -53,6 +53,11 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
             if parameter not in array.origins:
                 array.origins[parameter] = (index, name)
     return FusedModule(array, _stacks([dict(tensors(model)) for model in models], array))
+
+
+def _largest(model: nn.Module) -> int:
+    """Bytes of the largest parameter."""
+    return max((parameter.nbytes for parameter in model.parameters()), default=0)
 
 
 def _stacks(rows: Sequence[dict[str, Tensor]], array: Array) -> dict[str, Tensor]:
@@ -98,10 +103,10 @@ def build(
     """
     if len(seeds) == 0:
         raise FusionError("build got no seeds; give it one seed per member")
-    keep_large_blocks()
     first = _made(make_model, seeds[0])
     _check_made(0, first, None)
     check_alone(0, first)
+    keep_large_blocks(len(seeds) * _largest(first))
     skeletons, variants = [skeleton(0, first)], [0]
     prints = {fingerprint(first): 0}
     sharing = Sharing()

@@ -7,14 +7,15 @@ import sys
 import pytest
 
 SCRIPT = """
-import resource, threading, torch
+import resource, sys, threading, torch
 from hfusion.device.allocator import keep_large_blocks
-kept = keep_large_blocks()
+size = int(sys.argv[1])
+kept = keep_large_blocks(size)
 def work():
-    torch.zeros(10 << 20)
+    torch.zeros(size // 4)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(3):
-        torch.zeros(10 << 20)
+        torch.zeros(size // 4)
     found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def thread():
     started = threading.Thread(target=work)
@@ -29,12 +30,33 @@ for place in (work, thread):
 """
 
 
+# glibc keeps blocks of up to 32 MiB by itself; a heap of a thread holds less than 64.
+@pytest.mark.parametrize("size", [40 << 20, 100 << 20])
 @pytest.mark.parametrize(("setting", "kept"), [("1", True), ("0", False)])
-def test_large_blocks_are_mapped_once(setting: str, kept: bool) -> None:
+def test_large_blocks_are_mapped_once(setting: str, kept: bool, size: int) -> None:
     environment = {**os.environ, "HFUSION_KEEP_MEMORY": setting}
-    result = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", SCRIPT, str(size)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     main, thread = (line.split() for line in result.stdout.splitlines())
     assert main[0] == thread[0] == str(kept)
-    # 40 MiB, more than glibc keeps by itself, are 10240 pages; memory that is handed back is faulted in again all three
-    # times.
-    assert (int(main[1]) < 2 * 10240) == (int(thread[1]) < 2 * 10240) == kept
+    # Memory that is handed back is faulted in again all three times.
+    faults = 2 * (size >> 12)
+    assert (int(main[1]) < faults) == (int(thread[1]) < faults) == kept
+
+
+def test_threads_have_heaps_of_their_own_unless_blocks_are_too_large_for_them() -> None:
+    """A thread's first block of memory lies in a heap of 64 MiB, or in the one of the process."""
+    script = """
+import sys, threading
+from hfusion.device.allocator import keep_large_blocks
+import torch
+keep_large_blocks(int(sys.argv[1]))
+main, found = torch.empty(1 << 16).data_ptr(), []
+thread = threading.Thread(target=lambda: found.append(torch.empty(1 << 16).data_ptr()))
+thread.start()
+thread.join()
+print(abs(found[0] - main) > 1 << 30)
+"""
+    for size, own in ((40 << 20, "True"), (100 << 20, "False")):
+        command = [sys.executable, "-c", script, str(size)]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == own
