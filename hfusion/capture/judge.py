@@ -34,7 +34,7 @@ def judge(observed: Observation, captured: Capture | None = None) -> str:
     Raises:
         StateError: forward keeps state in attributes.
     """
-    with restored(observed.module) as back:
+    with restored(observed.module, observed.search) as back:
         if not observed.attributes and not observed.variables:
             return _asks_for_gradients(observed) if captured is not None else ""
         try:

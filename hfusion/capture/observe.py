@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.attribute_values import contents, python_attributes
-from hfusion.capture.code_search import CodeSearch, names_of
+from hfusion.capture.code_search import CodeSearch
 from hfusion.capture.eager_runs import Outcome, changed_modes, run, twin
 from hfusion.capture.named import Registered, check_registered, tensors
 from hfusion.capture.python_reads import CLASSES, STRIDE_QUESTIONS, UNANSWERABLE, RefusedReads
@@ -57,6 +57,7 @@ class Observation:
         modes: the submodules, by path, whose mode it changed, with the new one: train (True) or eval.
         attributes: the Python attributes that it changed, and the flags of buffers that it made require a gradient.
         variables: the variables of classes and files that it changed.
+        search: the code that forward may run.
     """
 
     module: nn.Module
@@ -67,6 +68,7 @@ class Observation:
     modes: Mapping[str, bool]
     attributes: tuple[str, ...]
     variables: tuple[str, ...]
+    search: CodeSearch
 
     @property
     def call(self) -> Any:
@@ -76,18 +78,18 @@ class Observation:
     @cached_property
     def reads(self) -> tuple[Access, ...]:
         """What forward may read, also on branches that were not taken. A graph has these values as constants."""
-        search = CodeSearch([self.module])
+        names = self.search.all_names
         read = [
             Access("attribute", f"{path}.{name}".strip("."), value)
             for path, part in self.module.named_modules()
             for name, value in python_attributes(part)
-            if name in search.all_names
+            if name in names
         ]
-        for holder in search.holders:
+        for holder in self.search.holders:
             held = {f"{holder.title}{name}": holder.read(name) for name in sorted(holder.names)}
             known = {name: value for name, value in held.items() if value is not MISSING}
             read += [Access("variable", name, value) for name, value in known.items() if not isinstance(value, _CODE)]
-        questions = Questions.of(search.all_names)
+        questions = Questions.of(names)
         read += [Access("setting", ask.__name__, ask()) for ask in questions.settings]
         asked = {
             "autocast": questions.autocast,
@@ -135,14 +137,15 @@ def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         FusionError: forward accumulates gradients, changes registered tensors in a way that no stack can follow, or
             reads properties of tensors that differ between an array and a member alone.
     """
-    with restored(module):
+    search = CodeSearch([module])
+    with restored(module, search):
         called = twin(module)
-        before, around, registered = contents(called), variables(called), Registered.of(called)
-        outcome = run(called, args, kwargs, _watch(module, called, (args, kwargs)), copy_of=module)
+        before, around, registered = contents(called), variables(search), Registered.of(called)
+        outcome = run(called, args, kwargs, _watch(module, called, (args, kwargs), search.all_names), copy_of=module)
         _check_gradients(module, called)
         check_registered(module, registered, called)
-        changed = _changed(around, variables(called))
-        check_restorable(called, changed)
+        changed = _changed(around, variables(search))
+        check_restorable(search, changed)
         flags = {name: tensor.requires_grad for name, tensor in tensors(module)}
         flagged = [f"{n}.requires_grad" for n, t in tensors(called) if t.is_leaf and t.requires_grad and not flags[n]]
         observed = Observation(
@@ -154,17 +157,21 @@ def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             changed_modes(module, called),
             (*_changed(before, contents(called)), *flagged),
             tuple(changed),
+            search,
         )
     stage(type(module).__name__, "observed", lambda: str(observed), lambda: None)
     return observed
 
 
 def _watch(
-    module: nn.Module, called: nn.Module, arguments: Any
+    module: nn.Module, called: nn.Module, arguments: Any, names: frozenset[str]
 ) -> Callable[[Sequence[Tensor]], AbstractContextManager[Any]]:
-    """Return what refuses reads of what differs in an array, of the inputs and of the tensors of ``called``."""
+    """Return what refuses reads of what differs in an array, of the inputs and of the tensors of ``called``.
+
+    Args:
+        names: those in the code.
+    """
     restrided = any(is_restrided(tensor) for _, tensor in tensors(module))
-    names = names_of([module])
     parameters = [k for k, leaf in enumerate(pytree.tree_leaves(arguments)) if isinstance(leaf, nn.Parameter)]
     if parameters and not names.isdisjoint(CLASSES):
         raise FusionError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.attribute_values import contents
+from hfusion.capture.code_search import CodeSearch
 from hfusion.capture.eager_runs import apart, python_random_state, runnable
 from hfusion.capture.named import tensors
 from hfusion.capture.python_state import restored, variables
@@ -92,15 +93,18 @@ def trace_operators(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     if not runnable(module):
         return None
     try:
-        with restored(module):
-            return _traced(module, args, kwargs)
+        search = CodeSearch([module])
+        with restored(module, search):
+            return _traced(module, search, args, kwargs)
     except (FusionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):
         # A capture says why.
         return None
 
 
-def _traced(member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OperatorTrace | None:
-    before, around = contents(member), variables(member)
+def _traced(
+    member: nn.Module, search: CodeSearch, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> OperatorTrace | None:
+    before, around = contents(member), variables(search)
     untouched = {path: part.training for path, part in member.named_modules(remove_duplicate=False)}
     args, kwargs = copies((args, dict(kwargs)))
     recorder = _OperatorRecorder()
@@ -114,7 +118,7 @@ def _traced(member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         draws = python_random_state() != random_state
     if draws or recorder.looks or recorder.hooked():
         return None
-    if contents(member) != before or variables(member) != around:
+    if contents(member) != before or variables(search) != around:
         return None
     leaves, spec = pytree.tree_flatten(result)
     ends = (

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.code_search import MAX_ITEMS, SCALARS, CodeSearch, holders_of
+from hfusion.capture.code_search import MAX_ITEMS, SCALARS, CodeSearch
 from hfusion.capture.intercept import is_intercepted
 from hfusion.capture.named import is_array
 from hfusion.capture.variable_holders import MISSING, Attributes, ContextVariable, Holder, slots
@@ -23,10 +23,10 @@ from hfusion.core.errors import FusionError
 from hfusion.torch_private.tracer_warnings import noted
 
 PLAIN = (*SCALARS, torch.dtype, torch.device, torch.Size)
-CONTAINERS = (list, dict, set, deque)
+MUTABLE_CONTAINERS = (list, dict, set, deque)
 # An OrderedDict is no longer one after methods of dict have changed it.
 _BASES = (OrderedDict, dict, list, set, deque)
-VALUES = (*PLAIN, *CONTAINERS, Tensor)
+VALUES = (*PLAIN, *MUTABLE_CONTAINERS, Tensor)
 _ATOMS = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
 # Bytes of an array that are compared.
 MAX_BYTES = 65536
@@ -36,11 +36,14 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 @contextmanager
-def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
+def restored(module: nn.Module, search: CodeSearch | None = None) -> Iterator[Callable[[], None]]:
     """Context manager: restore the attributes of ``module`` and the variables outside of it that its code may change.
 
     Others may be another thread's. Of the tensors in attributes the objects are restored, not their values. Entries
     added to ``functools.lru_cache`` meanwhile are dropped.
+
+    Args:
+        search: of the code of ``module``, if it is known.
 
     Yields: a function that restores everything immediately.
     """
@@ -48,7 +51,7 @@ def restored(module: nn.Module) -> Iterator[Callable[[], None]]:
     visited: dict[int, Any] = {}
     for part in module.modules():
         _remember(part, undo, visited)
-    search = CodeSearch([module])
+    search = search or CodeSearch([module])
     holders = search.holders
     for holder in holders:
         _remember_variables(holder, search.assigned, undo, visited)
@@ -82,14 +85,22 @@ def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
             change()
 
 
-def variables(module: nn.Module) -> dict[str, Any]:
-    """Return the variables that the code of ``module`` names, by their full names; see `comparable`."""
-    return dict(compared_variables(holders_of(module), {}))
+def variables(search: CodeSearch) -> dict[str, Any]:
+    """Return the variables that the code names, and attributes that it may have added, by their full names.
+
+    The values are as of `comparable`.
+    """
+    alive: dict[int, Any] = {}
+    found = dict(compared_variables(search.holders, alive))
+    for holder in search.holders:
+        for name in (_table(holder).keys() & search.assigned) - holder.names.keys():
+            found[f"{holder.title}{name}"] = comparable(holder.read(name), alive)
+    return found
 
 
-def check_restorable(module: nn.Module, changed: Collection[str]) -> None:
+def check_restorable(search: CodeSearch, changed: Collection[str]) -> None:
     """Raise a FusionError if one of the variables in ``changed`` is one that `restored` cannot put back."""
-    for holder in holders_of(module) if changed else ():
+    for holder in search.holders if changed else ():
         for name in holder.names:
             value = holder.read(name)
             if f"{holder.title}{name}" in changed and isinstance(value, Iterator):
@@ -219,7 +230,7 @@ def _set_draws(generator: Any, state: Any) -> None:
 
 def comparable(value: Any, alive: dict[int, Any], depth: int = 3) -> Any:
     """Return the `identity` of a value, or of the items of lists and similar containers."""
-    if not isinstance(value, CONTAINERS) or not depth or len(value) > MAX_ITEMS:
+    if not isinstance(value, MUTABLE_CONTAINERS) or not depth or len(value) > MAX_ITEMS:
         return identity(value, alive)
     items = [(name, comparable(item, alive, depth - 1)) for name, item in parts(value)]
     return type(value), frozenset(items) if isinstance(value, set) else tuple(items)
@@ -250,7 +261,7 @@ def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, A
             for cell in filled_cells(item):
                 undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
                 waiting.append(cell.cell_contents)
-        elif objects or isinstance(item, CONTAINERS):
+        elif objects or isinstance(item, MUTABLE_CONTAINERS):
             for base in (kind for kind in _BASES if isinstance(item, kind)):
                 items = _items(base, item)
                 undo.append(functools.partial(_refill, base, item, items))
@@ -313,8 +324,11 @@ def _remember_variables(
 
 def _attributes_of(holder: Holder) -> Set[str]:
     """The names of all plain attributes, also of those that the code does not name yet."""
-    table = dict(getattr(holder.held, "__dict__", {})) if isinstance(holder, Attributes) else {}
-    return {name for name, value in table.items() if isinstance(value, VALUES) and not name.startswith("__")}
+    return {name for name, value in _table(holder).items() if isinstance(value, VALUES) and not name.startswith("__")}
+
+
+def _table(holder: Holder) -> dict[str, Any]:
+    return dict(getattr(holder.held, "__dict__", {})) if isinstance(holder, Attributes) else {}
 
 
 def _reset_variables(holder: Holder, before: dict[str, Any], added: Set[str]) -> None:

@@ -28,7 +28,7 @@ from hfusion.capture.attribute_writes import (
 )
 from hfusion.capture.code_search import holders_of
 from hfusion.capture.intercept import Island
-from hfusion.capture.python_state import CONTAINERS, PLAIN, compared_variables, identity, parts
+from hfusion.capture.python_state import MUTABLE_CONTAINERS, PLAIN, compared_variables, identity, parts
 from hfusion.core.errors import FusionError
 from hfusion.torch_private.dispatch_modes import disable_current_modes
 
@@ -174,7 +174,7 @@ class StateReader:
             for holder in list(self._alive.values())
             if hasattr(holder, "__dict__") and not isinstance(holder, Tensor)
             for name, value in _items(holder)
-            if isinstance(value, CONTAINERS) and id(value) in state
+            if isinstance(value, MUTABLE_CONTAINERS) and id(value) in state
         }
 
     def name(self, module: nn.Module, holders: Set[int | str]) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hfusion.capture.code_search import CodeSearch
 from hfusion.capture.python_state import restored, variables
 
 OWN: dict[str, int] = {}
@@ -36,16 +37,34 @@ class Counting(nn.Module):
 
 def test_what_forward_names_comes_back() -> None:
     module = Counting()
-    before = variables(module)
-    with restored(module):
+    search = CodeSearch([module])
+    before = variables(search)
+    with restored(module, search):
         module(torch.zeros(1))
         OTHERS["elsewhere"] = 1
-        assert variables(module) != before
+        assert variables(search) != before
     assert (OWN, HELPERS, Counting.calls) == ({}, [], 0)
     assert "MADE" not in globals()
     assert not hasattr(module, "last")
     assert OTHERS == {"elsewhere": 1}
-    assert variables(module) == before
+    assert variables(search) == before
+
+
+class Adding(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.highest = x.max().item()  # type: ignore[attr-defined]
+        SEEN.parts = Row([x])  # type: ignore[attr-defined]
+        return x
+
+
+def test_attributes_that_forward_adds_to_an_object_are_variables() -> None:
+    search = CodeSearch([Adding()])
+    before = variables(search)
+    with restored(Adding(), search):
+        Adding()(torch.zeros(1))
+        after = variables(search)
+    assert {name.rpartition(".")[2] for name in after if name not in before} == {"highest", "parts"}
+    assert vars(SEEN).keys() == {"samples"}
 
 
 class Table(dict[Any, Any]):
