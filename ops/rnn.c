@@ -1,7 +1,8 @@
-/* The LSTMs of many members on a CPU, as operators of torch's dispatcher: every time step is one product of matrices and
-   one pass over the memory. Nothing here needs Python, so that compiled steps call it on any thread.
+/* The LSTMs and GRUs of many members on a CPU, as operators of torch's dispatcher: every time step is one product of
+   matrices and one pass over the memory. Nothing here needs Python, so that compiled steps call it on any thread.
 
-   Rows are the samples of all members. Gates lie side by side in a row, [i, f, g, o], each of `size` units. Where
+   Rows are the samples of all members. Gates lie side by side in a row, each of `size` units: [i, f, g, o] of an LSTM,
+   and [r, z, n, m] of a GRU, m being the sum over the hidden state that the candidate n takes. Where
    the samples of a member lie together but members apart, `member` is the distance between two members and `row`
    that between two samples, in elements; there are `samples` of a member. Compiled by hfusion/device/native.py. */
 
@@ -206,13 +207,83 @@ void lstm_steps_backward(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
     end(failed, "hfusion_lstm::steps_backward", stack, 6, made, 3);
 }
 
-/* Lets torch call both. 0 if that works. */
-int lstm_register(const void *functions) {
-    static Handle library;
+/* sums over the inputs [B, T, N, 3 H], h [(B,) N, H], weights [B, K, 3 H], K = H or, with biases, H + 1; reverse ->
+   hidden states before each step [B, T, N, K], and after it [B, T, N, H], gates [T, B, N, 4 H]. */
+void gru_steps(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
+    Tensor sums, h, weights, hidden = {0}, made[3] = {{0}};
+    Tensor *rows = made, *y = made + 1, *gates = made + 2;
+    const int64_t reverse = (int64_t)stack[3];
+    (void)inputs, (void)outputs;
+    int32_t type = 0;
+    int failed = look((Handle)stack[0], &sums) || look((Handle)stack[1], &h) || look((Handle)stack[2], &weights) ||
+                 torch.type(sums.handle, &type);
+    if (!failed && !(whole(&sums) && whole(&h) && whole(&weights))) failed = 2;
+    if (!failed) {
+        const int64_t members = sums.sizes[0], steps = sums.sizes[1], samples = sums.sizes[2];
+        const int64_t width = weights.sizes[1], size = weights.sizes[2] / 3;
+        failed = make(members, steps, samples, width, type, rows) || make(members, steps, samples, size, type, y) ||
+                 make(steps, members, samples, 4 * size, type, gates) ||
+                 make(0, members, samples, 3 * size, type, &hidden);
+        for (int64_t step = -1; !failed && step < steps; step++) {
+            const int64_t time = reverse ? steps - 1 - step : step, next = reverse ? time - 1 : time + 1;
+            if (step >= 0)
+                failed = multiply(hidden.handle, 0, samples * 3 * size, 3 * size, rows->handle, time * samples * width,
+                                  steps * samples * width, width, members, samples, weights.handle);
+            if (failed) break;
+            if (type == torch.double_type())
+                gru_step_double(&sums, &h, &hidden, rows, y, gates, members, steps, samples, size, width, step, time, next);
+            else
+                gru_step_float(&sums, &h, &hidden, rows, y, gates, members, steps, samples, size, width, step, time, next);
+        }
+    }
+    if (hidden.handle) torch.forget(hidden.handle);
+    end(failed, "hfusion_gru::steps", stack, 3, made, 3);
+}
+
+/* gates and hidden states before each step, as above, w_hidden [B, 3 H, H], gradients of the hidden states [B, T, N, H]
+   and of the last one [B, N, H]; reverse -> those of the sums over inputs and over the hidden state [B, T, N, 3 H], and
+   two [B, N, H] whose sum is that of the first state. */
+void gru_steps_backward(uint64_t *stack, uint64_t inputs, uint64_t outputs) {
+    Tensor given[5], made[4] = {{0}};
+    Tensor *gates = given, *rows = given + 1, *w_hidden = given + 2, *d_y = given + 3;
+    Tensor *sums = made, *own = made + 1, *hidden = made + 2, *carry = made + 3;
+    const int64_t reverse = (int64_t)stack[5];
+    (void)inputs, (void)outputs;
+    int32_t type = 0;
+    int failed = torch.type((Handle)stack[0], &type);
+    for (int k = 0; !failed && k < 5; k++) failed = look((Handle)stack[k], given + k);
+    for (int k = 0; !failed && k < 5; k++) failed = whole(given + k) ? 0 : 2;
+    if (!failed) {
+        const int64_t steps = gates->sizes[0], members = gates->sizes[1], samples = gates->sizes[2];
+        const int64_t size = w_hidden->sizes[2], width = rows->sizes[3], state = members * samples * size;
+        const size_t bytes = state * (type == torch.double_type() ? sizeof(double) : sizeof(float));
+        failed = make(members, steps, samples, 3 * size, type, sums) || make(members, steps, samples, 3 * size, type, own) ||
+                 make(0, members, samples, size, type, hidden) || make(0, members, samples, size, type, carry);
+        if (!failed) {
+            memcpy(hidden->data, given[4].data, bytes);
+            memset(carry->data, 0, bytes);
+        }
+        for (int64_t step = steps; !failed && step--;) {
+            const int64_t time = reverse ? steps - 1 - step : step;
+            if (type == torch.double_type())
+                gru_back_double(gates, rows, d_y, hidden, carry, sums, own, members, steps, samples, size, width, step, time);
+            else
+                gru_back_float(gates, rows, d_y, hidden, carry, sums, own, members, steps, samples, size, width, step, time);
+            failed = multiply(hidden->handle, 0, samples * size, size, own->handle, time * samples * 3 * size,
+                              steps * samples * 3 * size, 3 * size, members, samples, w_hidden->handle);
+        }
+    }
+    end(failed, "hfusion_gru::steps_backward", stack, 5, made, 4);
+}
+
+/* Lets torch call all. 0 if that works. */
+int rnn_register(const void *functions) {
+    static Handle lstm, gru;
     memcpy(&torch, functions, sizeof torch);
-    return torch.library("hfusion_lstm", "CPU", __FILE__, __LINE__, &library) ||
-           torch.implement(library, "steps", lstm_steps) ||
-           torch.implement(library, "steps_backward", lstm_steps_backward);
+    return torch.library("hfusion_lstm", "CPU", __FILE__, __LINE__, &lstm) ||
+           torch.implement(lstm, "steps", lstm_steps) || torch.implement(lstm, "steps_backward", lstm_steps_backward) ||
+           torch.library("hfusion_gru", "CPU", __FILE__, __LINE__, &gru) ||
+           torch.implement(gru, "steps", gru_steps) || torch.implement(gru, "steps_backward", gru_steps_backward);
 }
 
 #else
@@ -319,6 +390,65 @@ static void NAME(lstm_back)(Tensor *gates, Tensor *cells, Tensor *d_y, Tensor *h
                         (REAL *)d_y->data + time * samples * size, rows * size, size, (REAL *)hidden->data,
                         (REAL *)carry->data, (REAL *)sums->data + time * samples * 4 * size, rows * 4 * size,
                         torch.threads());
+}
+
+/* From the sums of step `step`, which is at `time`, its gates and hidden state, which goes to the rows at `next`, too:
+   before the first step, -1, only the first state does. */
+static void NAME(gru_step)(const Tensor *sums, const Tensor *h, const Tensor *hidden, Tensor *rows, Tensor *y,
+                           Tensor *gates, int64_t members, int64_t steps, int64_t samples, int64_t size, int64_t width,
+                           int64_t step, int64_t time, int64_t next) {
+    const int64_t shared = h->dims == 2, count = members * samples, threads = torch.threads();
+#pragma omp parallel for num_threads(threads) if (threads > 1 && count * size > GRAIN)
+    for (int64_t row = 0; row < count; row++) {
+        const int64_t first = row / samples * steps * samples + row % samples, place = first + time * samples;
+        const REAL *from = (REAL *)h->data + (shared ? row % samples : row) * size;
+        if (step >= 0) {
+            const REAL *restrict in = (REAL *)sums->data + place * 3 * size;
+            const REAL *restrict own = (REAL *)hidden->data + row * 3 * size;
+            const REAL *restrict old = (REAL *)rows->data + place * width;
+            REAL *restrict r = (REAL *)gates->data + (step * count + row) * 4 * size, *restrict z = r + size;
+            REAL *restrict n = z + size, *restrict m = n + size, *restrict out = (REAL *)y->data + place * size;
+#pragma omp simd simdlen(16)
+            for (int64_t k = 0; k < size; k++) {
+                r[k] = NAME(sigmoid)(in[k] + own[k]);
+                z[k] = NAME(sigmoid)(in[size + k] + own[size + k]);
+                m[k] = own[2 * size + k];
+                n[k] = NAME(tanh)(in[2 * size + k] + r[k] * m[k]);
+                out[k] = n[k] + z[k] * (old[k] - n[k]);
+            }
+            from = out;
+        }
+        if (next < 0 || next >= steps) continue;
+        REAL *to = (REAL *)rows->data + (first + next * samples) * width;
+        memcpy(to, from, size * sizeof(REAL));
+        if (width > size) to[size] = 1;
+    }
+}
+
+/* From the gradients of this step's output and of its hidden state (`hidden`, and `carry` beside the product) those of
+   both sums and, in `carry`, of the state before it beside the product. */
+static void NAME(gru_back)(const Tensor *gates, const Tensor *rows, const Tensor *d_y, const Tensor *hidden, Tensor *carry,
+                           Tensor *sums, Tensor *own, int64_t members, int64_t steps, int64_t samples, int64_t size,
+                           int64_t width, int64_t step, int64_t time) {
+    const int64_t count = members * samples, threads = torch.threads();
+#pragma omp parallel for num_threads(threads) if (threads > 1 && count * size > GRAIN)
+    for (int64_t row = 0; row < count; row++) {
+        const int64_t place = (row / samples * steps + time) * samples + row % samples;
+        const REAL *restrict r = (REAL *)gates->data + (step * count + row) * 4 * size, *restrict z = r + size;
+        const REAL *restrict n = z + size, *restrict m = n + size, *restrict old = (REAL *)rows->data + place * width;
+        const REAL *restrict grad = (REAL *)d_y->data + place * size, *restrict from = (REAL *)hidden->data + row * size;
+        REAL *restrict kept = (REAL *)carry->data + row * size, *restrict to = (REAL *)sums->data + place * 3 * size;
+        REAL *restrict by_state = (REAL *)own->data + place * 3 * size;
+#pragma omp simd simdlen(16)
+        for (int64_t k = 0; k < size; k++) {
+            const REAL h = grad[k] + from[k] + kept[k], c = h * (1 - z[k]) * (1 - n[k] * n[k]);
+            by_state[k] = to[k] = c * m[k] * r[k] * (1 - r[k]);
+            by_state[size + k] = to[size + k] = h * (old[k] - n[k]) * z[k] * (1 - z[k]);
+            to[2 * size + k] = c;
+            by_state[2 * size + k] = c * r[k];
+            kept[k] = h * z[k];
+        }
+    }
 }
 
 #endif

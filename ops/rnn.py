@@ -117,7 +117,13 @@ def _registered() -> str:
     except (OSError, AttributeError) as error:
         return f"torch is built in another way than expected: {error}"
     given = (ctypes.c_void_p * len(addresses))(*addresses)
-    return "torch takes no operators in C" if found.lstm_register(given) else ""
+    return "torch takes no operators in C" if found.rnn_register(given) else ""
+
+
+def is_large(params: Sequence[Value]) -> bool:
+    """Return whether a layer's matrices have more than `MAX_WEIGHTS` numbers."""
+    sizes = [p.example.numel() for p in params if p.rank == 2]
+    return any(sum(pair) > MAX_WEIGHTS for pair in zip(sizes[::2], sizes[1::2], strict=False))
 
 
 def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value], **options: Any) -> Call | None:
@@ -127,12 +133,11 @@ def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value],
     per_layer = (4 if options["has_biases"] else 2) * (2 if options["bidirectional"] else 1)
     x = input.example
     known = x.dtype in native.TYPES and len(params) == per_layer * options["num_layers"]
-    sizes = [p.example.numel() for p in params if p.rank == 2]
-    large = any(sum(pair) > MAX_WEIGHTS for pair in zip(sizes[::2], sizes[1::2], strict=False))
-    if has_per_member(options) or not known or large or kernels():
+    if has_per_member(options) or not known or is_large(params) or kernels():
         return None
     samples = hint(x.shape[0 if options["batch_first"] else 1]) or 1
-    if not options["train"] and samples * (sizes[0] + sizes[1]) > FEW_PRODUCTS:
+    matrices = [p.example.numel() for p in params if p.rank == 2]
+    if not options["train"] and samples * sum(matrices[:2]) > FEW_PRODUCTS:
         return None
     operands = [v if v.shared else v.to(Layout.STACKED) for v in (input, *hx)]
     weights = [p.to(Layout.STACKED) for p in params]
@@ -156,11 +161,11 @@ def lstm_stacked(
         lower = torch.get_autocast_dtype("cpu")
         dtypes = _dtypes_under_autocast(lower, (x.dtype, h.dtype, c.dtype, weights[0].dtype))
         rounded = [tensor.to(lower).float() if tensor.dtype is not torch.float64 else tensor for tensor in tensors]
-        if dtypes is not None and _runs(rounded):
+        if dtypes is not None and runs(rounded):
             with torch.autocast("cpu", enabled=False):
                 results = lstm_stacked(members, rounded[0], rounded[1], rounded[2], rounded[3:], **options)
             return tuple(result.to(dtype) for result, dtype in zip(results, dtypes, strict=True))
-    if not (trained or few) or torch.is_autocast_enabled("cpu") or not _runs(tensors):
+    if not (trained or few) or torch.is_autocast_enabled("cpu") or not runs(tensors):
         return run_per_member("lstm", members, x, (h, c), weights, options)
 
     def layer(reverse: bool, values: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Results:
@@ -188,7 +193,7 @@ def _dtypes_under_autocast(lower: torch.dtype, given: tuple[torch.dtype, ...]) -
     return tuple(result.dtype for result in results)
 
 
-def _runs(tensors: Sequence[Tensor]) -> bool:
+def runs(tensors: Sequence[Tensor]) -> bool:
     """True if the kernels can run on these tensors, and autograd needs no more than their backward."""
     first = tensors[0]
     return (
@@ -246,7 +251,7 @@ class LstmLayer(torch.autograd.Function):
         sums, before, carry = _sums(ctx.reverse, grads, w_hidden, gates, cells, wanted[1])
         flat = sums.flatten(1, 2)
         d_x = torch.bmm(flat, w_input).view(*sums.shape[:3], -1) if wanted[0] else None
-        first = [_reduced(grad, like) for grad, like in ((d_x, x), (before, h), (carry, c))]
+        first = [reduced(grad, like) for grad, like in ((d_x, x), (before, h), (carry, c))]
         if not any(wanted[3:]):
             return None, *first, None, None, None, None
         products = torch.bmm(rows.flatten(1, 2).mT, flat)
@@ -289,7 +294,7 @@ def _sums(
     return found
 
 
-def _reduced(grad: Tensor | None, like: Tensor) -> Tensor | None:
+def reduced(grad: Tensor | None, like: Tensor) -> Tensor | None:
     """The sum over the members where they had one value in common."""
     return grad if grad is None or grad.dim() == like.dim() else grad.sum(0)
 

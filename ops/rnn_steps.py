@@ -112,9 +112,10 @@ def _order(count: int, reverse: bool) -> range:
     return range(count - 1, -1, -1) if reverse else range(count)
 
 
-def _steps(
+def steps_of_all(
     sums: Tensor, h: Tensor, c: Tensor | None, w_hidden: Tensor, b_hidden: Tensor | None, kind: str, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states ``[T, B, N, H]``, cell states, and what backward needs; arguments as of `Steps`."""
     count, members, samples, _ = sums.shape
     weights, bias = w_hidden.mT, None if b_hidden is None else b_hidden.unsqueeze(1)
     fused = _fused(kind, sums.device)
@@ -209,7 +210,7 @@ def _fake_backward(
     return d_sums, d_hidden, state, y.new_empty(0) if c is None else torch.empty_like(state)
 
 
-_definitions.impl("steps", _steps, "CompositeExplicitAutograd")
+_definitions.impl("steps", steps_of_all, "CompositeExplicitAutograd")
 _definitions.impl("steps_backward", _steps_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("hfusion_rnn::steps", _fake_steps, lib=_definitions)
 torch.library.register_fake("hfusion_rnn::steps_backward", _fake_backward, lib=_definitions)
@@ -321,10 +322,6 @@ def recurrent_stacked(
     return through_layers(layer, members, x, states, weights, options)
 
 
-def gru(site: Site, input: Value, hx: Value, params: Sequence[Value], **options: Any) -> Call | None:
-    return recurrent(site, "gru", input, [hx], params, options)
-
-
 def rnn_tanh(site: Site, input: Value, hx: Value, params: Sequence[Value], **options: Any) -> Call | None:
     return recurrent(site, "rnn_tanh", input, [hx], params, options)
 
@@ -344,4 +341,4 @@ def _products(x: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
     return (sums if biases is None else sums + biases.unsqueeze(1)).contiguous()
 
 
-RULES: RuleTable = {aten.gru.input: gru, aten.rnn_tanh.input: rnn_tanh, aten.rnn_relu.input: rnn_relu}
+RULES: RuleTable = {aten.rnn_tanh.input: rnn_tanh, aten.rnn_relu.input: rnn_relu}

@@ -32,15 +32,15 @@ class Sloped(nn.Module):
         return self.head(F.leaky_relu(F.leaky_relu(h, self.slope), self.slope))
 
 
-class Gated(nn.Module):
+class Recurrent(nn.Module):
     """A recurrent layer, each of whose calls is many operators."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gru, self.head = nn.GRU(4, 3, batch_first=True), nn.Linear(3, 2)
+        self.rnn, self.head = nn.RNN(4, 3, num_layers=2, batch_first=True), nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.gru(x)[0][:, -1])
+        return self.head(self.rnn(x)[0][:, -1])
 
 
 @needs_compiler
@@ -79,7 +79,7 @@ def test_blocks_of_one_where_more_members_are_too_large(
     # What is refused here is not to be found by others.
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compile_limits, "MAX_OPERATORS", 300)
-    model = Model("gated", Gated, normal(2, 4))
+    model = Model("recurrent", Recurrent, normal(2, 4))
     both = pair(model, compile=True, count=4, parts=parts)
     for step in range(3):
         both.advance(*batch(model, 4), f"after step {step}")
