@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hfusion import optim
     from hfusion.adapters.lora import Adapters, lora
-    from hfusion.array.each import each
     from hfusion.array.fuse import build, fuse
+    from hfusion.array.member_functions import each
     from hfusion.array.module import FusedModule
     from hfusion.array.per_model import per_model
     from hfusion.checkpoint.save import load, save
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from hfusion.step.train_step import train_step
     from hfusion.tasks.task import Evaluation, Step, Task
     from hfusion.tasks.train import TrainError
-    from hfusion.tune.exploit import PBT
-    from hfusion.tune.result import SweepResult
+    from hfusion.tune.population_based_training import PBT
     from hfusion.tune.sweep import sweep
+    from hfusion.tune.sweep_result import SweepResult
 
 __version__ = "0.1.0"
 
@@ -94,7 +94,7 @@ __all__ = [
 # The module of each public name. It is imported when the name is first used: a sweep of few epochs ends before the
 # compiler, the passes and the scheduler, which it does not need, would be loaded.
 _MODULES = {
-    "PBT": "hfusion.tune.exploit",
+    "PBT": "hfusion.tune.population_based_training",
     "Adapters": "hfusion.adapters.lora",
     "CheckpointError": "hfusion.core.errors",
     "Cluster": "hfusion.cluster.cluster",
@@ -115,12 +115,12 @@ _MODULES = {
     "Ragged": "hfusion.core.ragged",
     "SpillError": "hfusion.core.errors",
     "Step": "hfusion.tasks.task",
-    "SweepResult": "hfusion.tune.result",
+    "SweepResult": "hfusion.tune.sweep_result",
     "Task": "hfusion.tasks.task",
     "TrainError": "hfusion.tasks.train",
     "build": "hfusion.array.fuse",
     "copy_rows": "hfusion.cluster.rank_copies",
-    "each": "hfusion.array.each",
+    "each": "hfusion.array.member_functions",
     "fuse": "hfusion.array.fuse",
     "gather_rows": "hfusion.cluster.ranks",
     "load": "hfusion.checkpoint.save",

@@ -49,7 +49,7 @@ def rows_of(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def width(node: fx.Node, members: int) -> int:
-    """Return how many of ``members`` compute a node."""
+    """Return the number of members that compute a node: all ``members``, unless it names rows."""
     rows = rows_of(node)
     return members if rows is None else len(rows)
 

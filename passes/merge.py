@@ -73,7 +73,10 @@ def merge(
             if node.target is OPAQUE:
                 raise FusionError("a part of forward can only run as the members' own code, which must be the same")
             if node.op == "call_function" and has_effect(node) and not isinstance(node.target, OpOverload):
-                raise FusionError(f"forward sets autocast ({node.name}), which must be the same")
+                raise FusionError(
+                    f"forward sets autocast ({node.name}), which cannot hold for some members only, and their forwards "
+                    "differ: set it around the call of the array, or fuse models of one forward"
+                )
     partial, inputs = _partial(variants), inputs or {}
     apart = _Merge(variants, shapes, inputs, apart=True).run(partial).graph
     return replace(_Merge(variants, shapes, inputs).run(partial), apart=apart)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
-from hfusion.capture import own_code
+from hfusion.capture import fallback_runtime
 from hfusion.compiler.fusion_report import ProgramReport
 from hfusion.core.calls import is_stacked
 from hfusion.passes.islands import OPAQUE
@@ -56,7 +56,7 @@ def net(forward: Callable[..., Any], prepare: Callable[[nn.Module], None] = lamb
 def looped(part: ProgramReport) -> set[str]:
     """The paths of the submodules that run as their own code."""
     nodes = [node for node in part.program.module.graph.nodes if "origin" in node.meta]
-    return {own_code.calls[node.args[0][0]].path for node in nodes if node.meta["origin"].target is OPAQUE}
+    return {fallback_runtime.calls[node.args[0][0]].path for node in nodes if node.meta["origin"].target is OPAQUE}
 
 
 def assert_alone(models: Sequence[nn.Module], *calls: Call | Tensor, grads: bool = True) -> hf.FusedModule:

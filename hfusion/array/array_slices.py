@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hfusion.array.member_module import RowView
 from hfusion.array.member_views import Views
-from hfusion.array.row_view import RowView
 from hfusion.array.split_by_mode import Split, part_of
 from hfusion.capture.skeleton import live_rows
 from hfusion.core.errors import FusionError
@@ -79,7 +79,7 @@ class SliceViews(Views):
 
     def update(self, fused: FusedModule) -> None:
         """Apply changes made to members, see `Views`."""
-        from hfusion.array.array_rows import Kinds, enter
+        from hfusion.array.array_editing import Kinds, enter
 
         if self._array_changed(fused):
             self.follow(fused)
@@ -140,5 +140,5 @@ def chosen_rows(rows: slice, members: int) -> range:
             "hf.fuse([fused[i] for i in ...]) copies any members"
         )
     if not chosen:
-        raise IndexError(f"{rows} takes none of the {members} members of the array")
+        raise IndexError(f"{rows} takes none of the {members} members of the array, which are 0 to {members - 1}")
     return chosen

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.array_state import Array, empty_stack, stack_of
+from hfusion.array.array_description import Array, empty_stack, stack_of
 from hfusion.array.module import FusedModule
-from hfusion.capture.attribute_values import fingerprint
-from hfusion.capture.compare import Comparison, Sharing, check_alone, check_pair, compare
-from hfusion.capture.named import tensors
+from hfusion.capture.attribute_fingerprint import fingerprint
+from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_pair, compare
+from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
 from hfusion.device.allocator import keep_large_blocks

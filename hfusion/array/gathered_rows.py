@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.array_rows import Kinds, changed_tensors, enter
+from hfusion.array.array_editing import Kinds, changed_tensors, enter
 from hfusion.array.member_views import Views
-from hfusion.array.moved_stacks import resize
 from hfusion.array.program_reuse import Kin, trust
+from hfusion.array.resize_stacks import resize
 from hfusion.array.split_by_mode import copied_rows, part_of
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.compiler import Compiler

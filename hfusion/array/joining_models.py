@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.compare import Sharing, check_alone, check_pair
-from hfusion.capture.named import tensors
-from hfusion.capture.structures import check_structures
+from hfusion.capture.compare_models import Sharing, check_alone, check_pair
+from hfusion.capture.registered_tensors import tensors
+from hfusion.capture.variant_structures import check_structures
 from hfusion.core.errors import FusionError
 
 if TYPE_CHECKING:
-    from hfusion.array.array_rows import Source
+    from hfusion.array.array_editing import Source
     from hfusion.array.module import FusedModule
 
 

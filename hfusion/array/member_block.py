@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.gathered_rows import GatheredRows
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.gradient_usage import absent_rows, freeze_rows, frozen_rows, mark_absent
 
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.array_state import check_one_structure
-from hfusion.array.member_state import check_fits, put_tensor, rearranged
-from hfusion.array.row_view import RowView, said_to, tensor_states, without_hooks
+from hfusion.array.array_description import check_one_structure
+from hfusion.array.member_module import RowView, said_to, tensor_states, without_hooks
+from hfusion.array.member_relocation import check_fits, put_tensor, rearranged
 from hfusion.array.split_by_mode import Split, flags_read
-from hfusion.capture.attribute_values import modeless_fingerprint
-from hfusion.capture.named import tensors
+from hfusion.capture.attribute_fingerprint import modeless_fingerprint
+from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows, materialize, skeleton
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows
@@ -327,7 +327,7 @@ class Views:
 
     def _renew(self, fused: FusedModule, changed: Mapping[int, Any]) -> None:
         """Update members whose attributes have changed; ``changed`` has their new fingerprints, by row."""
-        from hfusion.array.array_rows import Kinds, enter
+        from hfusion.array.array_editing import Kinds, enter
 
         kinds, array = Kinds.of(fused), fused._array
         after = list(kinds.contents)

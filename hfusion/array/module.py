@@ -14,30 +14,30 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.array_rows import Rows
+from hfusion.array.array_description import Array, ArrayState, mark_tensors, partly_written
+from hfusion.array.array_editing import Rows
+from hfusion.array.array_export import exported
 from hfusion.array.array_slices import chosen_rows, slice_of
-from hfusion.array.array_state import Array, ArrayState, mark_tensors, partly_written
-from hfusion.array.branches import STATE, Branch, Tree, fixed_of, grow
-from hfusion.array.by_size import by_size, size_reports
 from hfusion.array.dynamo import finder, inline
-from hfusion.array.evaluation import evaluating
-from hfusion.array.exported import exported
-from hfusion.array.function_programs import note_call
-from hfusion.array.member_state import restore, said, unfused
+from hfusion.array.eval_mode import evaluating
+from hfusion.array.failed_assertions import REFUSALS, call_members
+from hfusion.array.function_program_cache import note_call
+from hfusion.array.member_relocation import restore, said, unfused
 from hfusion.array.member_views import Views
 from hfusion.array.methods import call_method, method_names
-from hfusion.array.modes import own_modes
+from hfusion.array.module_tree import STATE, Branch, Tree, fixed_of, grow
 from hfusion.array.number_buffers import NumberBuffers, compiler_of
+from hfusion.array.overridden_modes import own_modes
 from hfusion.array.program_reuse import TraceCache
-from hfusion.array.raising_checks import REFUSALS, call_members
+from hfusion.array.ragged_calls import by_size, size_reports
 from hfusion.array.split_by_mode import Split, check_together
-from hfusion.array.transformed import plain_stacks, run_members, unserved
+from hfusion.array.unfused_calls import plain_stacks, run_members, unserved
 from hfusion.array.unstacked_inputs import UnstackedInputs, hint_at_stacked
-from hfusion.array.variables import Situations
-from hfusion.capture.attribute_values import modeless_fingerprint
-from hfusion.capture.named import tensors
+from hfusion.array.variable_states import Situations
+from hfusion.capture.attribute_fingerprint import modeless_fingerprint
+from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows, materialize
-from hfusion.capture.structures import union_of_modules
+from hfusion.capture.variant_structures import union_of_modules
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
 from hfusion.compiler.compiled_program import ArraySpec, Compiled, check_stackable

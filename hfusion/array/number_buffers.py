@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.member import VaryingSizes
-from hfusion.capture.named import is_array
+from hfusion.capture.capture_member import VaryingSizes
+from hfusion.capture.registered_tensors import is_array
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled, compile_array
 from hfusion.core.errors import FusionError

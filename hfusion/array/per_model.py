@@ -11,11 +11,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.array.broadcast import hinting, warn_as_alone, warn_of_unstacked
-from hfusion.array.function_programs import MAX_STATES, FunctionPrograms, OwnPrograms, current_programs
+from hfusion.array.broadcast_warnings import hinting, warn_as_alone, warn_of_unstacked
+from hfusion.array.function_program_cache import MAX_STATES, FunctionPrograms, OwnPrograms, current_programs
 from hfusion.array.ragged_rows import call_by_size, check_ragged, rows_by_size
-from hfusion.array.transformed import stacked_results, unserved
-from hfusion.capture.named import tensors
+from hfusion.array.unfused_calls import stacked_results, unserved
+from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram, bind
 from hfusion.compiler.compiled_program import ArraySpec, Compiled, check_members

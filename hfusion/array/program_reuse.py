@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hfusion.array.array_state import row_copy
+from hfusion.array.array_description import row_copy
 from hfusion.capture.operator_trace import OperatorTrace, trace_operators
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled

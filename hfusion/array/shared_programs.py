@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hfusion.capture.member import VaryingSizes
+from hfusion.capture.capture_member import VaryingSizes
 from hfusion.compiler.arguments import Arguments, is_tensors
 from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled
 from hfusion.core.fingerprint import read_model, tensors_of

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.array.array_state import check_one_structure
+from hfusion.array.array_description import check_one_structure
+from hfusion.array.failed_assertions import REFUSALS, call_members
+from hfusion.array.member_module import RowView
 from hfusion.array.ragged_rows import joined_by_size
-from hfusion.array.raising_checks import REFUSALS, call_members
-from hfusion.array.row_view import RowView
-from hfusion.array.transformed import run_members
-from hfusion.capture.named import tensors
+from hfusion.array.unfused_calls import run_members
+from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
 from hfusion.compiler.compiled_program import Compiled, check_members

@@ -14,8 +14,8 @@ from typing import TypeAlias
 from torch import nn
 
 from hfusion.capture.attribute_bytecode import reads_of_others, writes
-from hfusion.capture.code_search import functions_behind
-from hfusion.capture.intercept import Island
+from hfusion.capture.method_interception import Island
+from hfusion.capture.reachable_code import functions_behind
 from hfusion.core.fingerprint import is_user_code, names_in
 
 # Classes of modules, and functions that are attributes of modules.

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.attribute_values import contents
-from hfusion.capture.call_trace import RecordedCall, Records
-from hfusion.capture.code_search import names_of
+from hfusion.capture.address_access import fills_memory
+from hfusion.capture.attribute_fingerprint import contents
 from hfusion.capture.export import capture, reason
-from hfusion.capture.intercept import WHOLE, Island, Method, intercepted, islands
-from hfusion.capture.member_memory import fills_memory
-from hfusion.capture.named import tensors
-from hfusion.capture.opaque import opaque, stand_in
-from hfusion.capture.own_code import OpaqueCall
-from hfusion.capture.references import references
+from hfusion.capture.fallback_runtime import OpaqueCall
+from hfusion.capture.fallback_tracing import opaque, stand_in
+from hfusion.capture.method_interception import WHOLE, Island, Method, intercepted, islands
+from hfusion.capture.module_call_trace import RecordedCall, Records
+from hfusion.capture.reachable_code import names_of
+from hfusion.capture.registered_tensors import tensors
+from hfusion.capture.tensor_references import references
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import tensors_in

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.intercept import is_intercepted
-from hfusion.capture.named import tensors
+from hfusion.capture.method_interception import is_intercepted
 from hfusion.capture.python_state import parts
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies, module_copy
 from hfusion.core.differences import norm, relative_difference

@@ -17,16 +17,16 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from hfusion.capture.autograd_grad import derivatives_traced
 from hfusion.capture.capture_cache import capture_key, find_capture, forget_capture, keep_capture
-from hfusion.capture.derivatives import derivatives_traced
+from hfusion.capture.dynamic_sizes import open_lengths, original, size_uses
 from hfusion.capture.eager_runs import ALIKE, Outcome, difference, python_random_state, run, run_graph, runnable, twin
 from hfusion.capture.export_context import assigned_as_writes
-from hfusion.capture.inlined import inlined
-from hfusion.capture.judge import judge
+from hfusion.capture.inline_regions import inlined
 from hfusion.capture.observe import Observation, observe
 from hfusion.capture.python_reads import PythonReads
 from hfusion.capture.python_state import restored
-from hfusion.capture.specialized_dims import open_lengths, original, size_uses
+from hfusion.capture.state_check import judge
 from hfusion.capture.symbolic_len import symbolic_len
 from hfusion.core.copies import aliases, are_contiguous, contiguous_aliases
 from hfusion.core.errors import FusionError

@@ -12,15 +12,15 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.attribute_values import contents, python_attributes
-from hfusion.capture.code_search import CodeSearch
+from hfusion.capture.attribute_fingerprint import contents, python_attributes
 from hfusion.capture.eager_runs import Outcome, changed_modes, run, twin
-from hfusion.capture.named import Registered, check_registered, tensors
 from hfusion.capture.python_reads import CLASSES, STRIDE_QUESTIONS, UNANSWERABLE, RefusedReads
 from hfusion.capture.python_state import check_restorable, restored, variables
+from hfusion.capture.reachable_code import CodeSearch
+from hfusion.capture.registered_tensors import Registered, check_registered, tensors
 from hfusion.capture.skeleton import is_restrided
 from hfusion.capture.variable_guards import Questions
-from hfusion.capture.variable_holders import MISSING
+from hfusion.capture.variable_scopes import MISSING
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import same_values
 from hfusion.core.program import describe_value

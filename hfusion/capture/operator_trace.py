@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.attribute_values import contents
-from hfusion.capture.code_search import CodeSearch
+from hfusion.capture.attribute_fingerprint import contents
 from hfusion.capture.eager_runs import apart, python_random_state, runnable
-from hfusion.capture.named import tensors
 from hfusion.capture.python_state import restored, variables
+from hfusion.capture.reachable_code import CodeSearch
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import is_plain

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hfusion.capture.attribute_values import contents, modeless_fingerprint
-from hfusion.capture.code_search import names_of
-from hfusion.capture.specialized_dims import SizeUse
+from hfusion.capture.attribute_fingerprint import contents, modeless_fingerprint
+from hfusion.capture.dynamic_sizes import SizeUse
+from hfusion.capture.reachable_code import names_of
 
 # Attributes that a message names, and letters of a value that it shows.
 _MOST, _LETTERS = 3, 60

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.code_search import MAX_ITEMS, SCALARS, CodeSearch
-from hfusion.capture.intercept import is_intercepted
-from hfusion.capture.named import is_array
-from hfusion.capture.variable_holders import MISSING, Attributes, ContextVariable, Holder, slots
+from hfusion.capture.method_interception import is_intercepted
+from hfusion.capture.reachable_code import MAX_ITEMS, SCALARS, CodeSearch
+from hfusion.capture.registered_tensors import is_array
+from hfusion.capture.variable_scopes import MISSING, Attributes, ContextVariable, Holder, slots
 from hfusion.core.errors import FusionError
 from hfusion.torch_private.tracer_warnings import noted
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
 
-from hfusion.capture.attribute_values import copied_result, results
+from hfusion.capture.attribute_fingerprint import copied_result, results
 from hfusion.capture.hooks import is_recipe, recompute, recomputed
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import TAKE_BEFORE, check_whole_stack

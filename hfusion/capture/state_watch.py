@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.attribute_values import python_attributes
+from hfusion.capture.attribute_fingerprint import python_attributes
 from hfusion.capture.attribute_writes import (
     containers_changed,
     names_in_call,
@@ -26,9 +26,9 @@ from hfusion.capture.attribute_writes import (
     written_by_call,
     written_elsewhere,
 )
-from hfusion.capture.code_search import holders_of
-from hfusion.capture.intercept import Island
+from hfusion.capture.method_interception import Island
 from hfusion.capture.python_state import MUTABLE_CONTAINERS, PLAIN, compared_variables, identity, parts
+from hfusion.capture.reachable_code import holders_of
 from hfusion.core.errors import FusionError
 from hfusion.torch_private.dispatch_modes import disable_current_modes
 

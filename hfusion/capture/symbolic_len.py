@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hfusion.capture.code_search import CodeSearch
+from hfusion.capture.reachable_code import CodeSearch
 
 
 @contextmanager

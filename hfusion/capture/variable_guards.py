@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from hfusion.capture.code_search import CONTAINERS, MAPPINGS, MAX_DEPTH, MAX_ITEMS, SCALARS, CodeSearch
 from hfusion.capture.python_reads import STRIDE_QUESTIONS
 from hfusion.capture.python_state import array_bytes
-from hfusion.capture.variable_holders import MISSING, Attributes, GlobalVariables, Holder, slots
+from hfusion.capture.reachable_code import CONTAINERS, MAPPINGS, MAX_DEPTH, MAX_ITEMS, SCALARS, CodeSearch
+from hfusion.capture.variable_scopes import MISSING, Attributes, GlobalVariables, Holder, slots
 from hfusion.core.fingerprint import Same
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings
 from hfusion.device.backend import AUTOCAST_QUESTIONS

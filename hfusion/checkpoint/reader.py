@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import tensors as tensors_of
+from hfusion.capture.registered_tensors import tensors as tensors_of
 from hfusion.checkpoint.files import Saved, told
 from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.checkpoint.save_contents import OWN, devices_of, shapes_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import tensors as tensors_of
+from hfusion.capture.registered_tensors import tensors as tensors_of
 from hfusion.checkpoint.json_tree import encode
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import Membership, check_whole_stack, has_rows, is_per_member, membership

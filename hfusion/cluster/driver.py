@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.jobs import ClusterArrays, PlacedArray, SharedParts
 from hfusion.cluster.messages import DeviceInfo, DeviceLost, Lost, Raised

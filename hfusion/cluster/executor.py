@@ -41,9 +41,9 @@ class Executor(Protocol):
         """Answer what an array asked: who of its members stops."""
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
-        """Wait for messages of devices; return without any after ``seconds``.
+        """Wait up to ``seconds`` for messages; return each with the index of its device, or an empty list.
 
-        A `DeviceInfo` is of a device that has joined: the last of ``devices`` from now on.
+        A `DeviceInfo` says that a device has joined, and is now the last of ``devices``.
         """
 
     def revive(self, device: int) -> bool:

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.device_kinds import DeviceKinds
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.longest_first import Load

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from hfusion.array.array_rows import changed_tensors
+from hfusion.array.array_editing import changed_tensors
 from hfusion.cluster.messages import Answered, DeviceInfo, Lost, Raised
 from hfusion.cluster.serialization import unpack
 from hfusion.device.machine import Device, Machine

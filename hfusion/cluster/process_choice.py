@@ -37,7 +37,7 @@ class ArraySeconds:
 
     @staticmethod
     def of(one: Arrangement, plan: TaskPlan, rates: Rates) -> ArraySeconds:
-        """Return those of an array by the rates of a device, which hold the measured seconds of a call of Python."""
+        """Estimate the seconds of an array on a device with ``rates``, calls from Python included."""
         minibatch = one.minibatch()
         program, cuts = (
             one.array.compiled(minibatch.arguments_for(one.array)).program,

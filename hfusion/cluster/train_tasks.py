@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.cluster import Cluster
 from hfusion.cluster.driver import Drive
 from hfusion.cluster.jobs import RunOptions, check_schedulers, planned, sent_task

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.own_code import OtherSizes
+from hfusion.capture.fallback_runtime import OtherSizes
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.gradient_usage import watched
 from hfusion.core.layout import Layout

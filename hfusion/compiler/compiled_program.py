@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from hfusion.capture.intercept import WHOLE, Island
-from hfusion.capture.member import Member, VaryingSizes, capture_member
-from hfusion.capture.opaque import RULES as OPAQUE_RULES
-from hfusion.capture.own_code import OpaqueCall
+from hfusion.capture.capture_member import Member, VaryingSizes, capture_member
+from hfusion.capture.fallback_runtime import OpaqueCall
+from hfusion.capture.fallback_tracing import RULES as OPAQUE_RULES
+from hfusion.capture.method_interception import WHOLE, Island
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.common_graph import common_graph
 from hfusion.compiler.fill_scalars import capture_variants

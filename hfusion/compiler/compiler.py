@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hfusion.capture.capture_member import VaryingSizes
 from hfusion.capture.export_context import told_autocast
-from hfusion.capture.member import VaryingSizes
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled, compile_array
 from hfusion.compiler.sandbox import apart

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx, nn
 
+from hfusion.capture.capture_member import Member
+from hfusion.capture.dynamic_sizes import SizeUse
 from hfusion.capture.eager_runs import twin
 from hfusion.capture.export import check_faithful
-from hfusion.capture.member import Member
-from hfusion.capture.named import tensors
+from hfusion.capture.fallback_runtime import OpaqueCall
 from hfusion.capture.operator_trace import OperatorTrace, differing_places, trace_operators
-from hfusion.capture.own_code import OpaqueCall
 from hfusion.capture.python_differences import DifferingNumbers
-from hfusion.capture.specialized_dims import SizeUse
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.guards import Guards
 from hfusion.core.program import Capture, Kind, Slot

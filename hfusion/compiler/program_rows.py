@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from hfusion.capture.code_search import names_of
-from hfusion.capture.opaque import numbered
-from hfusion.capture.own_code import OpaqueCall, calls
-from hfusion.capture.references import references
+from hfusion.capture.fallback_runtime import OpaqueCall, calls
+from hfusion.capture.fallback_tracing import numbered
+from hfusion.capture.reachable_code import names_of
+from hfusion.capture.tensor_references import references
 from hfusion.compiler.compiled_program import RULES, ArraySpec, Compiled, choose_ways, look_at, with_inputs_of
 from hfusion.compiler.fill_scalars import check_constant, keyed_constants
 from hfusion.core.layout import Layout

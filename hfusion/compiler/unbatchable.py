@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from hfusion.capture.intercept import Island
+from hfusion.capture.method_interception import Island
 from hfusion.core.layout import Layout
 from hfusion.ops.rule import RuleTable
 from hfusion.passes.candidates import Result, Unbatchable, candidates, result

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.code_search import names_of
-from hfusion.capture.intercept import Island
-from hfusion.capture.named import tensors
-from hfusion.capture.own_code import OpaqueCall
+from hfusion.capture.fallback_runtime import OpaqueCall
+from hfusion.capture.method_interception import Island
 from hfusion.capture.python_reads import EXACT_CLASS
 from hfusion.capture.python_state import attributes_restored, restored
-from hfusion.capture.seeded_fallback import repeatable, repeating
+from hfusion.capture.reachable_code import names_of
+from hfusion.capture.registered_tensors import tensors
+from hfusion.capture.repeatable_draws import repeatable, repeating
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bisect import first_difference
 from hfusion.compiler.checked_members import checked_members

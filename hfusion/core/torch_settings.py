@@ -11,7 +11,7 @@ import torch
 
 
 def _worker(question: str) -> Callable[[], Any]:
-    """Return a function that asks torch.distributed, which raises before it is initialized."""
+    """Return a function that calls ``torch.distributed.<question>()``, or returns None without a process group."""
 
     def ask() -> Any:
         distributed = torch.distributed

@@ -377,7 +377,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             all(type(param.grad) is Tensor for group in groups for param in group["params"])
             and not isinstance(native_kernels.library(), str)
             and all(vector.is_contiguous() for settings, _ in known for vector in settings.vectors)
-            # A list may change and stay the same object.
+            # A list can be changed in place, which a comparison by identity would miss.
             and not any(isinstance(group[key], list) for group in groups for key in keys)
         )
         return StepCache(groups, self.state, keys, known) if steady else None

@@ -170,8 +170,8 @@ def _aligned_keys(
 def _difference(names: list[str], first: list[str]) -> str:
     for place, (name, other) in enumerate(zip(names, first, strict=False)):
         if name != other:
-            return f"{name!r} at place {place}, that of optimizer 0 {other!r}"
-    return f"{len(names)} parameters, that of optimizer 0 {len(first)}"
+            return f"{name!r} as parameter {place}, where that of optimizer 0 holds {other!r}"
+    return f"{len(names)} parameters, where that of optimizer 0 holds {len(first)}"
 
 
 def _key(fused: FusedArray, params: dict[str, torch.nn.Parameter], place: tuple[int, int, int], param: Tensor) -> str:

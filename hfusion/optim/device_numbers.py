@@ -24,7 +24,7 @@ class DeviceNumbers:
         """Let the device know ``numbers``, if it does not; where they lie there."""
         known, self.known = self.known, numbers
         there = self._there
-        # By their bits: a zero has a sign.
+        # By their bits, as -0.0 == 0.0.
         if there is not None and known is not None and _same_bits(known, numbers):
             return there
         return self.write(numbers)

@@ -156,7 +156,10 @@ def _plan(
 
 
 class Groups:
-    """The groups of one param group, valid while the same tensors lie at the same addresses."""
+    """The parameters of one param group by device, dtype, and whether they are stacked.
+
+    Valid while all tensors keep their addresses.
+    """
 
     def __init__(
         self, formula: type[Formula], params: Sequence[Tensor], state: list[State], settings: Settings

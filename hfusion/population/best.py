@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save_contents import OWN, SaveWriter
 from hfusion.core.errors import CheckpointError
@@ -185,7 +185,10 @@ def no_best(tag: str, row: int) -> ValueError:
 
 
 def copy_records(records: dict[str, BestRecord], pairs: Sequence[tuple[str, str]]) -> None:
-    """Let members have the records of those that they were copied from: names ``(source, copy)``, at the same time."""
+    """Give each copy the record of its source, or none if that has none.
+
+    ``pairs``: names ``(source, copy)``. All sources are read before a record is written.
+    """
     sources = [records.get(source) for source, _ in pairs]
     for (_, tag), record in zip(pairs, sources, strict=True):
         if record is None:

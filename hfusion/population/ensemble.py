@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import device_of
+from hfusion.capture.registered_tensors import device_of
 from hfusion.population.any_models import Population
 from hfusion.population.member_groups import Group, selected_members
 

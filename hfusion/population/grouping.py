@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from hfusion.capture.compare import check_alone, check_models, check_pair, compare
-from hfusion.capture.named import tensors
+from hfusion.capture.compare_models import check_alone, check_models, check_pair, compare
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import FusionError
 
 # Characters of a reason; the messages of a capture name all attributes in which members differ.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hfusion.capture.attribute_values import modeless_fingerprint
-from hfusion.capture.code_search import SCALARS
+from hfusion.capture.attribute_fingerprint import modeless_fingerprint
+from hfusion.capture.reachable_code import SCALARS
 from hfusion.core.calls import StackedInput, is_stacked, take_entries
 from hfusion.core.memory import is_plain
 from hfusion.population.group_draws import seeded

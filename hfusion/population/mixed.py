@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.each import Each
+from hfusion.array.member_functions import Each
 from hfusion.checkpoint.save import Writing
 from hfusion.core.calls import take_entries
 from hfusion.core.errors import ForwardsDiffer

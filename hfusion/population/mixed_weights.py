@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.each import Each
-from hfusion.capture.named import tensors
+from hfusion.array.member_functions import Each
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.calls import take_entries
 from hfusion.core.patience import numbers
 from hfusion.core.row_indices import check_once, rows_of

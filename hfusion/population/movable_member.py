@@ -14,14 +14,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.row_view import HOOKS, tensor_states
+from hfusion.array.member_module import HOOKS, tensor_states
 from hfusion.capture.attribute_bytecode import holder_variable
-from hfusion.capture.attribute_values import python_attributes
+from hfusion.capture.attribute_fingerprint import python_attributes
 from hfusion.capture.attribute_writes import CHANGING_METHODS, functions_called, functions_reached
-from hfusion.capture.code_search import CONTAINERS, MAPPINGS, SCALARS
-from hfusion.capture.named import is_array, tensors
+from hfusion.capture.reachable_code import CONTAINERS, MAPPINGS, SCALARS
+from hfusion.capture.registered_tensors import is_array, tensors
 from hfusion.capture.variable_guards import Variables, content
-from hfusion.capture.variable_holders import MISSING
+from hfusion.capture.variable_scopes import MISSING
 from hfusion.core.fingerprint import names_in, read_state
 from hfusion.core.memory import is_plain
 from hfusion.core.module_tables import ModuleTables

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.membership import member_rows, membership, own_row
 from hfusion.core.row_indices import write_rows
 from hfusion.optim.group import membership_of

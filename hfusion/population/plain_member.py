@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.each import Each
+from hfusion.array.member_functions import Each
 from hfusion.core.calls import call_arguments
 from hfusion.core.loss_checks import check_losses
 from hfusion.device.backend import active_autocast

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.methods import method_names
-from hfusion.capture.named import holder_of, tensors
+from hfusion.capture.registered_tensors import holder_of, tensors
 from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import is_stacked
 from hfusion.core.copies import module_copy

@@ -10,10 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.array_rows import rearrange as rearrange_array
+from hfusion.array.array_editing import rearrange as rearrange_array
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
-from hfusion.capture.named import device_of
+from hfusion.capture.registered_tensors import device_of
 from hfusion.core.exclusive import FairLock
 from hfusion.core.membership import is_per_member
 from hfusion.core.row_indices import check_once, is_row, pairs, rows_of

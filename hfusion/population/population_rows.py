@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from hfusion.array.each import Each, as_each
+from hfusion.array.member_functions import Each, as_each
 from hfusion.core.row_indices import row_of
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.population.best import BestMembers

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from hfusion.capture.attribute_values import fingerprint
+from hfusion.capture.attribute_fingerprint import fingerprint
 from hfusion.capture.python_differences import differing_attributes
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.population.grouping import TWINS, UNIQUE, shared_frozen, shortened

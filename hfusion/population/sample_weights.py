@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import device_of
+from hfusion.capture.registered_tensors import device_of
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.ragged import Ragged
 from hfusion.optim.device_numbers import sent

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hfusion.array.array_rows import written_keys
+from hfusion.array.array_editing import written_keys
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import is_per_member, member_rows, membership
 from hfusion.core.row_indices import padded_rows, write_rows

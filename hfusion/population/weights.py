@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hfusion.array.each import Each, as_each, training_rows
-from hfusion.capture.named import tensors
+from hfusion.array.member_functions import Each, as_each, training_rows
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.row_indices import check_once, rows_of, write_rows
 from hfusion.population.accumulation import Accumulation
 from hfusion.population.average import check_alike, checked_weights, mean_tensors

@@ -322,7 +322,7 @@ class TaskPlan:
         return epoch * self._epoch_units + rest // self.accumulate * self._group_units
 
     def must_follow(self, after: Unit) -> bool:
-        """Return whether a unit must follow the previous one immediately, as the last shard's backward must."""
+        """Return whether ``after`` must follow the unit before it immediately: the last shard's backward must."""
         return after.phase is Phase.BACKWARD and after.shard == len(self.shards) - 1
 
     def host_bytes(self, shard: int) -> int:

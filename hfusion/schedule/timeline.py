@@ -266,7 +266,10 @@ def _check_units(task: TaskPlan, actions: list[Span]) -> None:
         if action is None:
             raise TimelineError(f"task {task.name!r} is not done: the {act} of shard {shard} in step {step} is missing")
         if wanted != (action.act, action.step, action.shard):
-            raise TimelineError(f"task {task.name!r} should do the {act} of shard {shard} in step {step}, not {action}")
+            raise TimelineError(
+                f"task {task.name!r} should do the {act} of shard {shard} in step {step}, not the {action.act} of "
+                f"shard {action.shard} in step {action.step}: {action}"
+            )
     _check_apart(found, f"task {task.name!r} runs twice at a time")
 
 

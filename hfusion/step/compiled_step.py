@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.specialized_dims import recurrent
+from hfusion.capture.dynamic_sizes import recurrent
 from hfusion.compiler.bound_program import BoundProgram, Place
 from hfusion.compiler.graph_text import Unwritable
 from hfusion.core.member_random import new_seeds
@@ -22,15 +22,15 @@ from hfusion.device.team import Team
 from hfusion.passes.align import scalars
 from hfusion.passes.gather import has_variants
 from hfusion.step import program_cache
-from hfusion.step.build import build
 from hfusion.step.compile_limits import TooManyOperators, Unprofitable, check_open, check_operators
 from hfusion.step.compile_request import Order, write_order
+from hfusion.step.inductor_compile import build
 from hfusion.step.program_cache import KeptGraph, NoProgram, StepPrograms
 from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, trace, trace_rows
 
 # Calls in a forward's loops over members that are still compiled with the rest: 32 took 1.3 times as long in a CNN.
 MAX_LOOPED_CALLS = 16
-# Programs for members that differ in scalars, and in submodules.
+# The most programs of one step: if members differ in scalars, and if they differ in submodules.
 MAX_KINDS, MAX_STRUCTURES = 4, 8
 
 

@@ -64,7 +64,7 @@ class StepPrograms:
 
 @dataclass(frozen=True)
 class NoProgram:
-    """Why there is no program of a step."""
+    """A cached decision not to compile a step, and the reason."""
 
     why: str
 

@@ -91,7 +91,7 @@ class RecordedStep:
         self._recorded.forget()
 
     def _look(self) -> None:
-        """Forget what was recorded of tensors that lie elsewhere now."""
+        """Discard all recordings if a tensor of the program has another address than at the last step."""
         addresses = list(map(Tensor.data_ptr, self._program.tensors.all()))
         if addresses != self._addresses:
             self._recorded.forget()

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from hfusion.array.module import FusedModule
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import check_whole_stack
-from hfusion.step.variants import Seen
+from hfusion.step.step_signatures import Seen
 
 
 class TrainedParameters:

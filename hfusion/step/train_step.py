@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hfusion.array.function_programs import FunctionPrograms, programs_of
+from hfusion.array.function_program_cache import FunctionPrograms, programs_of
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram, Place
 from hfusion.compiler.compiler import MAX_KEYS
@@ -27,16 +27,16 @@ from hfusion.core.renamed import renamed_arguments
 from hfusion.device.backend import active_autocast, random_states_kept, without_autocast
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
-from hfusion.step.checked_step import checked_step
 from hfusion.step.compile_mode import Compile, CompileMode
-from hfusion.step.compile_service import ProgramMaker
-from hfusion.step.eager_program import EagerProgram
+from hfusion.step.compile_scheduler import ProgramMaker
+from hfusion.step.eager_comparison import EagerProgram
 from hfusion.step.eager_step import EagerStep
 from hfusion.step.memory_budget import MemoryBudget, MemoryPlan
-from hfusion.step.program_state import Eager, Refused
+from hfusion.step.program_lifecycle import Eager, Refused
 from hfusion.step.replaced_parameters import TrainedParameters
+from hfusion.step.step_assertions import checked_step
 from hfusion.step.step_graph import ProgramMismatch, StepCall
-from hfusion.step.variants import (
+from hfusion.step.step_signatures import (
     CallReport,
     StepReport,
     StepVariant,

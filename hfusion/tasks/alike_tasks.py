@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.fingerprint import read_model, read_state
 from hfusion.tasks.arrange import First, arrays_of, first_minibatches
 from hfusion.tasks.array_plan import ArrayCost, Room

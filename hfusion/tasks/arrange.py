@@ -17,7 +17,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
 from hfusion.array.shared_programs import share_programs
 from hfusion.array.split_by_mode import check_alike
-from hfusion.capture.attribute_values import fingerprint
+from hfusion.capture.attribute_fingerprint import fingerprint
 from hfusion.core.errors import ForwardsDiffer, PlanError
 from hfusion.device.backend import random_states_kept
 from hfusion.device.calibrate import Rates
@@ -129,8 +129,8 @@ def checked_plan(given: Plan, made: Plan) -> Plan:
         for what in _SAME:
             if getattr(theirs, what) != getattr(ours, what):
                 raise PlanError(
-                    f"the plan given has the task {theirs.name!r} where {ours.name!r} is to be trained: make a new "
-                    f"plan ({what} was {getattr(theirs, what)!r}, and is {getattr(ours, what)!r})"
+                    f"the plan was made for task {theirs.name!r} with {what} {getattr(theirs, what)!r}, and task "
+                    f"{ours.name!r} of this call has {getattr(ours, what)!r}: make a new plan"
                 )
     if len(given.tasks) != len(made.tasks) or set(given.devices) != set(made.devices):
         raise PlanError("the plan given has other tasks or devices than those of this call: make a new plan")

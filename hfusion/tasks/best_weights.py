@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.array.array_rows import changed_tensors
+from hfusion.array.array_editing import changed_tensors
 from hfusion.array.module import FusedModule
 from hfusion.core.errors import PlanError
 from hfusion.core.membership import has_rows, is_per_member

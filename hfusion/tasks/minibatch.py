@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import device_of
+from hfusion.capture.registered_tensors import device_of
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import StackedInput, is_stacked, take_entries
 from hfusion.core.errors import PlanError

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hfusion.array.module import FusedModule
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import PlanError
 from hfusion.core.membership import check_whole_stack
 from hfusion.tasks.reading import generators

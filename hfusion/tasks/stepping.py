@@ -15,8 +15,8 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import is_stacked
 from hfusion.runtime.recipe import Batch
 from hfusion.step.step_graph import StepCall
+from hfusion.step.step_signatures import CallReport
 from hfusion.step.train_step import PreparedStep, train_step
-from hfusion.step.variants import CallReport
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.minibatch import Minibatch, moved
 

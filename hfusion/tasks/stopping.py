@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hfusion.array.array_rows import changed_tensors
+from hfusion.array.array_editing import changed_tensors
 from hfusion.array.module import FusedModule
 from hfusion.checkpoint.save_contents import member_stacks
 from hfusion.core.errors import PlanError

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from hfusion.array.module import FusedModule
-from hfusion.capture.compare import check_alone, check_pair
+from hfusion.capture.compare_models import check_alone, check_pair
 from hfusion.core.errors import FusionError, PlanError
 from hfusion.core.loss_checks import check_loss_function
 from hfusion.core.membership import Membership, mark, membership

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.array.function_programs import FunctionPrograms
+from hfusion.array.function_program_cache import FunctionPrograms
 from hfusion.array.per_model import PerModel
-from hfusion.capture.named import device_of, tensors
+from hfusion.capture.registered_tensors import device_of, tensors
 from hfusion.core.errors import HFusionError
 from hfusion.core.event_log import first_line
 from hfusion.device.backend import backend, memory_of

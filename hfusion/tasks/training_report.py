@@ -13,7 +13,7 @@ from hfusion.array.module import FusedModule
 from hfusion.core.text import aligned, readable
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.timeline import Timeline
-from hfusion.step.variants import CallReport
+from hfusion.step.step_signatures import CallReport
 
 _COLUMNS, _MAX_ROWS, _MAX_DEVICES, _MAX_NAME, _MAX_ARRAYS = 100, 18, 3, 24, 3
 

@@ -86,7 +86,7 @@ def _intercepted() -> tuple[torch.library.Library, ...]:
         # On the host each operator that draws is made of some that take a generator.
         if places or (torch.accelerator.is_available() and torch.Tag.nondeterministic_seeded in _operator(schema).tags):
             aten.impl(_operator(schema), _kernel(schema, *places), with_keyset=True)
-    # Operators of Python, as the rules of autograd below `torch.vmap`, have tables of their own.
+    # Higher-order operators have dispatch tables of their own.
     key: Any = torch._C._dispatch_key_parse(_KEY)
     for each in torch._ops._higher_order_ops.values():
         each.fallthrough(key)

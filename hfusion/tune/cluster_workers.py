@@ -21,10 +21,10 @@ from hfusion.cluster.executor import Executor
 from hfusion.cluster.messages import Answered, DeviceInfo, DeviceLost, Lost, Raised
 from hfusion.cluster.node import ArrayTrainer
 from hfusion.cluster.serialization import pack, unpack
-from hfusion.tune.array_workers import RowsCall
 from hfusion.tune.plain_trials import PlainTrials
 from hfusion.tune.space import ArrayChoices, ModelMaker, TrialModel
-from hfusion.tune.sweep_recipe import SweepRecipe
+from hfusion.tune.sweep_workers import RowsCall
+from hfusion.tune.training_setup import SweepRecipe
 from hfusion.tune.trial_rows import TrialRows
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class ClusterWorkers:
         self._dropped: dict[int, list[str]] = {}
         self._collect: set[int] = set()
         self.gone: set[int] = set()
-        # Of each device that trains, its arrays, and how many of their calls it makes.
+        # Of each busy device: its arrays, and how many calls of each will be done when it answers.
         self._running: dict[int, dict[str, int]] = {}
         self._results: dict[str, Any] = {}
         self._started: dict[str, None] = {}
@@ -207,7 +207,7 @@ class ClusterWorkers:
         if len(self.gone) == len(self.devices):
             _log.warning("the trials wait for a device; lost was the last one: %s", reason)
         while len(self.gone) == len(self.devices) and (executor.starting or time.monotonic() < end):
-            # What lost devices have reported is not needed any more.
+            # All devices are lost: messages that still arrive are dropped.
             executor.wait(GLANCE)
 
     def leave(self, name: str, member: TrialModel) -> nn.Module:

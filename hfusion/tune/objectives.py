@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from hfusion.population.member_metrics import is_updated, number
-from hfusion.tune.exploit import PBT
+from hfusion.tune.population_based_training import PBT
 
 
 def check_objectives(count: int, metric: Callable[..., Any] | None, pruner: Any, pbt: PBT | None) -> None:

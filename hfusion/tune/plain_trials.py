@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint import files
 from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.checkpoint.packed import PackedSave
@@ -26,12 +26,12 @@ from hfusion.optim.hyper import read
 from hfusion.population.member_metrics import member_metrics
 from hfusion.torch_private.optimizer_hooks import step_alone
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
+from hfusion.tune.epoch_batches import batches_on, seeded
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.objectives import MetricValues, check_plateaus
-from hfusion.tune.reading_epochs import batches_on, seeded
 from hfusion.tune.space import ArrayChoices, Suggestion, TrialModel
 from hfusion.tune.sweep_folder import KEEP
-from hfusion.tune.sweep_recipe import SweepRecipe
+from hfusion.tune.training_setup import SweepRecipe
 
 # Optimizers that torch updates on a CPU in one call for all parameters.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -149,7 +149,7 @@ class PlainTrials:
         self.epochs = 0
 
     def join(self, new: Sequence[TrialModel], states: Mapping[str, dict[str, Any]] | None = None) -> None:
-        """Begin to train more trials; those that have ``states``, by tag, go on from these."""
+        """Add trials. ``states``: by tag, the saved states from which some of them continue."""
         for member in new:
             trial = PlainTrial(member, self._recipe, self._choices)
             if not self._recipe.every_step:

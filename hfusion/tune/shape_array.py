@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hfusion.capture.compare import check_pair
+from hfusion.capture.compare_models import check_pair
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.core.errors import FusionError
 from hfusion.population.row_counts import Widths
 from hfusion.tune.array_costs import ArrayCosts, ArrayRecord
 from hfusion.tune.epoch_result import EpochResult
-from hfusion.tune.forward_groups import SameForward
-from hfusion.tune.plain_footprint import PlainFootprint, fastest_width
+from hfusion.tune.forward_equality import SameForward
+from hfusion.tune.plain_trial_footprint import PlainFootprint, fastest_width
 from hfusion.tune.space import Suggestion, TrialModel
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from hfusion.capture.compare import check_alone
+from hfusion.capture.compare_models import check_alone
 from hfusion.core.renamed import with_present_names
 from hfusion.device.generators import draws_kept
 from hfusion.optim import FusedOptimizer
@@ -19,7 +19,7 @@ from hfusion.optim.hyper import member_vector
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_of, optimizer_with, sample_optimizer
 from hfusion.tune.loaders import same_values
-from hfusion.tune.routing import (
+from hfusion.tune.value_routing import (
     LOADER,
     LOSS,
     MAKE_MODEL,

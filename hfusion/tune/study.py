@@ -47,7 +47,7 @@ def open_study(
     if isinstance(study, optuna.Study):
         for key, value in {"storage": storage, **settings}.items():
             if value is not None:
-                raise ValueError(f"{key}={value!r}: the study has its own; give it when the study is made")
+                raise ValueError(f"{key}={value!r}: the study given has its own; give it to optuna.create_study")
         found, own = study, False
     elif study is None or isinstance(study, str):
         own = False

@@ -23,21 +23,21 @@ from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
 from hfusion.step.compile_mode import Compile, check_compile
-from hfusion.tune.array_workers import LocalWorkers, largest
-from hfusion.tune.asynchronous_rounds import AsynchronousConductor
+from hfusion.tune.asynchronous_runner import AsynchronousConductor
 from hfusion.tune.chosen_optimizer import MakeOptimizer
-from hfusion.tune.exploit import PBT
 from hfusion.tune.heartbeat import Beats, dead_runs
 from hfusion.tune.loaders import Loaders
 from hfusion.tune.objectives import check_objectives
-from hfusion.tune.result import SweepResult
+from hfusion.tune.population_based_training import PBT
 from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
 from hfusion.tune.study import Draws, check_outlives, import_optuna, listening, open_study
-from hfusion.tune.sweep_extent import Extent
 from hfusion.tune.sweep_folder import SweepFolder
+from hfusion.tune.sweep_options import Extent
 from hfusion.tune.sweep_progress import SweepProgress
-from hfusion.tune.sweep_recipe import SweepRecipe
+from hfusion.tune.sweep_result import SweepResult
 from hfusion.tune.sweep_runner import Conductor
+from hfusion.tune.sweep_workers import LocalWorkers, largest
+from hfusion.tune.training_setup import SweepRecipe
 from hfusion.tune.trials import Callback, Trials, Verdict
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def _workers(
         return ClusterWorkers(executor, recipe, maker.models, machine._max_failures), recipe, None
     processes = None
     if len(machine.devices) > 1:
-        from hfusion.tune.sweep_processes import several_devices
+        from hfusion.tune.sweep_process_choice import several_devices
 
         workers, processes = several_devices(machine, maker, recipe, extent, here, known, stack)
         if workers is not None:

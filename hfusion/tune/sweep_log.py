@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hfusion.core.event_log import EventLog, first_line
-from hfusion.tune.array_workers import SweepWorkers
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.shape_array import Seat, ShapeArray
+from hfusion.tune.sweep_workers import SweepWorkers
 from hfusion.tune.trials import Verdict
 
 _ENDS = {Verdict.COMPLETE: "finished", Verdict.PRUNED: "pruned", Verdict.FAILED: "failed"}

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog
-from hfusion.tune.array_workers import RowsCall, SweepWorkers
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.heartbeat import Beats
 from hfusion.tune.objectives import Best, BestTrials
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray
+from hfusion.tune.shape_groups import Shapes
 from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
-from hfusion.tune.sweep_extent import Extent
 from hfusion.tune.sweep_folder import SweepFolder
 from hfusion.tune.sweep_log import SweepLog
+from hfusion.tune.sweep_options import Extent
 from hfusion.tune.sweep_progress import SweepProgress
-from hfusion.tune.sweep_recipe import SweepRecipe
+from hfusion.tune.sweep_workers import RowsCall, SweepWorkers
+from hfusion.tune.training_setup import SweepRecipe
 from hfusion.tune.trial_placement import Rooms
-from hfusion.tune.trial_shapes import Shapes
 from hfusion.tune.trials import COPIES, Trials, Verdict
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class Conductor:
         self._refill()
 
     def _train(self) -> None:
-        """An epoch of all arrays; what their members come to is reported."""
+        """Train all arrays for an epoch, and report the values of their trials."""
         arrays = self.rooms.arrays
         self._report(self._workers.ask({array.name: self._epoch(array) for array in arrays}), arrays)
 

@@ -7,17 +7,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from fractions import Fraction
 from heapq import nlargest
 
-from hfusion.capture.named import tensors
+from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.messages import DeviceLost
 from hfusion.cluster.rates import DIFFERS
 from hfusion.core.errors import PlanError
 from hfusion.tune.array_costs import ArrayCosts
-from hfusion.tune.array_workers import SweepWorkers
 from hfusion.tune.epoch_result import EpochResult
-from hfusion.tune.epoch_seconds import EpochSeconds
-from hfusion.tune.plain_footprint import fits
+from hfusion.tune.minibatch_seconds import EpochSeconds
+from hfusion.tune.plain_trial_footprint import fits
 from hfusion.tune.shape_array import Seat, Shape, ShapeArray
 from hfusion.tune.space import TrialModel
+from hfusion.tune.sweep_workers import SweepWorkers
 
 
 class Rooms:

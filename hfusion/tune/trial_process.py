@@ -15,7 +15,7 @@ from hfusion.core.errors import HFusionError
 from hfusion.device.forked_process import EndedProcess, ForkedProcess
 from hfusion.tune.plain_trials import PlainTrials, TrainedEpoch
 from hfusion.tune.space import ModelMaker, Suggestion, TrialModel
-from hfusion.tune.sweep_recipe import SweepRecipe
+from hfusion.tune.training_setup import SweepRecipe
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,13 +21,13 @@ from hfusion.population.mixed_saving import packed
 from hfusion.population.partial_update import flush, limit_norms
 from hfusion.population.row_counts import Widths
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
+from hfusion.tune.epoch_batches import batches_on, seeded
 from hfusion.tune.epoch_result import EpochResult, Stopwatch
 from hfusion.tune.objectives import MetricValues, check_plateaus
 from hfusion.tune.plain_trials import PlainTrials
-from hfusion.tune.reading_epochs import batches_on, seeded
 from hfusion.tune.space import ArrayChoices, Suggestion, TrialModel
 from hfusion.tune.sweep_folder import KEEP
-from hfusion.tune.sweep_recipe import SweepRecipe
+from hfusion.tune.training_setup import SweepRecipe
 
 
 class TrialRows:

@@ -232,9 +232,9 @@ class Trials:
         return trial.params, trial.distributions
 
     def copied(self, number: int, source: int, epoch: int, params: Mapping[str, Any], origin: int) -> None:
-        """Note that a trial became a copy of another after so many epochs, and what it goes on with.
+        """Record that trial ``number`` is a copy of ``source`` after ``epoch`` epochs, and continues with ``params``.
 
-        ``origin``: the trial that suggested parameters of these names, from whose distributions the values are.
+        ``origin``: the trial whose distributions the parameters belong to.
         """
         trial = self._live[number]
         before = [one for one in trial.user_attrs.get(COPIES, []) if one["epoch"] < epoch]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.array.function_programs import MAX_REMADE, MAX_VARIANTS
+from hfusion.array.function_program_cache import MAX_REMADE, MAX_VARIANTS
 from tests.alone import Call, call, normal
 from tests.capture.test_export import Sevenfold
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import hfusion as hf
-from hfusion.capture import member
+from hfusion.capture import capture_member
 from tests.alone import assert_alone, looped, normal
 from tests.capture.test_export import Sevenfold
 
@@ -249,13 +249,13 @@ class Deep(nn.Module):
 @pytest.mark.parametrize("leaf", [Square, Hooked, Item])
 def test_depth_costs_no_traces(leaf: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[nn.Module] = []
-    whole = member.capture
+    whole = capture_member.capture
 
     def counted(module: nn.Module, *args: Any, **options: Any) -> Any:
         traces.append(module)
         return whole(module, *args, **options)
 
-    monkeypatch.setattr(member, "capture", counted)
+    monkeypatch.setattr(capture_member, "capture", counted)
     counts = []
     for depth in (2, 5):
         traces.clear()

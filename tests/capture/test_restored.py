@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.code_search import CodeSearch
 from hfusion.capture.python_state import restored, variables
+from hfusion.capture.reachable_code import CodeSearch
 
 OWN: dict[str, int] = {}
 HELPERS: list[int] = []

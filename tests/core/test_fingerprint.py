@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfusion.core.fingerprint import read_state
-from tests.capture.test_code_search import READS
+from tests.capture.test_reachable_code import READS
 
 
 @pytest.mark.parametrize("kind", READS)

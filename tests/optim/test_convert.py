@@ -157,9 +157,9 @@ def adam(params: Any, **options: Any) -> Any:
         (lambda m: [adam(m[0]), adam([Parameter(torch.zeros(1))])], "is no original parameter of this array"),
         (
             lambda m: [adam(m[0]), adam(m[1][:3])],
-            "group 0 of optimizer 1 holds 3 parameters, that of optimizer 0 5:",
+            "group 0 of optimizer 1 holds 3 parameters, where that of optimizer 0 holds 5:",
         ),
-        (lambda m: [adam(m[0]), adam(m[1][::-1])], "holds 'p4' at place 0, that of optimizer 0 'p0'"),
+        (lambda m: [adam(m[0]), adam(m[1][::-1])], "holds 'p4' as parameter 0, where that of optimizer 0 holds 'p0'"),
         (
             lambda m: [adam(m[0]), adam([{"params": m[1][:2]}, {"params": m[1][2:]}])],
             "optimizer 1 has 2 param groups, optimizer 0 has 1",

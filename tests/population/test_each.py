@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.array.test_each import DOUBLE, Tensors, loop, model, project, unit_norm
+from tests.array.test_member_functions import DOUBLE, Tensors, loop, model, project, unit_norm
 
 RATES = [0.01, 0.02, 0.03, 0.04]
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from hfusion.device.measured_records import MAX_ROWS
-from hfusion.step import compile_service
+from hfusion.step import compile_scheduler
 from hfusion.step.compile_mode import CompileMode
 from hfusion.step.compile_payoff import CompileRecord, StepClock, Worth, add_record, judge, read_records
-from tests.step.test_compile_service import _kept as _kept
-from tests.step.test_compile_service import advance, made
+from tests.step.test_compile_scheduler import _kept as _kept
+from tests.step.test_compile_scheduler import advance, made
 
 SMALL = CompileRecord(10, False, False, 4.0, 5.0)
 BEHIND = CompileRecord(10, False, True, 8.0, 5.0)
@@ -124,7 +124,7 @@ def test_steps_whose_number_nobody_knows_are_compiled_once_they_took_as_long(mon
         asked.append(left)
         return Worth() if left >= 8 else unpaid(left, 1, 9)
 
-    monkeypatch.setattr(compile_service, "judge", verdict)
+    monkeypatch.setattr(compile_scheduler, "judge", verdict)
     torch.manual_seed(0)
     step = made(compile=None)
     losses = [one for count in (6, 2) for one in advance(step, count)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.ops import attention_dropout
 from hfusion.step.parallel_blocks import TURNS, PartedStep, ThreadTrial
-from hfusion.step.program_state import InUse
+from hfusion.step.program_lifecycle import InUse
 from tests.step.test_step_graph import arrays, loss_of
 from tests.step.test_train_step import ATTENTION, TINY, Pair, batch, needs_compiler
 from tests.zoo import Model, normal

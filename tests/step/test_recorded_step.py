@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.device import recordings
-from hfusion.step import block_layout as step
+from hfusion.step import block_partition as step
 from hfusion.step.recorded_step import Record, RecordedStep, Work
 from tests.step.test_step_graph import loss_of
 from tests.step.test_train_step import TINY, Pair, batch, needs_compiler, pair

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.step.variants import Seen
+from hfusion.step.step_signatures import Seen
 from tests.step.test_step_graph import TRACED, adam, arrays, close, compare, eager, loss_of
 from tests.zoo import MODELS, Model, normal
 

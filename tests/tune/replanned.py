@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
 from hfusion.tune.epoch_result import EpochResult
-from hfusion.tune.epoch_seconds import EpochSeconds
+from hfusion.tune.minibatch_seconds import EpochSeconds
 from hfusion.tune.shape_array import ShapeArray
 from hfusion.tune.sweep_runner import Conductor
 from tests.cluster.test_ray import Nodes, cluster

@@ -12,7 +12,7 @@ import torch
 
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.tune.array_costs import _FIRST_FACTOR, _FIRST_STARTUP, ArrayCosts, ArrayRecord
-from hfusion.tune.plain_footprint import PlainFootprint
+from hfusion.tune.plain_trial_footprint import PlainFootprint
 from hfusion.tune.shape_array import ArrayChoice, seconds_saved
 from hfusion.tune.trial_rows import TrialRows
 from tests.tune import chosen, test_sweep

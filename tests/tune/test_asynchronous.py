@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import hfusion as hf
-from hfusion.tune.asynchronous_rounds import AsynchronousConductor
+from hfusion.tune.asynchronous_runner import AsynchronousConductor
 from hfusion.tune.report_order import ORDER, ReportOrder
 from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
 from tests.tune.cases import EPOCHS, MACHINE, alone, loaders, make_model, space
@@ -104,7 +104,7 @@ def test_values_are_those_of_trials_alone_and_decisions_those_of_the_pruner(tmp_
 def test_trials_in_plain_torch(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here, or spread over processes, which train those of all shapes together."""
     monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: -math.inf)
-    monkeypatch.setattr("hfusion.tune.spread_trials.start_seconds", lambda: 0.0)
+    monkeypatch.setattr("hfusion.tune.parallel_trials.start_seconds", lambda: 0.0)
     recorded = Recorded(halving())
     result = search(MACHINE, recorded, directory=tmp_path / "sweep", processes=workers)
     assert_as_alone(result)

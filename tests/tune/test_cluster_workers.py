@@ -16,7 +16,7 @@ from hfusion.cluster.node import ArrayTrainer, Message
 from hfusion.tune.cluster_workers import ClusterWorkers
 from hfusion.tune.loaders import Loaders
 from hfusion.tune.space import ArrayChoices, ModelMaker, Suggestion, TrialModel
-from hfusion.tune.sweep_recipe import SweepRecipe
+from hfusion.tune.training_setup import SweepRecipe
 from tests.tune.cases import loaders, make_model
 
 pytest.importorskip("cloudpickle")

@@ -13,7 +13,7 @@ from hfusion.bench.sweep import cnn
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.device.calibrate import Rates
 from hfusion.tune.footprint import Footprint
-from hfusion.tune.plain_footprint import fastest_width
+from hfusion.tune.plain_trial_footprint import fastest_width
 
 # As measured on two cores of an Intel Xeon.
 RATES = Rates(173e9, 11.3e9, 490e3, 7.1e9, 7.6e9, 1.1e9, 1.2e9)

@@ -287,7 +287,7 @@ def test_what_is_of_another_kind(name: str, value: Any, message: str) -> None:
 
 
 def test_what_a_study_has_is_not_given_again() -> None:
-    with pytest.raises(ValueError, match="direction='maximize': the study has its own"):
+    with pytest.raises(ValueError, match="direction='maximize': the study given has its own"):
         sweep(study=optuna.create_study(), direction="maximize")
     with pytest.raises(ValueError, match=r"study is a list: give an optuna\.Study"):
         sweep(study=[])

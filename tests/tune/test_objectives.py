@@ -201,7 +201,7 @@ def test_a_study_says_its_directions() -> None:
     study = optuna.create_study(directions=DIRECTIONS, pruner=optuna.pruners.MedianPruner(n_startup_trials=0))
     result = sweep(5, study=study, metric=both)
     assert {trial.state.name for trial in result.trials} == {"COMPLETE"}
-    with pytest.raises(ValueError, match=r"directions=.*: the study has its own"):
+    with pytest.raises(ValueError, match=r"directions=.*: the study given has its own"):
         sweep(1, study=study, metric=both, directions=DIRECTIONS)
     storage = optuna.storages.InMemoryStorage()
     optuna.create_study(study_name="stored", storage=storage, directions=DIRECTIONS)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.device.calibrate import Rates
 from hfusion.device.forked_process import why_no_fork
-from hfusion.tune.plain_footprint import PlainFootprint, fastest_width
+from hfusion.tune.parallel_trials import TrialSpread
+from hfusion.tune.plain_trial_footprint import PlainFootprint, fastest_width
 from hfusion.tune.plain_trials import torch_optimizer
-from hfusion.tune.spread_trials import TrialSpread
 from hfusion.tune.trial_rows import TrialRows
 from tests.tune import chosen, test_objectives, test_resume, test_sweep
 from tests.tune.cases import EPOCHS, MACHINE, alone
@@ -32,8 +32,8 @@ def plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if request.param == "elsewhere":
         if why_no_fork(torch.device("cpu")):
             pytest.skip("no fork of this process could train")
-        monkeypatch.setattr("hfusion.tune.spread_trials.cores", lambda: 2)
-        monkeypatch.setattr("hfusion.tune.spread_trials.start_seconds", lambda: 0.0)
+        monkeypatch.setattr("hfusion.tune.parallel_trials.cores", lambda: 2)
+        monkeypatch.setattr("hfusion.tune.parallel_trials.start_seconds", lambda: 0.0)
         # Whether it is faster here decides nothing.
         monkeypatch.setattr(TrialSpread, "_judge", lambda *args: None)
     monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: -math.inf)

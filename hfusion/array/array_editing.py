@@ -1,0 +1,277 @@
+"""Members that leave, join, and are written over, in an array that lives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hfusion.array.joining_models import check_joining, partly_shared
+from hfusion.array.member_relocation import part, restructured
+from hfusion.array.number_buffers import NumberBuffers
+from hfusion.array.program_reuse import Kin
+from hfusion.array.rebuild_tree import regrow
+from hfusion.array.resize_stacks import move_stacks
+from hfusion.capture.attribute_fingerprint import modeless_fingerprint
+from hfusion.capture.compare_models import Comparison
+from hfusion.capture.registered_tensors import tensors
+from hfusion.capture.skeleton import skeleton
+from hfusion.compiler.compiler import Compiler
+from hfusion.core.errors import FusionError
+from hfusion.core.memory import has_address
+from hfusion.core.row_indices import check_once, copied, kept, rows_of
+
+if TYPE_CHECKING:
+    from hfusion.array.array_description import Array
+    from hfusion.array.module import FusedModule
+
+# Arrangements of members whose programs are kept; the oldest go first.
+MAX_STATES = 32
+
+Source: TypeAlias = int | nn.Module
+"""Where a member comes from: the row that it had, or a model that joins."""
+
+
+class Rows(nn.Module):
+    """Operations of a fused module on its members."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def stacks(self) -> dict[str, Tensor]:
+        """The array's own tensors by key, also while others replace them."""
+        return dict(cast("FusedModule", self)._real)
+
+    @property
+    def why_apart(self) -> str:
+        """Why members are computed in groups, as they differ in modes or hooks; empty where they are not."""
+        split = cast("FusedModule", self)._split()
+        return "" if split is None else f"members are computed apart: {split.why}"
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only the members ``rows``, in this order, in place; the others and their memory are freed.
+
+        Parameters stay the same objects, with gradients; each now holds ``[len(rows), *shape]`` in new memory. A member
+        ``fused[i]`` moves to its new row; one that is removed keeps its last values. Modules and parameters that only
+        removed members have are removed, too. Captured programs serve the remaining members. An optimizer of hf.optim
+        follows by its own ``keep(rows)``; another optimizer that has state must be created again.
+
+        Raises:
+            ValueError: no rows, a row twice, or a row that does not exist.
+        """
+        rearrange(self, kept(rows, len(self)))
+
+    def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
+        """Write members ``src`` over members ``dst``, in place: parameters, buffers, gradients, and scalars.
+
+        ``src`` is one member or as many as ``dst``; all are read before one is written. See ``keep`` for optimizers.
+
+        Raises:
+            ValueError: a row that is none, one that is written twice, or other numbers of ``src`` and ``dst``.
+        """
+        rearrange(self, copied(src, dst, len(self)))
+
+    def append(self, models: Sequence[nn.Module]) -> None:
+        """Append copies of ``models`` as the last members, in place; the models themselves are unchanged.
+
+        They may differ from the members in submodules, as `hfusion.fuse` allows; parameters that only they have are
+        added to the array. A tensor that all members share must have the same values in them. They have no gradient
+        until the next backward. Only what differs from all members in scalars, such as dropout p, or in submodules is
+        captured. See ``keep`` for parameters, views and optimizers.
+
+        Raises:
+            FusionError: no models, or models that cannot be fused with the members; the array is as it was.
+
+        Example:
+            >>> import hfusion as hf
+            >>> fused = hf.fuse([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)])
+            >>> fused.append([nn.Sequential(nn.Linear(2, 2), nn.PReLU())])
+            >>> fused.state_dict()["1.weight"].shape  # of the only member that has it
+            torch.Size([1, 1])
+        """
+        rearrange(self, [*range(len(self)), *listed(models)])
+
+    def put(self, rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module]) -> None:
+        """Let ``models`` take the places of the members ``rows``, in place; see ``append``.
+
+        Raises:
+            ValueError: a row that is none or comes twice, or another number of models.
+            FusionError: models that cannot be fused with the members; the array is as it was.
+        """
+        rearrange(self, placed(rows, models, len(self)))
+
+
+def listed(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """The models that join. Raises FusionError where there are none."""
+    if isinstance(models, nn.Module) or not isinstance(models, Sequence) or len(models) == 0:
+        given = "an empty list" if models == [] else type(models).__name__
+        raise FusionError(f"append takes a list of one model or more, not {given}: append([model])")
+    return list(models)
+
+
+def placed(rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module], members: int) -> list[Source]:
+    """The sources where ``models`` take the places of ``rows``. Raises ValueError."""
+    targets = rows_of(rows, members)
+    given = [models] if isinstance(models, nn.Module) else list(models)
+    if len(given) != len(targets):
+        raise ValueError(f"put of {len(given)} models into {len(targets)} rows: give one for each of {targets}")
+    check_once(targets)
+    sources: list[Source] = list(range(members))
+    for row, model in zip(targets, given, strict=True):
+        sources[row] = model
+    return sources
+
+
+def rearrange(array: Rows, sources: Sequence[Source]) -> None:
+    """Let member b of the array be ``sources[b]``: tensors, scalars and programs.
+
+    Raises:
+        FusionError: a model that cannot be fused with the members; the array is as it was.
+    """
+    fused = cast("FusedModule", array)
+    if list(sources) == list(range(len(fused))):
+        return
+    for name, tensor in tensors(fused):
+        if not has_address(tensor) and not tensor.is_meta:
+            raise FusionError(
+                f"{name} is a {type(tensor).__name__}, whose rows cannot be moved here: keep, copy, append and put "
+                "members before fully_shard or whatever replaced it"
+            )
+    joining = check_joining(fused, sources)
+    members = len(fused)
+    fused._split()
+    fused._views.settle()
+    kinds, partly, before = Kinds.of(fused), fused._array.comparison.partly, fused._array
+    for index, model in joining.items():
+        kinds.add(index, model)
+    after = _array(before, sources, kinds, partly | partly_shared(joining))
+    part(fused._views, restructured(before, after, sources))
+    stacks = move_stacks(fused, sources, after)
+    if before.own_modules != after.own_modules or before.own_shapes != after.own_shapes:
+        regrow(fused, after, stacks)
+    enter(fused, kinds.contents, kinds.after(sources), after)
+    fused._mark()
+    if not fused.stacks.keys() >= set(fused._number_buffers.names):
+        # Programs were found by values of buffers that nobody has any more.
+        fused._number_buffers = NumberBuffers()
+        fused._forget()
+    fused._views.rearranged(fused, sources, members)
+
+
+# What forward can read of a skeleton besides tensors; it never changes.
+_contents: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+
+def _content(skeleton: nn.Module) -> Any:
+    if skeleton not in _contents:
+        _contents[skeleton] = modeless_fingerprint(skeleton)
+    return _contents[skeleton]
+
+
+@dataclass
+class Kinds:
+    """The members without their tensors: ``contents[b]`` of member b, and a skeleton of each content."""
+
+    contents: list[Any]
+    skeletons: dict[Any, nn.Module]
+    joined: dict[int, Any]
+
+    @staticmethod
+    def of(fused: FusedModule) -> Kinds:
+        array = fused._array
+        found = [_content(each) for each in array.skeletons]
+        return Kinds([found[v] for v in array.comparison.variants], dict(zip(found, array.skeletons, strict=True)), {})
+
+    def add(self, index: int, model: nn.Module) -> None:
+        """A model that joins as member ``index``."""
+        content = modeless_fingerprint(model)
+        if content not in self.skeletons:
+            made = skeleton(index, model)
+            # As of the others: a copy may differ from its model where an attribute has no value but an identity.
+            content = _content(made)
+            self.skeletons[content] = made
+        self.joined[index] = content
+
+    def after(self, sources: Sequence[Source]) -> tuple[Any, ...]:
+        """The contents of the members to be."""
+        return tuple(
+            self.contents[source] if isinstance(source, int) else self.joined[index]
+            for index, source in enumerate(sources)
+        )
+
+
+def _array(array: Array, sources: Sequence[Source], kinds: Kinds, partly: frozenset[str]) -> Array:
+    contents = kinds.after(sources)
+    once = list(dict.fromkeys(contents))
+    comparison = Comparison(tuple(once.index(one) for one in contents), array.comparison.shared, partly)
+    made = replace(
+        array,
+        members=len(sources),
+        skeletons=tuple(kinds.skeletons[content] for content in once),
+        comparison=comparison,
+        origins=WeakIdKeyDictionary(),
+    )
+    places: dict[int, int] = {}
+    for index, source in enumerate(sources):
+        if isinstance(source, int):
+            # Who is copied stays where it was; the copy is of no model.
+            if source not in places or source == index:
+                places[source] = index
+        else:
+            for name, parameter in source.named_parameters():
+                made.origins.setdefault(parameter, (index, name))
+    for parameter, (member, name) in array.origins.items():
+        if member in places:
+            made.origins[parameter] = (places[member], name)
+    return made
+
+
+def enter(fused: FusedModule, before: Sequence[Any], after: Sequence[Any], array: Array) -> None:
+    """The programs of members of contents ``after``: those of such members before, or new ones."""
+    from hfusion.array.array_description import ArrayState
+
+    states, after = fused._states, tuple(after)
+    states.setdefault(tuple(before), ArrayState(fused._number, fused._array, fused._compiler))
+    found = states.pop(after, None)
+    fused._array = array
+    if found is None:
+        compiler = fused._new_compiler()
+        compiler.opens = fused._compiler.opens
+        compiler.kin = Kin(fused, compiler, after)
+        found = ArrayState(next(fused._numbers), array, compiler)
+    # The latest last.
+    states[after] = ArrayState(found.number, array, found.compiler)
+    while len(states) > MAX_STATES:
+        _drop(fused, states.pop(next(iter(states))).compiler)
+    fused._enter(states[after])
+    fused._number_buffers.restart()
+
+
+def written_keys(fused: FusedModule) -> frozenset[str]:
+    """The keys of the tensors that forward writes to, in the programs that there are."""
+    families = [family for compiler in fused._compilers() for family in compiler.families.values()]
+    return frozenset(key for family in families for compiled in family for key in compiled.written)
+
+
+def changed_tensors(fused: FusedModule) -> dict[str, Tensor]:
+    """Return the tensors of an array that training may change: frozen parameters only if forward writes to them.
+
+    A tied tensor is under each of its keys.
+    """
+    written = written_keys(fused)
+
+    def is_frozen(name: str, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) and not tensor.requires_grad and name not in written
+
+    return {name: tensor for name, tensor in tensors(fused) if not is_frozen(name, tensor)}
+
+
+def _drop(fused: FusedModule, compiler: Compiler) -> None:
+    for compiled in (compiled for family in compiler.families.values() for compiled in family):
+        fused._bound.pop(id(compiled), None)
+        fused._checks.pop(id(compiled), None)

@@ -1,0 +1,93 @@
+"""Train and eval of arrays whose members override them, and a context in which an array is in eval mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hfusion.array.array_description import ArrayState, renewed
+from hfusion.array.overridden_modes import Change, Left, Switch, own_modes
+from hfusion.capture.attribute_fingerprint import modeless_fingerprint
+from hfusion.core.errors import FusionError
+
+if TYPE_CHECKING:
+    from hfusion.array.module import FusedModule
+
+
+def switch(fused: FusedModule, path: str, change: Change) -> None:
+    """Let the members' own train or eval decide. Raises FusionError where an array cannot follow."""
+    fused._split()
+    members = _copies(fused)
+    before = tuple(map(modeless_fingerprint, members))
+    left = Switch(members, fused._array.comparison.shared).run(path, change)
+    stacks = fused.stacks
+    with torch.no_grad():
+        for (name, index), tensor in left.moved.items():
+            stacks[name].detach()[index].copy_(tensor)
+    changed = {name: trained for name, trained in left.trained.items() if stacks[name].requires_grad != trained}
+    for name, trained in changed.items():
+        stacks[name].requires_grad_(trained)
+    _adopt(fused, before, left, members)
+    fused._views.renew(fused, changed)
+
+
+def _copies(fused: FusedModule) -> list[nn.Module]:
+    """The members as other modules around their rows, in their modes."""
+    models = [fused._member(row) for row in range(len(fused))]
+    for row, member in fused._views.members.items():
+        for path, module in models[row].named_modules():
+            module.training = member.modules[path].training
+    return models
+
+
+def _adopt(fused: FusedModule, before: tuple[Any, ...], left: Left, members: Sequence[nn.Module]) -> None:
+    """Flags and attributes as the members have them now; programs of each state are kept."""
+    for path, training in left.training.items():
+        fused.get_submodule(path).training = training
+    if left.contents == before:
+        return
+    states = fused._states
+    states.setdefault(before, ArrayState(fused._number, fused._array, fused._compiler))
+    if left.contents not in states:
+        fused._array = renewed(fused._array, left.contents, members)
+        states[left.contents] = ArrayState(next(fused._numbers), fused._array, fused._new_compiler())
+    fused._enter(states[left.contents])
+
+
+@contextmanager
+def evaluating(fused: FusedModule) -> Iterator[None]:
+    """Context manager: see `FusedModule.evaluating`."""
+    fused._split()
+    modes = [(branch, branch.training) for branch in fused._branches]
+    own = {row: member.training for row, member in fused._views.members.items()}
+    state = ArrayState(fused._number, fused._array, fused._compiler)
+    has_own = own_modes(fused._array.skeletons[0])
+    if has_own:
+        members = _copies(fused)
+        before = tuple(map(modeless_fingerprint, members))
+        trained = {name: tensor.requires_grad for name, tensor in fused.stacks.items()}
+        change = Switch(members, fused._array.comparison.shared)
+        left = change.run("", lambda module: module.eval())
+        if left.moved or left.written or left.trained != trained:
+            change.undo()
+            raise FusionError(
+                f"the own eval of {fused._original} changes parameters or buffers, and this evaluation uses them as "
+                "training has them; evaluate the trained models by themselves"
+            )
+        _adopt(fused, before, left, members)
+        fused._views.renew(fused, {})
+    else:
+        fused.eval()
+    try:
+        yield
+    finally:
+        for branch, training in modes:
+            branch.training = training
+        fused._enter(state)
+        if has_own:
+            fused._views.renew(fused, {})
+        fused._views.set_modes(fused, own)

@@ -1,0 +1,35 @@
+"""Checks of forward that only raise: where one fails, the members say so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.capture.fallback_runtime import OtherSizes
+from hfusion.capture.registered_tensors import tensors
+from hfusion.compiler.arguments import Arguments
+from hfusion.core.errors import FusionError
+from hfusion.passes.expected_checks import FailedCheck
+
+REFUSALS = (OtherSizes, FailedCheck)
+"""Errors of a run of a program that is none for what it was given: another has to be made."""
+
+
+def call_members(array: Iterable[nn.Module], arguments: Arguments, refusal: FusionError) -> None:
+    """After a failed check, call the members of ``array`` in turn, so that one raises its own error.
+
+    If none does, as where the caller of a submodule catches the error, parameters and buffers are as before.
+    """
+    if not isinstance(refusal, FailedCheck):
+        return
+    members = list(array)
+    before: list[tuple[Tensor, Tensor]] = []
+    for index, member in enumerate(members):
+        args, kwargs = arguments.of_member(index)
+        before += [(tensor, tensor.detach().clone()) for _, tensor in tensors(member)]
+        member(*args, **kwargs)
+    with torch.no_grad():
+        for tensor, value in before:
+            tensor.copy_(value)

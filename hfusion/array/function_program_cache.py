@@ -1,0 +1,226 @@
+"""The programs of functions per member, separate for each array, compiled once if they are the same.
+
+The program for a call depends on the calls before it: a size is dynamic once two values of it were seen, and
+lowerings are chosen for the sizes that a program was compiled with. So only calls for the same array count. Otherwise
+the last bits of a run would depend on earlier runs of its process.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import torch
+
+from hfusion.capture.capture_member import VaryingSizes
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled_program import ArraySpec, Compiled, compile_array
+from hfusion.compiler.compiler import Compiler, Met
+from hfusion.compiler.program_rows import of_rows
+from hfusion.core.calls import is_stacked
+from hfusion.core.errors import FusionError
+from hfusion.core.fingerprint import root, tensors_of
+from hfusion.device.backend import active_autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hfusion.array.module import FusedModule
+
+# How often functions of one origin may read something new before they run in a loop.
+MAX_REMADE = 16
+# Of how many states of a function one of its like makes up for a change, where it comes again.
+MAX_STATES = 16
+# Functions of one array whose programs are cached although the functions are gone.
+MAX_FUNCTIONS = 64
+# Programs of this process that all arrays share.
+MAX_SHARED = 256
+# Sizes and states of calls for no array, of functions of one origin, before these share programs.
+MAX_VARIANTS = 16
+
+T = TypeVar("T")
+
+
+class _Tables(NamedTuple):
+    """The fields of a `Compiler` that outlive its subject."""
+
+    programs: dict[Any, Compiled]
+    families: dict[Any, list[Compiled]]
+    met: dict[Any, Met]
+    whole: dict[Any, str]
+    refused: dict[Any, str]
+
+    def compiler(self, subject: ArraySpec, **hooks: Any) -> Compiler:
+        return Compiler(subject, **self._asdict(), **hooks)
+
+
+class _StateCache(Generic[T]):
+    """The latest ``size`` values by key, each as long as the tensors live that the state of its function names."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: OrderedDict[Any, T] = OrderedDict()
+        self._watches: dict[Any, list[Any]] = {}
+        self._lock = threading.RLock()
+
+    def get(self, key: Any) -> T | None:
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def put(self, key: Any, state: Any, value: T) -> None:
+        drop = functools.partial(self._drop, key)
+        with self._lock:
+            self._values[key] = value
+            self._watches[key] = [weakref.ref(tensor, drop) for tensor in tensors_of(state)]
+            if len(self._values) > self._size:
+                self._drop(next(iter(self._values)))
+
+    def items(self) -> Iterator[tuple[Any, T]]:
+        """The latest first."""
+        with self._lock:
+            return iter([*self._values.items()][::-1])
+
+    def _drop(self, key: Any, tensor: Any = None) -> None:
+        with self._lock:
+            self._values.pop(key, None)
+            self._watches.pop(key, None)
+
+
+class FunctionPrograms:
+    """The programs of functions of one array's outputs: functions that read the same share them."""
+
+    def __init__(self) -> None:
+        self._tables: _StateCache[_Tables] = _StateCache(MAX_FUNCTIONS)
+        self._credits: dict[Any, float] = {}
+        self._lock = threading.RLock()
+
+    def compiler(self, function: Callable[..., Any], state: Any, subject: ArraySpec) -> Compiler:
+        """The compiler of ``function`` as it reads ``state``. Raises FusionError if its like read too many states."""
+        key = state, subject.members
+        with self._lock:
+            tables = self._tables.get(key)
+            # The number of members is no state: an array may grow and shrink.
+            self._spend((root(function), subject.members), seen=tables is not None)
+            if tables is None:
+                tables = _Tables({}, {}, {}, {}, {})
+                self._tables.put(key, state, tables)
+        return tables.compiler(
+            subject,
+            kin=functools.partial(_related, self._tables, key, subject),
+            make_program=functools.partial(_compile_once, state),
+        )
+
+    def _spend(self, origin: Any, *, seen: bool) -> None:
+        """Count a new state of ``origin``, or give some credit back for one that was seen before."""
+        credit = self._credits.get(origin, float(MAX_REMADE))
+        if not seen and credit < 1:
+            raise FusionError(f"values it reads besides its arguments have changed {MAX_REMADE} times")
+        self._credits[origin] = min(credit + 1 / MAX_STATES, MAX_REMADE) if seen else credit - 1
+
+
+def _related(
+    cache: _StateCache[_Tables], key: Any, subject: ArraySpec, training: Any, arguments: Arguments
+) -> Compiled | None:
+    """The program of the function with ``key`` for another number of members, rewritten for those of ``subject``."""
+    state, members = key
+    for (other_state, other_members), tables in cache.items():
+        if other_members != members and other_state == state:
+            program = tables.compiler(subject).fitting(training, arguments)
+            if program is not None:
+                return of_rows(program, [0] * members, subject)
+    return None
+
+
+_shared: _StateCache[Compiled] = _StateCache(MAX_SHARED)
+
+
+def _compile_once(
+    state: Any, subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes
+) -> Compiled:
+    """`compile_array` for a function with ``state``, cached by all that the program depends on."""
+    dims = tuple(map(frozenset, sizes.dims))
+    settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
+    key = (state, subject.members, training, arguments.key, dims, sizes.open, sizes.whole, active_autocast(), settings)
+    program = _shared.get(key)
+    if program is None:
+        program = compile_array(subject, arguments, training, sizes)
+        _shared.put(key, state, program)
+    return program
+
+
+_of_arrays: weakref.WeakKeyDictionary[FusedModule, FunctionPrograms] = weakref.WeakKeyDictionary()
+_of_many_variants = FunctionPrograms()
+_lock = threading.Lock()
+
+
+class _LastCall(threading.local):
+    """The array that this thread called last, and the functions that were given its outputs since."""
+
+    array: weakref.ref[FusedModule] | None = None
+    functions: frozenset[Any] = frozenset()
+
+
+_last_call = _LastCall()
+
+
+def programs_of(array: FusedModule) -> FunctionPrograms:
+    """The programs of functions of the outputs of ``array``."""
+    with _lock:
+        return _of_arrays.setdefault(array, FunctionPrograms())
+
+
+def note_call(array: FusedModule) -> None:
+    """Let the next call of each function in this thread belong to ``array``, whose outputs it is given."""
+    _last_call.array, _last_call.functions = weakref.ref(array), frozenset()
+
+
+def current_programs(origin: Any, arguments: Arguments) -> FunctionPrograms | None:
+    """Return the programs of the array whose outputs are passed to a function with ``origin``, None if unknown.
+
+    It is the array that this thread called last, unless the function was called since, or its inputs have no history.
+    In these cases the call may belong to no array, and to a later run.
+    """
+    array = None if _last_call.array is None else _last_call.array()
+    if array is None or origin in _last_call.functions:
+        return None
+    outputs = [leaf.tensor for leaf in arguments.leaves if is_stacked(leaf)]
+    if torch.is_grad_enabled() and not any(output.requires_grad for output in outputs):
+        return None
+    _last_call.functions |= {origin}
+    known = _of_arrays.get(array)
+    return programs_of(array) if known is None else known
+
+
+class OwnPrograms:
+    """The programs of one `PerModel` for calls that belong to no array, so that only its own calls count.
+
+    A function that is given to `per_model` again at each call has programs of its own for the first `MAX_VARIANTS`
+    sizes and states, and then shares those that its like have made.
+    """
+
+    _known: ClassVar[_StateCache[bool]] = _StateCache(MAX_SHARED)
+    _counts: ClassVar[dict[Any, int]] = {}
+
+    def __init__(self, origin: Any) -> None:
+        self._origin = origin
+        self._programs: FunctionPrograms | None = None
+
+    def get(self, state: Any, arguments: Arguments) -> FunctionPrograms:
+        """The programs for such a call of the function, which reads ``state``."""
+        if self._programs is None:
+            variant = self._origin, state, tuple(arguments.shapes)
+            with _lock:
+                count = self._counts.get(self._origin, 0)
+                known = self._known.get(variant) is not None
+                if not known and count < MAX_VARIANTS:
+                    self._counts[self._origin] = count + 1
+                    self._known.put(variant, state, True)
+                    known = True
+            self._programs = FunctionPrograms() if known else _of_many_variants
+        return self._programs

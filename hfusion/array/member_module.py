@@ -1,0 +1,318 @@
+"""One member of an array as a module, which detects changes made to it.
+
+``nn.Module`` looks into its table of parameters first whenever an attribute is set or deleted, and a tensor or
+submodule is read (`__setattr__`, `__delattr__` and `__getattr__` of torch 2.11 to 2.14). So the tables of a member
+mark it as touched, and an array checks only members that were touched since its last call, or whose parameters are
+referenced outside.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
+from sys import _getframe
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.capture.attribute_fingerprint import PLAIN, modeless_fingerprint
+from hfusion.capture.hooks import is_part_of_forward
+from hfusion.capture.registered_tensors import tensors
+from hfusion.core.membership import is_own_hook, own_hook
+from hfusion.torch_private.module_hooks import RegisteredHook, registered_hooks
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_STANDARD = frozenset(nn.Module().__dict__)
+_FIXED = (*PLAIN.__args__, float, complex, types.NoneType, types.FunctionType, types.BuiltinFunctionType)
+_MISSING = object()
+_TRAINED = attrgetter("requires_grad")
+_HOOKED, _UNHOOKED = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"), (None, None)
+
+
+class ParameterTable(dict[str, Any]):
+    """The parameters of one module of a member. A copy is a plain dict."""
+
+    __slots__ = ("member",)
+
+    def __init__(self, member: RowView, entries: Mapping[str, Any]) -> None:
+        super().__init__(entries)
+        self.member = member
+
+    def __contains__(self, name: object) -> bool:
+        # Dynamo traces this. Setting or deleting an attribute looks up the table like reading one.
+        if not torch.compiler.is_dynamo_compiling():
+            self.member.touch(_getframe(1).f_code.co_name != "__getattr__")
+        return super().__contains__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.member.touch(True)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self.member.touch(True)
+        super().__delitem__(name)
+
+    def items(self) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            self.member.touch()
+        return super().items()
+
+    def values(self) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            self.member.touch()
+        return super().values()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (list(super().items()),)
+
+
+class HookTable(OrderedDict[Any, Any]):
+    """The hooks of one module of a member. A copy is a plain OrderedDict, without those of the array itself."""
+
+    def __init__(self, member: RowView, entries: Mapping[Any, Any]) -> None:
+        self.member = member
+        super().__init__(entries)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.member.touch(True)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self.member.touch(True)
+        super().__delitem__(key)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return OrderedDict, (self.of_model(),)
+
+    def of_model(self) -> list[tuple[Any, Any]]:
+        """Hooks that the model would have alone."""
+        return [(key, hook) for key, hook in self.items() if not is_own_hook(hook)]
+
+
+def is_of_user(hook: Any) -> bool:
+    """Return whether ``hook`` is the user's: not ours, and not one of torch that is captured with forward."""
+    return not is_own_hook(hook) and not is_part_of_forward(hook)
+
+
+class RowView:
+    """A member of an array: ``model``, with tensors that share the memory of its row.
+
+    Attributes:
+        parameters, buffers: the tensors of ``model`` that are rows of stacks, by key.
+        modules: the modules of ``model``, by path.
+        touched: whether it may have been changed since `rest`.
+        flat: its parameters, each once; ``trains``: which of them were trained at `rest`.
+        hooked: where it had a hook of the user at `rest`; empty where it had none.
+        fingerprint: all that forward can read of it besides tensors, at the last check; None if not known.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        row: int,
+        shared: frozenset[str],
+        touched: Callable[[int, bool], None],
+        called: Callable[[], None],
+    ) -> None:
+        self.model, self.row = model, row
+        self._touched, self._called = touched, called
+        self.touched = True
+        self._said = False
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self._watch_tables()
+        self._watch_calls()
+        self.take_tensors(shared)
+        self.fingerprint: Any = None
+        self.hooked, self.trains = "", list[bool]()
+        self.accept()
+        if self._mutable:
+            self.fingerprint = modeless_fingerprint(model)
+
+    def touch(self, changed: bool = False) -> None:
+        """Somebody reads of the member, or may have ``changed`` it."""
+        if changed or not self.touched:
+            self.touched = True
+            self._touched(self.row, changed)
+
+    def _watch_tables(self) -> None:
+        for module in self.modules.values():
+            held = module.__dict__
+            if not isinstance(held["_parameters"], ParameterTable) or held["_parameters"].member is not self:
+                held["_parameters"] = ParameterTable(self, held["_parameters"])
+            for name in HOOKS:
+                if not isinstance(held[name], HookTable) or held[name].member is not self:
+                    held[name] = HookTable(self, held[name])
+
+    def _watch_calls(self) -> None:
+        """Watch calls: attributes that forward sets are no changes by the user."""
+
+        def before(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._said = self._said or self._attributes_differ()
+                self._called()
+
+        def after(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self.accept()
+
+        held = self.model.__dict__
+        held["_forward_pre_hooks"]["hfusion"] = own_hook(before)
+        held["_forward_hooks"]["hfusion"] = own_hook(after)
+
+    def take_tensors(self, shared: frozenset[str]) -> None:
+        """Note which tensors the model has now."""
+        named = {name: tensor for name, tensor in tensors(self.model) if name not in shared}
+        self.parameters = {name: t for name, t in named.items() if isinstance(t, nn.Parameter)}
+        self.buffers = {name: t for name, t in named.items() if not isinstance(t, nn.Parameter)}
+        self.flat = tuple({id(t): t for t in self.parameters.values()}.values())
+        self._state: Any = None
+
+    def accept(self) -> None:
+        """Note the attributes as they are, as nothing that was said."""
+        self._attributes = [(vars(module), dict(vars(module))) for module in self.modules.values()]
+        self._mutable = any(
+            name not in _STANDARD and not isinstance(value, _FIXED)
+            for _, held in self._attributes
+            for name, value in held.items()
+        )
+
+    def rest(self) -> None:
+        """Everything that was said has been heard."""
+        self.touched = self._said = False
+        self.accept()
+        self.look()
+
+    def look(self) -> None:
+        """Record which parameters are trained, and where hooks are."""
+        self._state = tensor_states(self.flat)
+        self.trains = self._state[0]
+        self.hooked = self._find_hook()
+
+    @property
+    def hard_to_watch(self) -> bool:
+        """True if parameters may be reached without the module's tables."""
+        return self._mutable
+
+    def told(self) -> bool:
+        """True if the view or its parameters may have changed since `rest`."""
+        return self.touched or tensor_states(self.flat) != self._state
+
+    @property
+    def training(self) -> dict[str, bool]:
+        """The modes by path."""
+        return {path: module.training for path, module in self.modules.items()}
+
+    def _find_hook(self) -> str:
+        """Return the path of a user's hook; empty if there is none."""
+        for path, module in self.modules.items():
+            held = module.__dict__
+            if any(map(is_of_user, chain.from_iterable(held[name].values() for name in HOOKS))):
+                return path or "(root)"
+        return next((name for name, p in self.parameters.items() if tensor_hooks(p)), "")
+
+    @property
+    def hooks(self) -> dict[str, list[RegisteredHook]]:
+        """The hooks of the user, by path."""
+        hooks = {path: registered_hooks(module, is_of_user) for path, module in self.model.named_modules()}
+        return {path: own for path, own in hooks.items() if own}
+
+    def set(self, modes: Mapping[str, bool], trained: Mapping[str, bool]) -> None:
+        """Set modes by path, and requires_grad of parameters by key."""
+        for path, module in self.modules.items():
+            module.training = modes[path]
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad != trained[name]:
+                parameter.requires_grad_(trained[name])
+
+    def leave(self) -> None:
+        """Become an independent module, with copies of the tensors, as the row is removed."""
+        for tensor in (*self.parameters.values(), *self.buffers.values()):
+            tensor.data = tensor.data.clone()
+        for module in self.modules.values():
+            held = module.__dict__
+            held["_parameters"] = dict(dict.items(held["_parameters"]))
+            held |= {name: OrderedDict(held[name].of_model()) for name in HOOKS}
+
+    @property
+    def changed(self) -> bool:
+        """True if attributes may have changed since `rest`."""
+        return self._said or self._mutable or self._attributes_differ()
+
+    def _attributes_differ(self) -> bool:
+        return any(_differ(now, before) for now, before in self._attributes)
+
+    @property
+    def same_modules(self) -> bool:
+        """True if its modules are still the original ones."""
+        now = dict(self.model.named_modules(remove_duplicate=False))
+        return now.keys() == self.modules.keys() and all(now[path] is module for path, module in self.modules.items())
+
+    def take_modules(self) -> None:
+        """Adopt the modules that the model has now."""
+        self.modules = dict(self.model.named_modules(remove_duplicate=False))
+        self._watch_tables()
+
+    def become(self, skeleton: nn.Module) -> None:
+        """Have the attributes of ``skeleton``, a model of the same structure."""
+        others = dict(skeleton.named_modules(remove_duplicate=False))
+        own, given = dict(tensors(self.model)), dict(tensors(skeleton))
+        memo: dict[int, Any] = {id(given[name]): tensor for name, tensor in own.items()}
+        memo |= {id(others[path]): module for path, module in self.modules.items()}
+        for path, module in dict(self.model.named_modules()).items():
+            values = {name: value for name, value in vars(others[path]).items() if name not in _STANDARD}
+            held = module.__dict__
+            for name in held.keys() - _STANDARD:
+                del held[name]
+            held.update({name: copy.deepcopy(value, memo) for name, value in values.items()})
+        self.fingerprint = None
+        self.accept()
+        if self._mutable:
+            self.fingerprint = modeless_fingerprint(self.model)
+
+
+@dataclass(frozen=True)
+class Said:
+    """A user's settings of a member: modes by path, trained parameters by key, hooks by path."""
+
+    modes: Mapping[str, bool]
+    trained: Mapping[str, bool]
+    hooks: Mapping[str, Sequence[RegisteredHook]]
+
+
+def said_to(member: RowView) -> Said:
+    """Return the user's settings of a member."""
+    return Said(member.training, {n: p.requires_grad for n, p in member.parameters.items()}, member.hooks)
+
+
+def _differ(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    if len(now) != len(before):
+        return True
+    return any(now.get(name, _MISSING) is not value for name, value in before.items() if name != "training")
+
+
+def tensor_states(parameters: Sequence[Tensor]) -> tuple[list[bool], list[int], Any]:
+    """Return the state that users can change in parameters: requires_grad, memory and hooks."""
+    hooks = list(map(_HOOKED, parameters))
+    told = [tensor_hooks(parameter) for parameter in parameters] if hooks.count(_UNHOOKED) < len(hooks) else None
+    return list(map(_TRAINED, parameters)), list(map(Tensor.data_ptr, parameters)), told
+
+
+def tensor_hooks(parameter: Tensor) -> list[Any]:
+    """The hooks of a parameter."""
+    return [hook for held in _HOOKED(parameter) for hook in (held or {}).values()]
+
+
+def without_hooks(model: nn.Module) -> nn.Module:
+    """``model`` without the user's hooks."""
+    for module in model.modules():
+        for name in HOOKS:
+            table = getattr(module, name)
+            for key in [key for key, hook in table.items() if not is_part_of_forward(hook)]:
+                del table[key]
+    return model

@@ -1,0 +1,196 @@
+"""State of members that follows their rows when these move, and when the array is copied."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.array_description import member_rows, row_copy, structure_of
+from hfusion.array.member_module import RowView, Said, said_to
+from hfusion.capture.compare_models import check_pair
+from hfusion.capture.registered_tensors import tensors
+from hfusion.core.errors import FusionError
+from hfusion.core.gradient_usage import freeze_rows, frozen_rows
+
+if TYPE_CHECKING:
+    from hfusion.array.array_description import Array
+    from hfusion.array.member_views import Views
+    from hfusion.array.module import FusedModule
+
+
+def rearranged(views: Views, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
+    """Member b is ``sources[b]`` now: a row of the ``members`` before, or a model that has joined."""
+    for stack in {id(t): t for t in fused.stacks.values()}.values():
+        frozen = frozen_rows(stack)
+        if frozen is not None:
+            freeze_rows(stack, torch.tensor([isinstance(s, int) and bool(frozen[s]) for s in sources], device="cpu"))
+    if not views.members:
+        return
+    said = {row: said_to(member) for row, member in views.members.items()}
+    places = _places(sources, members)
+    before, views.members = views.members, {}
+    views.watched.clear()
+    for row, member in before.items():
+        if row in places:
+            member.row = places[row]
+            views.members[member.row] = member
+        else:
+            member.leave()
+    for tie in views.ties.values():
+        tie.untie_all()
+    views.watched.update(views.members)
+    for member in views.members.values():
+        for parameter in member.parameters.values():
+            parameter.grad = None
+    views.follow(fused)
+    _copy(views, fused, sources, said)
+    views.index()
+    views.freeze(fused)
+    views.hear(fused, views.members)
+
+
+def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], said: Mapping[int, Said]) -> None:
+    """Set modes and frozen parameters of overwritten members to those of the members they are copies of."""
+    array, base = fused._array, Said(fused.training_by_path(), {}, {})
+    for row, source in enumerate(sources):
+        own = said.get(source) if isinstance(source, int) else None
+        member = views.members.get(row)
+        if member is None and own is not None and _modes_differ(own, base):
+            member = views.add(fused, row)
+        if member is not None and source != row and said.get(row, own) is not None:
+            member.become(array.skeletons[array.comparison.variants[row]])
+            own = base if own is None else own
+            member.set(own.modes, own.trained or {n: fused.stacks[n].requires_grad for n in member.parameters})
+
+
+def restructured(before: Array, after: Array, sources: Sequence[Any]) -> list[int]:
+    """Rows of ``before`` whose members are written over by others with other modules or sizes."""
+    places = _places(sources, before.members)
+    return [row for row, place in places.items() if _differ(_skeleton(before, row), _skeleton(after, place))]
+
+
+def part(views: Views, rows: Sequence[int]) -> None:
+    """Let the members in ``rows`` go, before others of another structure take their places."""
+    for row in rows:
+        member = views.members.pop(row, None)
+        if member is None:
+            continue
+        for tie in views.ties.values():
+            tie.untie(row)
+        for parameter in member.flat:
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        member.leave()
+        views.watched.discard(row)
+        views.index()
+
+
+def _skeleton(array: Array, row: int) -> nn.Module:
+    return array.skeletons[array.comparison.variants[row]]
+
+
+def _differ(one: nn.Module, other: nn.Module) -> bool:
+    """Return whether two members, without their tensors, have other modules or sizes."""
+    if one is other:
+        return False
+    kinds = [[(path, type(m)) for path, m in each.named_modules(remove_duplicate=False)] for each in (one, other)]
+    return kinds[0] != kinds[1] or structure_of(one).shapes != structure_of(other).shapes
+
+
+def said(views: Views, fused: FusedModule) -> dict[int, Said]:
+    """Return the settings in which members differ from the array, by row; they are up to date."""
+    base = Said(fused.training_by_path(), {n: t.requires_grad for n, t in fused.stacks.items()}, {})
+    found = {row: said_to(member) for row, member in views.own.items()}
+    return {
+        row: own
+        for row, own in found.items()
+        if _modes_differ(own, base) or own.hooks or any(base.trained[n] != flag for n, flag in own.trained.items())
+    }
+
+
+def _modes_differ(own: Said, base: Said) -> bool:
+    """Return whether a member is in other modes than its array, which may have more modules."""
+    return any(base.modes[path] != mode for path, mode in own.modes.items())
+
+
+def restore(views: Views, fused: FusedModule, said: Mapping[int, Said]) -> None:
+    """Apply the settings that `said` returned to members."""
+    if said:
+        views.note(fused)
+    for row, own in said.items():
+        member = views.add(fused, row)
+        member.set(own.modes, own.trained)
+        for path, hooks in own.hooks.items():
+            for hook in hooks:
+                hook.register(member.modules[path])
+        member.touch()
+
+
+def unfused(fused: FusedModule) -> list[nn.Module]:
+    """Return copies of the members as models of their own, with the settings of the members."""
+    fused._views.update(fused)
+    whole, rows = fused._views.place(fused)
+    array, stacks = whole._array, dict(tensors(whole))
+    once = {name: row_copy(tensor, None) for name, tensor in stacks.items() if name in array.comparison.shared}
+    models = {row: whole._around(row, member_rows(array, row, stacks, once)) for row in rows}
+    for row, own in said(whole._views, whole).items():
+        if row in models:
+            _apply(own, whole._views.members[row], models[row])
+    return list(models.values())
+
+
+def _apply(own: Said, member: RowView, model: nn.Module) -> None:
+    """Give ``model``, a copy of ``member``, its settings."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    # A hook that is a method of a member's module becomes one of the copy's, as in a copy of the model.
+    memo = {id(module): modules[path] for path, module in member.modules.items()}
+    for path, module in modules.items():
+        module.training = own.modes[path]
+        for hook in own.hooks.get(path, ()):
+            copy.deepcopy(hook, memo).register(module)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(own.trained.get(name, parameter.requires_grad))
+
+
+def _places(sources: Sequence[Any], members: int) -> dict[int, int]:
+    """Return the new rows of the members that remain; an overwritten member keeps its row."""
+    rows = [source for source in sources if isinstance(source, int)]
+    if len(sources) == members and len(set(rows)) < members:
+        return {row: row for row in range(members)}
+    places: dict[int, int] = {}
+    for index, source in enumerate(sources):
+        if isinstance(source, int) and (source not in places or source == index):
+            places[source] = index
+    return places
+
+
+def check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:
+    """Raise a FusionError where the member has become something that does not fit the array."""
+    like = fused._member(row)
+    others = dict(model.named_modules(remove_duplicate=False))
+    for path, module in like.named_modules(remove_duplicate=False):
+        module.training = others[path].training if path in others else module.training
+    named = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in like.named_parameters(remove_duplicate=False):
+        if name in named and parameter.requires_grad != named[name].requires_grad:
+            parameter.requires_grad_(named[name].requires_grad)
+    try:
+        check_pair(like, len(fused), model)
+    except FusionError as error:
+        reason = str(error).replace(f"model {len(fused)}", f"member {row}").replace("model 0", "the array")
+        raise FusionError(
+            f"what was done to member {row} of a fused {fused._original} does not fit its array: {reason}. Undo it, or "
+            "do it to all models of unfuse() and fuse them again"
+        ) from error
+
+
+def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """``tensor`` under ``name``, if there is another."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    table: Any = module._parameters if leaf in module._parameters else module._buffers
+    if table[leaf] is not tensor:
+        table[leaf] = tensor

@@ -1,0 +1,393 @@
+"""The tree of a fused module: the members' modules with stacked tensors, under the same names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hfusion.array.overridden_modes import Change
+from hfusion.capture.variant_structures import union_of_modules
+from hfusion.core.errors import FusionError
+from hfusion.core.membership import mark, membership
+from hfusion.optim import coupling
+
+STATE = frozenset(
+    {
+        "_original",
+        "_fixed",
+        "_tied",
+        "_array",
+        "_branches",
+        "_compiler",
+        "_cut",
+        "_real",
+        "_bound",
+        "_checks",
+        "_loops",
+        "_traces",
+        "_methods",
+        "_found",
+        "_states",
+        "_number",
+        "_numbers",
+        "_number_buffers",
+        "_unstacked",
+        "_situations",
+        "_place",
+        "_on_program",
+        "_views",
+    },
+)
+_STANDARD = frozenset(nn.Module().__dict__)
+
+
+class Tree(nn.Module):
+    """One of the members' modules in a fused module: its stacked tensors and submodules, under the same names.
+
+    ``original`` is its class; ``fixed`` are the attributes that forward reads, which were captured.
+    """
+
+    def __init__(self, original: str, fixed: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._original = original
+        self._fixed = fixed
+        # The tensors here that stand elsewhere, too, by name; with their other places.
+        self._tied: dict[str, list[str]] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in STATE:
+            # Past nn.Module, which would refuse the name where a member has a submodule or tensor of this name.
+            object.__setattr__(self, name, value)
+            return
+        if name in self.__dict__.get("_fixed", ()) or (name in self._modules and value is not self._modules[name]):
+            raise FusionError(
+                f"setting {name} on a fused {self._original} would have no effect on what it computes; "
+                "set it on the models of unfuse(), and fuse them again"
+            )
+        if isinstance(value, nn.Module) and name not in self._modules:
+            raise _added(name, self)
+        if name in self._buffers:
+            self._check_replacement(name, value)
+        super().__setattr__(name, value)
+
+    def _check_replacement(self, name: str, tensor: Any) -> None:
+        """Raise a FusionError where ``tensor`` cannot take the place of the one of this name."""
+        before = self._parameters.get(name, self._buffers.get(name))
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in (before, tensor)]
+        if shapes[0] != shapes[1]:
+            raise FusionError(
+                f"{name} of a fused {self._original} is {_told(shapes[0])}, as what it computes was captured, and "
+                f"cannot become {_told(shapes[1])}; do so on the models of unfuse(), and fuse them again"
+            )
+        if name in self._tied and tensor is not before:
+            raise FusionError(
+                f"{name} of a fused {self._original} is one tensor with {', '.join(self._tied[name])}, as what it "
+                "computes was captured, and cannot become another; write into it, or untie the models of unfuse() and "
+                "fuse them again"
+            )
+
+    def __delattr__(self, name: str) -> None:
+        if any(name in table for table in (self._parameters, self._buffers, self._modules)):
+            raise FusionError(
+                f"{name} of a fused {self._original} cannot be deleted or reparametrized, as what it computes was "
+                "captured; do so on the models of unfuse(), and fuse them again"
+            )
+        super().__delattr__(name)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """As of nn.Module; of a tensor that some members lack, the rows of those who have it."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, rows in own_rows(self).items():
+            if prefix + name in destination:
+                stack = destination[prefix + name]
+                destination[prefix + name] = stack[list(rows)]
+                destination._metadata[prefix[:-1]].setdefault("rows", {})[name] = rows
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        state_dict = self._widened(state_dict, prefix, metadata)
+        if metadata.get("assign_to_params_buffers") and self._tied:
+            name, others = next(iter(self._tied.items()))
+            raise FusionError(
+                f"load_state_dict(assign=True) would make {prefix}{name} and {', '.join(others)} of a fused module, "
+                "which are one tensor, two; leave out assign=True"
+            )
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+    def _widened(self, state_dict: Any, prefix: str, metadata: Any) -> Any:
+        """Return ``state_dict`` with a row for every member; those who lack a tensor keep what they have."""
+        found = state_dict
+        for name, rows in own_rows(self).items():
+            value, known = state_dict.get(prefix + name), metadata.get("rows", {}).get(name, rows)
+            if value is None:
+                continue
+            if tuple(known) != rows:
+                raise FusionError(
+                    f"{prefix}{name} holds the rows of members {list(known)}, and members {list(rows)} of this fused "
+                    "module have it: load it into an array of models in the order in which they were fused"
+                )
+            stack: Any = self._parameters.get(name, self._buffers.get(name))
+            if value.shape == (len(rows), *stack.shape[1:]):
+                whole = stack.detach().clone()
+                whole[list(rows)] = value.detach().to(whole)
+                found = {**found, prefix + name: whole}
+        return found
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Replace a parameter, as `torch.nn.Module` does. Raises FusionError for a new name or another shape."""
+        if name not in self._parameters:
+            raise _added(name, self)
+        before = self._parameters[name]
+        self._check_replacement(name, param)
+        super().register_parameter(name, param)
+        known = None if before is None else membership(before)
+        if param is not None and known is not None and membership(param) is None:
+            mark(param, known)
+        if param is not before:
+            self._replaced()
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """As of nn.Module. Raises FusionError where the tensor cannot take the place of the one that is there."""
+        before = self._buffers.get(name)
+        if name in self._buffers:
+            self._check_replacement(name, tensor)
+        super().register_buffer(name, tensor, persistent)
+        if before is not None and tensor is not before:
+            self._replaced()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As of nn.Module."""
+        array = self.__dict__.get("_array")
+        # Dynamo knows no frames.
+        if array is not None and not torch.compiler.is_compiling():
+            coupling.check_update_bn(array.skeletons)
+        named: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return named
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As of nn.Module. An array knows its modules: walking them takes longer than an update of few parameters."""
+        branches: list[nn.Module] | None = self.__dict__.get("_branches") if recurse else None
+        if branches is None:
+            return super().parameters(recurse)
+        named = (param for branch in branches for param in branch._parameters.values() if param is not None)
+        return iter({id(param): param for param in named}.values())
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of nn.Module. An array without buffers is not walked."""
+        branches: list[nn.Module] | None = self.__dict__.get("_branches")
+        if branches is not None and not any(branch._buffers for branch in branches):
+            return iter(())
+        return super().named_buffers(*args, **kwargs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """As of nn.Module, also where a submodule has the name of a method."""
+        found: nn.Module = self
+        for name in target.split(".") if target else ():
+            child = found._modules.get(name)
+            if child is None:
+                raise AttributeError(f"the fused {self._original} has no submodule {target}")
+            found = child
+        return found
+
+    def train(self, mode: bool = True) -> Tree:
+        """As of nn.Module, for all members; where members have a train or eval of their own, as these decide."""
+        return self._switched(lambda module: module.train(mode), mode)
+
+    def eval(self) -> Tree:
+        """See `train`."""
+        return self._switched(lambda module: module.eval(), False)
+
+    def _switched(self, change: Change, mode: bool) -> Tree:
+        array, path, own = self._root()
+        if array is not None and own:
+            # Imported late, as it imports this.
+            from hfusion.array.eval_mode import switch
+
+            switch(array, path, change)
+            return self
+        for module in self.modules():
+            module.training = mode
+        if array is not None:
+            array._views.to_all(path, change)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tree:
+        """As of nn.Module, for all members."""
+        super().requires_grad_(requires_grad)
+        array, path, _ = self._root()
+        if array is not None:
+            array._views.to_all(path, lambda module: module.requires_grad_(requires_grad))
+            array._split()
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of nn.Module; the members' gradients are those of the array."""
+        super().zero_grad(set_to_none)
+        array = self._root()[0]
+        if array is not None:
+            array._views.settle()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of nn.Module, with what was assigned to members."""
+        array = self._root()[0]
+        if array is not None:
+            array._split()
+        return super().state_dict(*args, **kwargs)
+
+    def training_by_path(self) -> dict[str, bool]:
+        """The modes by path."""
+        return {path: module.training for path, module in self.named_modules(remove_duplicate=False)}
+
+    def _root(self) -> tuple[Any, str, bool]:
+        """The array, the path in it, and whether members have a train or eval of their own; None while it is made."""
+        root, path, own = self.__dict__.get("_place") or (None, "", False)
+        return (None if root is None else root()), path, own
+
+    def _replaced(self) -> None:
+        """A tensor has taken the place of another."""
+        array = self._root()[0]
+        if array is not None:
+            array._mark()
+            array._views.follow(array)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_place"}
+
+    def extra_repr(self) -> str:
+        return ", ".join(
+            f"{name} {tuple(t.shape)}"
+            for name, t in [*self._parameters.items(), *self._buffers.items()]
+            if t is not None
+        )
+
+    def _get_name(self) -> str:
+        return f"Fused[{self._original}]"
+
+
+class Branch(Tree):
+    """A submodule of a fused module: a place for tensors, which cannot be called or hooked by itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise FusionError(
+            f"a fused {self._original} cannot be called by itself; call the whole fused module, or a member's: fused[i]"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and name not in self._modules:
+            raise _added(name, self)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        raise _added(name, self)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        if name not in self._buffers:
+            raise _added(name, self)
+        super().register_buffer(name, tensor, persistent)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        raise FusionError(
+            f"hooks on the {self._original} inside a fused module never run; register them on the fused module itself"
+        )
+
+    register_forward_pre_hook = register_forward_hook
+    register_full_backward_hook = register_forward_hook
+    register_full_backward_pre_hook = register_forward_hook
+    register_backward_hook = register_forward_hook
+
+
+def _told(shape: Any) -> str:
+    return f"of shape {shape}" if isinstance(shape, tuple) else str(shape)
+
+
+def _added(name: str, tree: Tree) -> FusionError:
+    return FusionError(
+        f"{name}, added to a fused {tree._original}, would have no effect on what it computes; add it to the models of "
+        "unfuse(), and fuse them again"
+    )
+
+
+def fixed_attributes(module: nn.Module) -> frozenset[str]:
+    """The attributes that forward may read, of the module and of its classes, which are captured."""
+    classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+    named = {
+        name
+        for each in classes
+        for name, value in vars(each).items()
+        if not name.startswith("__") and (isinstance(value, property) or not hasattr(type(value), "__get__"))
+    }
+    return frozenset(named.union(vars(module)) - _STANDARD)
+
+
+def grow(
+    branch: Tree,
+    skeletons: Sequence[nn.Module],
+    stacks: Mapping[str, Tensor],
+    branches: Mapping[str, Branch] | None = None,
+) -> None:
+    """Give ``branch`` the tree of ``skeletons`` with the tensors of ``stacks``; submodules used twice stay one.
+
+    ``branches``: by path those that the tree had before, which keep their modes and are filled again.
+    """
+    grown: dict[tuple[int, ...], Branch] = {}
+    known = dict(branches or {})
+    free = {id(each): each for each in known.values()}
+    if not known:
+        branch.training = skeletons[0].training
+    for path, modules in union_of_modules(skeletons).items():
+        place: Tree = branch
+        if path:
+            parent, _, leaf = path.rpartition(".")
+            key = tuple(map(id, modules))
+            if key not in grown and (before := free.pop(id(known.get(path)), None)) is not None:
+                grown[key] = before
+            elif key not in grown:
+                grown[key] = Branch(kinds_of(modules))
+                grown[key].training = modules[0].training
+            place = grown[key]
+            branch.get_submodule(parent)._modules[leaf] = place
+            place._original, place._fixed = kinds_of(modules), fixed_of(modules)
+        prefix = f"{path}." if path else ""
+        place._non_persistent_buffers_set = {name for each in modules for name in each._non_persistent_buffers_set}
+        for each in modules:
+            for table, own in ((place._parameters, each._parameters), (place._buffers, each._buffers)):
+                for name in own:
+                    if table.get(name) is None:
+                        table[name] = stacks.get(prefix + name)  # type: ignore[assignment]
+    _note_ties(branch)
+
+
+def own_rows(tree: Tree) -> dict[str, tuple[int, ...]]:
+    """The tensors of ``tree`` that some members lack, with the members who have each."""
+    found = {}
+    for name, tensor in [*tree._parameters.items(), *tree._buffers.items()]:
+        known = None if tensor is None else membership(tensor)
+        if known is not None and None in known.shapes:
+            found[name] = tuple(member for member in range(known.members) if known.has(member))
+    return found
+
+
+def kinds_of(modules: Sequence[nn.Module]) -> str:
+    """The classes of the members' modules at one path."""
+    return " | ".join(dict.fromkeys(type(module).__name__ for module in modules))
+
+
+def fixed_of(modules: Sequence[nn.Module]) -> frozenset[str]:
+    """As `fixed_attributes`, of the members' modules at one path."""
+    return frozenset().union(*map(fixed_attributes, modules))
+
+
+def _note_ties(root: Tree) -> None:
+    places: dict[int, list[tuple[Tree, str, str]]] = {}
+    for path, tree in root.named_modules():
+        for table in (tree._parameters, tree._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and isinstance(tree, Tree):
+                    title = f"{path}.{name}" if path else name
+                    places.setdefault(id(tensor), []).append((tree, name, title))
+    for found in places.values():
+        for tree, name, title in found:
+            if len(found) > 1:
+                tree._tied[name] = [other for _, _, other in found if other != title]

@@ -1,0 +1,196 @@
+"""Train and eval of an array whose members have their own: a frozen backbone, a teacher, adapters that merge.
+
+The members' methods run on live views of the rows. The array adopts their effects: flags, which parameters are trained,
+tensors that were written or replaced, and Python attributes. Effects that it cannot represent are refused, and undone.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfusion.capture.attribute_fingerprint import modeless_fingerprint
+from hfusion.capture.compare_models import check_alone
+from hfusion.capture.registered_tensors import tensors, ties
+from hfusion.core.errors import FusionError
+from hfusion.core.tree import leaves
+
+Change: TypeAlias = Callable[[nn.Module], object]
+
+T = TypeVar("T")
+
+
+def own_modes(model: nn.Module) -> bool:
+    """Return whether a module of ``model`` overrides train or eval."""
+    return any(_own(module) for module in model.modules())
+
+
+def _own(module: nn.Module) -> bool:
+    kind = type(module)
+    own = kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
+    return own or "train" in vars(module) or "eval" in vars(module)
+
+
+@dataclass(frozen=True)
+class Left:
+    """Changes that a method made to the members, equal for all except ``contents``, one value per member.
+
+    ``moved``: tensors by key and member that are not in the memory of their row; ``written``: keys of rows written
+    in place.
+    """
+
+    training: dict[str, bool]
+    trained: dict[str, bool]
+    contents: tuple[Any, ...]
+    moved: dict[tuple[str, int], Tensor]
+    written: frozenset[str]
+
+
+@dataclass(eq=False)
+class Switch:
+    """A change of mode in the making. ``views[b]`` is member b around its rows; ``shared`` are keys of all members."""
+
+    views: Sequence[nn.Module]
+    shared: frozenset[str]
+    backups: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+
+    def run(self, path: str, change: Change) -> Left:
+        """Apply ``change`` to the module at ``path`` of every member.
+
+        Raises:
+            FusionError: members differ in the effects, or an array cannot represent them; rows are then as before.
+        """
+        try:
+            left = [self._one(index, view, path, change) for index, view in enumerate(self.views)]
+            return Left(
+                _alike([one.training for one in left], "module {} is left in train mode"),
+                _alike([one.trained for one in left], "{} is left to be trained"),
+                tuple(one.contents[0] for one in left),
+                {key: tensor for one in left for key, tensor in one.moved.items()},
+                frozenset(name for name, _, _ in self.backups),
+            )
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Restore every row."""
+        with torch.no_grad():
+            for _, row, before in reversed(self.backups):
+                row.copy_(before)
+        self.backups.clear()
+
+    def _one(self, index: int, view: nn.Module, path: str, change: Change) -> Left:
+        before = _structure(view)
+        rows = {name: tensor.detach() for name, tensor in tensors(view)}
+        for module in view.get_submodule(path).modules():
+            _check_bound(index, module)
+        with _Writes(index, rows, self.shared, self.backups):
+            change(view.get_submodule(path))
+        check_alone(index, view)
+        if _structure(view) != before:
+            raise FusionError(
+                f"the own train or eval of model {index} ({type(view).__name__}) changes its modules, or shapes, "
+                "dtypes or devices of its tensors, which an array cannot follow; call it on the models, then fuse them"
+            )
+        moved = {(name, index): t.detach() for name, t in tensors(view) if not _lies_in(t, rows[name])}
+        for name, _ in moved:
+            if name in self.shared:
+                raise FusionError(_shared_write(index, name))
+        training = {path: module.training for path, module in view.named_modules(remove_duplicate=False)}
+        trained = {name: tensor.requires_grad for name, tensor in tensors(view)}
+        return Left(training, trained, (modeless_fingerprint(view),), moved, frozenset())
+
+
+def _structure(view: nn.Module) -> Any:
+    named = dict(tensors(view))
+    kinds = {name: (t.shape, t.dtype, t.device, isinstance(t, nn.Parameter)) for name, t in named.items()}
+    modules = [(path, type(module)) for path, module in view.named_modules(remove_duplicate=False)]
+    return modules, kinds, ties(named)
+
+
+def _lies_in(tensor: Tensor, row: Tensor) -> bool:
+    return tensor.data_ptr() == row.data_ptr() and tensor.stride() == row.stride()
+
+
+def _check_bound(index: int, module: nn.Module) -> None:
+    """A method set on an instance is copied with it only if it is bound to it."""
+    for name in ("train", "eval"):
+        method = vars(module).get(name)
+        if method is not None and not (isinstance(method, types.MethodType) and method.__self__ is module):
+            raise FusionError(
+                f"model {index}: {name} was set on a {type(module).__name__} as {method}, which does not work on "
+                "copies of it; define it in the class, or set types.MethodType(function, module)"
+            )
+
+
+def _alike(found: Sequence[Mapping[str, bool]], what: str) -> dict[str, bool]:
+    """Return the changes common to all members. Raises FusionError if they differ."""
+    for index, other in enumerate(found):
+        for name, flag in found[0].items():
+            if other[name] != flag:
+                left = what.format(name or "(root)")
+                raise FusionError(
+                    f"after the members' own train or eval {left} by model {0 if flag else index}, but not by model "
+                    f"{index if flag else 0}; fuse only models whose train and eval do the same"
+                )
+    return dict(found[0])
+
+
+def _shared_write(index: int, name: str) -> str:
+    return (
+        f"the own train or eval of model {index} writes into {name}, which all members share; "
+        "give each model its own copy of it before fusing"
+    )
+
+
+class _Writes(TorchDispatchMode):
+    """Backs up a member's rows before they are overwritten; refuses writes into tensors of all members."""
+
+    def __init__(
+        self,
+        index: int,
+        rows: Mapping[str, Tensor],
+        shared: frozenset[str],
+        backups: list[tuple[str, Tensor, Tensor]],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._index, self._rows, self._shared, self._backups = index, rows, shared, backups
+        self._kept: set[str] = set()
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _written(func, args, kwargs):
+            for name, row in self._rows.items():
+                if _overlaps(tensor, row):
+                    self._keep(name, row)
+        return func(*args, **kwargs)
+
+    def _keep(self, name: str, row: Tensor) -> None:
+        if name in self._shared:
+            raise FusionError(_shared_write(self._index, name))
+        if name not in self._kept:
+            self._kept.add(name)
+            self._backups.append((name, row, row.clone()))
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    for position, parameter in enumerate(func._schema.arguments):
+        if parameter.alias_info is not None and parameter.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(parameter.name)
+            yield from leaves(given, Tensor)
+
+
+def _overlaps(tensor: Tensor, row: Tensor) -> bool:
+    """Return whether a tensor starts inside a row, or the row inside the tensor."""
+    if tensor.device != row.device or not tensor.numel() or not row.numel():
+        return False
+    a, b = tensor.data_ptr(), row.data_ptr()
+    return b <= a < b + row.nbytes or a <= b < a + tensor.nbytes

@@ -1,0 +1,93 @@
+"""The stacks of an array whose members leave, join or are written over: rows that move, and stacks that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from hfusion.array.array_description import Array, stack_of
+from hfusion.capture.registered_tensors import tensors
+from hfusion.core.gradient_usage import absent_rows, mark_absent
+from hfusion.core.membership import Membership, mark, note_added
+from hfusion.core.row_indices import moved_rows
+
+if TYPE_CHECKING:
+    from hfusion.array.array_editing import Source
+    from hfusion.array.module import FusedModule
+
+
+@torch.no_grad()
+def move_stacks(fused: FusedModule, sources: Sequence[Source], after: Array) -> dict[str, Tensor]:
+    """Let each stack have rows ``sources``, of the shapes of the array ``after``; return its tensors by key.
+
+    Those that no member has any more give their memory back, and are marked as unused.
+    """
+    joining = {index: dict(tensors(source)) for index, source in enumerate(sources) if isinstance(source, nn.Module)}
+    shapes = {name: shape for own in after.own_shapes for name, shape in own.items()} | after.row_shapes
+    known = {name for own in fused._array.own_shapes for name in own}
+    stacks, met = dict[str, Tensor](), set[int]()
+    for name, tensor in tensors(fused):
+        unused = name in known and name not in shapes
+        if not unused:
+            stacks[name] = tensor
+        if name in after.comparison.shared or id(tensor) in met:
+            continue
+        met.add(id(tensor))
+        if unused:
+            _empty(tensor, name, after.members)
+        else:
+            _move(tensor, sources, {index: own.get(name) for index, own in joining.items()}, shapes.get(name))
+    added = {}
+    for name in shapes.keys() - stacks.keys():
+        rows = [joining[index].get(name) if index in joining else None for index in range(after.members)]
+        like = next(row for row in rows if row is not None)
+        added[name] = stack_of(rows, like, after.row_shapes.get(name))
+    note_added(added.values())
+    return stacks | added
+
+
+def _move(
+    stack: Tensor, sources: Sequence[Source], given: Mapping[int, Tensor | None], shape: torch.Size | None
+) -> None:
+    grad, before = stack.grad, stack.shape
+    stack.grad = None
+    moved = moved_rows(stack.detach(), sources, given, shape)
+    resize(stack, moved, moved.shape == before)
+    if grad is not None:
+        stack.grad = _moved_grad(grad, sources, given, shape)
+
+
+def _empty(stack: Tensor, name: str, members: int) -> None:
+    stack.grad = None
+    resize(stack, torch.empty(0, dtype=stack.dtype, device=stack.device), False)
+    mark(stack, Membership(name, members, True, True, shapes=(None,) * members))
+
+
+def resize(tensor: Tensor, moved: Tensor, same: bool) -> None:
+    """Let ``tensor`` hold ``moved``, in the same memory or, of another shape, in other memory."""
+    if not same:
+        if tensor.requires_grad:
+            # Autograd's node that accumulates into the tensor, which outputs that are still there hold, knows its
+            # old shape; torch forgets it where the dtype changes (as of 2.11 to 2.13, `VariableHooks::set_data`).
+            other = torch.float64 if tensor.dtype is torch.float32 else torch.float32
+            tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+        tensor.data = moved
+    # What autograd saved of it has changed.
+    increment_version(tensor)
+
+
+def _moved_grad(
+    grad: Tensor, sources: Sequence[Source], joining: Mapping[int, Any], shape: torch.Size | None
+) -> Tensor:
+    absent = absent_rows(grad)
+    gone = torch.tensor(
+        [False if absent is None or not isinstance(s, int) else bool(absent[s]) for s in sources], device="cpu"
+    )
+    gone[list(joining)] = True
+    found = moved_rows(grad, sources, dict.fromkeys(joining), shape)
+    mark_absent(found, gone)
+    return found

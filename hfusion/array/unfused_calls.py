@@ -1,0 +1,110 @@
+"""Calls that no program of an array serves: by the members' own code, one after the other.
+
+Those are calls with sparse arguments, and some inside the transforms of torch.func.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._pytree import TreeSpec
+
+from hfusion.capture.registered_tensors import tensors
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.compiled_program import Compiled
+from hfusion.core.gradient_usage import join, running, watched
+from hfusion.core.layout import Listed
+from hfusion.torch_private.functorch import (
+    derivative_order,
+    in_forward_mode,
+    in_vmap,
+    is_wrapped,
+    outside_transforms,
+    unwrapped,
+)
+
+if TYPE_CHECKING:
+    from hfusion.array.module import FusedModule
+
+aten = torch.ops.aten
+
+
+def unserved(compiled: Compiled) -> str:
+    """Say why a program does not serve the transforms that this thread is in; empty if it does."""
+    if compiled.opaque:
+        call = compiled.opaque[0]
+        return f"{call.path or 'forward'} runs member by member: {call.why}"
+    if in_vmap() and compiled.checks:
+        return f"{compiled.checks[0]} checks values, of which torch.vmap knows none"
+    if in_forward_mode() and compiled.graph.find_nodes(op="call_function", target=aten.detach.default):
+        return "forward-mode derivatives flow through torch.no_grad(), where a graph cuts off gradients of both modes"
+    attention = compiled.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
+    again = in_forward_mode() or derivative_order() > 1 or in_vmap()
+    if again and any(node.args[0].meta["val"].dim() < 4 for node in attention):
+        return "torch batches attention of three dims, and takes its second derivative, but not that of a stack of such"
+    return ""
+
+
+def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of an array by key, also while `torch.func.functional_call` has put others in their place.
+
+    Those of ``originals`` that were parameters are so again, trained or frozen, and none is wrapped by a transform.
+    """
+    once: dict[int, Tensor] = {}
+    stacks = {name: once.setdefault(id(t), unwrapped(t)) for name, t in tensors(owner)}
+    for name, given in owner.named_parameters(remove_duplicate=False):
+        if not isinstance(given, nn.Parameter):
+            trained = originals.get(name, given).requires_grad
+            if not isinstance(once[id(given)], nn.Parameter):
+                once[id(given)] = nn.Parameter(once[id(given)].detach(), trained)
+            stacks[name] = once[id(given)]
+    return stacks
+
+
+def run_members(fused: FusedModule, arguments: Arguments) -> Any:
+    """Call every member with its rows of the array's tensors, or of their replacements, and stack the results."""
+    # Imported late, as it imports this.
+    from hfusion.array.array_description import check_one_structure
+
+    check_one_structure(fused, "a loop over members")
+    with outside_transforms():
+        members = list(fused)
+    specs: list[TreeSpec] = []
+
+    def run() -> list[Any]:
+        flat = [pytree.tree_flatten(result) for result in _results(fused, members, arguments)]
+        specs.append(flat[0][1])
+        return _stacked([leaves for leaves, _ in flat])
+
+    return pytree.tree_unflatten(watched(run, len(members))(), specs[0])
+
+
+def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Arguments) -> Iterator[Any]:
+    shared, watching = fused._array.comparison.shared, running()
+    rows = {name: Listed(stack.unbind()) for name, stack in tensors(fused) if name not in shared}
+    for listed in {id(stack): rows[name] for name, stack in tensors(fused) if name in rows}.values():
+        if watching is not None:
+            watching.took(listed)
+    for index, member in enumerate(members):
+        buffers = dict(member.named_buffers())
+        held = {name: rows[name][index] if name in rows else stack for name, stack in tensors(fused)}
+        given = {name: row for name, row in held.items() if name not in buffers or is_wrapped(row)}
+        args, kwargs = arguments.of_member(index)
+        yield torch.func.functional_call(member, given, args, kwargs)
+        for name, buffer in member.named_buffers():
+            if name in buffers and buffer is not buffers[name]:
+                buffers[name].copy_(buffer)
+
+
+def stacked_results(results: Sequence[Any]) -> Any:
+    """Return the members' results as one, each tensor ``[B, *S]``."""
+    flat = [pytree.tree_flatten(result) for result in results]
+    return pytree.tree_unflatten(_stacked([leaves for leaves, _ in flat]), flat[0][1])
+
+
+def _stacked(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    return [join(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*rows, strict=True)]

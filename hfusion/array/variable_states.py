@@ -1,0 +1,166 @@
+"""The variables besides tensors that members' code names, while an array lives: programs are kept by their values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from hfusion.capture.method_interception import WHOLE, Island
+from hfusion.capture.python_reads import GRADIENT_QUESTIONS
+from hfusion.capture.variable_guards import Questions, Variables, within
+from hfusion.compiler.arguments import Arguments
+from hfusion.core.errors import FusionError
+from hfusion.core.exclusive import tracing
+from hfusion.core.fingerprint import global_hooks
+from hfusion.core.torch_settings import read_settings
+from hfusion.device.backend import active_autocast
+from hfusion.torch_private.module_hooks import Orthogonal, caches_parametrizations
+
+# Values of one variable for which programs are made.
+MAX_VALUES = 4
+
+
+class Situations:
+    """Numbers the states of the variables of files, classes, objects and closures that forward's code names.
+
+    The states include the other properties that the code may read: settings of torch, whether parameters need a
+    gradient, strides of inputs. ``looped``: submodules that run member by member from now on, as they name variables
+    that change too often, each with the reason; their variables are then read when they run.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.looped: dict[Island, str] = {}
+        self._around: Any = None
+        self._models: Sequence[nn.Module] = ()
+        self._variables: Variables | None = None
+        self._left_out: frozenset[str] = frozenset()
+        self._numbers: dict[Any, int] = {}
+        self._met: dict[str, set[Any]] = {}
+
+    def look(self, models: Sequence[nn.Module], tree: Sequence[nn.Module], arguments: Arguments | None) -> int:
+        """The number of the present values, by the code of ``models``.
+
+        Args:
+            tree: the array's modules, with its parameters.
+            arguments: of the call; None where it is not known.
+
+        Raises:
+            FusionError: an input carries an attribute that the code names, which an array has not.
+        """
+        if caches_parametrizations():
+            _check_cached(models)
+        known = self._variables
+        if known is None or self._models != models or not known.same():
+            with tracing:
+                known = self._look(models)
+        around = _around(known.questions, tree, arguments)
+        if around != self._around:
+            with tracing:
+                self._around = around
+                self.number = self._numbers.setdefault(self._key(known.values), len(self._numbers))
+        return self.number
+
+    @property
+    def state(self) -> Any:
+        """The state that was looked at last, hashable."""
+        return None if self._variables is None else self._key(self._variables.values)
+
+    def asks_gradients(self, models: Sequence[nn.Module]) -> bool:
+        """Return whether the code of ``models`` reads which parameters need a gradient."""
+        known = self._variables if self._variables is not None and self._models == models else None
+        return (known or Variables(models, self._left_out)).questions.gradients
+
+    def ran(self, places: Sequence[str]) -> None:
+        """Handle a run of members' own code at ``places``: variables that it changed are read by own code only."""
+        before = self._variables
+        if before is None or before.same():
+            return
+        with tracing:
+            now = Variables(self._models, self._left_out)
+            changed = {name for name, value in now.values.items() if before.values.get(name) != value}
+            for name in sorted(changed):
+                if not within(now.readers, name, places):
+                    self._loop(now, name, f"it names {name}, which forward changes")
+            self._left_out |= changed
+            # Where only left-out ones changed, the programs hold on.
+            values = {name: value for name, value in now.values.items() if name not in changed}
+            self._variables = Variables(self._models, self._left_out)
+            if not changed or all(within(now.readers, name, places) for name in changed):
+                self._numbers[self._key(values)] = self.number
+            self.number = self._numbers.setdefault(self._key(values), len(self._numbers))
+
+    def _look(self, models: Sequence[nn.Module]) -> Variables:
+        """Read the variables that the code of ``models`` names now; their number is given once all else is known."""
+        variables = Variables(models, self._left_out)
+        for name, value in variables.values.items():
+            self._met.setdefault(name, set()).add(value)
+        often = {name for name in variables.values if len(self._met[name]) > MAX_VALUES}
+        if often:
+            for name in sorted(often):
+                self._loop(variables, name, f"it names {name}, which has had more than {MAX_VALUES} values")
+                del self._met[name]
+            self._left_out |= often
+            variables = Variables(models, self._left_out)
+        if variables.questions.random_state:
+            self.looped.setdefault(WHOLE, "it reads the state of random numbers, which a graph does not have")
+        self._models, self._variables, self._around = models, variables, None
+        return variables
+
+    def _loop(self, found: Variables, name: str, why: str) -> None:
+        remedy = "make that an argument of forward or a buffer"
+        for path in found.readers[name]:
+            self.looped.setdefault(Island(path) if path else WHOLE, f"{why}; {remedy}")
+
+    def _key(self, values: dict[str, Any]) -> Any:
+        # What does not vary in what is looped matters by then no more.
+        return self._around, len(self.looped), tuple(values.items())
+
+
+def _around(asked: Questions, tree: Sequence[nn.Module], arguments: Arguments | None) -> Any:
+    """Return further state that a program depends on: of the process, the thread, the array and the call."""
+    if arguments is not None:
+        _check_attributes(asked, arguments)
+    return (
+        torch.get_default_dtype(),
+        global_hooks(),
+        active_autocast() if asked.autocast else None,
+        read_settings(asked.settings) if asked.settings else None,
+        _trained(tree) if asked.gradients else None,
+        None if asked.names.isdisjoint(GRADIENT_QUESTIONS) else torch.is_grad_enabled(),
+        arguments.strides if asked.strides and arguments is not None else None,
+    )
+
+
+def _trained(tree: Sequence[nn.Module]) -> tuple[bool, ...]:
+    """Return which parameters need a gradient."""
+    return tuple([p.requires_grad for module in tree for p in module._parameters.values() if p is not None])
+
+
+def _check_attributes(asked: Questions, arguments: Arguments) -> None:
+    """Raise a FusionError where a tensor carries a Python attribute that forward may read: an array has none."""
+    for place, tensor in enumerate(arguments.values):
+        attributes = vars(tensor) if isinstance(tensor, Tensor) else None
+        if attributes and (read := sorted(asked.names & attributes.keys())):
+            raise FusionError(
+                f"input {place} carries the Python attribute {read[0]}, a name that forward's code has, and a tensor "
+                "of an array has no attributes; give its value as an argument of its own, and the tensor as "
+                "x.view_as(x)"
+            )
+
+
+def _check_cached(models: Sequence[nn.Module]) -> None:
+    """Raise a FusionError where a parametrization, computed at each use, would change more than computed once."""
+    for path, module in models[0].named_modules():
+        if isinstance(module, parametrize.ParametrizationList):
+            for part in module:
+                if part.training and not isinstance(part, Orthogonal) and any(True for _ in part.buffers()):
+                    raise FusionError(
+                        f"{path} ({type(part).__name__}) has buffers, and an array that is called inside of "
+                        "torch.nn.utils.parametrize.cached() computes it at every use; put the region into forward, or "
+                        "call the array outside of it"
+                    )

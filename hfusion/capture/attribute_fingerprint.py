@@ -1,0 +1,319 @@
+"""The Python attributes that forward can read, as hashable values."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.hooks import hooks_of, is_recipe, options, recomputed
+from hfusion.capture.method_interception import is_intercepted
+from hfusion.capture.reachable_code import holders_of
+from hfusion.capture.registered_tensors import is_array, tensors
+from hfusion.core.errors import FusionError
+from hfusion.core.parameter_attributes import marks
+from hfusion.torch_private.tracer_warnings import noted
+
+# The references of nn.RNNBase to its own parameters are renewed by its forward.
+# Modules of an array refer to it by ``_place``.
+_OWN = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs", "_place"}
+
+# The code of a graph module is compared as that of its class.
+_OF_GRAPH = _OWN | frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
+
+
+def fingerprint(model: nn.Module) -> Any:
+    """Return all that forward can read besides parameters and buffers, as a hashable value; equal means same graph.
+
+    An attribute that cannot be compared by value counts as different in every model, which is always right: such
+    models are captured one by one.
+
+    Raises:
+        FusionError: an attribute holds a submodule, or a tensor to be trained, that is not registered.
+    """
+    flags = tuple((path, module.training) for path, module in model.named_modules(remove_duplicate=False))
+    return flags, modeless_fingerprint(model)
+
+
+def modeless_fingerprint(model: nn.Module) -> Any:
+    """Return the same as `fingerprint`, without train and eval modes."""
+    arrays = tuple((path, m.fingerprint()) for path, m in model.named_modules() if is_array(m))
+    classes = tuple(
+        (path, type(m).__module__, type(m).__qualname__) for path, m in model.named_modules(remove_duplicate=False)
+    )
+    shapes = tuple((name, tensor.shape) for name, tensor in tensors(model))
+    attributes = tuple(_attributes(model, _content).items())
+    return attributes, tuple(_closures(model)), tuple(_hooks(model)), arrays, classes, shapes
+
+
+def _hooks(model: nn.Module) -> Iterator[Any]:
+    """The hooks that are a part of forward, in a comparable form."""
+    reader = _AttributeReader({}, _content, {})
+    for path, module in model.named_modules():
+        for hook in hooks_of(module):
+            yield path, reader.read(options(hook), path)
+
+
+def _closures(model: nn.Module) -> Iterator[Any]:
+    """Yield the closures of functions of classes that are created per instance, in a comparable form."""
+    reader = _AttributeReader({}, _content, {})
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, function in vars(type(module)).items() if "<locals>" in type(module).__qualname__ else ():
+            if isinstance(function, types.FunctionType) and name != "__init__":
+                cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+                values = [cell.cell_contents for free, cell in cells if free != "__class__"]
+                if values:
+                    yield path, name, reader.read(values, f"{path}.{name}")
+
+
+def contents(model: nn.Module) -> dict[str, Any]:
+    """Return every Python attribute of ``model`` and its submodules by path, as hashable values."""
+    return _attributes(model, lambda tensor, where: (*_digest(tensor), tensor.requires_grad))
+
+
+def variable_contents(model: nn.Module, names: Collection[str]) -> dict[str, Any]:
+    """Return those of the `variables` of ``model`` that are among ``names``, as hashable values."""
+    reader = _AttributeReader({}, lambda tensor, where: _digest(tensor), {})
+    held = {
+        f"{holder.title}{name}": holder.read(name)
+        for holder in (holders_of(model) if names else ())
+        for name in holder.names
+    }
+    return {name: reader.read(held[name], name) for name in names if name in held}
+
+
+def follows(before: Any, after: Any, first: Any) -> bool:
+    """Return whether each part of a content ``after`` a call is as ``before`` it, or as after a ``first`` call."""
+    if after in (before, first):
+        return True
+    if not (isinstance(before, tuple) and isinstance(after, tuple) and isinstance(first, tuple)):
+        return False
+    if before[:1] == after[:1] == first[:1] == ("mapping",):
+        old, new = dict(before[1]), dict(first[1])
+        return all(follows(old.get(key), part, new.get(key)) for key, part in after[1])
+    if not len(before) == len(after) == len(first):
+        return False
+    return all(map(follows, before, after, first))
+
+
+def differing(before: Any, after: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the parts of two contents that differ where both have one."""
+    if before is None or after is None or before == after:
+        return
+    if not (isinstance(before, tuple) and isinstance(after, tuple)) or len(before) != len(after):
+        yield before, after
+    elif before[:1] == after[:1] == ("mapping",):
+        new = dict(after[1])
+        for key, part in before[1]:
+            yield from differing(part, new.get(key))
+    elif before[0] == after[0] and before[0] in ("tensor", *NUMBERS):
+        yield before, after
+    else:
+        for parts in zip(before, after, strict=True):
+            yield from differing(*parts)
+
+
+def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> dict[str, Any]:
+    registered = {id(tensor): name for name, tensor in tensors(model)}
+    registered |= {id(module): path for path, module in model.named_modules()}
+    reader = _AttributeReader(registered, read_tensor, {})
+    marked = {name: reader.read(value, name) for name, value in parameter_marks(model).items()}
+    return marked | {
+        f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, value in python_attributes(module)
+    }
+
+
+def python_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes that the author of a module gave it, without tensors, submodules and torch's own.
+
+    Those that hooks compute from tensors before each forward are torch's, those of an array hfusion's.
+    """
+    torchs = (_OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN) | recomputed(module)
+    if is_array(module):
+        return
+    for name, value in list(vars(module).items()):
+        if name not in torchs and not is_intercepted(value):
+            yield name, value
+
+
+def parameter_marks(model: nn.Module) -> dict[str, Any]:
+    """Return the attributes that users set on parameters of ``model``, keyed like ``0.weight.no_decay``."""
+    return {f"{name}.{key}": value for name, p in model.named_parameters() for key, value in marks(p).items()}
+
+
+def same_marks(models: Sequence[nn.Module]) -> frozenset[str]:
+    """Return the names of `parameter_marks` that all ``models`` have, with equal values."""
+    marked = [parameter_marks(model) for model in models]
+    if not any(marked):
+        return frozenset()
+    read = [{key: value for key, value in contents(model).items() if key in marked[0]} for model in models]
+    return frozenset(key for key in marked[0] if all(key in other and other[key] == read[0][key] for other in read))
+
+
+# How the contents of Python numbers begin.
+NUMBERS = ("number", "int", "bool")
+
+# Marks copies of results, which have no history; a deep copy keeps it.
+_RESULT = "hfusion_result"
+
+PLAIN = str | bool | int | bytes | torch.dtype | torch.device | torch.Size | type
+
+
+@dataclass(frozen=True)
+class _AttributeReader:
+    """Turns Python values into hashable ones.
+
+    Attributes:
+        registered: the names of the model's own tensors and modules, by id.
+        read_tensor: returns the hashable value of a tensor.
+        visited: all objects read so far, which keeps cycles short and ids from being used again. Each has the name
+            under which it was read first, with a number: other objects may come before it in another model.
+    """
+
+    registered: Mapping[int, str]
+    read_tensor: Callable[[Tensor, str], Any]
+    visited: dict[int, tuple[Any, Any]]
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def read(self, value: Any, where: str) -> Any:
+        if id(value) in self.registered and isinstance(value, Tensor | nn.Module):
+            return ("own", self.registered[id(value)])
+        if value is None or isinstance(value, PLAIN):
+            return (type(value).__name__, value)
+        if isinstance(value, types.ModuleType):
+            return ("file", value.__name__)
+        if isinstance(value, float | complex):
+            return ("number", repr(value))
+        if is_recipe(value):
+            return ("recipe", type(value).__qualname__)
+        if type(value) in (weakref.ref, *weakref.ProxyTypes):
+            return self._weak(value, where)
+        if id(value) in self.visited:
+            return ("again", self.visited[id(value)][0])
+        self.visited[id(value)] = ((where, self.counts[where]), value)
+        self.counts[where] += 1
+        return self._read_new(value, where)
+
+    def _weak(self, value: Any, where: str) -> Any:
+        held = value() if isinstance(value, weakref.ref) else value.__repr__.__self__
+        if isinstance(held, Tensor | nn.Module):
+            raise FusionError(
+                f"attribute {where.strip('.')} is a weak reference to a {type(held).__name__}, which a copy of the "
+                "model does not follow; keep the object itself in a list"
+            )
+        return ("weak", self.read(held, where))
+
+    def _read_new(self, value: Any, where: str) -> Any:
+        if isinstance(value, Tensor):
+            return self.read_tensor(value, where)
+        if isinstance(value, nn.Module) and self._holds_registered(value):
+            return (type(value), value.training, self.read(vars(value), where))
+        if isinstance(value, nn.Module):
+            raise FusionError(
+                f"attribute {where.strip('.')} holds a {type(value).__name__} that is not registered as a submodule, "
+                "or is held by a closure, which a copy of the model shares with the model; keep submodules in "
+                "nn.ModuleList or nn.ModuleDict, and closures over a model out of it"
+            )
+        if isinstance(value, torch.Generator):
+            return ("generator", value.get_state().numpy().tobytes())
+        if isinstance(value, Mapping):
+            return ("mapping", tuple((repr(k), self.read(v, f"{where}.{k}")) for k, v in value.items()))
+        if isinstance(value, list | tuple):
+            parts = tuple(self.read(v, f"{where}.{k}") for k, v in enumerate(_items(value)))
+            return (type(value).__name__, parts)
+        if isinstance(value, set | frozenset):
+            return ("set", frozenset(self.read(v, where) for v in value))
+        if isinstance(value, fx.Graph):
+            # It may remember a module whose forward it was traced from.
+            return ("graph", str(value))
+        if isinstance(value, types.FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            self._check_closed_over([cells, value.__defaults__, value.__kwdefaults__], where)
+            return (
+                "function",
+                value.__code__,
+                self.read([cells, value.__defaults__, value.__kwdefaults__], where),
+            )
+        if isinstance(value, types.BuiltinFunctionType | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            return ("function", id(value))
+        if isinstance(value, types.MethodType):
+            return ("method", value.__func__.__qualname__, self.read(value.__self__, where))
+        return self._object(value, where)
+
+    def _holds_registered(self, module: nn.Module) -> bool:
+        """Return whether all tensors of an unregistered module, if it has any, are in registered ones."""
+        return all(
+            id(part) in self.registered or all(t is None for t in (*part._parameters.values(), *part._buffers.values()))
+            for part in module.modules()
+        )
+
+    def _check_closed_over(self, values: Any, where: str) -> None:
+        """Raise a FusionError for a registered tensor among ``values``, which copies of a function share."""
+        for leaf in pytree.tree_leaves(values):
+            if isinstance(leaf, Tensor) and id(leaf) in self.registered:
+                name = self.registered[id(leaf)]
+                raise FusionError(
+                    f"attribute {where.strip('.')} is a function that holds {name} in a closure or a "
+                    "default, which a copy of the model shares with the model; let a method read it from self"
+                )
+
+    def _object(self, value: Any, where: str) -> Any:
+        """Read an object by its attributes and its pickled state, or by identity if it has neither."""
+        parts = [vars(value)] if hasattr(value, "__dict__") else []
+        try:
+            with noted(Warning):
+                reduced = value.__reduce_ex__(4)
+        except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError):
+            reduced = ()
+        parts += [list(part) if isinstance(part, Iterator) else part for part in reduced[1:]]
+        return (type(value).__qualname__, self.read(parts, where) if parts else id(value))
+
+
+def results(model: nn.Module) -> list[Tensor]:
+    """The tensors in Python attributes that a computation with gradients left there."""
+    tensors_left: list[Tensor] = []
+    _attributes(model, lambda tensor, where: tensors_left.append(tensor) if tensor.grad_fn is not None else None)
+    return tensors_left
+
+
+def copied_result(tensor: Tensor) -> Tensor:
+    """Copy a tensor with history that forward left in an attribute, as a leaf that requires grad and is marked."""
+    copied = tensor.detach().clone().requires_grad_()
+    setattr(copied, _RESULT, True)
+    return copied
+
+
+def _items(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
+    """Iterate as list and tuple do: subclasses may forbid iteration."""
+    return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
+
+
+def _content(value: Tensor, where: str) -> Any:
+    if value.grad_fn is not None or hasattr(value, _RESULT):
+        # Left by an earlier call: capture refuses a forward that reads it.
+        return ("result", tuple(value.shape), value.dtype)
+    if value.requires_grad:
+        raise FusionError(
+            f"attribute {where.strip('.')} is a tensor that requires grad but no parameter; make it an nn.Parameter"
+        )
+    return _digest(value)
+
+
+def _digest(value: Tensor) -> Any:
+    """Return shape, dtype and a hash of the values of a tensor."""
+    if value.layout is not torch.strided or value.is_meta:
+        return ("tensor", id(value))
+    content = value.detach().cpu().resolve_conj().resolve_neg().flatten().clone().view(torch.uint8)
+    digest = hashlib.sha256(content.numpy().tobytes()).hexdigest()
+    return ("tensor", tuple(value.shape), value.dtype, digest)

@@ -1,0 +1,272 @@
+"""Check that models can be fused, and report the first difference."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils import parametrize
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hfusion.capture.attribute_fingerprint import PLAIN, fingerprint
+from hfusion.capture.hooks import is_part_of_forward, outdated
+from hfusion.capture.registered_tensors import overlaps, tensors, ties
+from hfusion.core.errors import FusionError
+from hfusion.core.membership import is_own_hook
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of comparing B models.
+
+    ``variants[b]`` numbers member b's set of scalars (dropout p, eps, ...): members of one variant share a capture.
+    ``shared`` are the keys of the tensors that are one object in all models, ``partly`` those of buffers that are one
+    object in some, or share the memory of another tensor of their model: an array keeps a row of those for each
+    member and name, so none may write to them.
+    """
+
+    variants: tuple[int, ...]
+    shared: frozenset[str]
+    partly: frozenset[str] = frozenset()
+
+    def of_members(self, chosen: Sequence[int]) -> tuple[Comparison, list[int]]:
+        """Return the comparison of some of the members, and the remaining variants in their new order."""
+        remaining = list(dict.fromkeys(self.variants[member] for member in chosen))
+        variants = tuple(remaining.index(self.variants[member]) for member in chosen)
+        return Comparison(variants, self.shared, self.partly), remaining
+
+
+def compare(models: Sequence[nn.Module]) -> Comparison:
+    """Check that ``models`` can be fused.
+
+    Raises:
+        FusionError: the first difference, or the first thing that fusion cannot honour, with the model's index, the
+            module path, the values and the remedy.
+    """
+    _check_list(models)
+    for index, model in enumerate(models):
+        check_alone(index, model)
+    # Imported late, as it imports this.
+    from hfusion.capture.variant_structures import check_structures
+
+    check_structures(models)
+    prints: dict[Any, int] = {}
+    variants = tuple(prints.setdefault(fingerprint(model), len(prints)) for model in models)
+    sharing = Sharing()
+    for index, model in enumerate(models):
+        sharing.add(index, model)
+    _check_memory(models)
+    return Comparison(variants, sharing.keys, sharing.partly)
+
+
+def _check_list(models: Sequence[nn.Module]) -> None:
+    if not isinstance(models, Sequence | nn.ModuleList) or isinstance(models, str):
+        raise FusionError(f"fuse takes a list of modules, not {type(models).__name__}; write fuse([model, ...])")
+    if len(models) == 0:
+        raise FusionError("fuse got an empty list; give it at least one model")
+    check_models(models)
+
+
+def check_models(models: Sequence[nn.Module]) -> None:
+    """Raise FusionError for objects that are no modules, and for a module that is given twice."""
+    first: dict[int, int] = {}
+    for index, model in enumerate(models):
+        if not isinstance(model, nn.Module):
+            raise FusionError(f"model {index} is {type(model).__name__}, not a torch.nn.Module")
+        if id(model) in first:
+            raise FusionError(
+                f"models {first[id(model)]} and {index} are one object; give each member its own, by copy.deepcopy"
+            )
+        first[id(model)] = index
+
+
+def check_pair(model: nn.Module, index: int, other: nn.Module) -> None:
+    """Raise a FusionError where ``other``, model ``index``, has another structure than ``model``, model 0."""
+    _check_modules(model, index, other)
+    _check_tensors(model, index, other)
+
+
+def check_alone(index: int, model: nn.Module) -> None:
+    """Raise FusionError if ``model`` has features that a fused array cannot honour."""
+    where = f"model {index}"
+    if isinstance(model, torch.jit.ScriptModule | nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise FusionError(f"{where} is a {type(model).__name__}; fuse the plain module inside it")
+    for name, tensor in tensors(model):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise FusionError(
+                f"{where}: {name} of a lazy module is not initialized; call each model once before fusing, on a batch "
+                "of its own kind (where a function makes the models, in that function)"
+            )
+    for path, module in model.named_modules():
+        for hooks in _HOOKS:
+            held = getattr(module, hooks).values()
+            others = [hook for hook in held if not (is_part_of_forward(hook) or is_own_hook(hook))]
+            if others:
+                raise FusionError(
+                    f"{where}, module {path or '(root)'} ({type(module).__name__}) has a hook in {hooks}: {others[0]}; "
+                    "a fused array does not run members' hooks: remove it, or register it on the fused module"
+                )
+        if (attribute := outdated(module)) is not None:
+            raise FusionError(
+                f"{where}, module {path or '(root)'} ({type(module).__name__}): a hook reads {attribute} before the "
+                "next one computes it, as it was in the call before; register the hook that computes it first"
+            )
+    for name, tensor in tensors(model):
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise FusionError(f"{where}: {name} is {tensor.layout} on {tensor.device}; only dense tensors are fused")
+        if any(getattr(tensor, hooks, None) for hooks in _TENSOR_HOOKS):
+            raise FusionError(f"{where}: {name} has a tensor hook, which a fused array would not run; remove it")
+    named = dict(tensors(model))
+    for key, other in overlaps(named):
+        if any(isinstance(t, nn.Parameter) and t.requires_grad for t in (named[key], named[other])):
+            raise FusionError(
+                f"{where}: {key} and {other} share memory, so that training one changes the other, and are "
+                "two tensors, of which an array has a stack each; register one under both names, or assign a clone()"
+            )
+
+
+def _check_modules(model: nn.Module, index: int, other: nn.Module) -> None:
+    ours = dict(model.named_modules(remove_duplicate=False))
+    theirs = dict(other.named_modules(remove_duplicate=False))
+    for path, module in theirs.items():
+        _same_class(ours.get(path), path, index, module)
+    missing = [path for path in ours if path not in theirs]
+    if missing:
+        raise FusionError(f"model {index} has no module {missing[0]}, which model 0 has")
+
+
+def _same_class(mine: nn.Module | None, path: str, index: int, module: nn.Module) -> None:
+    where = path or "(root)"
+    if mine is None:
+        raise FusionError(f"model {index} has a module {where} ({type(module).__name__}) that model 0 lacks")
+    if not _alike(_class(mine), _class(module)):
+        names = (_class(mine).__name__, _class(module).__name__)
+        other = f"{names[1]}, a class with other code," if names[0] == names[1] else names[1]
+        raise FusionError(
+            f"module {where} is {names[0]} in model 0 and {other} in model {index}; only models of one structure are "
+            "fused"
+        )
+    if mine.training != module.training:
+        raise FusionError(
+            f"module {where} is in {_mode(mine)} mode in model 0 and in {_mode(module)} mode in model {index}; "
+            "call train() or eval() on all models first"
+        )
+
+
+def _class(module: nn.Module) -> type[nn.Module]:
+    if parametrize.is_parametrized(module):
+        return parametrize.type_before_parametrizations(module)
+    return type(module)
+
+
+def _alike(mine: type, theirs: type) -> bool:
+    """Return whether two classes are one, or created twice by the same code, as those of graph modules are."""
+    if mine is theirs:
+        return True
+    if (mine.__module__, mine.__qualname__) != (theirs.__module__, theirs.__qualname__):
+        return False
+    if len(mine.__bases__) != len(theirs.__bases__) or not all(map(_alike, mine.__bases__, theirs.__bases__)):
+        return False
+    ours, others = ({k: _code(v) for k, v in vars(c).items() if k not in _MADE} for c in (mine, theirs))
+    return ours == others
+
+
+# What a class statement puts into every class, and what `torch.fx` keeps there.
+_MADE = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "_fx_wrapped"})
+
+
+def _code(value: Any) -> Any:
+    """Return the code of a function, without its closure, which `fingerprint` compares."""
+    if isinstance(value, types.FunctionType):
+        return value.__code__
+    if isinstance(value, staticmethod | classmethod):
+        return (type(value), _code(value.__func__))
+    if isinstance(value, property):
+        return tuple(map(_code, (value.fget, value.fset, value.fdel)))
+    return value if isinstance(value, PLAIN | float | complex | None) else type(value)
+
+
+def _mode(module: nn.Module) -> str:
+    return "train" if module.training else "eval"
+
+
+def _check_tensors(model: nn.Module, index: int, other: nn.Module) -> None:
+    ours, theirs = dict(tensors(model)), dict(tensors(other))
+    for name in [*theirs, *ours]:
+        if (name in ours) != (name in theirs):
+            has, lacks = (0, index) if name in ours else (index, 0)
+            raise FusionError(f"model {has} has a tensor {name} that model {lacks} lacks")
+    for name, mine in ours.items():
+        tensor = theirs[name]
+        for attribute in ("shape", "dtype", "device", "requires_grad"):
+            a, b = getattr(mine, attribute), getattr(tensor, attribute)
+            if a != b:
+                a, b = (tuple(a), tuple(b)) if attribute == "shape" else (a, b)
+                raise FusionError(f"{name} has {attribute} {a} in model 0 and {b} in model {index}; make them equal")
+    if ties(ours) != ties(theirs):
+        raise FusionError(f"model 0 and model {index} tie different tensors: {ties(ours)} and {ties(theirs)}")
+
+
+def _check_memory(models: Sequence[nn.Module]) -> None:
+    """Raise a FusionError where a model's training would change another's parameters unseen."""
+    places: dict[tuple[torch.device, int], tuple[int, str, Tensor]] = {}
+    for index, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad or not parameter.numel():
+                continue
+            other, owner, before = places.setdefault((parameter.device, parameter.data_ptr()), (index, name, parameter))
+            if before is not parameter and other != index:
+                raise FusionError(
+                    f"{owner} of model {other} and {name} of model {index} share memory, so that training "
+                    "one changes the other; give each model its own, by copy.deepcopy"
+                )
+
+
+class Sharing:
+    """The tensors that are one object in several models, collected model by model without keeping any alive.
+
+    ``keys``: those of tensors that are one object in all; ``partly`` as of `Comparison`.
+    """
+
+    def __init__(self) -> None:
+        self.keys: frozenset[str] = frozenset()
+        self.partly: frozenset[str] = frozenset()
+        self._first: dict[str, Tensor] = {}
+        self._owners = WeakIdKeyDictionary()
+
+    def add(self, index: int, model: nn.Module) -> None:
+        """Look at model ``index``; the first must have been the first.
+
+        Raises:
+            FusionError: a tensor that is trained is one object in some models but not in all.
+        """
+        named = dict(tensors(model))
+        if index == 0:
+            self._first = named
+        same = frozenset(name for name, tensor in named.items() if index and self._first.get(name) is tensor)
+        keys = same if index == 1 else self.keys & same
+        reused = frozenset(name for name, tensor in named.items() if self._owners.get(tensor, index) != index)
+        some = ((self.keys | same | reused) - keys) if index else frozenset()
+        for name in sorted(some):
+            if isinstance(named.get(name), nn.Parameter) and (
+                named[name].requires_grad or self._first.get(name, named[name]).requires_grad
+            ):
+                raise FusionError(
+                    f"{name} is one object in some models but not in all, and is trained; "
+                    "share it among all members or among none"
+                )
+        self.keys = keys
+        self.partly |= frozenset(name for pair in overlaps(named) for name in pair)
+        self.partly |= frozenset(
+            name for name in some if not isinstance(named.get(name, self._first.get(name)), nn.Parameter)
+        )
+        for tensor in named.values():
+            self._owners.setdefault(tensor, index)

@@ -1,0 +1,257 @@
+"""Eager fallbacks in a graph: one opaque call per submodule, which loops over the members at run time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.fallback_runtime import SIZE, TENSOR, InputSize, OpaqueCall, Result, calls, run
+from hfusion.capture.method_interception import WHOLE, Island, Method, intercepted
+from hfusion.capture.module_call_trace import RecordedCall, Records
+from hfusion.capture.python_reads import STRIDE_QUESTIONS
+from hfusion.capture.reachable_code import names_of
+from hfusion.capture.registered_tensors import tensors
+from hfusion.capture.state_watch import hide
+from hfusion.capture.tensor_references import references
+from hfusion.core.errors import FusionError
+from hfusion.core.guards import fixed as fixed_size
+from hfusion.core.layout import Layout
+from hfusion.core.memory import memory_order, tensors_in
+from hfusion.ops.rule import Call, MemberScalars, RuleTable, Site, Value
+from hfusion.ops.saved import GATES_TWICE
+from hfusion.passes.islands import OPAQUE
+
+_numbers = itertools.count()
+
+
+@torch.library.register_fake(OPAQUE)  # type: ignore[untyped-decorator]
+def _fake(
+    inputs: Sequence[Tensor],
+    fixed: Sequence[Tensor],
+    changing: Sequence[Tensor],
+    call: int,
+    written: Sequence[int],
+    links: Sequence[int],
+    apart: Sequence[int],
+    alive: Sequence[int],
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    results = [result for result in calls[call].results if isinstance(result, Result)]
+    return [torch.empty(r.sizes(inputs, sizes), dtype=r.dtype, device=r.device) for r in results]
+
+
+@contextmanager
+def opaque(
+    model: nn.Module,
+    culprits: Mapping[Island, str],
+    records: Records,
+    members: Sequence[nn.Module],
+    top: RecordedCall | None = None,
+) -> Iterator[list[OpaqueCall]]:
+    """While active, the ``culprits`` of ``model``, each with the reason, trace as opaque calls.
+
+    Yields the calls met; they must be kept as long as the captured graph is used. ``top`` is the recorded call that is
+    traced, by default that of the whole forward.
+    """
+    traced_calls: list[OpaqueCall] = []
+    seen = {island: itertools.cycle(records.within(top or records.top, island, culprits.keys())) for island in culprits}
+    stubs: dict[Island, _Stub] = {}
+
+    def trace(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        island = method.island
+        if island not in stubs:
+            stubs[island] = _Stub(method, culprits[island], seen[island], records.changed, members, traced_calls)
+        return stubs[island].trace(args, kwargs)
+
+    with intercepted(model, culprits, trace):
+        yield traced_calls
+
+
+def stand_in(
+    method: Method,
+    why: str,
+    record: RecordedCall,
+    changed: frozenset[str],
+    model: nn.Module,
+    alive: list[OpaqueCall],
+) -> Callable[..., Any]:
+    """Return a function that traces as one call of ``method`` with the results of ``record``, kept in ``alive``."""
+    stub = _Stub(method, why, iter([record]), changed, [model], alive)
+    return lambda *args, **kwargs: stub.trace(args, kwargs)
+
+
+class _Stub:
+    """Replaces a submodule while forward is traced; ``seen`` are its recorded calls in order."""
+
+    def __init__(
+        self,
+        method: Method,
+        why: str,
+        seen: Iterator[RecordedCall],
+        changed: frozenset[str],
+        members: Sequence[nn.Module],
+        alive: list[OpaqueCall],
+    ) -> None:
+        island = method.island
+        self._module, self._island, self._why, self._seen, self._alive = method.module, island, why, seen, alive
+        prefix = f"{island.path}." if island.path else ""
+        self._changed = frozenset(name.removeprefix(prefix) for name in changed if name.startswith(prefix))
+        self._bodies = tuple(member.get_submodule(island.path) for member in members)
+        used = names_of([members[0]])
+        self._references = tuple(references(body, used) for body in self._bodies)
+        self._asks_strides = not names_of([method.module]).isdisjoint(STRIDE_QUESTIONS)
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves = [_number(leaf) for leaf in leaves]
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        registered = dict(tensors(self._module))
+        buffers = dict(self._module.named_buffers(remove_duplicate=False))
+        changing = [key for key in registered if key in buffers or key in self._changed]
+        fixed = [key for key in registered if key not in changing]
+        record = next(self._seen, None)
+        if record is None or record.count != len(inputs):
+            raise FusionError(
+                f"{self._island} is called more often, or with another number of tensors, in a capture than in an "
+                "eager run: forward must not ask whether it is traced (torch.compiler.is_compiling)"
+            )
+        seen = tensors_in((record.args, record.kwargs))
+        output, out_spec = pytree.tree_flatten(record.output)
+        sizes = [leaf for leaf in leaves if _open(leaf)]
+        open_sizes = bool(sizes) or any(_open(size) and fixed_size(size) is None for x in inputs for size in x.shape)
+        call = OpaqueCall(
+            str(self._island),
+            self._island.path,
+            self._island.method,
+            self._why,
+            tuple(_marked(leaf) for leaf in leaves),
+            spec,
+            tuple(fixed),
+            tuple(changing),
+            tuple(
+                _result(leaf, inputs, sizes, free=self._island == WHOLE) if isinstance(leaf, Tensor) else leaf
+                for leaf in output
+            ),
+            tuple(tensor.layout is torch.strided and tensor.is_contiguous() for tensor in seen),
+            record.written,
+            record.assigned,
+            self._changed,
+            record.addresses,
+            torch.is_grad_enabled(),
+            record.attached,
+            self._bodies,
+            self._references,
+            tuple(map(memory_order, seen)) if self._asks_strides else (),
+            open_sizes,
+        )
+        number = numbered(call)
+        self._alive.append(call)
+        written = [
+            *sorted(record.written),
+            *(len(inputs) + changing.index(key) for key in changing if key in record.wrote),
+        ]
+        links = _links(record, {key: len(inputs) + k for k, key in enumerate((*fixed, *changing))})
+        held = [registered[k] for k in fixed], [registered[k] for k in changing]
+        fresh = iter(OPAQUE(inputs, *held, number, written, links, [], [], sizes))
+        hide(self._island, self._module, record.state.left)
+        return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
+
+
+def _result(result: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], free: bool) -> Result:
+    """Infer from equal sizes in a recorded call which sizes of a result are those of inputs that vary.
+
+    A run with other sizes shows where that is wrong, see `OtherSizes`.
+    """
+    sources: list[tuple[InputSize, Any]] = [
+        (InputSize(k, dim), size) for k, x in enumerate(inputs) for dim, size in enumerate(x.shape)
+    ]
+    sources += [(InputSize(-1 - k, 0), number) for k, number in enumerate(numbers)]
+    shape: list[int | InputSize] = []
+    for dim, size in enumerate(result.shape):
+        equal = [(source, other) for source, other in sources if (other.node.hint if _open(other) else other) == size]
+        # A size of the same dim, open or not, rather than one that varies, rather than any other.
+        equal.sort(key=lambda pair: (pair[0].dim != dim, not _open(pair[1]) or fixed_size(pair[1]) is not None))
+        varies = bool(equal) and _open(equal[0][1]) and fixed_size(equal[0][1]) is None
+        shape.append(equal[0][0] if varies else size)
+    return Result(tuple(shape), result.dtype, result.device, free)
+
+
+def numbered(call: OpaqueCall) -> int:
+    """The number by which graphs refer to ``call``, as long as somebody keeps it."""
+    number = next(_numbers)
+    calls[number] = call
+    return number
+
+
+def _open(leaf: Any) -> bool:
+    return isinstance(leaf, torch.SymInt)
+
+
+def _marked(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return TENSOR
+    return SIZE if _open(leaf) else leaf
+
+
+def _number(leaf: Any) -> Any:
+    """Return the number behind a symbol if the trace knows it; unknown sizes stay symbols."""
+    if isinstance(leaf, torch.SymInt):
+        value = fixed_size(leaf)
+        return leaf if value is None else value
+    if isinstance(leaf, torch.SymFloat):
+        return float(leaf)
+    return bool(leaf) if isinstance(leaf, torch.SymBool) else leaf
+
+
+def _links(record: RecordedCall, keys: Mapping[str, int]) -> list[int]:
+    """The recorded links as flat pairs of positions."""
+    sources = record.count + len(keys)
+    links = []
+    for result, source in sorted(record.links, key=str):
+        place = keys.get(source) if isinstance(source, str) else source if source >= 0 else sources - 1 - source
+        if place is not None:
+            links += [result, place]
+    return links
+
+
+def rule(
+    site: Site,
+    inputs: list[Value],
+    fixed: list[Value],
+    changing: list[Value],
+    call: int | MemberScalars,
+    written: Any,
+    links: Any,
+    apart: list[Any],
+    alive: list[Any],
+    sizes: list[Any],
+) -> Call:
+    """Run the submodule's own code in a loop over members."""
+    numbers = call.values if isinstance(call, MemberScalars) else (call,) * site.members
+    first = calls[numbers[0]]
+    for key, value in zip(first.changing, changing, strict=True):
+        if value.shared and key in first.changed:
+            raise FusionError(
+                f"{key} of {first.path} is one object in all members, but every member writes its own value into it; "
+                "give each model its own"
+            )
+    # What all members see is watched for all of them.
+    shared = [place for place, value in enumerate((*inputs, *changing)) if value.shared and place not in first.written]
+    watched = tuple(sorted({*shared, *_numbers_in(alive)}))
+    rows = [[v if v.shared else v.to(Layout.LISTED) for v in group] for group in (inputs, fixed, changing)]
+    text = f"loop over members, {first.path}: {first.why}"
+    args = (numbers, *rows, tuple(_numbers_in(apart)), watched, sizes)
+    return site.call(run, args, Layout.STACKED, text, saves=GATES_TWICE, loops=True)
+
+
+def _numbers_in(items: Sequence[Any]) -> list[int]:
+    return [n for item in items for n in (item.values if isinstance(item, MemberScalars) else (item,))]
+
+
+RULES: RuleTable = {OPAQUE: rule}

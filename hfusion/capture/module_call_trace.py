@@ -1,0 +1,265 @@
+"""Record the calls of submodules in one eager run: inputs, outputs, writes, and shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hfusion.capture.address_access import AddressWatch
+from hfusion.capture.eager_runs import apart, call_on_copies, reset, twin
+from hfusion.capture.method_interception import WHOLE, Island, Method, intercepted, islands
+from hfusion.capture.python_state import restored
+from hfusion.capture.registered_tensors import tensors
+from hfusion.capture.state_watch import CallState, ModelState, RunState, StateReader
+from hfusion.core.containers import know_dataclasses
+from hfusion.core.copies import copies
+from hfusion.core.errors import FusionError
+from hfusion.core.memory import same_values, tensors_in
+from hfusion.torch_private.functorch import is_wrapped
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedCall:
+    """One call of an island: its arguments, ``count`` tensors among them, and its output.
+
+    ``inside`` are the numbers of the calls around it. ``written`` are the positions of the tensors that it wrote into,
+    ``wrote`` the keys of its own tensors that it changed, ``assigned`` those of them that it replaced, ``links`` its
+    results that share the memory of the tensor at a position, of its own tensor of a key, or of its result k as
+    ``-1 - k``. ``addresses``: it accessed raw addresses of tensors. ``attached``: autograd was off, and a result needs
+    a gradient nevertheless, as it existed before. ``altered``: it changed a list or dict among its arguments.
+    ``state``: the module's Python state.
+    """
+
+    island: Island
+    number: int
+    inside: tuple[int, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    count: int
+    written: frozenset[int]
+    wrote: frozenset[str]
+    assigned: frozenset[str]
+    links: frozenset[tuple[int, int | str]]
+    addresses: bool
+    attached: bool
+    altered: bool
+    state: CallState
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """The calls of one run in the order in which they began; ``changed`` are the model's tensors that it changed.
+
+    ``failed`` are the islands of which a call raised an error, which forward caught.
+    ``modes`` as of `Capture`. ``state`` is the model's Python state meanwhile.
+    """
+
+    calls: Sequence[RecordedCall]
+    changed: frozenset[str]
+    failed: frozenset[Island]
+    modes: Mapping[str, bool]
+    state: ModelState
+
+    @property
+    def top(self) -> RecordedCall:
+        """The call of the whole forward."""
+        return next(call for call in self.calls if call.island == WHOLE and not call.inside)
+
+    def first(self, island: Island) -> RecordedCall:
+        return next(call for call in self.calls if call.island == island)
+
+    def of(self, island: Island) -> list[RecordedCall]:
+        return [call for call in self.calls if call.island == island]
+
+    def within(self, top: RecordedCall, island: Island, stubs: Set[Island]) -> list[RecordedCall]:
+        """The calls of ``island`` in ``top`` that are made where the islands ``stubs`` are not entered."""
+        entered = {call.number for call in self.calls if call.island in stubs}
+        return [
+            call
+            for call in self.of(island)
+            if call is top
+            or (
+                top.number in call.inside and not entered.intersection(call.inside[call.inside.index(top.number) + 1 :])
+            )
+        ]
+
+    def children(self, island: Island) -> list[Island]:
+        """The islands that ``island`` calls itself."""
+        numbers = {call.number for call in self.of(island)}
+        called = [call.island for call in self.calls if call.inside and call.inside[-1] in numbers]
+        return [child for child in dict.fromkeys(called) if child != island]
+
+    def below(self, island: Island) -> frozenset[Island]:
+        """The islands that are called while ``island`` runs."""
+        numbers = {call.number for call in self.of(island)}
+        return frozenset(call.island for call in self.calls if numbers.intersection(call.inside))
+
+
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Mapping[str, bool]) -> Records:
+    """Run a copy of ``model`` and note the calls in it. Leaves inputs and random states as they were.
+
+    Args:
+        modes: as of `Capture`.
+
+    Raises:
+        FusionError: forward is no plain method.
+    """
+    if WHOLE not in islands(model):
+        raise FusionError(
+            f"forward of {type(model).__name__} is no plain method, and can only run in a loop over members; define it "
+            "by def forward(self, ...)"
+        )
+    member = twin(model)
+    reader = StateReader(member)
+    registered = dict(tensors(member))
+    before = {name: _state(tensor) for name, tensor in registered.items()}
+    with restored(model), apart(member):
+        recorder, state = _recorded(member, args, kwargs, reader)
+        after, originals = dict(tensors(member)), dict(tensors(model))
+        changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
+        changed |= {
+            name
+            for name in registered
+            if registered[name] is not after[name] or _state(registered[name]) != before[name]
+        }
+        states = [state]
+        if state.changes:
+            # In a first call, a parent that clears what the last call left changes nothing.
+            reset(member, model)
+            states.append(_recorded(member, args, kwargs, reader)[1])
+    python_state = ModelState(member, reader, states)
+    return Records(recorder.made, frozenset(changed), frozenset(recorder.failed), modes, python_state)
+
+
+def _recorded(
+    member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], reader: StateReader
+) -> tuple[_CallRecorder, RunState]:
+    """Call ``member`` with copies of the arguments."""
+    recorder, start = _CallRecorder(reader), reader.read(member)
+    args, kwargs = copies((args, dict(kwargs)))
+    with intercepted(member, islands(member), recorder.call), AddressWatch(recorder.address):
+        call_on_copies(member, args, kwargs)
+    states: dict[Island, list[CallState]] = {}
+    outermost = [call for call in recorder.made if not any(recorder.begun[n] == call.island for n in call.inside)]
+    for call in outermost:
+        states.setdefault(call.island, []).append(call.state)
+    return recorder, RunState(start, states, reader.read(member))
+
+
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Return version and address; a write changes the former, an assignment of ``tensor.data`` the latter."""
+    # Not by its storage, which would count as code that addresses memory.
+    return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
+
+
+@dataclass
+class _CallRecorder:
+    """Records calls; ``open`` are the numbers of those that have not ended, ``failed`` the islands that raised errors.
+
+    ``addressing`` are the numbers of the calls that accessed raw addresses.
+    """
+
+    reader: StateReader
+    calls: list[RecordedCall | None] = field(default_factory=list)
+    begun: list[Island] = field(default_factory=list)
+    failed: set[Island] = field(default_factory=set)
+    open: list[int] = field(default_factory=list)
+    addressing: set[int] = field(default_factory=set)
+
+    noting: bool = False
+
+    @property
+    def made(self) -> list[RecordedCall]:
+        """The calls that gave a result."""
+        return [call for call in self.calls if call is not None]
+
+    def address(self) -> None:
+        """Note an access to raw addresses in all open calls, unless the recorder itself made it."""
+        if not self.noting:
+            self.addressing.update(self.open)
+
+    def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note a call of ``method``, which is made."""
+        island, module, original = method.island, method.module, method.original
+        know_dataclasses((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        inputs = tensors_in(leaves)
+        # What is inside torch.func's transforms means nothing outside.
+        if any(map(is_wrapped, inputs)):
+            return original(*args, **kwargs)
+        number, inside = len(self.calls), tuple(self.open)
+        self.calls.append(None)
+        self.begun.append(island)
+        begin = self.reader.read(module)
+        before = [(tensor._version, tensor.detach().clone()) for tensor in inputs]
+        registered = dict(tensors(module))
+        states = {key: _state(tensor) for key, tensor in registered.items()}
+        self.open.append(number)
+        try:
+            output = original(*args, **kwargs)
+        except Exception:
+            self.failed.add(island)
+            raise
+        finally:
+            self.open.pop()
+        know_dataclasses(output)
+        if any(map(is_wrapped, tensors_in(output))):
+            return output
+        changed, changed_spec = pytree.tree_flatten((args, kwargs))
+        altered = spec != changed_spec or any(a is not b for a, b in zip(leaves, changed, strict=True))
+        # What is noted has containers of its own: others may be changed later.
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        written = [
+            k
+            for k, (tensor, (version, copied)) in enumerate(zip(inputs, before, strict=True))
+            if tensor._version != version or not same_values(tensor, copied)
+        ]
+        end = self.reader.read(module)
+        assigned = frozenset(key for key, tensor in tensors(module) if tensor is not registered.get(key))
+        wrote = assigned.union(key for key, tensor in registered.items() if _state(tensor) != states[key])
+        sources: dict[int | str, Tensor] = {}
+        sources |= enumerate(inputs)
+        sources.update((*registered.items(), *tensors(module)))
+        self.noting = True
+        links = frozenset(_linked(tensors_in(output), sources))
+        self.noting = False
+        attached = not torch.is_grad_enabled() and any(result.requires_grad for result in tensors_in(output))
+        self.calls[number] = RecordedCall(
+            island,
+            number,
+            inside,
+            args,
+            kwargs,
+            pytree.tree_map(lambda leaf: leaf, output),
+            len(inputs),
+            frozenset(written),
+            wrote,
+            assigned,
+            links,
+            number in self.addressing,
+            attached,
+            altered,
+            CallState(begin, end, self.reader.left(module, begin, end)),
+        )
+        return output
+
+
+def _linked(results: Sequence[Tensor], sources: Mapping[int | str, Tensor]) -> Iterator[tuple[int, int | str]]:
+    for k, result in enumerate(results):
+        memory = _memory(result)
+        if memory is None:
+            continue
+        yield from ((k, place) for place, source in sources.items() if _memory(source) == memory)
+        yield from ((k, -1 - other) for other in range(k) if _memory(results[other]) == memory)
+
+
+def _memory(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return None
+    return tensor.untyped_storage()._cdata

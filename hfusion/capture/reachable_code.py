@@ -1,0 +1,356 @@
+"""Search the code that forward may run, for the variables it names: of files, classes, objects, functions, closures."""
+
+from __future__ import annotations
+
+import builtins
+import contextvars
+import dis
+import functools
+import logging
+import threading
+import types
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hfusion.capture.attribute_bytecode import writes
+from hfusion.capture.variable_scopes import (
+    Attributes,
+    ClosureVariable,
+    ContextVariable,
+    DefaultArguments,
+    GlobalVariables,
+    Holder,
+    defaults,
+    slots,
+)
+from hfusion.core.fingerprint import imported_modules, is_user_code, names_in
+
+MAPPINGS = (dict, types.MappingProxyType)
+CONTAINERS = (*MAPPINGS, list, tuple, set, frozenset, deque)
+# Items of a container, and levels of containers and objects in one another, that are looked at.
+MAX_ITEMS = 10_000
+MAX_DEPTH = 4
+# Items of a container whose attributes are looked at.
+_MAX_OBJECTS = 100
+SCALARS = (str, bool, int, float, complex, bytes, types.NoneType)
+_UNREAD = (Tensor, nn.Module, logging.Logger, types.ModuleType)
+# Locks and queues, and what other threads do with them, are no state of a model.
+_OF_THREADS = frozenset({"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"})
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """The names that count where code looks into objects.
+
+    Attributes:
+        called: of methods.
+        read: of attributes, also those in code that the objects are passed to.
+    """
+
+    called: frozenset[str]
+    read: frozenset[str]
+
+    def with_code(self, functions: Iterable[types.FunctionType]) -> _Scope:
+        more = frozenset().union(*map(_attributes_named, functions))
+        return self if more <= self.called else _Scope(self.called | more, self.read | more)
+
+
+def names_of(models: Sequence[nn.Module]) -> frozenset[str]:
+    """Return all names in the code that the forward of ``models`` may run, also those that it passes to getattr."""
+    return CodeSearch(models).all_names
+
+
+def holders_of(module: nn.Module) -> list[Holder]:
+    """Return all that holds variables within reach of the code that ``module`` runs, with the names in the code."""
+    return CodeSearch([module]).holders
+
+
+class CodeSearch:
+    """Follows the code of modules from their forward on: methods, functions of files, and the names in these.
+
+    Attributes:
+        holders: all within reach that holds variables, also where the code names none of them.
+        spaces: the global variables that functions use, by id: the dict of a file, and the names.
+        assigned: the names of variables and attributes that the code may assign.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._parts: dict[type, set[str]] = {}
+        self._own: dict[type, list[types.FunctionType]] = {}
+        for model in models:
+            for path, part in model.named_modules():
+                self._parts.setdefault(type(part), set()).add(path)
+                functions = [
+                    f for value in list(vars(part).values()) if callable(value) for f in functions_behind(value)
+                ]
+                self._own.setdefault(type(part), []).extend(functions)
+        self._of_members = {id(function) for functions in self._own.values() for function in functions}
+        self.spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self.assigned: set[str] = set()
+        self._named: set[str] = {"forward", "__call__", "__getattr__"}
+        self._holders: dict[tuple[type, int], Holder] = {}
+        self._methods = {kind: list(_methods(kind)) for kind in self._parts}
+        # By id of a function: the functions that it may call, and the variables that it names.
+        self._reached: dict[int, tuple[list[types.FunctionType], list[tuple[Holder, str]]]] = {}
+        self._titles = Counter[str]()
+        self._noted: list[tuple[Holder, str]] = []
+        # By id: the levels below that were looked at.
+        self._looked_at: dict[int, int] = {}
+        # Methods are called from any module, so that what is named anywhere counts for all.
+        before = -1
+        while before != len(self._named):
+            before = len(self._named)
+            for kind, paths in self._parts.items():
+                self._follow(kind, paths)
+
+    @property
+    def all_names(self) -> frozenset[str]:
+        """All names in the code, also those that it passes to getattr."""
+        return frozenset(self._named).union(*(names for _, names in self.spaces.values()))
+
+    @property
+    def holders(self) -> list[Holder]:
+        return list(self._holders.values())
+
+    def _follow(self, kind: type, paths: set[str]) -> None:
+        self._noted, self._looked_at = [], {}
+        methods = [method for name, method in self._methods[kind] if name in self._named]
+        waiting = [*self._own[kind], *methods]
+        scope = _Scope(frozenset(), frozenset()).with_code(methods)
+        for base in kind.__mro__:
+            if is_user_code(base.__module__):
+                waiting += self._class(base, frozenset(self._named), scope)
+        noted, visited = self._noted, set[int]()
+        while waiting:
+            function = waiting.pop()
+            if id(function) in visited or not is_user_code(function.__module__):
+                continue
+            visited.add(id(function))
+            if id(function) not in self._reached:
+                self._noted, self._looked_at = [], {}
+                self._reached[id(function)] = (list(self._look(function)), self._noted)
+            functions, named = self._reached[id(function)]
+            waiting += functions
+            noted += named
+        for holder, name in noted:
+            holder.names.setdefault(name, set()).update(paths)
+
+    def _look(self, function: types.FunctionType) -> Iterator[types.FunctionType]:
+        """Note the variables that a function names; yield the functions that it may call."""
+        names, variables, space = _attributes_named(function), _variables_named(function), function.__globals__
+        self._named |= names
+        self.assigned |= _assigned(function.__code__)
+        self.spaces.setdefault(id(space), (space, set()))[1].update(variables)
+        # Objects are passed to the functions that it calls.
+        called = [f for name in variables & space.keys() for f in functions_behind(space[name])]
+        called += [method for methods in self._methods.values() for name, method in methods if name in names]
+        scope = _Scope(names, names.union(*map(_attributes_named, called)))
+        # Each member may hold such a function of its own; members that join must not add names.
+        of_a_member = id(function) in self._of_members
+        for cell, name in zip(function.__closure__ or (), function.__code__.co_freevars, strict=True):
+            if name != "__class__":
+                held = self._note(ClosureVariable(f"{function.__qualname__}.", cell), name, numbered=not of_a_member)
+                yield from self._inside(name, held.read(name), scope)
+        for name, value in defaults(function).items():
+            if not isinstance(value, SCALARS):
+                self._note(DefaultArguments(f"{function.__qualname__}.", function), name)
+                yield from self._inside(name, value, scope)
+        for name in sorted(set(names_in(function.__code__).variables) - space.keys() - vars(builtins).keys()):
+            self._note(GlobalVariables(f"{function.__module__}.", space), name)
+        yield from self._named_in(function.__module__, space, variables, scope, set())
+        for module in imported_modules(function.__code__):
+            yield from self._named_in(module.__name__, vars(module), names, scope, set())
+
+    def _class(self, kind: type, names: Set[str], scope: _Scope) -> Iterator[types.FunctionType]:
+        """Note the variables of a class among ``names``; yield the functions that code may call in their values."""
+        for name, value in list(vars(kind).items()):
+            if name in names and not name.startswith("__"):
+                self._note(Attributes(f"{kind.__qualname__}.", kind), name)
+                yield from self._inside(f"{kind.__qualname__}.{name}", value, scope)
+
+    def _named_in(
+        self, title: str, space: dict[str, Any], variables: Set[str], scope: _Scope, visited: set[int]
+    ) -> Iterator[types.FunctionType]:
+        """Note the ``variables`` of a file, and those of modules among them; yield the functions among them."""
+        visited.add(id(space))
+        for name in sorted(variables & space.keys()):
+            value = space[name]
+            if isinstance(value, types.ModuleType):
+                if is_user_code(value.__name__) and id(vars(value)) not in visited:
+                    yield from self._named_in(value.__name__, vars(value), scope.called, scope, visited)
+                continue
+            self._note(GlobalVariables(f"{title}.", space), name)
+            yield from self._inside(name, value, scope)
+
+    def _inside(self, title: str, value: Any, scope: _Scope, depth: int = MAX_DEPTH) -> Iterator[types.FunctionType]:
+        """Note the attributes inside a value that code reads; yield the functions that it may call."""
+        if isinstance(value, (*SCALARS, *_UNREAD)) or self._looked_at.get(id(value), 0) >= depth:
+            return
+        if type(value).__module__.partition(".")[0] in _OF_THREADS and not isinstance(value, threading.local):
+            return
+        self._looked_at[id(value)] = depth
+        if isinstance(value, type):
+            if is_user_code(value.__module__):
+                methods = _called(value, scope.called)
+                yield from methods
+                inner = scope.with_code(methods)
+                yield from self._class(value, inner.called, inner)
+        elif isinstance(value, contextvars.ContextVar):
+            self._note(ContextVariable("contextvars.", value), value.name)
+        elif isinstance(value, functools.partial):
+            inner = scope.with_code(functions_behind(value.func))
+            for part in (value.func, value.args, value.keywords):
+                yield from self._inside(title, part, inner, depth)
+        elif isinstance(value, weakref.ref):
+            yield from self._inside(title, value(), scope, depth)
+        elif isinstance(value, staticmethod | classmethod | types.MethodType):
+            functions = list(functions_behind(value))
+            yield from functions
+            yield from self._inside(title, getattr(value, "__self__", None), scope.with_code(functions), depth)
+        else:
+            if isinstance(value, CONTAINERS) and len(value) <= _MAX_OBJECTS:
+                for key, item in list(value.items() if isinstance(value, MAPPINGS) else enumerate(value)):
+                    yield from self._inside(f"{title}[{key!r}]", item, scope, depth - 1)
+            yield from self._object(title, value, scope, depth)
+
+    def _object(self, title: str, value: Any, scope: _Scope, depth: int) -> Iterator[types.FunctionType]:
+        """The same as `_inside` for what has attributes: an object, or a function."""
+        if callable(value):
+            yield from functions_behind(value)
+        if isinstance(value, types.FunctionType):
+            present = frozenset(vars(value))
+        else:
+            methods = _called(type(value), scope.called)
+            yield from (method for method in methods if is_user_code(method.__module__))
+            scope = scope.with_code(methods)
+            present = _attributes(value) | _hidden(value)
+        holder = Attributes(f"{title}.", value)
+        if hasattr(value, "__dict__"):
+            self._known(holder)
+        for name in sorted(name for name in scope.read & present if not name.startswith("__")):
+            self._note(holder, name)
+            yield from self._inside(f"{title}.{name}", holder.read(name), scope, depth - 1)
+
+    def _note(self, holder: Holder, name: str, numbered: bool = True) -> Holder:
+        known = self._known(holder, numbered)
+        self._noted.append((known, name))
+        return known
+
+    def _known(self, holder: Holder, numbered: bool = True) -> Holder:
+        """Return the first holder of the same object; ``numbered``: with a number if its title is another's."""
+        key = (type(holder), id(holder.held))
+        if key not in self._holders:
+            self._holders[key] = holder
+            self._titles[holder.title] += 1
+            if (count := self._titles[holder.title]) > 1 and numbered:
+                holder.title = f"{holder.title[:-1]} ({count})."
+        return self._holders[key]
+
+
+def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
+    for base in kind.__mro__:
+        if is_user_code(base.__module__):
+            for name, value in list(vars(base).items()):
+                yield from ((name, function) for function in functions_behind(value))
+
+
+def _attributes(value: Any) -> frozenset[str]:
+    """The names that an object has, itself and not by its class."""
+    attributes = getattr(value, "__dict__", None)
+    return slots(type(value)).union(attributes if isinstance(attributes, dict) else ())
+
+
+def _hidden(value: Any) -> frozenset[str]:
+    """The variables of an object's class; an attribute of the object with the same name hides the class's."""
+    return frozenset(
+        name
+        for kind in (type(value).__mro__ if hasattr(value, "__dict__") else ())
+        if is_user_code(kind.__module__)
+        for name, held in vars(kind).items()
+        if isinstance(held, (*SCALARS, *CONTAINERS)) and not name.startswith("__")
+    )
+
+
+_MADE = frozenset({"__init__", "__post_init__", "__call__", "__getattr__", "__getitem__"})
+
+
+def _called(kind: type, names: Set[str]) -> list[types.FunctionType]:
+    """The methods of a class that code with these names may call."""
+    return [
+        function
+        for base in kind.__mro__
+        if base is not object
+        for name, value in list(vars(base).items())
+        if name in names or name in _MADE
+        for function in functions_behind(value)
+    ]
+
+
+# What reads global variables by a text.
+_BY_TEXT = frozenset({"globals", "vars", "eval", "exec", "__dict__", "__globals__", "modules"})
+
+
+def _attributes_named(function: types.FunctionType) -> frozenset[str]:
+    """Return the attributes in its code, and those that it reads by getattr."""
+    return _names_of_code(function.__code__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of_code(code: types.CodeType) -> frozenset[str]:
+    names = names_in(code)
+    return frozenset((*names.attributes, *names.texts))
+
+
+# What assigns by a text.
+_ASSIGNING = frozenset({"setattr", "delattr", "__setattr__", "__dict__", "vars", "globals", "exec", "update"})
+
+
+@functools.lru_cache(maxsize=4096)
+def _assigned(code: types.CodeType) -> frozenset[str]:
+    """The names of variables and attributes that code, and functions inside it, may assign."""
+    attributes = writes(code)
+    names = {
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname.startswith(("STORE_", "DELETE_")) and step.opname.endswith(("_GLOBAL", "_NAME", "_DEREF"))
+    }
+    names |= attributes.of_others
+    # A constructor called in forward assigns to a new object, not to one that exists.
+    if code.co_name not in ("__init__", "__post_init__"):
+        names |= attributes.of_self
+    if not _ASSIGNING.isdisjoint(code.co_names):
+        names |= {const for const in code.co_consts if isinstance(const, str)}
+    return frozenset(names).union(*(_assigned(const) for const in code.co_consts if isinstance(const, types.CodeType)))
+
+
+def _variables_named(function: types.FunctionType) -> set[str]:
+    """The global variables in its code, and those that it may ask for by a text."""
+    names = names_in(function.__code__)
+    by_text = not _BY_TEXT.isdisjoint((*names.variables, *names.attributes))
+    return {*names.variables, *(names.texts if by_text else ())}
+
+
+def _wraps_for_others(function: types.FunctionType) -> bool:
+    """Return whether it is torch's or hfusion's, and only called like the user's function that it wraps."""
+    file = function.__globals__.get("__name__")
+    return file != function.__module__ and not is_user_code(file)
+
+
+def functions_behind(value: Any) -> Iterator[types.FunctionType]:
+    """Yield the Python functions behind an attribute: itself, those that it wraps, or those of a class."""
+    if isinstance(value, staticmethod | classmethod | types.MethodType):
+        yield from functions_behind(value.__func__)
+    elif isinstance(value, property):
+        yield from (code for part in (value.fget, value.fset) if part is not None for code in functions_behind(part))
+    elif isinstance(value, type):
+        if is_user_code(value.__module__):
+            yield from (part for part in vars(value).values() if isinstance(part, types.FunctionType))
+    elif callable(value) and not isinstance(value, nn.Module):
+        if isinstance(value, types.FunctionType) and not _wraps_for_others(value):
+            yield value
+        yield from functions_behind(getattr(value, "__dict__", {}).get("__wrapped__"))

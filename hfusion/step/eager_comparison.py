@@ -1,0 +1,106 @@
+"""The eager step of an array, measured beside its compiled step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.array.module import FusedModule
+from hfusion.compiler.bound_program import Place
+from hfusion.device.cache import lasts
+from hfusion.step import program_cache
+from hfusion.step.autotune import COMPILED, EAGER, NotedProgram, WayTimes, find_times, keep_times, measure
+from hfusion.step.compile_limits import SlowerThanEager
+from hfusion.step.compile_payoff import CompileRecord, add_record
+from hfusion.step.compile_request import Order
+from hfusion.step.compiled_step import StepProgram
+from hfusion.step.eager_step import EagerStep
+from hfusion.step.step_graph import StepCall
+from hfusion.step.step_signatures import StepVariant, hooked
+
+_WAYS = (COMPILED, EAGER)
+
+
+@dataclass(frozen=True, eq=False)
+class EagerProgram:
+    """A step by autograd in the form of a compiled one.
+
+    Attributes:
+        autocast: in which it runs, as of `hfusion.device.backend.active_autocast`.
+        seeds, size: as of `EagerStep.run`.
+    """
+
+    fused: FusedModule
+    eager: EagerStep
+    autocast: Any
+    seeds: bool
+    size: int | None
+    team = None
+    how = "eager"
+
+    def fits(self, call: StepCall) -> bool:
+        return True
+
+    def step(self, call: StepCall) -> Tensor:
+        """Compute gradients and buffers; the losses ``[B]``."""
+        args, kwargs = call.inputs.given()
+        ((target,), _) = call.target.given()
+        self.fused.zero_grad()
+        with ExitStack() as stack:
+            for kind, dtype in self.autocast or ():
+                stack.enter_context(torch.autocast(kind, dtype))
+            return self.eager.run(args, kwargs, target, self.size, self.seeds)[0]
+
+
+def known_times(order: Order | None, threads: int) -> WayTimes | None:
+    """Return how long compiled and eager steps took before, on this processor; None if that is not known."""
+    kept = order is not None and program_cache.keeping() and lasts()
+    return find_times(order, threads, _WAYS) if order is not None and kept else None
+
+
+def not_slower_than_eager(
+    way: StepVariant,
+    call: StepCall,
+    order: Order | None,
+    program: StepProgram,
+    eager: Callable[[Any], EagerProgram],
+) -> StepProgram:
+    """Return ``program``, which ``way`` is to run by, with the times of its steps and of eager ones.
+
+    They are measured once on this processor, by steps that leave nothing behind, and kept. Raises SlowerThanEager.
+    """
+    assert way.parting is not None
+    times = known_times(order, way.parting.threads)
+    rival = eager(way.situation)
+    # Its hooks are run by the steps of the user, and by no others.
+    if times is None and not hooked(rival.fused):
+        times = _measured(way, call, order, program, rival)
+    if times is None:
+        return program
+    check_faster(times)
+    return NotedProgram(program, f"measured: {times}")
+
+
+def check_faster(times: WayTimes) -> None:
+    """Raise SlowerThanEager where eager steps are clearly faster than compiled ones."""
+    if times.eager_wins:
+        raise SlowerThanEager(f"eager steps are faster on this machine: {times}")
+
+
+def _measured(
+    way: StepVariant, call: StepCall, order: Order | None, program: StepProgram, eager: EagerProgram
+) -> WayTimes | None:
+    assert way.parting is not None
+    modules = eager.fused.modules()
+    buffers: list[Place] = [(m._buffers, name) for m in modules for name, b in m._buffers.items() if b is not None]
+    times = measure({COMPILED: program, EAGER: eager}, call, [*way.places, *buffers])
+    if times is not None and times.eager_wins and way.clock.compilation is not None:
+        faster = times.seconds[EAGER] / times.seconds[COMPILED]
+        add_record(CompileRecord(*way.extent, way.clock.behind, way.clock.compilation, faster))
+    kept = order is not None and program_cache.keeping() and lasts()
+    return keep_times(order, times, way.parting.threads, _WAYS) if order is not None and kept else times

@@ -1,0 +1,116 @@
+"""From the graph of a step to what inductor compiles it to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfusion.core.member_random import draws_random
+from hfusion.core.program import describe_value
+from hfusion.device.backend import random_states_kept
+from hfusion.step.check_compiled import ByOperator, disagreement, result_names, shaken
+from hfusion.step.step_graph import StepGraph, written_inputs
+from hfusion.torch_private.cpp_block_entry import with_row_entries
+from hfusion.torch_private.cpp_entry import entry_of
+from hfusion.torch_private.inductor_patches import quick_inductor
+from hfusion.torch_private.inductor_settings import compile_graph
+from hfusion.torch_private.tracer_warnings import silence_tracers
+
+
+class WrongProgram(Exception):
+    """A compiled program that computes something else than its graph; the message says what."""
+
+
+def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """``graph.module`` compiled by inductor and tried once on tensors ``own``, on copies of the buffers.
+
+    Raises what inductor raises, and where there is no C++ compiler; also what its code raises; WrongProgram.
+    """
+    # Imported late: it imports Inductor.
+    from hfusion.step.aliased_writes import CopiesOfOverlaps
+
+    kind = graph.examples[0].device.type
+    # From C++ small operators take less time to be called than from Python.
+    options: dict[str, Any] = {"post_grad_custom_post_pass": CopiesOfOverlaps(), "cpp_wrapper": kind == "cpu"}
+    with silence_tracers(), torch.no_grad(), torch.autocast(kind, enabled=False):
+        with with_row_entries(), quick_inductor():
+            run = compile_graph(graph.module, [e.detach() for e in graph.examples], options)
+        written = written_inputs(graph.module.graph)
+
+        def fresh() -> list[Tensor]:
+            return [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
+
+        batch = [*batch, *(torch.zeros(seeds.shape, dtype=seeds.dtype, device="cpu") for seeds in graph.drawn)]
+        # Programs draw past the dispatcher, from torch's own generator whatever thread this is.
+        with random_states_kept():
+            given = _results(run, fresh(), batch)
+        if not any(draws_random(node.target) for node in graph.module.graph.nodes):
+            by_operator, generator = ByOperator(graph.module).run, torch.Generator().manual_seed(0)
+
+            def nearby() -> list[Tensor]:
+                return _results(by_operator, shaken(fresh(), generator), shaken(batch, generator))
+
+            wrong = disagreement(graph, given, _results(by_operator, fresh(), batch), nearby)
+            if wrong:
+                raise WrongProgram(f"what torch.compile made of it is wrong: {wrong}")
+        entry = entry_of(run, len(own) + len(batch), len(given) - len(own))
+        if entry is None:
+            return run
+
+        def again(call: Callable[..., Sequence[Tensor]]) -> list[Tensor]:
+            with random_states_kept():
+                return _results(call, fresh(), batch)
+
+        # Past the wrappers around it there must be the same bits.
+        difference = _difference(graph, again(entry), given)
+        repeats = not difference or not _difference(graph, again(run), given)
+    if not difference:
+        return entry
+    warnings.warn(_fallback(difference, repeats), stacklevel=2)
+    return run
+
+
+def _fallback(difference: str, repeats: bool) -> str:
+    """What is told of a step through torch's wrappers, in one part; ``repeats``: whether those give the same again."""
+    why = (
+        f"called past torch's wrappers, its program gives {difference}"
+        if repeats
+        else f"its program gives other bits each time, such as {difference}; an operator in it sums in no fixed order"
+    )
+    remedy = (
+        "report it with the versions of torch and of the C++ compiler"
+        if repeats
+        else "torch.use_deterministic_algorithms(True) names the operator"
+    )
+    return f"a compiled step runs through torch's wrappers, in one part, exact but slower: {why}; {remedy}"
+
+
+def _difference(graph: StepGraph, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
+    """The first thing in which results of a step differ, in words; empty if they are the same bits."""
+    for name, one, other in zip(result_names(graph, len(ours)), ours, theirs, strict=True):
+        if _same_bits(one, other):
+            continue
+        kinds = [f"{describe_value(tensor, None, 0)} of strides {list(tensor.stride())}" for tensor in (one, other)]
+        if kinds[0] != kinds[1]:
+            return f"{name} as {kinds[0]} instead of {kinds[1]}"
+        place = tuple(((one != other) & ((one == one) | (other == other))).nonzero()[0].tolist())
+        return f"{one[place].item()!r} instead of {other[place].item()!r} in {name}, {kinds[0]}, at {list(place)}"
+    return ""
+
+
+def _results(run: Callable[..., Sequence[Tensor]], own: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs of a program, in host memory, and the tensors that it may have written.
+
+    A plan counts one set of gradients on a device, and two programs are compared.
+    """
+    return [*(output.cpu() for output in run(*own, *batch)), *own]
+
+
+def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
+    if (ours.shape, ours.stride(), ours.dtype) != (theirs.shape, theirs.stride(), theirs.dtype):
+        return False
+    return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())

@@ -1,0 +1,30 @@
+"""Checks of forward and of the loss in a compiled step: where one fails, the step leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hfusion.step.step_graph import StepCall
+from hfusion.step.step_signatures import StepVariant
+
+
+def checked_step(variant: StepVariant, call: StepCall, buffers: Iterable[Tensor]) -> Tensor | None:
+    """Make the compiled step of ``variant``, which writes gradients and buffers, and return its losses ``[B]``.
+
+    None where a check fails for some member: then ``buffers`` are as before, and the members' own code will raise.
+    """
+    assert variant.program is not None
+    assert variant.sources is not None
+    failed = variant.sources[0].failed.get("members")
+    if failed is None:
+        return variant.program.step(call)
+    before = [(buffer.detach(), buffer.detach().clone()) for buffer in buffers]
+    losses = variant.program.step(call)
+    if not failed.any():
+        return losses
+    for buffer, value in (*before, (failed, torch.zeros_like(failed))):
+        buffer.copy_(value)
+    return None

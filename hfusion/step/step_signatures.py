@@ -1,0 +1,226 @@
+"""The variants of a step: how each kind of call runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import attrgetter, is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from hfusion.array.module import FusedModule
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.bound_program import BoundProgram, Place
+from hfusion.core import html
+from hfusion.step.block_partition import Parting, drawing
+from hfusion.step.compile_payoff import StepClock
+from hfusion.step.compiled_step import MAX_LOOPED_CALLS, StepProgram
+from hfusion.step.pending_program import PendingProgram
+from hfusion.step.program_lifecycle import Compiling, Deferred, Eager, Event, InUse, ProgramState, Refused, next_state
+from hfusion.step.recorded_step import RecordedStep
+from hfusion.step.step_graph import StepCall
+from hfusion.torch_private.dynamo_state import TensorGuards, tensor_guards
+from hfusion.torch_private.module_hooks import has_global_hooks
+
+_TRAITS = attrgetter("shape", "dtype", "device", "requires_grad")
+
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@dataclass(frozen=True)
+class CallReport:
+    """How calls of one kind run; ``why``: the reason if they are not compiled."""
+
+    call: str
+    how: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.call}: {self.how}" + (f": {self.why}" if self.why else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """Tensors, and torch's own guards of their kinds and strides: a fifth of what it takes Python to look at them."""
+
+    tensors: list[Tensor]
+    once: list[Tensor]
+    guards: TensorGuards
+
+    @staticmethod
+    def of(tensors: list[Tensor]) -> Seen:
+        once = list({id(tensor): tensor for tensor in tensors}.values())
+        return Seen(tensors, once, tensor_guards(once))
+
+    def again(self, tensors: list[Tensor]) -> bool:
+        """Return whether these are the same, unchanged tensors without hooks. Another autocast may hide that."""
+        return all(map(is_, tensors, self.tensors)) and self.guards.check(*self.once) and not any_hooks(self.once)
+
+
+@dataclass(frozen=True, repr=False)
+class StepReport:
+    """``str(report)`` is for people, ``rows`` for programs: one for each kind of call so far."""
+
+    rows: tuple[CallReport, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.rows)) or "no step so far"
+
+    def __repr__(self) -> str:
+        compiled = sum(not row.how.startswith("eager") for row in self.rows)
+        return f"<StepReport: kinds of calls {len(self.rows)}, compiled {compiled}; print() shows them>"
+
+    def _repr_html_(self) -> str:
+        if not self.rows:
+            return html.paragraph(str(self))
+        return html.table(
+            ("call", "runs as", "why"), ((row.call, row.how, row.why) for row in self.rows), len(self.rows)
+        )
+
+
+@dataclass(eq=False)
+class StepVariant:
+    """How the calls of one signature run, as long as the tensors at ``places`` have the properties ``traits``."""
+
+    call: str
+    situation: Any
+    places: list[Place]
+    traits: Any
+    sources: tuple[BoundProgram, BoundProgram] | None = None
+    state: ProgramState = field(default_factory=Eager)
+    parting: Parting | None = None
+    """Into which parts its program is divided, once that is looked at."""
+    steps: int = 1
+    """How many of its calls have run."""
+    clock: StepClock = field(default_factory=StepClock)
+    seen: Seen | None = None
+    """The tensors at ``places``, as they were at the last call."""
+
+    def note(self, event: Event) -> None:
+        """Let ``event`` change the state of the program."""
+        self.state = next_state(self.state, event)
+
+    @property
+    def program(self) -> StepProgram | None:
+        """The program that steps run by."""
+        return self.state.program if isinstance(self.state, InUse) else None
+
+    @property
+    def why(self) -> str:
+        """The reason why there will be no program; empty if there may be one."""
+        return self.state.why if isinstance(self.state, Refused) else ""
+
+    @property
+    def pending(self) -> PendingProgram | None:
+        """The program while another process makes it."""
+        return self.state.pending if isinstance(self.state, Compiling) else None
+
+    @property
+    def most(self) -> int | None:
+        """How many members may be computed at a time; None for all."""
+        most: int | None = self.situation[-1][1]
+        return most
+
+    @property
+    def extent(self) -> tuple[int, bool]:
+        """The number of operators of a member, and whether the array loops over members."""
+        assert self.sources is not None
+        count = sum(len(source.compiled.graph.nodes) for source in self.sources)
+        return count, self.sources[0].looped_calls > MAX_LOOPED_CALLS
+
+    @cached_property
+    def draws_together(self) -> bool:
+        """Whether members draw from one generator in turn, so that all of them must be computed."""
+        return any(next(drawing(source.compiled.graph), None) for source in self.sources or ())
+
+    def holds(self) -> bool:
+        tensors = [holder[name] for holder, name in self.places]
+        if self.seen is not None and self.seen.again(tensors):
+            return True
+        if traits_of(self.places) != self.traits:
+            return False
+        self.seen = Seen.of(tensors)
+        return True
+
+    def release(self) -> None:
+        """Hold no tensors until the next step."""
+        self.seen = None
+        if isinstance(self.program, RecordedStep):
+            self.program.release()
+
+    def like(self, other: StepVariant) -> bool:
+        """Return whether a program of this variant may serve ``other``, except for the number of samples."""
+        if self.sources is None or other.sources is None:
+            return False
+        pairs = zip(self.sources, other.sources, strict=True)
+        same = all(a.compiled is b.compiled for a, b in pairs)
+        return same and self.situation == other.situation and bool(self.traits == other.traits)
+
+    def row(self) -> CallReport:
+        match self.state:
+            case InUse(program):
+                return CallReport(self.call, program.how)
+            case Compiling():
+                return CallReport(self.call, "eager", "its program is being compiled in the background")
+            case Deferred():
+                return CallReport(self.call, "eager", "the first step of its kind")
+            case Eager(why) | Refused(why):
+                return CallReport(self.call, "eager", why or "the first step of its kind")
+
+
+# What steps of one array have found out: another step with the like loss need not do so again. Not of losses with
+# tensors, which belong to one of them.
+_found: WeakKeyDictionary[nn.Module, dict[Any, list[StepVariant]]] = WeakKeyDictionary()
+
+
+def shared_variants(fused: FusedModule) -> dict[Any, list[StepVariant]]:
+    return _found.setdefault(fused, {})
+
+
+def family(call: StepCall, situation: Any) -> Any:
+    """Return the key of calls that may share a program, without their sizes."""
+    return call.inputs.loose_key, call.target.loose_key, situation
+
+
+def traits_of(places: Sequence[Place]) -> Any:
+    """Return the properties of tensors that a traced step assumes: types, strides, hooks, identities."""
+    tensors = [holder[name] for holder, name in places]
+    ids = list(map(id, tensors))
+    ties = [ids.index(i) for i in ids] if len(set(ids)) < len(ids) else None
+    return list(map(_TRAITS, tensors)), list(map(Tensor.stride, tensors)), ties, any_hooks(tensors)
+
+
+def any_hooks(tensors: Sequence[Tensor]) -> bool:
+    # Those of one tensor are None or a dict, which changes in place.
+    return any(map(any, map(_HOOKS, tensors)))
+
+
+def no_program(inputs: Arguments) -> str:
+    """Say why forward left no program of a call that has just run."""
+    if inputs.sparse is not None:
+        return f"an argument is a tensor of layout {inputs.sparse}, which no program takes; give to_dense()"
+    return "forward changes variables that it names, of files or objects, whose values a program keeps"
+
+
+def hooked(module: nn.Module) -> bool:
+    """Return whether calls of ``module`` run hooks in addition to its forward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or has_global_hooks()
+
+
+def obstacle_to_program(sources: Sequence[BoundProgram], places: Sequence[Place], call: StepCall) -> str:
+    """Return the reason against a program without autograd; empty if there is none."""
+    forward, loss = sources
+    if forward.compiled.opaque:
+        path = forward.compiled.opaque[0].path
+        return f"{path or 'forward'} runs in a loop over members: {forward.compiled.opaque[0].why}"
+    if any(tensor.requires_grad for tensor in call.batch()):
+        return "an input requires grad, and a program gives gradients of parameters only; detach it"
+    if any(holder[name].requires_grad for holder, name in loss.places):
+        return "the loss has parameters of its own that require grad; freeze them, or train them apart"
+    if any_hooks([holder[name] for holder, name in places]):
+        return "a parameter has hooks, which a program does not call; use hooks of the optimizer's step"
+    return ""

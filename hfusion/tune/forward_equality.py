@@ -1,0 +1,120 @@
+"""Groups of models of one structure with equal forwards, whose trials share an array."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfusion.capture.attribute_fingerprint import fingerprint
+from hfusion.capture.registered_tensors import tensors
+from hfusion.compiler.sandbox import without_trace
+from hfusion.core.calls import call_arguments
+from hfusion.core.errors import FusionError
+from hfusion.torch_private.thread_draws import seen_in_modes
+from hfusion.torch_private.unimported_dynamo import sparing_dynamo
+
+
+class SameForward:
+    """Compares models with a first one, on the CPU.
+
+    Args:
+        inputs: gives those of a minibatch.
+        evaluates: the models are called in eval mode, too.
+    """
+
+    def __init__(self, first: nn.Module, inputs: Callable[[], Any], *, evaluates: bool) -> None:
+        self._first, self._inputs, self._evaluates = first, inputs, evaluates
+        self._traces: list[Any] | None = None
+        self._answers: dict[Any, bool] = {}
+
+    def same_as(self, model: nn.Module) -> bool:
+        """Return whether ``model`` calls the same operators as the first one, apart from numbers.
+
+        Models that read the same numbers need not be called. Of others one forward is compared, call by call; only
+        where that differs, the graphs are. A number that is drawn or looked at makes other calls, and the same graph.
+        """
+        if not self._answers:
+            self._answers[fingerprint(self._first)] = True
+        content = fingerprint(model)
+        if content not in self._answers:
+            self._answers[content] = self._traced(model) == self._first_traces() or self._same_graphs(model)
+        return self._answers[content]
+
+    def _first_traces(self) -> list[Any]:
+        if self._traces is None:
+            self._traces = self._traced(self._first)
+        return self._traces
+
+    def _traced(self, model: nn.Module) -> list[Any]:
+        """The calls of a forward in training, and of one in evaluation."""
+        model = _on_cpu(copy.deepcopy(model))
+        args, kwargs = call_arguments(copy.deepcopy(self._inputs()), {})
+        traces = [_trace(model, args, kwargs, training=True)]
+        if self._evaluates:
+            traces.append(_trace(model.eval(), args, kwargs, training=False))
+        return traces
+
+    def _same_graphs(self, model: nn.Module) -> bool:
+        # The compiler is imported only if a model needs it: most sweeps of few epochs do not.
+        from hfusion.array.fuse import fuse
+        from hfusion.compiler.arguments import Arguments
+
+        args, kwargs = call_arguments(self._inputs(), {})
+        arguments = Arguments.of(args, kwargs)
+        try:
+            fused = fuse([_on_cpu(one) for one in (self._first, model)])
+            fused.compiled(arguments)
+            if self._evaluates:
+                with fused.evaluating():
+                    fused.compiled(arguments)
+        except FusionError:
+            # They do different things; or one of them cannot be captured, which an array of its own will show.
+            return False
+        return True
+
+
+def _on_cpu(model: nn.Module) -> nn.Module:
+    """``model`` itself where it is there."""
+    return model if all(tensor.is_cpu for _, tensor in tensors(model)) else copy.deepcopy(model).cpu()
+
+
+def _trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, training: bool) -> Any:
+    with without_trace(), torch.set_grad_enabled(training), _OperatorCalls(model) as calls:
+        outputs = model(*args, **kwargs)
+    leaves, spec = pytree.tree_flatten(outputs)
+    return calls.noted, spec, calls.shape_of(leaves)
+
+
+@sparing_dynamo
+class _OperatorCalls(TorchDispatchMode):
+    """Notes which operators are called with which tensors: the model's by their names, others as they are first met."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.noted: list[Any] = []
+        self._met: dict[int, tuple[int, Tensor]] = {}
+        self.shape_of([tensor for _, tensor in tensors(model)])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.shape_of((args, kwargs))
+        with seen_in_modes():
+            outputs = func(*args, **(kwargs or {}))
+        self.noted.append((func, before, self.shape_of(outputs)))
+        return outputs
+
+    def shape_of(self, nest: Any) -> Any:
+        """A nest with numbers in place of tensors, and nothing in place of numbers."""
+        if isinstance(nest, Tensor):
+            # It is kept alive, so that no other one gets its id.
+            return self._met.setdefault(id(nest), (len(self._met), nest))[0]
+        if isinstance(nest, list | tuple):
+            return tuple(self.shape_of(part) for part in nest)
+        if isinstance(nest, dict):
+            return tuple((name, self.shape_of(part)) for name, part in nest.items())
+        return None

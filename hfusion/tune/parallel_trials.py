@@ -1,0 +1,331 @@
+"""Plain trials of a sweep, spread over processes once that is measured to be faster than one after another."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hfusion.capture.registered_tensors import tensors
+from hfusion.checkpoint.packed import PackedSave
+from hfusion.device.forked_process import note_start, start_seconds, why_no_fork
+from hfusion.device.native import cores
+from hfusion.device.openmp import torch_threads
+from hfusion.tune.epoch_result import EpochResult
+from hfusion.tune.plain_trials import PlainTrials, TrainedEpoch
+from hfusion.tune.space import ArrayChoices, TrialModel
+from hfusion.tune.training_setup import SweepRecipe
+from hfusion.tune.trial_process import (
+    DiscardRequest,
+    EpochRequest,
+    JoinRequest,
+    StatesRequest,
+    TrialCargo,
+    TrialProcess,
+    packed,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class SpreadTrials:
+    """The plain trials of one array: as `PlainTrials`, but some of them may be in other processes.
+
+    Attributes:
+        home: those in this process.
+        away: the processes of the others, by tag.
+    """
+
+    def __init__(self, name: str, choices: ArrayChoices, spread: TrialSpread) -> None:
+        self.name, self.choices, self._spread = name, choices, spread
+        self.home = PlainTrials(spread.recipe, choices, lambda: False)
+        self.members: dict[str, TrialModel] = {}
+        self.away: dict[str, TrialProcess] = {}
+        self.done: Counter[str] = Counter()
+
+    def join(self, new: Sequence[TrialModel]) -> None:
+        """Begin to train more trials, here until the next epoch."""
+        self.home.join(new)
+        self.members |= {member.tag: member for member in new}
+
+    def leave(self, tag: str) -> nn.Module:
+        """The model of a trial that ends, on the CPU."""
+        self.come_home([tag])
+        del self.members[tag]
+        self._spread.forget(tag)
+        return self.home.leave(tag)
+
+    def discard(self, tag: str) -> None:
+        """Forget a trial that ends, wherever it is."""
+        if tag in self.away:
+            self.away.pop(tag).ask(DiscardRequest(self.name, tag))
+        else:
+            self.home.discard(tag)
+        del self.members[tag]
+        self._spread.forget(tag)
+
+    def come_home(self, tags: Iterable[str]) -> None:
+        """Let trials go on in this process."""
+        for tag in tags:
+            if tag in self.away:
+                place = (self.name, tag)
+                state = self.away.pop(tag).ask(StatesRequest((place,), leaving=True))[place]
+                self.home.join([self.members[tag]], {tag: state})
+
+    def save(self, folder: Path) -> Path:
+        """Save all; where."""
+        elsewhere: dict[str, dict[str, Any]] = {}
+        for process in set(self.away.values()):
+            places = [(self.name, tag) for tag, other in self.away.items() if other is process]
+            answer = process.ask(StatesRequest(tuple(places), leaving=False))
+            elsewhere |= {tag: answer[self.name, tag] for _, tag in places}
+        return self.home.save(folder, elsewhere)
+
+    def packed(self) -> PackedSave:
+        """All that a save holds; all trials are here then."""
+        self.come_home(list(self.away))
+        return self.home.packed()
+
+    def restore(self, saved: Path, members: Sequence[TrialModel]) -> tuple[None, int]:
+        """As `PlainTrials.restore`."""
+        self.members = {member.tag: member for member in members}
+        return self.home.restore(saved, members)
+
+    def compact(self) -> None:
+        """Do nothing: there are no free rows."""
+
+    def collect(self) -> None:
+        """Do nothing: nothing of trials that left is held in cycles."""
+
+
+class TrialSpread:
+    """Trains plain trials in as many processes as there are cores, where measured seconds say that this is faster.
+
+    A trial that shares a tensor with another, or that cannot be pickled, stays in this process, and so do all where
+    this process cannot be forked.
+
+    Args:
+        processes: the most; None: one for each core.
+    """
+
+    def __init__(self, recipe: SweepRecipe, processes: int | None) -> None:
+        self.recipe = recipe
+        self._most = cores() if processes is None else processes
+        self._workers: list[TrialProcess] = []
+        self._arrays: dict[str, SpreadTrials] = {}
+        self._seconds: dict[str, float] = {}
+        self._here: dict[str, float] = {}
+        self._stuck: set[str] = set()
+        # Whether workers were measured to be slower. Trials keep their one thread, so that no time shows in roundings.
+        self._alone = False
+        self._sent: list[TrialProcess] = []
+        if self._most > 1:
+            self._refuse(why_no_fork(recipe.device) or _why_no_readers(recipe))
+
+    def _refuse(self, why: str) -> None:
+        """Train all trials in this process from now on, if there is a reason."""
+        if why:
+            _log.info("plain trials are trained one after another in this process: %s", why)
+            self._most = 0
+
+    def open(self, name: str, choices: ArrayChoices) -> SpreadTrials:
+        """Begin an array of plain trials."""
+        self._arrays[name] = SpreadTrials(name, choices, self)
+        return self._arrays[name]
+
+    def drop(self, name: str) -> None:
+        """End an array that nobody is in; ended arrays cost workers nothing."""
+        self._arrays.pop(name, None)
+
+    def forget(self, tag: str) -> None:
+        """A trial has ended."""
+        for known in (self._seconds, self._here):
+            known.pop(tag, None)
+
+    @property
+    def _live(self) -> int:
+        return sum(len(array.members) for array in self._arrays.values())
+
+    @property
+    def _together(self) -> bool:
+        """Whether trials are trained with one thread each, here or elsewhere: it decides on roundings, so counts only.
+
+        Few large trials have all threads of torch, as in a loop.
+        """
+        return self._most > 1 and 2 * self._live > self._most
+
+    @property
+    def side_by_side(self) -> int:
+        """Number of trials that are trained at the same time, if there are enough."""
+        return 1 if self._alone else max(1, self._most)
+
+    def begin(self, calls: Mapping[str, tuple[int, bool]]) -> None:
+        """Let the workers begin an epoch of arrays, each of a seed, and evaluated or not."""
+        if not self._together:
+            self._close()
+        if self._workers:
+            self._balance([(array, tag) for array in self._arrays.values() for tag in array.members])
+        self._send([(self._arrays[name], tag) for name in calls for tag in self._arrays[name].away], calls)
+
+    def _send(self, trials: Sequence[tuple[SpreadTrials, str]], calls: Mapping[str, tuple[int, bool]]) -> None:
+        for process in self._workers:
+            places = [(array.name, tag) for array, tag in trials if array.away.get(tag) is process]
+            if places:
+                seed = calls[places[0][0]][0]
+                process.send(EpochRequest(seed, tuple((name, tag, calls[name][1]) for name, tag in places)))
+                self._sent.append(process)
+
+    def finish(self, calls: Mapping[str, tuple[int, bool]]) -> dict[str, EpochResult]:
+        """Train the trials that are here, and wait for the others."""
+        trained: dict[tuple[str, str], TrainedEpoch] = {}
+        here = [(self._arrays[name], tag) for name in calls for tag in self._arrays[name].members]
+        here = [(array, tag) for array, tag in here if tag not in array.away]
+        while here:
+            if self._pays(here):
+                self._start()
+                self._balance(here)
+                self._send(here, calls)
+                here = [(array, tag) for array, tag in here if tag not in array.away]
+                continue
+            array, tag = here.pop(0)
+            with torch_threads(1 if self._together else torch.get_num_threads()):
+                trained[array.name, tag] = result = array.home.train(tag, *calls[array.name])
+            self._here[tag] = result.seconds
+        elsewhere: dict[tuple[str, str], TrainedEpoch] = {}
+        for process in self._sent:
+            elsewhere |= process.answer()
+        self._sent = []
+        trained |= elsewhere
+        self._seconds |= {tag: result.seconds for (_, tag), result in trained.items()}
+        results: dict[str, EpochResult] = {}
+        for name in calls:
+            array = self._arrays[name]
+            array.done.update(list(array.members))
+            results[name] = array.home.result({tag: trained[name, tag] for tag in array.members})
+        self._judge(elsewhere)
+        return results
+
+    def _judge(self, elsewhere: Mapping[tuple[str, str], TrainedEpoch]) -> None:
+        """End workers that are measured to be slower than this process alone."""
+        pairs = [(result.seconds, self._here[tag]) for (_, tag), result in elsewhere.items() if tag in self._here]
+        if not pairs:
+            return
+        slower = sum(there for there, _ in pairs) / sum(here for _, here in pairs)
+        ends: Counter[TrialProcess] = Counter()
+        for (name, tag), result in elsewhere.items():
+            ends[self._arrays[name].away[tag]] += result.seconds  # type: ignore[assignment]
+        if sum(ends.values()) / max(ends.values()) < slower:
+            self._close()
+            self._alone = True
+            _log.info(
+                "plain trials are trained one after another: in %d processes each took %.1f times as long",
+                len(ends),
+                slower,
+            )
+
+    def _pays(self, here: Sequence[tuple[SpreadTrials, str]]) -> bool:
+        """Return whether workers save more than they cost, by the remaining epochs of live trials."""
+        known = self._here or self._seconds
+        if self._alone or not self._together or self._workers or not known:
+            return False
+        movable = self._movable(here)
+        count = min(self._most, len(movable))
+        if count < 2:
+            return False
+        usual = sum(known.values()) / len(known)
+        left = sum(
+            known.get(tag, usual) * (array.members[tag].suggestion.epochs - array.done[tag]) for array, tag in movable
+        )
+        return left * (1 - 1 / count) > start_seconds()
+
+    def _movable(self, trials: Sequence[tuple[SpreadTrials, str]]) -> list[tuple[SpreadTrials, str]]:
+        """Return the trials that can move to another process and share no tensor with a live trial."""
+        counts: Counter[int] = Counter()
+        owners: dict[str, set[int]] = {}
+        for array in self._arrays.values():
+            for tag, member in array.members.items():
+                owners[tag] = {id(tensor) for _, tensor in tensors(member.model)}
+                counts.update(owners[tag])
+        alone = {tag for tag, ids in owners.items() if all(counts[identity] == 1 for identity in ids)}
+        return [(array, tag) for array, tag in trials if tag in alone - self._stuck]
+
+    def _start(self) -> None:
+        """Fork the workers."""
+        began = time.perf_counter()
+        self._refuse(why_no_fork(self.recipe.device) or _why_no_readers(self.recipe))
+        for _ in range(min(self._most, self._live)):
+            self._workers.append(TrialProcess(self.recipe, self._workers))
+        for process in self._workers:
+            process.ask(StatesRequest((), leaving=False))
+        if self._workers:
+            note_start(time.perf_counter() - began)
+            _log.info("plain trials are trained in %d processes", len(self._workers))
+
+    def _balance(self, trials: Sequence[tuple[SpreadTrials, str]]) -> None:
+        """Move trials to the workers that end first, the longest first; where it is fair they stay."""
+        known = self._seconds or {"": 1.0}
+        usual = sum(known.values()) / len(known)
+        seconds = {tag: self._seconds.get(tag, usual) for _, tag in trials}
+        total: Counter[TrialProcess] = Counter()
+        fair = sum(seconds.values()) / max(1, len(self._workers))
+        new: dict[tuple[str, TrialProcess], list[bytes]] = {}
+        for array, tag in sorted(self._movable(trials), key=lambda place: -seconds[place[1]]):
+            process = array.away.get(tag)
+            if process is not None and total[process] + seconds[tag] <= fair + min(seconds.values()):
+                total[process] += seconds[tag]  # type: ignore[assignment]
+                continue
+            target = min(self._workers, key=lambda worker: total[worker], default=None)
+            if target is None:
+                return
+            total[target] += seconds[tag]  # type: ignore[assignment]
+            if target is process:
+                continue
+            array.come_home([tag])
+            cargo = self._packed(array, tag)
+            if cargo is not None:
+                array.away[tag] = target
+                new.setdefault((array.name, target), []).append(cargo)
+        for (name, target), cargoes in new.items():
+            target.send(JoinRequest(name, packed(self._arrays[name].choices), tuple(cargoes)))
+        for _, target in new:
+            target.answer()
+
+    def _packed(self, array: SpreadTrials, tag: str) -> bytes | None:
+        """A trial that leaves this process; None where it cannot be pickled."""
+        member = array.members[tag]
+        state = array.home.state(tag) if array.done[tag] or array.home.epochs else None
+        try:
+            packed(array.choices)
+            cargo = packed(TrialCargo(member.number, member.suggestion, member.model, state))
+        except Exception as error:
+            _log.info("%s stays in this process, as pickle fails: %s: %s", tag, type(error).__name__, error)
+            self._stuck.add(tag)
+            return None
+        array.home.take(tag)
+        return cargo
+
+    def _close(self) -> None:
+        """Let all trials go on here, and end the workers."""
+        for array in self._arrays.values():
+            array.come_home(list(array.away))
+        self.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        for process in self._workers:
+            process.close()
+        self._workers = []
+
+
+def _why_no_readers(recipe: SweepRecipe) -> str:
+    """Why loaders could not be read elsewhere."""
+    loaders = (*recipe.loaders.made, recipe.eval_loader)
+    reads = any(isinstance(loader, DataLoader) and loader.num_workers for loader in loaders)
+    return "a DataLoader has processes of its own" if reads else ""

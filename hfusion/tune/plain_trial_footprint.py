@@ -1,0 +1,160 @@
+"""Estimates of what trials of one shape take, without a capture: from the operators of one forward."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfusion.capture.registered_tensors import tensors
+from hfusion.cluster.messages import DeviceInfo
+from hfusion.core.calls import call_arguments
+from hfusion.core.memory import tensors_in
+from hfusion.device.generators import draws_kept
+from hfusion.torch_private.thread_draws import seen_in_modes
+from hfusion.torch_private.unimported_dynamo import sparing_dynamo
+
+if TYPE_CHECKING:
+    from hfusion.tune.footprint import Footprint
+
+# Forward and backward take so many times what forward takes.
+_PASSES = 3
+# As in `hfusion.tune.footprint`, where these are explained.
+_ACTIONS, _SAVING, _UPDATING, _ASIDE = 3, 2, 4, 4
+# Of the estimated time of a member in the width where that is least: narrower arrays that reach it are preferred, as
+# samplers and pruners then know of more trials when they choose. As in `hfusion.tasks.arrange`, but for the gain.
+_NEAR = 1.05
+
+
+class PlainFootprint:
+    """Memory and time of plain trials of a shape, and the number from which an array is cheaper.
+
+    Args:
+        model: of the shape; a copy of it is called once, on the CPU.
+        inputs: of a minibatch; forward may write into them.
+        stacks: tensors like a parameter that the optimizer holds.
+        evaluated: minibatches whose outputs are held at once to evaluate a metric.
+        saved: trials are saved, with copies on the host.
+    """
+
+    def __init__(
+        self, model: nn.Module, stacks: float, inputs: Any, device: DeviceInfo, *, evaluated: int, saved: bool
+    ) -> None:
+        model = copy.deepcopy(model).cpu()
+        args, kwargs = call_arguments(inputs, {})
+        costs = _OperatorCosts()
+        with draws_kept(), torch.enable_grad(), costs.saving(), costs:
+            outputs = model(*args, **kwargs)
+        self._weights = sum(map(_bytes, {id(tensor): tensor for _, tensor in tensors(model)}.values()))
+        trained = [_bytes(param) for param in model.parameters() if param.requires_grad]
+        self._gradients, self._largest = sum(trained), max(trained, default=0)
+        self._optimizer = int(stacks * self._gradients)
+        self._activations = costs.saved + sum(map(_bytes, tensors_in(outputs)))
+        self._outputs = 2 * evaluated * sum(map(_bytes, tensors_in(outputs)))
+        self._copies = _SAVING if saved and device.physical.type == "cpu" else 0
+        self.operators = max(1, costs.calls)
+        rates = device.rates
+        update = (2 + 2 * stacks) * self._gradients / rates.memory
+        self._call = _PASSES * costs.calls / rates.calls + _ACTIONS * rates.action_seconds
+        products = sum(count / rates.flops_of(dtype) for dtype, count in costs.flops.items())
+        self._row = _PASSES * max(products, costs.moved / rates.memory) + update
+
+    def held(self, rows: int) -> int:
+        """Bytes that stay between epochs."""
+        return _ASIDE * self._weights + rows * (self._weights + self._optimizer)
+
+    def passing(self, rows: int) -> int:
+        """Bytes that are there besides for a while."""
+        if not rows:
+            return 0
+        step = self._gradients + max(2 * self._activations, _UPDATING * self._largest, self._outputs)
+        return max(step, self._copies * self.held(rows))
+
+    def seconds(self, rows: int) -> float:
+        """Of a step of an array of so many rows."""
+        return self._call + rows * self._row if rows else 0.0
+
+    def array_seconds(self, rows: int, plain: float) -> float:
+        """Of a step of an array of so many rows, where that of a plain trial was measured to take ``plain``.
+
+        What a plain step takes besides its arithmetic, an array's step takes once for all rows.
+        """
+        return plain + (rows - 1) * min(self._row, plain)
+
+
+def fits(budget: int, sizes: Iterable[tuple[Footprint | PlainFootprint, int]]) -> bool:
+    """Return whether arrays fit a device together: all state is held, and temporaries are used in turn."""
+    found = list(sizes)
+    held = sum(footprint.held(rows) for footprint, rows in found)
+    return held + max((footprint.passing(rows) for footprint, rows in found), default=0) <= budget
+
+
+def fastest_width(seconds: Callable[[int], float], most: int) -> int:
+    """Return the fewest rows, of 1, 2, 4, ..., ``most``, in which a member takes about the least time.
+
+    ``seconds``: of a step of an array of so many rows.
+    """
+    widths = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
+    times = {rows: seconds(rows) / rows for rows in widths}
+    return min(rows for rows in widths if times[rows] <= _NEAR * min(times.values()))
+
+
+@sparing_dynamo
+class _OperatorCosts(TorchDispatchMode):
+    """Count the operators of a forward, their FLOP, the bytes they read and write, and those that autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls, self.moved, self._stored = 0, 0, dict[int, Tensor]()
+        # By the dtype of the result.
+        self.flops: Counter[torch.dtype] = Counter()
+
+    def saving(self) -> Any:
+        """A context inside which what autograd saves is noted."""
+        hooks: Any = saved_tensors_hooks
+        return hooks(self._save, lambda tensor: tensor)
+
+    @property
+    def saved(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._stored.values())
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            self._stored.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
+        return tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with seen_in_modes():
+            outputs = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return outputs
+        self.calls += 1
+        operands: Sequence[Tensor] = [*tensors_in((args, kwargs)), *tensors_in(outputs)]
+        self.moved += sum(map(_bytes, operands))
+        if count := _flops(func.overloadpacket, operands, outputs):
+            self.flops[outputs.dtype] += count
+        return outputs
+
+
+def _flops(operator: Any, operands: Sequence[Tensor], outputs: Any) -> int:
+    """Of matrix products and convolutions; other operators are bound by memory.
+
+    torch.utils.flop_counter knows more, and takes a second to import, with Triton.
+    """
+    aten = torch.ops.aten
+    if operator in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm):
+        # The last operands are the factors, and the result.
+        return 2 * int(outputs.numel()) * operands[-3].shape[-1]
+    if operator is aten.convolution:
+        return 2 * int(outputs.numel()) * operands[1][0].numel()
+    return 0
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

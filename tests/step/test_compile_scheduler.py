@@ -1,0 +1,259 @@
+"""Steps that are compiled by another process."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import hfusion as hf
+from hfusion.device.openmp import torch_threads
+from hfusion.step import compile_payoff, compile_scheduler
+from hfusion.step.compile_mode import CompileMode
+from hfusion.step.train_step import TrainStep
+from tests.step.test_train_step import needs_compiler
+
+needs_groups = pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs groups of processes")
+
+
+@pytest.fixture
+def _kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HFUSION_CHECK")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def made(**options: Any) -> TrainStep:
+    torch.manual_seed(0)
+    fused = hf.fuse([nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)) for _ in range(2)])
+    return hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), **options)
+
+
+def advance(step: TrainStep, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [4, 4, 6, 3, 4, 4][:count]
+    return [step(torch.randn(n, 4, generator=generator), torch.zeros(n, dtype=torch.long)) for n in sizes]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_kept")
+def test_the_change_is_where_it_is_asked_for() -> None:
+    background, now, found = (made(compile=way, eager_steps=3) for way in ("background", True, "background"))
+    eager = advance(made(compile=False), 6)
+    ours, here, again = (advance(step, 6) for step in (background, now, found))
+    for k in range(6):
+        assert torch.equal(ours[k], here[k])
+        assert torch.equal(ours[k], again[k])
+        torch.testing.assert_close(ours[k], eager[k], rtol=1e-4, atol=1e-6)
+        assert k > 2 or torch.equal(ours[k], eager[k])
+    assert [step.compilations for step in (background, now, found)] == [1, 0, 0]
+    assert str(background.report()) == str(now.report())
+    # Not told when, it changes as soon as it can.
+    soon = made(compile="background")
+    advance(soon, 2)
+    assert soon.report().rows[0].how.startswith("one program")
+
+
+class Nothing(CustomGraphPass):
+    """A pass that changes no graph."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        pass
+
+    def uuid(self) -> str:
+        return "nothing"
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_kept")
+@pytest.mark.parametrize(
+    ("settings", "compilations"),
+    [
+        ({"epilogue_fusion": False, "cpp.cxx": (None, "g++", "clang++")}, [1, 0]),
+        ({"aot_inductor.metadata": {"AOTI_PLATFORM": "linux"}}, [1, 0]),
+        # A function cannot be handed to another process: the step is compiled in this one.
+        ({"post_grad_custom_post_pass": Nothing()}, [1, 1]),
+    ],
+    ids=["plain values", "left by an exported package", "function"],
+)
+def test_settings_of_inductor_reach_the_other_process(settings: dict[str, Any], compilations: list[int]) -> None:
+    with torch._inductor.config.patch(settings):
+        steps = [made(compile="background", eager_steps=1), made(compile=True)]
+        ours, here = (advance(step, 3) for step in steps)
+    for k in range(3):
+        assert k == 0 or torch.equal(ours[k], here[k])
+    assert [step.compilations for step in steps] == compilations
+    assert all("failed" not in str(step.report()) for step in steps)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("_kept")
+def test_an_error_is_told_and_steps_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    step = made(compile="background", eager_steps=2)
+    with pytest.warns(UserWarning, match=r"in the background failed: .*; install a C\+\+ compiler"):
+        losses = advance(step, 4)
+    for ours, theirs in zip(losses, advance(made(compile=False), 4), strict=True):
+        assert torch.equal(ours, theirs)
+    assert "in the background failed" in str(step.report())
+
+
+def gone(process: int) -> bool:
+    """Whether a process ends in time; one that has ended and was not waited for is gone, too."""
+    for _ in range(600):
+        try:
+            os.kill(process, 0)
+            if re.search(r"^State:\s+Z", Path(f"/proc/{process}/status").read_text(), re.MULTILINE):
+                return True
+        except (ProcessLookupError, FileNotFoundError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def worker_of(step: TrainStep) -> int:
+    (pending,) = (way.pending for ways in step._ways.values() for way in ways)
+    assert pending is not None
+    return int(pending.job._process.pid)
+
+
+@needs_groups
+@pytest.mark.usefixtures("_kept")
+def test_that_it_was_killed_is_told_and_steps_go_on() -> None:
+    step = made(compile="background", eager_steps=2)
+    advance(step, 2)
+    os.kill(worker_of(step), signal.SIGKILL)
+    with pytest.warns(UserWarning, match="in the background failed: it ended with code -9: without a word"):
+        advance(step, 3)
+    assert "in the background failed" in str(step.report())
+
+
+@pytest.mark.usefixtures("_kept")
+def test_it_ends_with_the_step() -> None:
+    step, other = made(compile="background"), made(compile="background")
+    for one in (step, other):
+        advance(one, 2)
+    assert "compiled in the background" in str(step.report())
+    workers = [worker_of(step), worker_of(other)]
+    fused = step._fused
+    del step, one
+    gc.collect()
+    assert gone(workers[0])
+    assert not other._ways[next(iter(other._ways))][0].pending.ready()
+    # Another step of the same array asks anew.
+    again = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), compile="background")
+    advance(again, 4)
+    assert worker_of(again) not in workers
+
+
+@needs_groups
+@pytest.mark.usefixtures("_kept")
+def test_one_that_is_killed_is_told_and_steps_go_on() -> None:
+    """As where memory is short."""
+    step = made(compile="background", eager_steps=3)
+    advance(step, 2)
+    os.killpg(worker_of(step), signal.SIGKILL)
+    with pytest.warns(UserWarning, match="in the background failed: it ended with code -9: without a word"):
+        advance(step, 3)
+    assert "ended with code -9" in str(step.report())
+
+
+SCRIPT = """
+import sys, time
+from tests.step.test_compile_scheduler import advance, made, worker_of
+step = made(compile="background")
+advance(step, 2)
+print(worker_of(step), flush=True)
+if sys.argv[1] != "end":
+    time.sleep(100)
+"""
+
+
+@needs_groups
+@pytest.mark.usefixtures("_kept")
+@pytest.mark.parametrize("how", ["end", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_it_ends_with_the_process(how: str) -> None:
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, how],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        worker = int(process.stdout.readline())
+        if how != "end":
+            process.send_signal(getattr(signal, how))
+        process.wait()
+    assert gone(worker)
+
+
+@pytest.mark.parametrize(
+    ("compile", "steps", "match"),
+    [
+        ("later", None, "compile is 'later': give None to compile where that pays"),
+        (1, None, "compile is 1"),
+        ("auto", None, "compile is 'auto'"),
+        (None, 3, "compile is None, which leaves open when steps change over"),
+        (False, 3, "no step will be compiled; omit it"),
+        (True, 0, "an integer from 1 on"),
+        ("background", 1.5, "an integer from 1 on"),
+        (True, True, "an integer from 1 on"),
+    ],
+)
+def test_wrong_arguments(compile: Any, steps: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        CompileMode.of(compile, steps)
+
+
+@pytest.mark.parametrize(
+    ("expected", "spare", "options", "threads"),
+    [
+        (0.0, False, {"compile": "background"}, [2, 1]),
+        (1e3, False, {"compile": "background"}, [2, 2]),
+        (0.0, True, {"compile": "background"}, [2, 2]),
+        # When steps change over is told, and so all of them take the same threads in every run.
+        (0.0, False, {"compile": "background", "eager_steps": 9}, [2, 2]),
+    ],
+)
+@pytest.mark.usefixtures("_kept")
+def test_steps_leave_a_core_to_a_compilation_that_takes_long(
+    expected: float, spare: bool, options: dict[str, Any], threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_payoff, "FIRST_COMPILATION", expected)
+    monkeypatch.setattr(compile_scheduler, "spare_core", lambda: spare)
+    step = made(**options)
+    found: list[int] = []
+    step.update = lambda losses: found.append(torch.get_num_threads())
+    with torch_threads(2):
+        # The first captures, the second begins the compilation.
+        advance(step, 2)
+        assert torch.get_num_threads() == 2
+    step.close()
+    assert found == threads
+
+
+@needs_groups
+@pytest.mark.usefixtures("_kept")
+def test_it_yields_to_training() -> None:
+    step = made(compile="background", eager_steps=2)
+    advance(step, 1)
+    advance(step, 1)
+    process = worker_of(step)
+    # Of the same session: of another one Linux would not weigh it against ours.
+    assert os.getsid(process) == os.getsid(0)
+    assert os.getpgid(process) == process
+    step.close()
