@@ -34,10 +34,13 @@ COMPILED, EAGER = "compiled", "eager"
 _CLOSE = 1.03
 
 # Steps of each way in a row, of which the first does not count, as it finds nothing in place; and how many rows, in
-# turn, unless they take so long that little could disturb them.
+# turn. Of steps that take so long that a row has one that counts, there are more rows if their times are close, and
+# else no second one.
 TURNS = 5
 ROWS = 2
 _LONG = 0.5
+_ROWS_IF_CLOSE = 3
+_FAR = 1.5
 # By how much the median may exceed the least; on a machine that is busy with something else it is some times that.
 _STEADY = 1.5
 _PLAUSIBLE = (1e-9, 1e6)
@@ -100,10 +103,12 @@ def measure(ways: Mapping[str, StepProgram], call: StepCall, places: Sequence[Pl
         stack.enter_context(random_states_kept())
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.callback(_put_back, tensors, before)
-        for row in range(ROWS):
+        for row in range(_ROWS_IF_CLOSE):
+            least = [min(seconds) for seconds in taken.values() if seconds]
+            if row and not (row < ROWS if max(least) <= _LONG / TURNS else max(least) < _FAR * min(least)):
+                break
             for way, program in ways.items():
-                if not row or min(taken[way]) <= _LONG / TURNS:
-                    taken[way] += _row(program, call)
+                taken[way] += _row(program, call)
     if any(median(seconds) > _STEADY * min(seconds) for seconds in taken.values()):
         return None
     return WayTimes({way: min(seconds) for way, seconds in taken.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
+from hfusion.compiler.arguments import Arguments
 from hfusion.device.cache import read_sealed, write_sealed
 from hfusion.step import autotune
 from hfusion.step.autotune import ONE_PART, PARTS
+from hfusion.step.step_graph import StepCall
 from hfusion.step.train_step import TrainStep
 from tests.step.test_train_step import needs_compiler
 
@@ -106,3 +109,37 @@ def test_unsteady_times_are_not_kept(folder: Path, monkeypatch: pytest.MonkeyPat
     assert same(advance(step), advance(made(parts=2, count=2)))
     assert "chosen" not in str(step.report())
     assert not list(folder.glob("*-choice.json"))
+
+
+class Timed:
+    """A program whose steps take the ``seconds`` of a clock, one after the other, and the last for ever."""
+
+    team = None
+    how = "timed"
+
+    def __init__(self, clock: SimpleNamespace, *seconds: float) -> None:
+        self.clock, self.seconds = clock, list(seconds)
+
+    def fits(self, call: StepCall) -> bool:
+        return True
+
+    def step(self, call: StepCall) -> Tensor:
+        self.clock.now += self.seconds.pop(0) if len(self.seconds) > 1 else self.seconds[0]
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize(("eager", "steps"), [(0.3, 12), (0.9, 4)], ids=["close", "far"])
+def test_long_steps_of_close_times_are_measured_more_often(
+    eager: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something else kept the machine busy during the one step of the first row that counts."""
+    clock = SimpleNamespace(now=0.0)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr(autotune, "time", clock)
+    compiled = Timed(clock, 0.4, 0.34, 0.27, 0.26, 0.25)
+    ways = {autotune.COMPILED: compiled, autotune.EAGER: Timed(clock, eager)}
+    call = StepCall(Arguments.of((), {}), Arguments.of((), {}))
+    times = autotune.measure(ways, call, [])
+    assert times is not None
+    assert not times.eager_wins
+    assert times.seconds[autotune.COMPILED] == pytest.approx(0.25 if steps == 12 else 0.34)
