@@ -60,14 +60,19 @@ def eager_step(workload: Workload, fused: hf.FusedModule, optimizer: hf.optim.Ad
     return step
 
 
+def _limit(workload: Workload, fused: hf.FusedModule, optimizer: hf.optim.Adam) -> int:
+    """Bytes: `MEMORY` times what the loop is estimated to take."""
+    args, kwargs = call_arguments(workload.batch()[0], {})
+    with workload.autocast():
+        return round(MEMORY * least_bytes(fused, optimizer, Arguments.of(args, kwargs)))
+
+
 def start_hfusion_blocks(workload: Workload) -> Running:
-    """Eager steps by blocks of members, within `MEMORY` times what the loop is estimated to take."""
+    """Eager steps by blocks of members."""
     fused = hf.fuse(workload.models())
     optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
     inputs, target = workload.batch()
-    args, kwargs = call_arguments(inputs, {})
-    with workload.autocast():
-        memory = round(MEMORY * least_bytes(fused, optimizer, Arguments.of(args, kwargs)))
+    memory = _limit(workload, fused, optimizer)
     train = hf.train_step(fused, workload.case.loss, optimizer, compile=False, memory=memory)
 
     def step() -> Tensor:
@@ -77,11 +82,12 @@ def start_hfusion_blocks(workload: Workload) -> Running:
     return Running(step)
 
 
-def start_hfusion_compiled(workload: Workload, parts: int | str = "auto") -> Running:
+def start_hfusion_compiled(workload: Workload, parts: int | str = "auto", limited: bool = False) -> Running:
     """The public way in one call: forward, losses and backward as programs, then the fused optimizer."""
     fused = hf.fuse(workload.models())
     optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
-    train = hf.train_step(fused, workload.case.loss, optimizer, parts=parts, compile=True)
+    memory = _limit(workload, fused, optimizer) if limited else None
+    train = hf.train_step(fused, workload.case.loss, optimizer, parts=parts, compile=True, memory=memory)
     inputs, target = workload.batch()
 
     def step() -> Tensor:
@@ -103,6 +109,11 @@ def start_hfusion_compiled(workload: Workload, parts: int | str = "auto") -> Run
 def start_hfusion_one_part(workload: Workload) -> Running:
     """Compute all members as one block, each operator on all threads."""
     return start_hfusion_compiled(workload, parts=1)
+
+
+def start_hfusion_blocks_compiled(workload: Workload) -> Running:
+    """Compiled steps by blocks of members."""
+    return start_hfusion_compiled(workload, limited=True)
 
 
 def start_jax(workload: Workload) -> Running:
@@ -180,6 +191,11 @@ CONTENDERS = (
     Contender("hfusion", "hf.fuse, hf.per_model, hf.optim.Adam", start_hfusion),
     Contender("hfusion-tuned", "the same, ways to run operators measured: hf.fuse(tune=True)", start_hfusion_tuned),
     Contender("hfusion-blocks", f"hf.train_step(memory={MEMORY} times the loop's), eager", start_hfusion_blocks),
+    Contender(
+        "hfusion-blocks-compiled",
+        f"hf.train_step(memory={MEMORY} times the loop's), compiled",
+        start_hfusion_blocks_compiled,
+    ),
     Contender("hfusion-compiled", "the same by hf.train_step: programs and the optimizer", start_hfusion_compiled),
     Contender("hfusion-one-part", "the same, parts=1: operators divided among threads", start_hfusion_one_part),
 )

@@ -14,7 +14,7 @@ from hfusion.bench import timing
 BASELINE = "serial"
 OURS = ("hfusion", "hfusion-compiled")
 # Variants of hfusion that are no default, so that they are not compared with others.
-BESIDE = ("hfusion-one-part", "hfusion-tuned", "hfusion-blocks")
+BESIDE = ("hfusion-one-part", "hfusion-tuned", "hfusion-blocks", "hfusion-blocks-compiled")
 
 
 @dataclass(frozen=True)
