@@ -1,1 +1,1 @@
-"""Many adapters of one frozen base as one array, by peft."""
+"""Many peft adapters of one frozen base model as one array."""

@@ -1,6 +1,6 @@
 """A member of an array of adapters: a peft model whose layers have room for the largest rank of the array.
 
-It computes what the peft model with its own rank computes, and saves and merges as that.
+It computes the same as a peft model of its own rank, and is saved and merged as such a model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AdapterMember(nn.Module):
     """Overrides of the peft class that a member derives from."""
 
     caches: Mapping[str, bool]
-    """Modules of the base whose configuration says ``use_cache``, and what it says: a member keeps no cache."""
+    """The ``use_cache`` setting of modules of the base that have one, by path: it is turned off in a member."""
 
     @property
     def padded(self) -> frozenset[str]:
@@ -33,26 +33,26 @@ class AdapterMember(nn.Module):
         return lora_names(layers(self))
 
     def plain(self) -> nn.Module:
-        """The model that peft makes of this adapter: of its own rank, its tensors copied, the base's shared."""
+        """Return this adapter as a plain peft model of its own rank: its tensors are copied, the base's are shared."""
         return plain(self)
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:
-        """As peft's: what ``PeftModel.from_pretrained(base, save_directory)`` loads, in the adapter's own rank."""
+        """Save the adapter in its own rank, as peft does, for ``PeftModel.from_pretrained(base, save_directory)``."""
         cast(Any, plain(self)).save_pretrained(save_directory, **options)
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
-        """As peft's, in a copy of the base: that of the array stays as it is."""
+        """Same as in peft, but in a copy of the base: the base of the array is not changed."""
         return cast(Any, plain(self, own_base=True)).merge_and_unload(*args, **kwargs)
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: it would write into the base of all members."""
+        """Raise a FusionError, as merging would write into the base that all members share."""
         raise FusionError(
             "merge_adapter would write into the base that all members of the array share; take merge_and_unload, which "
             "copies it, or member.plain(), a peft model of its own"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Its class is made when needed, so that it has no name in any module.
+        # The class is created dynamically, so pickle cannot find it by name.
         return _blank, (kind_of(self),), self.__dict__
 
 
@@ -60,14 +60,14 @@ _classes: dict[Any, Any] = {}
 
 
 def member_class(kind: Any) -> Any:
-    """``kind``, a class of peft models, as one of members."""
+    """Return the class of members for ``kind``, a class of peft models."""
     if kind not in _classes:
         _classes[kind] = type(kind.__name__, (AdapterMember, kind), {"__doc__": AdapterMember.__doc__})
     return _classes[kind]
 
 
 def kind_of(member: nn.Module) -> type[nn.Module]:
-    """The class of peft that a member is made of."""
+    """Return the peft class from which the class of a member was derived."""
     found: type[nn.Module] = type(member).__mro__[2]
     return found
 
@@ -78,7 +78,7 @@ def _blank(kind: type[nn.Module]) -> Any:
 
 
 def plain(member: AdapterMember, own_base: bool = False) -> nn.Module:
-    """A peft model with this adapter alone, in its own rank."""
+    """Return a peft model with this adapter only, in its own rank. ``own_base``: copy the base as well."""
     frozen = [] if own_base else [tensor for tensor in member.parameters() if not tensor.requires_grad]
     model = module_copy(member, {id(tensor): tensor for tensor in frozen})
     caches: Mapping[str, bool] = vars(model).pop("caches")
@@ -102,7 +102,7 @@ def _take_out(model: nn.Module, path: str, layer: Any) -> None:
 
 
 def _own_config(model: nn.Module, found: Mapping[str, Any], sizes: Mapping[str, tuple[int, float]]) -> Any:
-    """The configuration by which peft makes the layers that are there."""
+    """Return the LoraConfig from which peft creates exactly the adapter layers that this member has."""
     config = copy.deepcopy(cast(Any, model).peft_config[NAME])
     there = {path.removeprefix(PREFIX): terms for path, terms in sizes.items() if terms[0]}
     if not there:
@@ -116,7 +116,7 @@ def _own_config(model: nn.Module, found: Mapping[str, Any], sizes: Mapping[str, 
 
 
 def _most(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The value that most have, and those of the others by path."""
+    """Return the most common value, and a pattern of the other values by path."""
     common, _ = Counter(values.values()).most_common(1)[0]
     return common, patterns({path: value for path, value in values.items() if value != common})
 

@@ -1,4 +1,4 @@
-"""Buffers of a base that its code may write to: a running average is each member's own, as it is alone."""
+"""Find the buffers of a base that its code may write to, such as running averages: each member gets its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def may_be_written(base: nn.Module) -> frozenset[str]:
 
 
 def _functions_of_torch(base: nn.Module) -> Iterator[types.FunctionType]:
-    """The methods of torch's own modules in ``base``, such as norms, but for what makes them."""
+    """Yield the methods of torch's own modules in ``base``, such as norms, except methods like ``__init__``."""
     kinds = {kind for module in base.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
     for kind in kinds - {nn.Module}:
         if kind.__module__.partition(".")[0] == "torch":
@@ -49,7 +49,7 @@ def _written_names(function: types.FunctionType) -> frozenset[str]:
 
 
 def _called(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """The functions of files that ``function`` calls, directly or by others."""
+    """Yield the global functions, except torch's, that ``function`` may call directly or indirectly."""
     visited, waiting = {function}, [function]
     while waiting:
         caller = waiting.pop()

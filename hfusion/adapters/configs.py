@@ -57,7 +57,7 @@ def configs(config: Config, members: int | Sequence[Config | Change]) -> list[Co
 
 
 def changed(config: Config, change: Config | Change, who: str) -> Config:
-    """``config`` with the fields of ``change``; or ``change`` itself, if it is a configuration.
+    """Return ``config`` with the fields of ``change``, or a copy of ``change`` if it is a configuration.
 
     Raises:
         FusionError: it cannot share an array with ``config``.
@@ -77,7 +77,7 @@ def changed(config: Config, change: Config | Change, who: str) -> Config:
 
 
 def target_only(config: Config, paths: Collection[str]) -> None:
-    """Let a configuration adapt these layers, whatever it chose them by."""
+    """Let a configuration adapt exactly the layers ``paths``, instead of those that it selected before."""
     config.target_modules = set(paths)
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
 
@@ -115,7 +115,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def check_common(config: Config, other: Config, who: str) -> None:
-    """Raise a FusionError where members would have other tensors or modules."""
+    """Raise a FusionError if members with these two configurations would have different tensors or modules."""
     for name in COMMON:
         mine, theirs = getattr(config, name), getattr(other, name)
         if _plain(mine) != _plain(theirs):
@@ -130,5 +130,5 @@ def check_common(config: Config, other: Config, who: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Lists of names without their order, in which peft names one twice."""
+    """Return lists of names as sets, as order does not matter and peft may list a name twice."""
     return frozenset(value) if isinstance(value, list | set | tuple) else value

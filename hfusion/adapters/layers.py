@@ -1,13 +1,13 @@
-"""Adapter layers of one size for all members: smaller ranks filled up with zeros, and cut back to what peft makes.
+"""Adapter layers of one size for all members: smaller ranks are padded with zeros, and cut again for peft.
 
-Zeros stay zeros: of ``x A^T B^T``, the gradient of a row of A is a product with the column of B beside it, and the
-other way round. Zero gradients move nothing in any optimizer of hf.optim but Muon, whose step depends on the matrix as
-a whole, add nothing to a norm, and decay to zero. So a member of rank 4 in layers of rank 16 trains as it does alone.
+The padding stays zero: in ``x A^T B^T``, the gradient of a row of A is a product with the matching column of B, and
+vice versa. A zero with a zero gradient stays zero in every optimizer of hf.optim except Muon, whose step depends on the
+whole matrix, and adds nothing to a norm. So a member of rank 4 in layers of rank 16 trains as it does alone.
 
-The scale of an adapter becomes a buffer, so that one program serves all members, those that join later among them; and
-a buffer each holds the rank and alpha, which so follow a member wherever its row goes.
+The scale of an adapter becomes a buffer, so that one program serves all members, including those that join later. Its
+rank and alpha become buffers too, so that they move with a member's row.
 
-Private to peft, tried with 0.21: the attributes ``scaling``, ``r`` and ``lora_alpha`` of its layers.
+Private attributes of peft's layers that are used, tested with 0.21: ``scaling``, ``r`` and ``lora_alpha``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hfusion.core.errors import FusionError
 
 NAME = "default"
-"""What peft calls the adapter that each member has."""
+"""The name of each member's adapter in peft."""
 
 # The dim of the rank, by the name of the tensor within its layer.
 _RANK_DIMS = {
@@ -34,7 +34,7 @@ _SIZES = ("in_features", "in_channels", "out_features", "out_channels")
 
 
 def layers(model: nn.Module) -> dict[str, Any]:
-    """The adapter layers of a peft model by path. Raises FusionError for one that has no array form."""
+    """Return the adapter layers of a peft model by path. Raises FusionError if one has no array form."""
     from peft.tuners.lora import layer as kinds
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -54,12 +54,12 @@ def layers(model: nn.Module) -> dict[str, Any]:
 
 
 def rank(layer: Any) -> int:
-    """Of a layer as peft makes it."""
+    """Return the rank of an original peft layer."""
     return int(layer.r[NAME])
 
 
 def settle(layer: Any) -> None:
-    """Let the scale, rank and alpha of a layer be buffers of it."""
+    """Turn the scale, rank and alpha of a layer into buffers."""
     from peft.tuners._buffer_dict import BufferDict
 
     device = next(layer.parameters()).device
@@ -70,10 +70,10 @@ def settle(layer: Any) -> None:
 
 @torch.no_grad()
 def fill(layer: Any, own: Any, where: str) -> None:
-    """Write into ``layer``, settled, what peft's layer ``own`` is. None: no adapter, rank 0.
+    """Copy peft's layer ``own`` into ``layer``, which `settle` has prepared. None: no adapter, rank 0.
 
     Raises:
-        FusionError: its rank is larger.
+        FusionError: ``own`` does not fit, for example as its rank is larger.
     """
     given = {} if own is None else dict(own.named_parameters())
     for name, dim in _RANK_DIMS.items():
@@ -119,13 +119,13 @@ def dropout(layer: Any) -> float:
 
 
 def lora_names(found: Mapping[str, Any]) -> frozenset[str]:
-    """The names of the tensors that `fill` writes, and of those that it settles."""
+    """Return the names of the tensors that `fill` writes, including the buffers that `settle` adds."""
     own = (*_RANK_DIMS, "rank", "alpha", f"scaling.{NAME}")
     return frozenset(f"{path}.{name}" for path in found for name in own)
 
 
 def cut(layer: Any) -> tuple[int, float]:
-    """Make a settled layer peft's own again, of the rank that it has; its rank and alpha."""
+    """Turn a layer that `settle` has prepared back into a peft layer of its own rank. Return its rank and alpha."""
     size, alpha = int(layer.rank), float(layer.alpha)
     for name, dim in _RANK_DIMS.items():
         room = _tensor(layer, name)
@@ -146,7 +146,7 @@ def cut(layer: Any) -> tuple[int, float]:
 
 
 def _size_names(holder: nn.Module, dim: int) -> Iterator[str]:
-    """The attributes that tell the rank: of A what goes out, of B what comes in."""
+    """Yield the attributes that hold the rank: output sizes of A (dim 0), input sizes of B (dim 1)."""
     half = _SIZES[2:] if dim == 0 else _SIZES[:2]
     return (name for name in half if hasattr(holder, name))
 

@@ -1,4 +1,4 @@
-"""``hf.lora``: members that are adapters of one base, which the array keeps once."""
+"""``hf.lora``: members are adapters of one base model, which the array stores once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lora(
             with zeros, which stay zero.
         seeds: one per member: its adapter is initialised after ``torch.manual_seed(seed)``, and the caller's random
             state is restored. By default adapters are initialised one after the other.
-        max_rank: the largest rank of members that join later.
+        max_rank: the largest rank that members may have, including members that join later.
         autocast_adapter_dtype: as in `peft.get_peft_model`.
 
     Raises:
@@ -143,7 +143,7 @@ class Adapters(Sequence[nn.Module]):
 
     @torch.no_grad()
     def _padded(self, model: nn.Module, who: str) -> AdapterMember:
-        """A member that is what the peft model ``model`` is."""
+        """Return a member that computes the same as the peft model ``model``, padded to the ranks of the array."""
         member = cast(AdapterMember, self._frozen.copy_of(self._template))
         room, own = layers(member), layers(model)
         for path in own:
@@ -163,7 +163,7 @@ class Adapters(Sequence[nn.Module]):
 
 
 def _check_trained(member: nn.Module, model: nn.Module, absent: set[str], who: str) -> None:
-    """Raise a FusionError where the layers that a member lacks would be trained, or others than alone."""
+    """Raise a FusionError if a member would train tensors that ``model`` does not, other than padding."""
     theirs = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
     for name, tensor in member.named_parameters():
         if not tensor.requires_grad or name in theirs:
@@ -177,7 +177,7 @@ def _check_trained(member: nn.Module, model: nn.Module, absent: set[str], who: s
 
 
 class FrozenBase:
-    """A base whose parameters, frozen, are the same objects in every copy of it."""
+    """A base model whose frozen parameters are the same objects in every copy of it."""
 
     def __init__(self, base: nn.Module, autocast: bool) -> None:
         self._autocast = autocast
@@ -188,7 +188,7 @@ class FrozenBase:
         for parameter in base.parameters():
             memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
         self._shared = {id(tensor): tensor for tensor in memo.values()}
-        # A copy of its modules, as peft changes those of a base that it is given.
+        # Copy the modules, as peft changes those of the base that it is given.
         self.base = module_copy(base, memo)
         self.caches = {
             path: bool(module.config.use_cache)
@@ -197,17 +197,17 @@ class FrozenBase:
         }
 
     def copy(self) -> Any:
-        """The base around these parameters."""
+        """Return a copy of the base that shares its frozen parameters."""
         return self._without_cache(module_copy(self.base, dict(self._shared)))
 
     def _without_cache(self, model: nn.Module) -> nn.Module:
-        """A cache of keys and values is of no use in training, and no tensor that a graph may return."""
+        """Turn off key-value caches, which are of no use in training, and which a graph cannot return."""
         for path in self.caches:
             cast(Any, model.get_submodule(path)).config.use_cache = False
         return model
 
     def copy_of(self, model: Any) -> Any:
-        """A copy of a model made of `copy`, around the same parameters."""
+        """Return a copy of a model that contains such a copy of the base, sharing the same frozen parameters."""
         return module_copy(model, dict(self._shared))
 
     def adapted(self, config: Config, seed: int | None) -> nn.Module:
@@ -222,7 +222,7 @@ class FrozenBase:
             return self.part(get_peft_model(self.copy(), config, autocast_adapter_dtype=self._autocast))
 
     def part(self, model: nn.Module) -> nn.Module:
-        """``model`` with parameters of its own where those of the base are trained in it, as by ``bias="all"``."""
+        """Return ``model`` with its own copies of base parameters that it trains, as with ``bias="all"``."""
         own: dict[int, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Facts of a fused module about its members."""
+"""Description of an array: the structure of its members, and how their tensors are stacked."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Structure:
 
     @cached_property
     def key(self) -> Any:
-        """Equal for models of one structure."""
+        """A hashable key that is equal for models of the same structure."""
         return tuple(self.modules.items()), tuple(self.shapes.items())
 
 
-# A skeleton never changes.
+# Never invalidated, as a skeleton never changes.
 _structures: WeakKeyDictionary[nn.Module, Structure] = WeakKeyDictionary()
 
 
@@ -58,9 +58,9 @@ def structure_of(skeleton: nn.Module) -> Structure:
 
 @dataclass(frozen=True)
 class Array:
-    """Facts of a fused module about its members.
+    """Description of the members of a fused module.
 
-    ``skeletons[v]`` is a model of variant v without tensors; ``origins`` remembers whose parameters were fused.
+    ``skeletons[v]`` is a model of variant v without tensors; ``origins`` maps original parameters to member and key.
     """
 
     members: int
@@ -82,12 +82,12 @@ class Array:
 
     @cached_property
     def row_shapes(self) -> dict[str, torch.Size]:
-        """The shape of a row of each stack that members' own tensors do not all fill."""
+        """The row shape of each stack in which some members' tensors are smaller than a row, or missing."""
         return row_shapes(self.own_shapes)
 
     @cached_property
     def structures(self) -> tuple[Any, ...]:
-        """A key of the modules and shapes of each variant: equal for those that differ in attributes only."""
+        """For each variant, a key of its modules and shapes, equal for variants that differ in attributes only."""
         return tuple(structure_of(each).key for each in self.skeletons)
 
     @cached_property
@@ -96,7 +96,7 @@ class Array:
         return bool(self.row_shapes) or any(own != self.own_modules[0] for own in self.own_modules)
 
     def shapes_of(self, name: str) -> tuple[torch.Size | None, ...]:
-        """The shape of tensor ``name`` in each member, None where it has none; empty where all fill their rows."""
+        """Return the shape of tensor ``name`` in each member (None: missing), or () if every member fills its row."""
         if name not in self.row_shapes:
             return ()
         return tuple(self.own_shapes[variant].get(name) for variant in self.comparison.variants)
@@ -115,7 +115,7 @@ class Array:
 
 @dataclass(frozen=True, eq=False)
 class ArrayState:
-    """The members with such Python attributes as a train or eval of their own has left, and the programs for them."""
+    """One state of the members (their variants and Python attributes), with the programs compiled for it."""
 
     number: int
     array: Array
@@ -123,7 +123,7 @@ class ArrayState:
 
 
 def renewed(array: Array, found: Sequence[Any], views: Sequence[nn.Module]) -> Array:
-    """``array`` of members that have changed; ``found[b]`` is what forward can read of member b besides tensors."""
+    """Return ``array`` for changed members. ``found[b]`` is all that forward can read of member b besides tensors."""
     prints: dict[Any, int] = {}
     variants = tuple(prints.setdefault(content, len(prints)) for content in found)
     skeletons = tuple(skeleton(variants.index(v), views[variants.index(v)]) for v in range(len(prints)))
@@ -131,7 +131,7 @@ def renewed(array: Array, found: Sequence[Any], views: Sequence[nn.Module]) -> A
 
 
 def mark_tensors(array: Array, named: Mapping[str, Tensor]) -> None:
-    """Mark the array's tensors as its own, and give parameters what users have set on those of the members."""
+    """Mark the array's tensors as its own, and copy classes and attributes of members' parameters to the stacks."""
     padded: frozenset[str] = getattr(array.skeletons[0], "padded", frozenset())
     for name, tensor in named.items():
         shapes, stacked = array.shapes_of(name), name not in array.comparison.shared
@@ -143,7 +143,7 @@ def mark_tensors(array: Array, named: Mapping[str, Tensor]) -> None:
 
 
 def check_one_structure(fused: Any, what: str) -> None:
-    """Raise a FusionError where members differ in submodules, with which ``what`` does not go together."""
+    """Raise a FusionError if members differ in submodules, which ``what`` does not support."""
     array: Array = fused._array
     if not array.has_variants:
         return
@@ -165,7 +165,7 @@ def check_one_structure(fused: Any, what: str) -> None:
 
 
 def _named_apart(*classes: tuple[str, str] | None) -> list[str]:
-    """Names of classes, with their Python modules where these are all that differs."""
+    """Return the names of classes, with their Python modules if the names alone are equal."""
     alike = len({None if each is None else each[1] for each in classes}) == 1
     return ["missing" if each is None else ".".join(each) if alike else each[1] for each in classes]
 
@@ -181,15 +181,15 @@ def row_copy(tensor: Tensor, index: int | None, shape: Sequence[int] | None = No
 def member_rows(
     array: Array, index: int, stacks: Mapping[str, Tensor], shared: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Copies of the tensors of member ``index``, by key; those of ``shared`` as they are."""
+    """Return copies of the tensors of member ``index``, by key; tensors in ``shared`` are not copied."""
     own = array.own_shapes[array.comparison.variants[index]]
     return {name: shared[name] if name in shared else row_copy(stacks[name], index, own[name]) for name in own}
 
 
 def empty_stack(tensor: Tensor, members: int, shape: Sequence[int] | None = None) -> Tensor:
-    """Room ``[B, *shape]`` for tensors like ``tensor``, contiguous; a parameter if it is one.
+    """Return a contiguous stack ``[members, *shape]`` for tensors like ``tensor``; a parameter if ``tensor`` is one.
 
-    ``shape``: of a row that members' own do not all fill, which begins as zeros; by default that of ``tensor``.
+    ``shape``: the row shape if some members' tensors are smaller; the stack is then zero. Default: that of ``tensor``.
     """
     room = torch.empty if shape is None else torch.zeros
     stack = room(members, *(tensor.shape if shape is None else shape), dtype=tensor.dtype, device=tensor.device)
@@ -197,7 +197,7 @@ def empty_stack(tensor: Tensor, members: int, shape: Sequence[int] | None = None
 
 
 def stack_of(rows: Sequence[Tensor | None], like: Tensor, shape: Sequence[int] | None) -> Tensor:
-    """Return the stack of ``rows``, None for a member without one. ``like``, ``shape``: as of `empty_stack`."""
+    """Stack ``rows``, which hold None for a member without the tensor. ``like``, ``shape``: see `empty_stack`."""
     stack = empty_stack(like, len(rows), shape)
     for place, row in zip(stack.detach(), rows, strict=True):
         if row is not None:
@@ -206,7 +206,7 @@ def stack_of(rows: Sequence[Tensor | None], like: Tensor, shape: Sequence[int] |
 
 
 def partly_written(name: str) -> FusionError:
-    """Of a program that writes to a buffer that only some members share, or another tensor."""
+    """Return the error for a write to a buffer that only some members share, or that aliases another tensor."""
     return FusionError(
         f"forward writes into the buffer {name}, which some models share but not all, or which lies in the memory of "
         "another tensor of the model; give each its own, by copy.deepcopy or clone()"

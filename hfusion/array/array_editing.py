@@ -1,4 +1,4 @@
-"""Members that leave, join, and are written over, in an array that lives."""
+"""Remove, add and overwrite members of an existing array."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from hfusion.array.array_description import Array
     from hfusion.array.module import FusedModule
 
-# Arrangements of members whose programs are kept; the oldest go first.
+# Maximum number of arrangements of members whose programs are cached; the least recently used is dropped first.
 MAX_STATES = 32
 
 Source: TypeAlias = int | nn.Module
-"""Where a member comes from: the row that it had, or a model that joins."""
+"""The source of a member: its former row, or a model that joins the array."""
 
 
 class Rows(nn.Module):
@@ -44,12 +44,12 @@ class Rows(nn.Module):
 
     @property
     def stacks(self) -> dict[str, Tensor]:
-        """The array's own tensors by key, also while others replace them."""
+        """The array's own tensors by key, even while other tensors temporarily replace them."""
         return dict(cast("FusedModule", self)._real)
 
     @property
     def why_apart(self) -> str:
-        """Why members are computed in groups, as they differ in modes or hooks; empty where they are not."""
+        """Why members are computed in groups (they differ in modes or hooks); empty if all are computed together."""
         split = cast("FusedModule", self)._split()
         return "" if split is None else f"members are computed apart: {split.why}"
 
@@ -69,10 +69,10 @@ class Rows(nn.Module):
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Write members ``src`` over members ``dst``, in place: parameters, buffers, gradients, and scalars.
 
-        ``src`` is one member or as many as ``dst``; all are read before one is written. See ``keep`` for optimizers.
+        ``src`` is one member or as many as ``dst``; all are read before any is written. See ``keep`` for optimizers.
 
         Raises:
-            ValueError: a row that is none, one that is written twice, or other numbers of ``src`` and ``dst``.
+            ValueError: a row does not exist or is written twice, or the numbers of ``src`` and ``dst`` do not match.
         """
         rearrange(self, copied(src, dst, len(self)))
 
@@ -97,17 +97,17 @@ class Rows(nn.Module):
         rearrange(self, [*range(len(self)), *listed(models)])
 
     def put(self, rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module]) -> None:
-        """Let ``models`` take the places of the members ``rows``, in place; see ``append``.
+        """Replace the members ``rows`` by copies of ``models``, in place; see ``append``.
 
         Raises:
-            ValueError: a row that is none or comes twice, or another number of models.
+            ValueError: a row does not exist or is given twice, or there are not as many models as rows.
             FusionError: models that cannot be fused with the members; the array is as it was.
         """
         rearrange(self, placed(rows, models, len(self)))
 
 
 def listed(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """The models that join. Raises FusionError where there are none."""
+    """Return the models to append as a list. Raises FusionError if ``models`` is empty or not a sequence."""
     if isinstance(models, nn.Module) or not isinstance(models, Sequence) or len(models) == 0:
         given = "an empty list" if models == [] else type(models).__name__
         raise FusionError(f"append takes a list of one model or more, not {given}: append([model])")
@@ -115,7 +115,7 @@ def listed(models: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def placed(rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module], members: int) -> list[Source]:
-    """The sources where ``models`` take the places of ``rows``. Raises ValueError."""
+    """Return the source of each member if ``models`` replace the members ``rows``. Raises ValueError."""
     targets = rows_of(rows, members)
     given = [models] if isinstance(models, nn.Module) else list(models)
     if len(given) != len(targets):
@@ -128,7 +128,7 @@ def placed(rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module], m
 
 
 def rearrange(array: Rows, sources: Sequence[Source]) -> None:
-    """Let member b of the array be ``sources[b]``: tensors, scalars and programs.
+    """Rearrange the array so that member b becomes ``sources[b]``, with its tensors, scalars and programs.
 
     Raises:
         FusionError: a model that cannot be fused with the members; the array is as it was.
@@ -157,7 +157,7 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     enter(fused, kinds.contents, kinds.after(sources), after)
     fused._mark()
     if not fused.stacks.keys() >= set(fused._number_buffers.names):
-        # Programs were found by values of buffers that nobody has any more.
+        # Programs are looked up by values of buffers that no member has any more.
         fused._number_buffers = NumberBuffers()
         fused._forget()
     fused._views.rearranged(fused, sources, members)
@@ -175,7 +175,7 @@ def _content(skeleton: nn.Module) -> Any:
 
 @dataclass
 class Kinds:
-    """The members without their tensors: ``contents[b]`` of member b, and a skeleton of each content."""
+    """The members without their tensors: ``contents[b]`` is the fingerprint of member b, with a skeleton for each."""
 
     contents: list[Any]
     skeletons: dict[Any, nn.Module]
@@ -188,17 +188,17 @@ class Kinds:
         return Kinds([found[v] for v in array.comparison.variants], dict(zip(found, array.skeletons, strict=True)), {})
 
     def add(self, index: int, model: nn.Module) -> None:
-        """A model that joins as member ``index``."""
+        """Add a model that joins as member ``index``."""
         content = modeless_fingerprint(model)
         if content not in self.skeletons:
             made = skeleton(index, model)
-            # As of the others: a copy may differ from its model where an attribute has no value but an identity.
+            # Fingerprint the skeleton, as for other members: attributes compared by identity differ in a copy.
             content = _content(made)
             self.skeletons[content] = made
         self.joined[index] = content
 
     def after(self, sources: Sequence[Source]) -> tuple[Any, ...]:
-        """The contents of the members to be."""
+        """Return the fingerprints of the members after a rearrangement to ``sources``."""
         return tuple(
             self.contents[source] if isinstance(source, int) else self.joined[index]
             for index, source in enumerate(sources)
@@ -219,7 +219,7 @@ def _array(array: Array, sources: Sequence[Source], kinds: Kinds, partly: frozen
     places: dict[int, int] = {}
     for index, source in enumerate(sources):
         if isinstance(source, int):
-            # Who is copied stays where it was; the copy is of no model.
+            # A copied member keeps its own row if it remains there; its copies have no original model.
             if source not in places or source == index:
                 places[source] = index
         else:
@@ -232,7 +232,7 @@ def _array(array: Array, sources: Sequence[Source], kinds: Kinds, partly: frozen
 
 
 def enter(fused: FusedModule, before: Sequence[Any], after: Sequence[Any], array: Array) -> None:
-    """The programs of members of contents ``after``: those of such members before, or new ones."""
+    """Switch to ``array``, with the compiler cached for members with fingerprints ``after``, or a new one."""
     from hfusion.array.array_description import ArrayState
 
     states, after = fused._states, tuple(after)
@@ -244,7 +244,7 @@ def enter(fused: FusedModule, before: Sequence[Any], after: Sequence[Any], array
         compiler.opens = fused._compiler.opens
         compiler.kin = Kin(fused, compiler, after)
         found = ArrayState(next(fused._numbers), array, compiler)
-    # The latest last.
+    # The most recently used state comes last.
     states[after] = ArrayState(found.number, array, found.compiler)
     while len(states) > MAX_STATES:
         _drop(fused, states.pop(next(iter(states))).compiler)
@@ -253,7 +253,7 @@ def enter(fused: FusedModule, before: Sequence[Any], after: Sequence[Any], array
 
 
 def written_keys(fused: FusedModule) -> frozenset[str]:
-    """The keys of the tensors that forward writes to, in the programs that there are."""
+    """Return the keys of the tensors that forward writes to in the programs compiled so far."""
     families = [family for compiler in fused._compilers() for family in compiler.families.values()]
     return frozenset(key for family in families for compiled in family for key in compiled.written)
 

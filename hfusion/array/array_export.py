@@ -1,4 +1,4 @@
-"""The fused module under `torch.export`: its program is found for real tensors of the same kinds, then traced."""
+"""The fused module under `torch.export`: its program is looked up with example tensors, then traced."""
 
 from __future__ import annotations
 

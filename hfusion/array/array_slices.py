@@ -1,4 +1,4 @@
-"""Neighbouring members of an array as an array: ``fused[1:3]``. Its members are those of the whole array."""
+"""A slice ``fused[1:3]`` as an array of neighbouring members, which are the same objects as in the whole array."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def slice_of(fused: FusedModule, rows: slice, chosen: range) -> FusedModule:
-    """The members ``chosen``, whose stacks are live views of their rows; one array as long as somebody holds it."""
+    """Return the slice of members ``chosen``, whose stacks are live views of their rows; cached while referenced."""
     known = fused._views.slices.get(chosen)
     if known is not None:
         return known
@@ -39,19 +39,19 @@ class SliceViews(Views):
         self._whole, self._chosen = whole, rows
         for row in rows:
             whole[row]
-        # Not those that are cut to the sizes of these members.
+        # Stacks that were cut to smaller sizes of these members are copies, so they are left out.
         self._joined = [name for name, stack in part.stacks.items() if _is_view(stack, self._in_whole(part, name))]
         self.note(part)
 
     def _in_whole(self, fused: FusedModule, name: str) -> Tensor:
-        """The memory of the whole array of which a stack of the slice is a view."""
+        """Return the rows of the whole array's stack ``name`` that belong to the slice."""
         rows = None if name in fused._array.comparison.shared else slice(self._chosen.start, self._chosen.stop)
         return live_rows(self._whole.stacks[name], rows).detach()
 
     def follow(self, fused: FusedModule) -> None:
-        """Write tensors that were put in the place of the slice's to the whole array, and be views of it again.
+        """Copy tensors that replaced the slice's into the whole array, and make them views of it again.
 
-        A slice that has moved to another dtype or device is an array of its own from now on.
+        A slice that was moved to another dtype or device becomes an independent array.
         """
         for name in self._joined:
             stack, place = fused.stacks[name], self._in_whole(fused, name)
@@ -101,7 +101,7 @@ class SliceViews(Views):
         self.note(fused)
 
     def heed(self, fused: FusedModule) -> Split | None:
-        """The same as `update`; changes that make members differ are refused."""
+        """Apply changes as `update` does. Raises FusionError if members then differ in modes or have hooks."""
         self.update(fused)
         whole, members = self._whole, self.own
         modes = {index: member.training for index, member in members.items()}
@@ -122,7 +122,7 @@ class SliceViews(Views):
         return self._whole, self._chosen
 
     def rearranged(self, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
-        """The slice is an array of its own from now on."""
+        """Turn the slice into an independent array."""
         self._whole._views.slices.pop(self._chosen, None)
         fused._views = Views(fused)
 
@@ -132,7 +132,7 @@ def _is_view(stack: Tensor, place: Tensor) -> bool:
 
 
 def chosen_rows(rows: slice, members: int) -> range:
-    """The rows of a slice of an array. Raises ValueError for another step than 1, IndexError where there are none."""
+    """Return the rows of a slice. Raises ValueError if its step is not 1, IndexError if it is empty."""
     chosen = range(*rows.indices(members))
     if chosen.step != 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sizes that a loss broadcasts against each other: the warnings that a member alone would get, and one more."""
+"""Warnings about shapes that a loss broadcasts: those a single model would get, and one for unstacked targets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hfusion.device.generators import draws_kept
 from hfusion.torch_private.functorch import outside_transforms, unwrapped
 from hfusion.torch_private.tracer_warnings import noted
 
-# Up to the caller of a per_model.
+# ``stacklevel`` of the code that calls a `per_model` function.
 _DEPTH = 6
 
 
 def warn_of_unstacked(name: str, arguments: Arguments, members: int) -> None:
-    """Warn of an argument ``[B, *S]`` next to an output of shape ``S``: every member sees all of it."""
+    """Warn if an argument has shape ``[B, *S]`` and a member's output ``S``: every member sees the whole argument."""
     outputs = _outputs(arguments)
     for leaf in _plain(arguments):
         shape = tuple(leaf.shape)
@@ -38,7 +38,7 @@ def warn_of_unstacked(name: str, arguments: Arguments, members: int) -> None:
 
 @contextmanager
 def hinting(arguments: Arguments, members: int) -> Iterator[None]:
-    """An error within says where an argument may hold a row for each member, and was not stacked."""
+    """Context manager: add a note to errors if an argument may hold a row for each member, but was not stacked."""
     try:
         yield
     except Exception as error:
@@ -54,7 +54,7 @@ def hinting(arguments: Arguments, members: int) -> Iterator[None]:
 
 
 def _outputs(arguments: Arguments) -> set[tuple[int, ...]]:
-    """Return shapes of stacked inputs as a member sees them, without numbers (weights) unless the first is one."""
+    """Return the shapes of stacked inputs per member, without scalars (weights) unless the first argument has one."""
     args, _ = arguments.of_member(0)
     firsts = {tuple(leaf.shape) for leaf in pytree.tree_leaves(args[:1]) if isinstance(leaf, Tensor)}
     found = {tuple(leaf.tensor.shape[1:]) for leaf in arguments.leaves if is_stacked(leaf)}
@@ -82,7 +82,7 @@ def warn_as_alone(function: Callable[..., Any], arguments: Arguments) -> None:
 
 
 def _broadcasts(outputs: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether tensors of the two differ in shape, but would broadcast."""
+    """Return whether a tensor in ``outputs`` and one in ``others`` differ in shape, but broadcast."""
     return any(
         isinstance(one, Tensor) and isinstance(other, Tensor) and _fits(one.shape, other.shape)
         for one, other in itertools.product(outputs, others)
@@ -91,5 +91,5 @@ def _broadcasts(outputs: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _fits(one: torch.Size, other: torch.Size) -> bool:
     sizes = list(zip(reversed(one), reversed(other), strict=False))
-    # A number goes with everything.
+    # A scalar broadcasts with everything, as intended.
     return one != other and bool(sizes) and all(a == b or 1 in (a, b) for a, b in sizes)

@@ -56,7 +56,7 @@ def _child(module: Any, name: str) -> Any:
 
 
 def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
-    """A function that Dynamo takes for constant: the name of the attribute of ``owner`` that holds the program."""
+    """Return a function that Dynamo treats as constant: it returns the name of the program in ``owner``."""
     names: dict[int, str] = {}
 
     def found(signature: Any, *args: Any, **kwargs: Any) -> str:
@@ -64,7 +64,7 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
         places, keys = signature[0], signature[1]
         plain = [StackedInput(value) if k in places else value for k, value in enumerate(args)]
         named = {key: StackedInput(value) if key in keys else value for key, value in kwargs.items()}
-        # What capture assumes is none of the trace's business.
+        # Hide the trace: assumptions made during capture must not become its guards.
         with outside_trace():
             compiled = find(Arguments.of(tuple(plain), named))
         if id(compiled) not in names:

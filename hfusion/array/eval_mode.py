@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def switch(fused: FusedModule, path: str, change: Change) -> None:
-    """Let the members' own train or eval decide. Raises FusionError where an array cannot follow."""
+    """Call the members' own train or eval and adopt its effects. Raises FusionError if an array cannot hold them."""
     fused._split()
     members = _copies(fused)
     before = tuple(map(modeless_fingerprint, members))
@@ -36,7 +36,7 @@ def switch(fused: FusedModule, path: str, change: Change) -> None:
 
 
 def _copies(fused: FusedModule) -> list[nn.Module]:
-    """The members as other modules around their rows, in their modes."""
+    """Return the members as new modules around their rows, in the members' modes."""
     models = [fused._member(row) for row in range(len(fused))]
     for row, member in fused._views.members.items():
         for path, module in models[row].named_modules():
@@ -45,7 +45,7 @@ def _copies(fused: FusedModule) -> list[nn.Module]:
 
 
 def _adopt(fused: FusedModule, before: tuple[Any, ...], left: Left, members: Sequence[nn.Module]) -> None:
-    """Flags and attributes as the members have them now; programs of each state are kept."""
+    """Adopt the flags and attributes in ``left``. The programs of each state are cached."""
     for path, training in left.training.items():
         fused.get_submodule(path).training = training
     if left.contents == before:

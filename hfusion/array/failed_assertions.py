@@ -1,4 +1,4 @@
-"""Checks of forward that only raise: where one fails, the members say so."""
+"""Failed assertions in forward: the members are called in turn, so that one raises its own error."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hfusion.core.errors import FusionError
 from hfusion.passes.expected_checks import FailedCheck
 
 REFUSALS = (OtherSizes, FailedCheck)
-"""Errors of a run of a program that is none for what it was given: another has to be made."""
+"""Errors raised by a program that is not valid for its inputs, so that another has to be compiled."""
 
 
 def call_members(array: Iterable[nn.Module], arguments: Arguments, refusal: FusionError) -> None:
     """After a failed check, call the members of ``array`` in turn, so that one raises its own error.
 
-    If none does, as where the caller of a submodule catches the error, parameters and buffers are as before.
+    If none does, because the caller of a submodule catches the error, parameters and buffers are restored.
     """
     if not isinstance(refusal, FailedCheck):
         return

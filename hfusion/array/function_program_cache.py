@@ -1,4 +1,4 @@
-"""The programs of functions per member, separate for each array, compiled once if they are the same.
+"""Programs of functions applied per member: cached separately for each array, but compiled once if they are equal.
 
 The program for a call depends on the calls before it: a size is dynamic once two values of it were seen, and
 lowerings are chosen for the sizes that a program was compiled with. So only calls for the same array count. Otherwise
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
     from hfusion.array.module import FusedModule
 
-# How often functions of one origin may read something new before they run in a loop.
+# How many new states functions of one origin may read before they run in a loop over members.
 MAX_REMADE = 16
-# Of how many states of a function one of its like makes up for a change, where it comes again.
+# This many repeated states of functions of one origin make up for one new state.
 MAX_STATES = 16
-# Functions of one array whose programs are cached although the functions are gone.
+# Maximum number of functions of one array whose programs are cached, even after the functions are deleted.
 MAX_FUNCTIONS = 64
-# Programs of this process that all arrays share.
+# Maximum number of programs in the cache that all arrays of this process share.
 MAX_SHARED = 256
-# Sizes and states of calls for no array, of functions of one origin, before these share programs.
+# Functions of one origin that are called for no array share programs after this many different sizes and states.
 MAX_VARIANTS = 16
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ class _Tables(NamedTuple):
 
 
 class _StateCache(Generic[T]):
-    """The latest ``size`` values by key, each as long as the tensors live that the state of its function names."""
+    """A cache of the latest ``size`` values. A value is dropped once a tensor in its function's state is deleted."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -82,7 +82,7 @@ class _StateCache(Generic[T]):
                 self._drop(next(iter(self._values)))
 
     def items(self) -> Iterator[tuple[Any, T]]:
-        """The latest first."""
+        """Iterate over the cached items, the latest first."""
         with self._lock:
             return iter([*self._values.items()][::-1])
 
@@ -93,7 +93,7 @@ class _StateCache(Generic[T]):
 
 
 class FunctionPrograms:
-    """The programs of functions of one array's outputs: functions that read the same share them."""
+    """The programs of functions of one array's outputs. Functions that read equal values share programs."""
 
     def __init__(self) -> None:
         self._tables: _StateCache[_Tables] = _StateCache(MAX_FUNCTIONS)
@@ -101,7 +101,7 @@ class FunctionPrograms:
         self._lock = threading.RLock()
 
     def compiler(self, function: Callable[..., Any], state: Any, subject: ArraySpec) -> Compiler:
-        """The compiler of ``function`` as it reads ``state``. Raises FusionError if its like read too many states."""
+        """Return the compiler of ``function`` for ``state``. Raises FusionError if its origin had too many states."""
         key = state, subject.members
         with self._lock:
             tables = self._tables.get(key)
@@ -127,7 +127,7 @@ class FunctionPrograms:
 def _related(
     cache: _StateCache[_Tables], key: Any, subject: ArraySpec, training: Any, arguments: Arguments
 ) -> Compiled | None:
-    """The program of the function with ``key`` for another number of members, rewritten for those of ``subject``."""
+    """Return a program for ``key`` with another number of members, rewritten for those of ``subject``, or None."""
     state, members = key
     for (other_state, other_members), tables in cache.items():
         if other_members != members and other_state == state:
@@ -143,7 +143,7 @@ _shared: _StateCache[Compiled] = _StateCache(MAX_SHARED)
 def _compile_once(
     state: Any, subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes
 ) -> Compiled:
-    """`compile_array` for a function with ``state``, cached by all that the program depends on."""
+    """Call `compile_array` for a function with ``state``; cached by everything that the program depends on."""
     dims = tuple(map(frozenset, sizes.dims))
     settings = (torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled())
     key = (state, subject.members, training, arguments.key, dims, sizes.open, sizes.whole, active_autocast(), settings)
@@ -176,7 +176,7 @@ def programs_of(array: FusedModule) -> FunctionPrograms:
 
 
 def note_call(array: FusedModule) -> None:
-    """Let the next call of each function in this thread belong to ``array``, whose outputs it is given."""
+    """Attribute the next call of each function in this thread to ``array``, assuming that it gets its outputs."""
     _last_call.array, _last_call.functions = weakref.ref(array), frozenset()
 
 
@@ -200,8 +200,8 @@ def current_programs(origin: Any, arguments: Arguments) -> FunctionPrograms | No
 class OwnPrograms:
     """The programs of one `PerModel` for calls that belong to no array, so that only its own calls count.
 
-    A function that is given to `per_model` again at each call has programs of its own for the first `MAX_VARIANTS`
-    sizes and states, and then shares those that its like have made.
+    If code calls `per_model` again for each call, the first `MAX_VARIANTS` sizes and states of a function get programs
+    of their own. Further ones use a cache that all such functions share.
     """
 
     _known: ClassVar[_StateCache[bool]] = _StateCache(MAX_SHARED)
@@ -212,7 +212,7 @@ class OwnPrograms:
         self._programs: FunctionPrograms | None = None
 
     def get(self, state: Any, arguments: Arguments) -> FunctionPrograms:
-        """The programs for such a call of the function, which reads ``state``."""
+        """Return the programs for a call with such arguments in which the function reads ``state``."""
         if self._programs is None:
             variant = self._origin, state, tuple(arguments.shapes)
             with _lock:

@@ -1,4 +1,4 @@
-"""The two ways to an array: from models that exist, and from a function that makes them."""
+"""Create an array from existing models (`fuse`), or from a function that makes one model at a time (`build`)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
     """Return one module that computes and trains all ``models``, each exactly as if alone.
 
     Args:
-        models: B modules of one structure; they stay as they are, their tensors are copied. A frozen tensor that is one
-            object in all of them is used in place, without a copy; one that is the same object in some gets a row
-            for each.
+        models: B modules of one structure. They are not changed; their tensors are copied. A frozen parameter that is
+            the same object in all models is used without a copy. A tensor that only some models share gets a row for
+            each member.
         verify: compare the outputs and gradients of the members with their original code, on a few samples of the
             first training batch of every signature.
-        tune: measure the ways in which operators can run, at the first call of every signature, instead of estimating
+        tune: time the possible implementations of operators at the first call of every signature, instead of estimating
             them. The times are kept in the user's cache folder and used by later processes.
 
     Returns:
@@ -56,7 +56,7 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
 
 
 def _largest(model: nn.Module) -> int:
-    """Bytes of the largest parameter."""
+    """Return the size in bytes of the largest parameter."""
     return max((parameter.nbytes for parameter in model.parameters()), default=0)
 
 
@@ -75,7 +75,7 @@ def _stacks(rows: Sequence[dict[str, Tensor]], array: Array) -> dict[str, Tensor
 
 
 def _keep(tensor: Tensor) -> Tensor:
-    """A tensor for all members: the models' own memory if it is frozen, a copy if training will write to it."""
+    """Return a tensor for all members: in the models' own memory if it is a frozen parameter, otherwise a copy."""
     if isinstance(tensor, nn.Parameter):
         data = tensor.detach().clone() if tensor.requires_grad else tensor.detach()
         return nn.Parameter(data, requires_grad=tensor.requires_grad)
@@ -88,8 +88,8 @@ def build(
     """Construct the members one at a time, directly in the stack: at most two exist in addition to the array.
 
     Args:
-        make_model: gives one member; called once per seed after ``torch.manual_seed(seed)``. The caller's random state
-            is left as it was.
+        make_model: returns a new model; called once per seed after ``torch.manual_seed(seed)``. The caller's random
+            state is restored.
         seeds: one per member.
         verify: as in `fuse`.
         tune: as in `fuse`.
@@ -157,7 +157,7 @@ def _made(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def _room(first: nn.Module, members: int, shared: frozenset[str]) -> dict[str, Tensor]:
-    """Stacks with the first member in place and room for the others."""
+    """Return stacks that hold the first member, with memory for the others."""
     once: dict[int, Tensor] = {}
     stacks = {}
     for name, tensor in tensors(first):

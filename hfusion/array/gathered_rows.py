@@ -1,6 +1,6 @@
 """Some members of an array as a small array around copies of their rows, and back.
 
-To compute three members of a hundred takes the time of three so. Programs of the whole array serve the small one
+Three of a hundred members are thus computed in the time of three. The small array reuses programs of the whole array
 without a capture.
 """
 
@@ -53,7 +53,7 @@ class GatheredRows:
 
     @classmethod
     def of(cls, whole: FusedModule, rows: Sequence[int]) -> Self:
-        """Raises FusionError as `load`."""
+        """Create an array of members ``rows`` of ``whole``. Raises FusionError, see `load`."""
         gathered = cls(whole, part_of(whole, rows, cls._room, cls._takes_variants), list(rows), {})
         gathered.array._views = GatheredViews(gathered.array)
         gathered._find_kin(gathered.array._compiler, Kinds.of(gathered.array).contents)
@@ -71,7 +71,7 @@ class GatheredRows:
         )
 
     def load(self, rows: Sequence[int]) -> None:
-        """Be members ``rows``, as they are now.
+        """Load the present tensors, scalars and modes of members ``rows`` into the array.
 
         Raises:
             FusionError: members with hooks or in different modes, or an array whose tensors are not plain.
@@ -80,7 +80,7 @@ class GatheredRows:
         self.check_plain()
         self.modes = self._modes_of(rows)
         resized = len(rows) != len(array)
-        # All members of both are alike where there is one skeleton, the same in both.
+        # If both arrays have the same single skeleton, all members are alike.
         if resized or len(whole._array.skeletons) > 1 or array._array.skeletons != whole._array.skeletons:
             self._load_kinds(rows)
         self.rows = list(rows)
@@ -89,7 +89,7 @@ class GatheredRows:
             branch.training = self.modes[path]
 
     def _load_kinds(self, rows: Sequence[int]) -> None:
-        """Let the members have the scalars of members ``rows``."""
+        """Switch to the variants (scalars, such as dropout p) of members ``rows``."""
         whole, array = self.whole, self.array
         before, contents = Kinds.of(array).contents, Kinds.of(whole).contents
         after = [contents[row] for row in rows]
@@ -201,7 +201,7 @@ class GatheredRows:
         return dict(modes[rows[0]])
 
     def _find_kin(self, compiler: Compiler, contents: Sequence[Any]) -> None:
-        """Let programs be made of those of the whole array, where there are some."""
+        """Let ``compiler`` derive programs from those of the whole array, if there are any."""
         compiler.opens = self.whole._compiler.opens
         compiler.kin = WholeKin(self.whole, Kin(self.array, compiler, tuple(contents)))
 
@@ -222,7 +222,7 @@ class GatheredViews(Views):
 
 @dataclass(frozen=True, eq=False)
 class WholeKin:
-    """Makes programs of some members of those of the ``whole`` array, or of others that the members had."""
+    """Derives a program from earlier programs of the gathered rows (``kin``), or from those of the ``whole`` array."""
 
     whole: FusedModule
     kin: Kin

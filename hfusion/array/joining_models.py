@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_joining(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn.Module]:
-    """The models that join, by their new rows, checked against the members. Raises FusionError."""
+    """Check joining models against the members, and return them by their new rows. Raises FusionError."""
     joining = {index: source for index, source in enumerate(sources) if isinstance(source, nn.Module)}
     stranger = next((s for s in sources if not isinstance(s, int | nn.Module)), None)
     if stranger is not None:
@@ -51,14 +51,14 @@ def may_join(fused: FusedModule, model: nn.Module) -> bool:
 
 
 def check_one_kind(fused: FusedModule, rows: Sequence[int], models: Sequence[nn.Module]) -> None:
-    """Raise a FusionError where ``models``, which are to join in ``rows``, differ from the members in submodules."""
+    """Raise a FusionError if ``models``, which are to join in ``rows``, differ from the members in submodules."""
     first = fused._member(0)
     for row, model in zip(rows, models, strict=True):
         check_pair(first, row, model)
 
 
 def _members_of_each_structure(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn.Module]:
-    """A member of each structure that stays, by its new row; member 0 where none stays."""
+    """Return one remaining member of each structure, by its new row; member 0 if no member remains."""
     array, found = fused._array, dict[Any, tuple[int, int]]()
     for index, source in enumerate(sources):
         if isinstance(source, int):
@@ -82,7 +82,7 @@ def _check_shared(name: str, own: Tensor, index: int, given: Tensor | None) -> N
 
 
 def partly_shared(joining: Mapping[int, nn.Module]) -> frozenset[str]:
-    """The buffers that are one object in several models that join. Raises FusionError for what is trained."""
+    """Return the keys of tensors that joining models share. Raises FusionError for a shared trained parameter."""
     sharing = Sharing()
     for place, model in enumerate(joining.values()):
         sharing.add(place, model)

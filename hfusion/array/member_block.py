@@ -1,4 +1,4 @@
-"""Neighbouring members of an array as an array in the memory of their rows, to compute one block after another.
+"""Blocks of neighbouring members, as arrays in the memory of their rows, to compute one block after another.
 
 The activations of a block are freed before those of the next block are allocated: a step needs the memory of one block.
 """
@@ -18,11 +18,11 @@ from hfusion.core.gradient_usage import absent_rows, freeze_rows, frozen_rows, m
 class MemberBlock(GatheredRows):
     """Neighbouring members as an array of their own, whose tensors are views of their rows.
 
-    Programs are made of those of the whole array where it has them. Other members of the same number take their place
-    by `load`.
+    Programs are derived from those of the whole array, if there are any. `load` moves the block to as many other
+    members.
     """
 
-    # Rows of a stack are of one size.
+    # Views of rows have the full row shape, so members must not differ in shapes.
     _takes_variants = False
 
     @staticmethod
@@ -48,20 +48,20 @@ def _view(stack: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 class BlockGradients:
-    """The gradients of an array, taken from one block of members after another.
+    """Collects the gradients of an array from one block of members after another.
 
-    They are added to gradients that the array has already.
+    They are added to the existing gradients of the array.
     """
 
     def __init__(self, whole: nn.Module) -> None:
         self._params = dict(whole.named_parameters())
         self._given = {name for name, param in self._params.items() if param.grad is not None}
-        # By name, the members, bool [B], without a gradient so far.
+        # By name, a bool tensor [B] that is True for members without a gradient so far.
         self._absent: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def take(self, block: MemberBlock) -> None:
-        """Move the gradients of ``block`` into the rows of its members; of what members share, add them."""
+        """Move the gradients of ``block`` into the rows of its members; gradients of shared tensors are summed."""
         block.array._views.settle()
         shared, rows = block.array._array.comparison.shared, slice(block.rows[0], block.rows[-1] + 1)
         for name, param in block.array.named_parameters():

@@ -31,7 +31,7 @@ class EachCall:
     Attributes:
         rows: the members, in the order of the stacks below.
         tensors: stacks ``[len(rows), *shape]``, or ``[*shape]`` of a tensor that all members share.
-        shared: the addresses of those that all members share.
+        shared: the addresses of the tensors that all members share.
         arguments: further arguments, whose stacked leaves have a row for each of ``rows``.
     """
 
@@ -117,7 +117,7 @@ def run_looped(fn: Callable[..., Any], name: str, call: EachCall) -> None:
             raise
         member = {key: t if key in call.shared else t[position] for key, t in call.tensors.items()}
         for key, tensor in own.items():
-            # `tensor.data = value` leaves the row where it was.
+            # After `tensor.data = value` the tensor does not lie in the row any more.
             if tensor.data_ptr() != addresses[key]:
                 _check_value(name, f"{key[0]}[{key[1]!r}]", tensor, member[key])
                 changes[key] = tensor
@@ -188,7 +188,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _commit(call: EachCall, changes: Mapping[Address, Tensor], name: str) -> None:
-    """Write new values, all read before one is written."""
+    """Write new values; all are read before any is written."""
     memory = {t.untyped_storage().data_ptr() for t in call.tensors.values()}
     for key in changes:
         if key in call.shared:
@@ -202,7 +202,7 @@ def _commit(call: EachCall, changes: Mapping[Address, Tensor], name: str) -> Non
 
 
 def differs(looped: EachCall, vmapped: EachCall) -> str:
-    """Name a tensor that the two runs have left different; empty if there is none."""
+    """Return the name of a tensor that differs after the two runs; empty if there is none."""
     for (what, one), (_, other) in zip(looped.written_tensors(), vmapped.written_tensors(), strict=True):
         if not (one.is_floating_point() or one.is_complex()):
             if not torch.equal(one, other):
@@ -218,7 +218,7 @@ def differs(looped: EachCall, vmapped: EachCall) -> str:
 
 @contextmanager
 def selected(call: EachCall, positions: Sequence[int]) -> Iterator[EachCall]:
-    """The members at ``positions`` of a call: neighbours as views, others as copies that are written back."""
+    """Context manager: the call for members at ``positions``, as views if neighbours, or as copies written back."""
     if len(positions) == len(call.rows):
         yield call
         return

@@ -27,7 +27,7 @@ from hfusion.device.backend import random_states_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.torch_private.functorch import in_transform
 
-# Changes of the values that a function reads besides its arguments after which it runs member by member.
+# A function runs member by member once the values that it reads besides its arguments have changed this often.
 MAX_STATES = 16
 
 
@@ -72,7 +72,7 @@ class Each:
         return f"each({self._name})"
 
     def __reduce__(self) -> Any:
-        """A copy is of the function alone; one that took the place of the function in its module is found there."""
+        """Pickle by name if this object has replaced the function in its module, otherwise as the function alone."""
         module, path = sys.modules.get(self._fn.__module__ or ""), getattr(self._fn, "__qualname__", "")
         return path if getattr(module, path, None) is self else (Each, (self._fn, self._buffers))
 
@@ -117,7 +117,7 @@ class Each:
         return hook
 
     def report(self) -> FusionReport:
-        """Why calls run in a loop over members; no line where they run by `torch.func.vmap`."""
+        """Report why calls run in a loop over members; there is no line if they run by `torch.func.vmap`."""
         plans = [plan for plans in self._plans.values() for plan in plans.values()]
         reasons = dict.fromkeys(plan.why for plan in plans if isinstance(plan, _Looped))
         return FusionReport((), tuple(f"{self._name}: loop over members: {why}" for why in reasons))
@@ -136,7 +136,7 @@ class Each:
             raise FusionError(f"{self!r} writes into an array, which a transform of torch.func cannot follow")
         if arguments.ragged:
             raise ValueError(f"{self!r} got rows of different sizes; give stacks [B, ...]")
-        # What somebody assigned to members, their gradients too, is in the stacks from here on.
+        # Apply tensors and gradients that were assigned to members to the stacks.
         fused._split()
         settle(fused.parameters())
         named = dict(fused.named_parameters()) | (dict(fused.named_buffers()) if self._buffers else {})
@@ -192,7 +192,7 @@ class Each:
         state = read_state(self._fn)
         plans = self._plans.setdefault(self._key(call), {})
         if state not in plans:
-            # One more would be remembered for every call.
+            # All states beyond the limit share one entry, so that the table does not grow with every call.
             state = _TOO_MANY if len(plans) >= MAX_STATES else state
             plans[state] = _TOO_MANY if state is _TOO_MANY else self._choose(call, state)
         plan = plans[state]
@@ -206,7 +206,7 @@ class Each:
             if versions != _versions(call):
                 error.add_note(f"hf.each: {self._name} failed after it had written; tensors may be partly changed")
                 raise
-            # Numbers among its arguments may lead it to operators that vmap does not know.
+            # Other numbers among the arguments may lead to operators that vmap does not support.
             plans[state] = self._choose(call, state)
             if plans[state] == plan:
                 raise
@@ -244,8 +244,8 @@ def _versions(call: EachCall) -> list[int]:
 
 
 def training_rows(fused: FusedModule) -> list[int]:
-    """The members that train a parameter at least; all where none of the array is trained."""
-    # What was said to members is noted on the stacks from here on.
+    """Return the members that train at least one parameter; all members if the array trains none."""
+    # Apply settings that were made on members to the stacks.
     fused._split()
     resting = [frozen_rows(parameter) for parameter in fused.parameters() if parameter.requires_grad]
     frozen = [rows for rows in resting if rows is not None]
@@ -282,7 +282,7 @@ def each(fn: Callable[..., Any], *, buffers: bool = False) -> Each:
 
     Returns:
         A callable ``run(target, *args, rows=None, **kwargs)``. ``target`` is a fused module, a `hfusion.Population`, or
-        one plain model. ``rows`` are the members it is for; by default those that train: members that have left a
+        one plain model. ``rows`` are the members to run for, by default those that train: members that have left a
         population, went bad or were frozen by ``fused[b].requires_grad_(False)`` stay as they are, to the bit. Further
         tensors are seen by every member, those in `hfusion.stacked` row by row; the function may write into the latter.
 
@@ -290,8 +290,8 @@ def each(fn: Callable[..., Any], *, buffers: bool = False) -> Each:
         else member by member, and ``run.report()`` says why.
 
     Raises:
-        ValueError: when called, ``fn`` returned something else, a name that is none, or another shape or dtype.
-        FusionError: when called, ``fn`` writes into tensors that all members share, or into variables of its own.
+        ValueError: when called, if ``fn`` returned something else, an unknown name, or another shape or dtype.
+        FusionError: when called, if ``fn`` writes into shared tensors, or changes values that are not its arguments.
 
     Example:
         >>> import torch, hfusion as hf

@@ -73,7 +73,7 @@ class ParameterTable(dict[str, Any]):
 
 
 class HookTable(OrderedDict[Any, Any]):
-    """The hooks of one module of a member. A copy is a plain OrderedDict, without those of the array itself."""
+    """The hooks of one module of a member. A copy is a plain OrderedDict, without hfusion's own hooks."""
 
     def __init__(self, member: RowView, entries: Mapping[Any, Any]) -> None:
         self.member = member
@@ -96,7 +96,7 @@ class HookTable(OrderedDict[Any, Any]):
 
 
 def is_of_user(hook: Any) -> bool:
-    """Return whether ``hook`` is the user's: not ours, and not one of torch that is captured with forward."""
+    """Return whether ``hook`` is the user's: neither hfusion's own, nor one of torch that is captured with forward."""
     return not is_own_hook(hook) and not is_part_of_forward(hook)
 
 
@@ -135,7 +135,7 @@ class RowView:
             self.fingerprint = modeless_fingerprint(model)
 
     def touch(self, changed: bool = False) -> None:
-        """Somebody reads of the member, or may have ``changed`` it."""
+        """Record that the member was read, or that it may have been ``changed``."""
         if changed or not self.touched:
             self.touched = True
             self._touched(self.row, changed)
@@ -166,7 +166,7 @@ class RowView:
         held["_forward_hooks"]["hfusion"] = own_hook(after)
 
     def take_tensors(self, shared: frozenset[str]) -> None:
-        """Note which tensors the model has now."""
+        """Record the tensors that the model has now, except those in ``shared``."""
         named = {name: tensor for name, tensor in tensors(self.model) if name not in shared}
         self.parameters = {name: t for name, t in named.items() if isinstance(t, nn.Parameter)}
         self.buffers = {name: t for name, t in named.items() if not isinstance(t, nn.Parameter)}
@@ -174,7 +174,7 @@ class RowView:
         self._state: Any = None
 
     def accept(self) -> None:
-        """Note the attributes as they are, as nothing that was said."""
+        """Record the current attributes, so that they do not count as changes by the user."""
         self._attributes = [(vars(module), dict(vars(module))) for module in self.modules.values()]
         self._mutable = any(
             name not in _STANDARD and not isinstance(value, _FIXED)
@@ -183,7 +183,7 @@ class RowView:
         )
 
     def rest(self) -> None:
-        """Everything that was said has been heard."""
+        """Mark all changes to the member as applied."""
         self.touched = self._said = False
         self.accept()
         self.look()
@@ -259,7 +259,7 @@ class RowView:
         self._watch_tables()
 
     def become(self, skeleton: nn.Module) -> None:
-        """Have the attributes of ``skeleton``, a model of the same structure."""
+        """Replace the attributes by those of ``skeleton``, a model of the same structure."""
         others = dict(skeleton.named_modules(remove_duplicate=False))
         own, given = dict(tensors(self.model)), dict(tensors(skeleton))
         memo: dict[int, Any] = {id(given[name]): tensor for name, tensor in own.items()}

@@ -1,4 +1,4 @@
-"""State of members that follows their rows when these move, and when the array is copied."""
+"""Move the state of members (modes, hooks, frozen parameters) when their rows move or the array is copied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def rearranged(views: Views, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
-    """Member b is ``sources[b]`` now: a row of the ``members`` before, or a model that has joined."""
+    """Update the views: member b is now ``sources[b]``, one of the ``members`` former rows or a model that joined."""
     for stack in {id(t): t for t in fused.stacks.values()}.values():
         frozen = frozen_rows(stack)
         if frozen is not None:
@@ -68,13 +68,13 @@ def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], said: Mappin
 
 
 def restructured(before: Array, after: Array, sources: Sequence[Any]) -> list[int]:
-    """Rows of ``before`` whose members are written over by others with other modules or sizes."""
+    """Return the rows of ``before`` whose members are overwritten by members with other modules or sizes."""
     places = _places(sources, before.members)
     return [row for row, place in places.items() if _differ(_skeleton(before, row), _skeleton(after, place))]
 
 
 def part(views: Views, rows: Sequence[int]) -> None:
-    """Let the members in ``rows`` go, before others of another structure take their places."""
+    """Detach the members in ``rows`` from the array before members of another structure replace them."""
     for row in rows:
         member = views.members.pop(row, None)
         if member is None:
@@ -101,7 +101,7 @@ def _differ(one: nn.Module, other: nn.Module) -> bool:
 
 
 def said(views: Views, fused: FusedModule) -> dict[int, Said]:
-    """Return the settings in which members differ from the array, by row; they are up to date."""
+    """Return the settings in which members differ from the array, by row. Members must be up to date."""
     base = Said(fused.training_by_path(), {n: t.requires_grad for n, t in fused.stacks.items()}, {})
     found = {row: said_to(member) for row, member in views.own.items()}
     return {
@@ -168,7 +168,7 @@ def _places(sources: Sequence[Any], members: int) -> dict[int, int]:
 
 
 def check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:
-    """Raise a FusionError where the member has become something that does not fit the array."""
+    """Raise a FusionError if the member ``model`` was changed so that it does not fit the array any more."""
     like = fused._member(row)
     others = dict(model.named_modules(remove_duplicate=False))
     for path, module in like.named_modules(remove_duplicate=False):
@@ -188,7 +188,7 @@ def check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:
 
 
 def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """``tensor`` under ``name``, if there is another."""
+    """Set the parameter or buffer ``name`` of ``model`` to ``tensor``."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     table: Any = module._parameters if leaf in module._parameters else module._buffers

@@ -42,7 +42,7 @@ class Views:
     Attributes:
         split: how the array computes members that differ in modes or hooks; None where all are computed together.
         touched: whether a member may have been changed since the last `heed`.
-        words: grows when an attribute or a hook of a member is set, so that a trace of the array ends.
+        words: counts assignments of attributes and hooks of members, so that a change invalidates traces of the array.
         watched: the rows of members that are referenced outside, or were read since.
     """
 
@@ -61,7 +61,7 @@ class Views:
         self._stacks: list[Tensor] = []
         self._trained: list[bool] = []
         self._addresses: list[int] = []
-        # The members' parameters, the row of each, and the references to it: our own, and those of the last look.
+        # The members' parameters, the row of each, and its reference counts: our own, and at the last check.
         self._flat, self._rows = list[Tensor](), list[int]()
         self._states: Any = None
         self._own_counts, self._last_counts = list[int](), list[int]()
@@ -71,11 +71,11 @@ class Views:
 
     @property
     def own(self) -> Mapping[int, RowView]:
-        """The members by row, also of a slice, to which they do not belong."""
+        """The members by row; in a slice, the members of the whole array by their rows in the slice."""
         return self.members
 
     def _touch(self, row: int, changed: bool) -> None:
-        """Somebody reads member ``row``, or may have ``changed`` it."""
+        """Record that member ``row`` was read, or that it may have been ``changed``."""
         self.touched = True
         self.words += changed
         if row not in self.watched and row in self.members:
@@ -98,7 +98,7 @@ class Views:
             self.note(fused)
 
     def get(self, fused: FusedModule, row: int) -> nn.Module:
-        """Member ``row``, around the present memory of its row."""
+        """Return member ``row``, whose tensors share the current memory of the row."""
         if not self.members:
             self.note(fused)
         if row not in self.members:
@@ -125,7 +125,7 @@ class Views:
         return member
 
     def note(self, fused: FusedModule) -> None:
-        """Note the state of the array, to detect changes of all members together."""
+        """Record the state of the array, to detect changes that apply to all members."""
         self._modes = list(map(_MODE, fused._branches))
         self._names, self._stacks = list(fused._real.keys()), list(fused._real.values())
         self._trained, self._addresses = self._stack_states()
@@ -134,7 +134,7 @@ class Views:
         return list(map(_TRAINED, self._stacks)), list(map(Tensor.data_ptr, self._stacks))
 
     def follow(self, fused: FusedModule) -> None:
-        """Lie in the memory of the array's tensors, which has changed."""
+        """Make the members' tensors views of the array's tensors again, after their memory has changed."""
         self._parts.clear()
         self._cut_slices()
         if self.members:
@@ -142,7 +142,7 @@ class Views:
             self.note(fused)
 
     def _cut_slices(self) -> None:
-        """Let slices be arrays of their own, as they stay with the memory that they were taken of."""
+        """Turn slices into independent arrays, which keep the memory that they share now."""
         for part in list(self.slices.values()):
             part._views = Views(part)
         self.slices.clear()
@@ -176,11 +176,11 @@ class Views:
         return self.ties[id(stack)]
 
     def rearranged(self, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
-        """Member b is ``sources[b]`` now: a row of the ``members`` before, or a model that has joined."""
+        """Update members: b is now ``sources[b]``, one of the ``members`` former rows or a model that joined."""
         rearranged(self, fused, sources, members)
 
     def settle(self) -> None:
-        """Let gradients of members and of the array be one, after they were assigned."""
+        """Synchronize the gradients of members and of the array, after some were assigned."""
         for tie in self.ties.values():
             tie.settle()
 
@@ -220,7 +220,7 @@ class Views:
         return bool(tensor_states(self._flat) != self._states)
 
     def _watch_held(self, counts: list[int]) -> set[int]:
-        """Watch those whose parameters somebody holds: there are more references to them than our own."""
+        """Watch and return the rows whose parameters have more references than our own, so are held outside."""
         self._own_counts = list(map(min, counts, self._own_counts))
         held = {row for row, now, own in zip(self._rows, counts, self._own_counts, strict=True) if now > own}
         for row in held - self.watched:
@@ -229,7 +229,7 @@ class Views:
         return held
 
     def index(self) -> None:
-        """List the members' parameters, with how many references to them are our own."""
+        """List the members' parameters, with the number of our own references to each."""
         own = {id(t): count for t, count in zip(self._flat, self._own_counts, strict=True)}
         self._flat = [t for member in self.members.values() for t in member.flat]
         self._rows = [row for row, member in self.members.items() for _ in member.flat]
@@ -279,7 +279,7 @@ class Views:
                     tie.release(row)
 
     def _pass_on(self, fused: FusedModule) -> None:
-        """Modes and flags that were set on the array's own modules and stacks are those of all members."""
+        """Pass modes and requires_grad flags that were set on the array's modules and stacks on to all members."""
         changed = [b for b, mode in zip(fused._branches, self._modes, strict=True) if b.training != mode]
         branches = {id(branch): branch for branch in changed}
         for path, branch in fused.named_modules(remove_duplicate=False) if branches else ():
@@ -343,7 +343,7 @@ class Views:
             self.members[row].fingerprint = found
 
     def _divide(self, fused: FusedModule) -> None:
-        """Members by modes, and those with hooks."""
+        """Update `split`: divide members by modes and hooks, or set None if all can be computed together."""
         base = fused.training_by_path()
         own = {row: member.training for row, member in self.members.items()}
         modes = [tuple({**base, **own.get(row, {})}.values()) for row in range(len(fused))]
@@ -360,7 +360,7 @@ class Views:
                 branch.training = mode
 
     def freeze(self, fused: FusedModule) -> None:
-        """Note which members train which parameter."""
+        """Record on each stack which members train it."""
         shared = fused._array.comparison.shared
         for name, stack in fused.named_parameters():
             if name in shared:
@@ -383,7 +383,7 @@ class Views:
                 change(member.modules[path])
 
     def renew(self, fused: FusedModule, trained: Mapping[str, bool]) -> None:
-        """Have attributes and modes as the array has them now, and train ``trained``, by key."""
+        """Set members' attributes and modes to those of the array, and requires_grad as in ``trained``, by key."""
         array, modes = fused._array, fused.training_by_path()
         for row, member in self.members.items():
             member.become(array.skeletons[array.comparison.variants[row]])
@@ -392,7 +392,7 @@ class Views:
             self.hear(fused, self.members)
 
     def set_modes(self, fused: FusedModule, modes: Mapping[int, Mapping[str, bool]]) -> None:
-        """Let members be in these modes, by row and path, and the others in those of the array."""
+        """Set the members' modes, given by row and path; other members get those of the array."""
         base = fused.training_by_path()
         for row, member in self.members.items():
             member.set(modes.get(row, base), said_to(member).trained)

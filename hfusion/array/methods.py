@@ -1,6 +1,6 @@
-"""Methods of the members other than forward, called of an array as forward is: captured, batched, checked.
+"""Methods of the members other than forward, called on an array like forward: captured, batched and checked.
 
-For each method there is an array around the same tensors, whose members' forward is that method.
+Each method has an array around the same tensors, in which it is the members' forward.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _new_array(fused: FusedModule, name: str) -> FusedModule:
         skeleton.__class__ = _class_with_forward(kind, name)
     array = type(fused).__new__(type(fused))
     nn.Module.__init__(array)
-    # The very dicts, so that tensors that take another's place are seen.
+    # Share the dict objects themselves, so that both arrays see replaced tensors.
     vars(array).update({key: vars(fused)[key] for key in _SHARED})
     array._original = f"{fused._original}.{name}"
     array._array = replace(fused._array, skeletons=skeletons)
@@ -83,7 +83,7 @@ def _new_array(fused: FusedModule, name: str) -> FusedModule:
 
 @functools.lru_cache(maxsize=256)
 def _class_with_forward(kind: type[nn.Module], name: str) -> type[nn.Module]:
-    """Return a subclass of ``kind`` whose forward is its method ``name``, in which forward is that of ``kind``."""
+    """Return a subclass of ``kind`` whose forward runs the method ``name``; inside it, forward is that of ``kind``."""
     method: Callable[..., Any] = getattr(kind, name)
     running = threading.local()
 

@@ -66,10 +66,10 @@ class FusedModule(Rows, Tree):
         self._prepare()
 
     def _prepare(self) -> None:
-        """Everything that follows from the tensors and the array."""
+        """Initialize everything that is derived from the tensors and the array."""
         self._branches = [module for _, module in self.named_modules()]
         self._states: dict[Any, ArrayState] = {}
-        self._cut: dict[str, Branch] = {}  # Those of members who have left, by path.
+        self._cut: dict[str, Branch] = {}  # Branches that no member has any more, by path.
         self._numbers, self._number = itertools.count(1), 0
         self._situations = Situations()
         self._number_buffers = NumberBuffers()
@@ -104,7 +104,7 @@ class FusedModule(Rows, Tree):
 
     def _mark(self) -> None:
         mark_tensors(self._array, dict(tensors(self)))
-        # An export puts others in their place while it runs.
+        # An export temporarily replaces these tensors.
         self._real = weakref.WeakValueDictionary(tensors(self))
 
     def __len__(self) -> int:
@@ -214,9 +214,9 @@ class FusedModule(Rows, Tree):
             self.check(compiled, arguments)
 
     def _traced(self, arguments: Arguments) -> Compiled:
-        """The program for such a call when Dynamo traces it, checked; Dynamo traces again where modes have changed."""
+        """Return the checked program for a call that Dynamo traces. Dynamo traces again if modes have changed."""
         check_together(self, "torch.compile")
-        # Dynamo guards modes, and no values of buffers.
+        # Dynamo guards on modes, but not on values of buffers.
         with self._number_buffers.left_out():
             compiled = self._program(arguments)
         check_stackable(compiled, "torch.compile")
@@ -263,7 +263,7 @@ class FusedModule(Rows, Tree):
         return found
 
     def _exportable(self, arguments: Arguments) -> Compiled:
-        """A program without loops over members' own code; a new one is not kept, as an export hides the tensors."""
+        """Return a program without loops over members. A new one is not cached, as an export hides the tensors."""
         check_together(self, "torch.export")
         subject = replace(self._compiler.subject, loops=False, member=lambda index: self._member(index, self._real))
         compiler, modes = Compiler(subject), self._modes(arguments)
@@ -339,7 +339,7 @@ class FusedModule(Rows, Tree):
         return self._views.get(self, index % members)
 
     def _member(self, index: int, stacks: Mapping[str, Tensor] | None = None) -> nn.Module:
-        """Member ``index`` around its rows of ``stacks``, the array's own tensors unless given."""
+        """Return member ``index`` around its rows of ``stacks``, by default the array's own tensors."""
         shared, own = self._array.comparison.shared, stacks or plain_stacks(self, self._real)
         rows = {name: live_rows(t, None if name in shared else index) for name, t in own.items()}
         return self._around(index, rows)
@@ -369,7 +369,7 @@ class FusedModule(Rows, Tree):
         return self
 
     def _forget(self) -> None:
-        """Drop the programs: tensors of another dtype or device want others."""
+        """Drop all programs, as tensors of another dtype or device need new ones."""
         held: list[Any] = [*self._compilers(), self._bound, self._checks, self._methods]
         for programs in held:
             programs.clear()

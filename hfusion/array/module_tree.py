@@ -54,12 +54,12 @@ class Tree(nn.Module):
         super().__init__()
         self._original = original
         self._fixed = fixed
-        # The tensors here that stand elsewhere, too, by name; with their other places.
+        # The tied tensors of this module by name, with the other paths at which they occur.
         self._tied: dict[str, list[str]] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in STATE:
-            # Past nn.Module, which would refuse the name where a member has a submodule or tensor of this name.
+            # Bypass nn.Module, which would refuse the name if a member has a submodule or tensor of this name.
             object.__setattr__(self, name, value)
             return
         if name in self.__dict__.get("_fixed", ()) or (name in self._modules and value is not self._modules[name]):
@@ -74,7 +74,7 @@ class Tree(nn.Module):
         super().__setattr__(name, value)
 
     def _check_replacement(self, name: str, tensor: Any) -> None:
-        """Raise a FusionError where ``tensor`` cannot take the place of the one of this name."""
+        """Raise a FusionError if ``tensor`` cannot replace the tensor called ``name``."""
         before = self._parameters.get(name, self._buffers.get(name))
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in (before, tensor)]
         if shapes[0] != shapes[1]:
@@ -98,7 +98,7 @@ class Tree(nn.Module):
         super().__delattr__(name)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """As of nn.Module; of a tensor that some members lack, the rows of those who have it."""
+        """Same as torch.nn.Module. Of a tensor that some members lack, save the rows of the members that have it."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, rows in own_rows(self).items():
             if prefix + name in destination:
@@ -117,7 +117,7 @@ class Tree(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
     def _widened(self, state_dict: Any, prefix: str, metadata: Any) -> Any:
-        """Return ``state_dict`` with a row for every member; those who lack a tensor keep what they have."""
+        """Return ``state_dict`` with a row for every member. Rows of members that lack a tensor keep their values."""
         found = state_dict
         for name, rows in own_rows(self).items():
             value, known = state_dict.get(prefix + name), metadata.get("rows", {}).get(name, rows)
@@ -149,7 +149,7 @@ class Tree(nn.Module):
             self._replaced()
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """As of nn.Module. Raises FusionError where the tensor cannot take the place of the one that is there."""
+        """Same as torch.nn.Module. Raises FusionError if the tensor cannot replace an existing one."""
         before = self._buffers.get(name)
         if name in self._buffers:
             self._check_replacement(name, tensor)
@@ -158,16 +158,16 @@ class Tree(nn.Module):
             self._replaced()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As of nn.Module."""
+        """Same as torch.nn.Module."""
         array = self.__dict__.get("_array")
-        # Dynamo knows no frames.
+        # Dynamo cannot trace the inspection of frames.
         if array is not None and not torch.compiler.is_compiling():
             coupling.check_update_bn(array.skeletons)
         named: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
         return named
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As of nn.Module. An array knows its modules: walking them takes longer than an update of few parameters."""
+        """Same as torch.nn.Module, from a list of modules: walking the tree would be slower than a small update."""
         branches: list[nn.Module] | None = self.__dict__.get("_branches") if recurse else None
         if branches is None:
             return super().parameters(recurse)
@@ -175,14 +175,14 @@ class Tree(nn.Module):
         return iter({id(param): param for param in named}.values())
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of nn.Module. An array without buffers is not walked."""
+        """Same as torch.nn.Module, without walking the tree of an array that has no buffers."""
         branches: list[nn.Module] | None = self.__dict__.get("_branches")
         if branches is not None and not any(branch._buffers for branch in branches):
             return iter(())
         return super().named_buffers(*args, **kwargs)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """As of nn.Module, also where a submodule has the name of a method."""
+        """Same as torch.nn.Module, also if a submodule has the name of a method."""
         found: nn.Module = self
         for name in target.split(".") if target else ():
             child = found._modules.get(name)
@@ -192,7 +192,7 @@ class Tree(nn.Module):
         return found
 
     def train(self, mode: bool = True) -> Tree:
-        """As of nn.Module, for all members; where members have a train or eval of their own, as these decide."""
+        """Same as torch.nn.Module, for all members. If members override train or eval, their methods are called."""
         return self._switched(lambda module: module.train(mode), mode)
 
     def eval(self) -> Tree:
@@ -214,7 +214,7 @@ class Tree(nn.Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Tree:
-        """As of nn.Module, for all members."""
+        """Same as torch.nn.Module, for all members."""
         super().requires_grad_(requires_grad)
         array, path, _ = self._root()
         if array is not None:
@@ -223,30 +223,30 @@ class Tree(nn.Module):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of nn.Module; the members' gradients are those of the array."""
+        """Same as torch.nn.Module, including the members' gradients."""
         super().zero_grad(set_to_none)
         array = self._root()[0]
         if array is not None:
             array._views.settle()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of nn.Module, with what was assigned to members."""
+        """Same as torch.nn.Module, including tensors that were assigned to members."""
         array = self._root()[0]
         if array is not None:
             array._split()
         return super().state_dict(*args, **kwargs)
 
     def training_by_path(self) -> dict[str, bool]:
-        """The modes by path."""
+        """Return whether each module is in train mode, by path."""
         return {path: module.training for path, module in self.named_modules(remove_duplicate=False)}
 
     def _root(self) -> tuple[Any, str, bool]:
-        """The array, the path in it, and whether members have a train or eval of their own; None while it is made."""
+        """Return the array (None during construction), the path in it, and whether members override train or eval."""
         root, path, own = self.__dict__.get("_place") or (None, "", False)
         return (None if root is None else root()), path, own
 
     def _replaced(self) -> None:
-        """A tensor has taken the place of another."""
+        """Update the array after a tensor has been replaced."""
         array = self._root()[0]
         if array is not None:
             array._mark()
@@ -267,7 +267,7 @@ class Tree(nn.Module):
 
 
 class Branch(Tree):
-    """A submodule of a fused module: a place for tensors, which cannot be called or hooked by itself."""
+    """A submodule of a fused module: a container of tensors, which cannot be called or hooked by itself."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise FusionError(
@@ -310,7 +310,7 @@ def _added(name: str, tree: Tree) -> FusionError:
 
 
 def fixed_attributes(module: nn.Module) -> frozenset[str]:
-    """The attributes that forward may read, of the module and of its classes, which are captured."""
+    """Return the attributes of a module and its classes that forward may read, whose values are captured."""
     classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
     named = {
         name
@@ -329,7 +329,7 @@ def grow(
 ) -> None:
     """Give ``branch`` the tree of ``skeletons`` with the tensors of ``stacks``; submodules used twice stay one.
 
-    ``branches``: by path those that the tree had before, which keep their modes and are filled again.
+    ``branches``: former branches of the tree by path, which are filled again and keep their modes.
     """
     grown: dict[tuple[int, ...], Branch] = {}
     known = dict(branches or {})
@@ -360,7 +360,7 @@ def grow(
 
 
 def own_rows(tree: Tree) -> dict[str, tuple[int, ...]]:
-    """The tensors of ``tree`` that some members lack, with the members who have each."""
+    """Return the tensors of ``tree`` that some members lack, each with the members that have it."""
     found = {}
     for name, tensor in [*tree._parameters.items(), *tree._buffers.items()]:
         known = None if tensor is None else membership(tensor)
@@ -370,12 +370,12 @@ def own_rows(tree: Tree) -> dict[str, tuple[int, ...]]:
 
 
 def kinds_of(modules: Sequence[nn.Module]) -> str:
-    """The classes of the members' modules at one path."""
+    """Return the class names of the members' modules at one path, separated by ``|``."""
     return " | ".join(dict.fromkeys(type(module).__name__ for module in modules))
 
 
 def fixed_of(modules: Sequence[nn.Module]) -> frozenset[str]:
-    """As `fixed_attributes`, of the members' modules at one path."""
+    """Return the `fixed_attributes` of all members' modules at one path."""
     return frozenset().union(*map(fixed_attributes, modules))
 
 

@@ -1,6 +1,6 @@
 """Small buffers that forward reads in Python, as ``topk(self.k)`` does: programs hold their values as constants.
 
-A graph holds for one value of such a number only. So a program is compiled for the values of the members, and the
+A graph is valid for one value of such a number only. So a program is compiled for the values of the members, and the
 values are read again at every call: another value leads to another program.
 """
 
@@ -24,11 +24,11 @@ from hfusion.passes.check import check_array
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
 
-# Sets of values, of one arrangement of members, for which programs are made.
+# Maximum number of sets of values for which programs are compiled, for one arrangement of members.
 MAX_VALUE_SETS = 8
-# The elements of an integer buffer whose values are read.
+# Maximum number of elements of an integer buffer whose values are read.
 MAX_ELEMENTS = 16
-# In place of values, in the keys of programs that read no buffer, or leave that to the members' own code.
+# Keys of programs that read no buffer, or leave that to the members' own code.
 _NONE, _LEFT_OUT = 0, -1
 
 Values: TypeAlias = tuple[tuple[Any, ...], ...]
@@ -78,7 +78,7 @@ class NumberBuffers:
             return None
 
     def hold(self, names: frozenset[str]) -> bool:
-        """Let programs hold the values of ``names``, too, from now on; return whether that is new."""
+        """Let programs hold the values of ``names`` as well. Return whether a name is new."""
         if names <= set(self.names):
             return False
         self.names = tuple(sorted({*self.names, *names}))
@@ -87,7 +87,7 @@ class NumberBuffers:
         return True
 
     def restart(self) -> None:
-        """Count the sets of values from zero, since other members are there."""
+        """Count the sets of values from zero again, as the members have changed."""
         self._sets = 0
 
     @contextmanager
@@ -154,14 +154,14 @@ def _running(
     training: bool,
     sizes: VaryingSizes,
 ) -> Compiled | None:
-    """Return the program of `_with_constants`, None where members differ in more than numbers or it cannot run.
+    """Return the program of `_with_constants`, or None if members differ in more than numbers or it cannot run.
 
-    It cannot where a number decides on a size of an output, which the members' own code names in its error.
+    It cannot run if a number decides on the size of an output. The members' own code then raises an error about it.
     """
     on_host = all(fused.get_buffer(name).device.type == "cpu" for name in names)
     # Tracers know the values of tensors in host memory; code that also computes with a buffer needs its own device.
     for moved in (False,) if on_host else (True, False):
-        # Also what the members' code raises where it looks for a buffer: without constants it runs as it is.
+        # Suppress any error of members' code that looks for a buffer: without constants it runs unchanged.
         with suppress(Exception):
             compiled = _with_constants(fused, names, subject, arguments, training, sizes, moved)
             check_array(compiled.program.module, len(fused))
@@ -170,7 +170,7 @@ def _running(
 
 
 def _candidates(fused: FusedModule, compiled: Compiled) -> tuple[str, ...]:
-    """The small buffers that code which runs member by member may have read, and did not write."""
+    """Return the keys of small buffers that code run member by member may have read, and did not write."""
     written = _written(compiled)
     shared = fused._array.comparison.shared
     # A member that is an array itself keeps its buffers as stacks, which are no attributes.
@@ -186,7 +186,7 @@ def _candidates(fused: FusedModule, compiled: Compiled) -> tuple[str, ...]:
 
 
 def _written(compiled: Compiled) -> set[str]:
-    """The keys of the tensors that a run of forward has written; of its own code, those that it was seen to write."""
+    """Return the keys of tensors that forward has written; of code run member by member, only observed writes."""
     opaque = {f"{call.place}.{key}".strip(".") for call in compiled.opaque for key in call.changing}
     written = set(compiled.written - opaque)
     for call in compiled.opaque:
@@ -214,9 +214,9 @@ def _with_constants(
     sizes: VaryingSizes,
     moved: bool,
 ) -> Compiled:
-    """The program in which the buffers ``names`` are constants; members of other values are other variants.
+    """Return a program with the buffers ``names`` as constants. Members with other values become other variants.
 
-    moved: the constants are in host memory, whatever device the buffers are on.
+    moved: put the constants into host memory, whatever device the buffers are on.
     """
     values = fused._number_buffers.values(fused, names)
     if values is None:
@@ -236,7 +236,7 @@ def _with_constants(
 
 @torch.no_grad()
 def _constant(model: nn.Module, names: Sequence[str], moved: bool) -> nn.Module:
-    """``model`` with copies of the buffers ``names`` as attributes, which a capture takes for constants."""
+    """Replace the buffers ``names`` of ``model`` by copies as attributes, which capture treats as constants."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         holder = model.get_submodule(path)

@@ -1,4 +1,4 @@
-"""Train and eval of an array whose members have their own: a frozen backbone, a teacher, adapters that merge.
+"""Train and eval of an array whose members override them: a frozen backbone, a teacher, adapters that merge.
 
 The members' methods run on live views of the rows. The array adopts their effects: flags, which parameters are trained,
 tensors that were written or replaced, and Python attributes. Effects that it cannot represent are refused, and undone.
@@ -55,7 +55,7 @@ class Left:
 
 @dataclass(eq=False)
 class Switch:
-    """A change of mode in the making. ``views[b]`` is member b around its rows; ``shared`` are keys of all members."""
+    """A mode change that can be undone. ``views[b]``: member b around its rows. ``shared``: keys of shared tensors."""
 
     views: Sequence[nn.Module]
     shared: frozenset[str]
@@ -121,7 +121,7 @@ def _lies_in(tensor: Tensor, row: Tensor) -> bool:
 
 
 def _check_bound(index: int, module: nn.Module) -> None:
-    """A method set on an instance is copied with it only if it is bound to it."""
+    """Raise a FusionError if train or eval was set on the instance and is not bound to it, so cannot be copied."""
     for name in ("train", "eval"):
         method = vars(module).get(name)
         if method is not None and not (isinstance(method, types.MethodType) and method.__self__ is module):
@@ -152,7 +152,7 @@ def _shared_write(index: int, name: str) -> str:
 
 
 class _Writes(TorchDispatchMode):
-    """Backs up a member's rows before they are overwritten; refuses writes into tensors of all members."""
+    """Backs up a member's rows before they are overwritten; refuses writes into tensors that all members share."""
 
     def __init__(
         self,

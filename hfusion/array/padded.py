@@ -31,7 +31,7 @@ from hfusion.passes.cost.padding import SizeCosts
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
 
-# Computes the members of these rows by calls by size.
+# Computes the members of the given rows, with one call for each batch size.
 BySize = Callable[[Sequence[int]], Any]
 
 
@@ -43,7 +43,7 @@ class Padding:
         compiled: the program.
         dims: for each output, the dim of samples; None for one that depends on no sample.
         refused: the reason why batches stay divided by size; empty if none is known.
-        checked: the modes, with gradients and without, in which it was compared with calls by size.
+        checked: the values of ``torch.is_grad_enabled()`` for which it was compared with calls by size.
     """
 
     compiled: Compiled
@@ -89,7 +89,7 @@ class Padding:
         return self.served[key]
 
 
-# Combinations of sizes for which it is known whether they are filled up.
+# Maximum number of combinations of sizes for which the decision to pad is cached.
 MAX_SIZES = 4096
 
 _paddings: WeakKeyDictionary[FusedModule, dict[int, Padding]] = WeakKeyDictionary()
@@ -107,7 +107,7 @@ def size_lines(fused: FusedModule) -> tuple[str, ...]:
 
 
 def run_padded(fused: FusedModule, arguments: Arguments, by_size: BySize) -> Any:
-    """Return the outputs of all members from one call; None where they are to be computed by size."""
+    """Return the outputs of all members from one padded call, or None if they must be computed by size."""
     sizes = _sizes(arguments)
     if sizes is None or min(sizes) == 0:
         return None
@@ -160,14 +160,14 @@ def _batches(compiled: Compiled, arguments: Arguments) -> list[fx.Node]:
 
 
 def _sizes(arguments: Arguments) -> tuple[int, ...] | None:
-    """The members' numbers of samples; None where ragged arguments do not agree on them, or differ in other sizes."""
+    """Return each member's number of samples; None if ragged arguments disagree on it, or differ in other sizes."""
     found = {leaf.sizes for leaf in arguments.ragged}
     alike = all(len({tensor.shape[1:] for tensor in leaf}) == 1 for leaf in arguments.ragged)
     return found.pop() if alike and len(found) == 1 else None
 
 
 def _filled(leaf: Any, sizes: Sequence[int]) -> Any:
-    """Batches of one size, each with its last sample repeated, ``[B, N, ...]``."""
+    """Pad a ragged argument to ``[B, N, ...]`` by repeating each last sample. Other leaves are returned unchanged."""
     if not isinstance(leaf, Ragged):
         return leaf
     device = leaf[0].device
@@ -185,7 +185,7 @@ def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Any:
 def _disagreement(
     fused: FusedModule, padding: Padding, filled: Arguments, sizes: Sequence[int], by_size: BySize
 ) -> str:
-    """Compare members of the least and the greatest size with calls by size; returns where they differ, or nothing."""
+    """Compare members of the smallest and largest size with calls by size. Return a difference found, or ''."""
     rows = sorted({sizes.index(min(sizes)), sizes.index(max(sizes))})
     parameters = {name: p for name, p in fused.named_parameters() if p.requires_grad}
     ours = [_rows_of(leaf, rows) for leaf in pytree.tree_leaves(_run(fused, padding, filled, sizes))]
@@ -210,7 +210,7 @@ def _rows_of(leaf: Any, rows: Sequence[int]) -> Any:
 
 
 def _outcome(outputs: Sequence[Any], parameters: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Outputs, and the gradients of a fixed projection of them."""
+    """Return the outputs, and the gradients of a fixed projection of them, with their names."""
     tensors = [tensor for output in outputs if isinstance(output, list) for tensor in output]
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
     found = [(f"output {k}", tensor.detach()) for k, tensor in enumerate(floating)]

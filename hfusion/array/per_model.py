@@ -44,7 +44,7 @@ class _Function(nn.Module):
         return self.function(*args, **kwargs)
 
 
-# Kinds of calls that are looked up directly.
+# Maximum number of cached kinds of calls.
 MAX_CALLS = 1024
 
 
@@ -56,7 +56,7 @@ class _Calls:
         programs: by the state of the function and the key of the arguments, how such a call runs.
         compilers: by the state of the function and the number of members.
         loops: by the state of the function and the loose key of the arguments, why such calls run in a loop.
-        joined: by the members of each shape and the programs for them, one program of all.
+        joined: one program for all members, by the members of each shape and their programs.
     """
 
     programs: dict[Any, Callable[[Arguments], Any]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class _Calls:
     joined: dict[Any, Compiled] = field(default_factory=dict)
 
     def joined_program(self, arguments: Arguments, blocks: Sequence[tuple[tuple[int, ...], Compiled]]) -> Compiled:
-        """One program for members whose arguments differ in shape. Raises FusionError."""
+        """Return one program for members whose arguments differ in shape. Raises FusionError."""
         key = tuple((rows, compiled.origin) for rows, compiled in blocks)
         if key not in self.joined:
             self.joined[key] = join_sizes(arguments, blocks)
@@ -76,7 +76,7 @@ class PerModel(PerMemberFunction):
     """A function per member; see `per_model`.
 
     Args:
-        programs: those of the array whose outputs it is given; by default of the array that was called last.
+        programs: the cache of the array whose outputs are passed; by default of the array that was called last.
     """
 
     def __init__(self, function: Callable[..., Any], programs: FunctionPrograms | None = None) -> None:
@@ -93,7 +93,7 @@ class PerModel(PerMemberFunction):
         return f"per_model({self._name})"
 
     def __reduce__(self) -> Any:
-        """Copies and pickles are of the function alone."""
+        """Copy and pickle the function only, without its programs."""
         return PerModel, (self._function,)
 
     def __call__(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ class PerModel(PerMemberFunction):
         return self._programs or current_programs(self._origin, arguments) or self._own.get(state, arguments)
 
     def prepare(self, outputs: Any, *args: Any, **kwargs: Any) -> None:
-        """Make what such a call runs, without running it; `found` then gives it."""
+        """Compile the program for such a call without running it; `found` then returns it."""
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
         state = self.state()
         self._program(self._programs_for(state, arguments), state, arguments)
@@ -118,7 +118,7 @@ class PerModel(PerMemberFunction):
     def _program(
         self, programs: FunctionPrograms, state: Any, arguments: Arguments
     ) -> tuple[_Calls, Callable[[Arguments], Any]]:
-        """The calls so far, and how this one runs."""
+        """Return the record of calls so far, and the callable that runs this call."""
         self._last_programs, key = programs, (state, arguments.key)
         calls = self._calls.get(programs)
         if calls is None:
@@ -138,7 +138,7 @@ class PerModel(PerMemberFunction):
             return program(arguments)
         except FailedCheck as error:
             looped = functools.partial(self._looped, _members(arguments))
-            # One of the members raises here. If none does, a branch is more than a check.
+            # A failing member raises its own error here. If none does, the function does more in a branch than raise.
             losses = looped(arguments)
             calls.programs[key], calls.loops[key[0], arguments.loose_key] = looped, str(error)
             return losses
@@ -150,7 +150,7 @@ class PerModel(PerMemberFunction):
 
     @property
     def programs(self) -> list[Program]:
-        """The programs of the function as it was at its calls so far."""
+        """The programs for all calls of the function so far."""
         compilers = [compiler for calls in self._calls.values() for compiler in calls.compilers.values()]
         families = [family for compiler in compilers for family in compiler.families.values()]
         return list(dict.fromkeys(compiled.program for family in families for compiled in family))
@@ -179,7 +179,7 @@ class PerModel(PerMemberFunction):
         return _looped(self._module, self._name, members, arguments)
 
     def found(self, outputs: Any, *args: Any, **kwargs: Any) -> BoundProgram | str:
-        """The program that such a call, the last one, has run; or why it ran in a loop over members."""
+        """Return the program of the last call, with such arguments, or the reason why it ran in a loop over members."""
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
         state, programs = self.state(), self._last_programs
         calls = _Calls() if programs is None else self._calls.get(programs, _Calls())
@@ -209,7 +209,7 @@ class PerModel(PerMemberFunction):
         return self._function.training if isinstance(self._function, nn.Module) else True
 
     def _compiler(self, calls: _Calls, programs: FunctionPrograms, state: Any, arguments: Arguments) -> Compiler:
-        """The compiler for the function as it is now. Raises FusionError where its state is not worth a program."""
+        """Return the compiler for the function in ``state``. Raises FusionError if no program can be kept for it."""
         if state is None:
             raise FusionError("it reads more values besides its arguments than can be compared on every call")
         if any(map(is_wrapped, tensors_of(state))):
@@ -271,10 +271,10 @@ def _members(arguments: Arguments) -> int:
 
 
 def _looped(function: Callable[..., Any], name: str, members: int, arguments: Arguments) -> Any:
-    """The function, called member by member."""
+    """Call the function member by member, and stack the results."""
     rows = []
     pairs = zip(arguments.leaves, arguments.values, strict=True)
-    # A row of one's own may be written to, unless autograd keeps all rows by one count of writes.
+    # A member may write to its own row, unless it requires a gradient: all rows have one version counter.
     given = [value for leaf, value in pairs if isinstance(leaf, Tensor) or (is_stacked(leaf) and value.requires_grad)]
     given = [tensor for tensor in given if not tensor.is_inference()]
     before = [tensor._version for tensor in given]
@@ -282,7 +282,7 @@ def _looped(function: Callable[..., Any], name: str, members: int, arguments: Ar
         for member in range(members):
             args, kwargs = arguments.of_member(member)
             rows.append(function(*args, **kwargs))
-            # Another member's gradient, or its own argument, would be changed by that.
+            # The write would change the arguments or the gradient of another member.
             if [tensor._version for tensor in given] != before:
                 raise FusionError(
                     f"{name} writes into its arguments, and runs in a loop over members, which may share them; let it "

@@ -1,4 +1,4 @@
-"""The programs of members that have joined: made of those of earlier members, without a capture."""
+"""Derive programs for changed members from those of earlier members, without a capture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hfusion.passes.gather import has_variants
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
 
-# Traces of members that are kept, the latest.
+# Maximum number of cached traces of members.
 MAX_TRACES = 64
 
 
@@ -36,7 +36,7 @@ class TraceCache:
     def trace(
         self, fused: FusedModule, row: int, content: Any, modes: Any, arguments: Arguments
     ) -> OperatorTrace | None:
-        """The trace of the member in ``row``, which is known by ``content``; None where it has none."""
+        """Return the operator trace of the member in ``row``, cached by its ``content``; None if it has none."""
         key = content, modes, arguments.key
         if key not in self.traces:
             args, kwargs = arguments.of_member(row)
@@ -71,7 +71,7 @@ class Kin:
             if state.compiler is not self.compiler
         ]
         if self.fused._array.has_variants:
-            # Rows are not chosen of a graph of variants; what they capture is cached for the process.
+            # Rows cannot be selected from a graph with variants, whose captures are cached for the process.
             return None
         wanted = set(self.contents)
         for contents, found in self._fitting([pair for pair in earlier if wanted <= set(pair[0])], modes, arguments):
@@ -90,12 +90,12 @@ class Kin:
         """Yield the programs of ``earlier`` members for such a call, each with the contents of these members."""
         for contents, compiler in earlier:
             found = compiler.fitting(modes, arguments)
-            # Values of buffers belong to rows, and not to what members are besides.
+            # Values of buffers belong to rows; the fingerprints of members do not contain them.
             if found is not None and not found.numbers and not has_variants(found.graph):
                 yield contents, found
 
     def _filled(self, contents: Sequence[Any], found: Compiled, modes: Any, arguments: Arguments) -> Compiled | None:
-        """A program in which members that differ from the earlier ones in numbers have theirs, or None."""
+        """Return ``found`` with the numbers of members that differ from earlier ones; None if that is impossible."""
         row = next((row for row, content in enumerate(self.contents) if content in contents), None)
         if row is None or found.opaque or not found.calls:
             return None
@@ -132,8 +132,8 @@ class Kin:
 
 
 def trust(donor: FusedModule, checked: Compiled, array: FusedModule, made: Compiled) -> None:
-    """Spare a program that runs every operator as the one that it was made of a self-check of its own."""
-    # Of a single member no check tells whether members are kept apart.
+    """Let ``made`` inherit the self-check of ``checked``, of which it was made, if both run every operator alike."""
+    # A check with a single member cannot show that members are kept apart.
     enough = checked.program.members >= min(made.program.members, 2)
     if enough and id(checked) in donor._checks and _ways(checked) == _ways(made):
         array._checks[id(made)] = donor._checks[id(checked)]

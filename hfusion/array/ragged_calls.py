@@ -1,8 +1,8 @@
 """Batches of different sizes: in one call, filled up to the largest, or by a call for each size.
 
-A call for each size is exact for any forward: members of one size are computed together. The arrays that compute so
-many members of such variants are kept for the next call, whichever members those are. Their programs are made of one
-capture.
+A call for each size is exact for any forward: members of one size are computed together. The arrays that compute
+them are cached by the number and variants of their members, and serve other members of these variants. Their programs
+are derived from one capture.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from hfusion.torch_private.functorch import in_transform
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
 
-# Arrays of some of the members that are cached for further calls.
+# Maximum number of arrays of some of the members that are cached for further calls.
 MAX_ARRAYS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class SizedArray:
-    """An array of members of variants ``pattern`` of the whole array; cached for whichever members are such."""
+    """A cached array for any members of the whole array that have the variants ``pattern``."""
 
     pattern: tuple[int, ...]
     array: FusedModule
@@ -44,7 +44,7 @@ _arrays: WeakKeyDictionary[FusedModule, dict[Any, SizedArray]] = WeakKeyDictiona
 
 
 def size_reports(fused: FusedModule) -> list[FusionReport]:
-    """Report how batches of different sizes have run: of the whole array, and of those for members of one size."""
+    """Report how batches of different sizes have run: in the whole array, and in arrays for members of one size."""
     arrays = [sized.array.report() for sized in _arrays.get(fused, {}).values()]
     return [FusionReport((), (), size_lines(fused)), *arrays]
 
@@ -77,7 +77,7 @@ class SizeGroups:
         return outputs
 
     def _by_size(self, fused: FusedModule, arguments: Arguments, rows: Sequence[int]) -> Any:
-        """The outputs of members ``rows``, of all where some are divided by modes, by a call for each size."""
+        """Compute members ``rows`` (all members, if they are split by modes) with one call for each size."""
         split = self.split
         if split is None:
             flags = flags_read(fused)
@@ -100,12 +100,12 @@ def _said(array: FusedModule) -> tuple[dict[str, bool], dict[str, bool]]:
 def _group(
     fused: FusedModule, rows: list[int], modes: dict[str, bool], trained: dict[str, bool], arguments: Arguments
 ) -> MemberGroup:
-    """Members ``rows``, whose batches have one size, as an array in ``modes``."""
+    """Return members ``rows``, whose batches have one size, as an array in ``modes``."""
     variants = fused._array.comparison.variants
     pattern = tuple(variants[row] for row in rows)
     group = MemberGroup(tuple(rows), _sized(fused, pattern, rows, modes, trained))
     if group.ready(fused, arguments.of_rows(rows)).opaque:
-        # Code of their own may keep what it likes on the members, who must then be these.
+        # Code that runs member by member may store state on members, so this array serves only these rows.
         return MemberGroup(tuple(rows), _sized(fused, ("rows", *rows), rows, modes, trained))
     return group
 
@@ -134,7 +134,7 @@ def _sized(
 
 @dataclass(frozen=True, eq=False)
 class _RelatedPrograms:
-    """Looks among the programs of the whole array, and of blocks of its members, for one that serves others."""
+    """Derives a program for ``sized`` from those of the whole array, or of its arrays for members of one size."""
 
     fused: FusedModule
     sized: SizedArray

@@ -15,7 +15,7 @@ from hfusion.core.ragged import Ragged
 
 
 def check_ragged(members: int, arguments: Arguments) -> None:
-    """Raise a ValueError for a ragged argument of another number of members."""
+    """Raise a ValueError if a ragged argument does not hold one batch per member."""
     for leaf in arguments.ragged:
         if len(leaf) != members:
             raise ValueError(
@@ -47,7 +47,7 @@ def call_by_size(members: int, arguments: Arguments, call: Callable[[Arguments],
 
 
 def joined_by_size(blocks: Sequence[tuple[Sequence[int], Any]]) -> Any:
-    """Results ``[k, ...]`` of blocks of members as those of all: stacked, or `Ragged` where their sizes differ.
+    """Join results ``[k, ...]`` of blocks of members into those of all: stacked, or `Ragged` if their sizes differ.
 
     Raises:
         FusionError: results of different structures.

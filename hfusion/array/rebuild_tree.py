@@ -1,4 +1,4 @@
-"""The tree of a fused module whose members' modules come and go."""
+"""Rebuild the tree of a fused module after members with other modules have joined or left."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 def regrow(fused: FusedModule, array: Array, stacks: Mapping[str, Tensor]) -> None:
-    """Let a fused module have the modules of members of ``array``, with the tensors ``stacks``.
+    """Rebuild the tree of a fused module from the skeletons of ``array``, with the tensors ``stacks``.
 
-    The branch of a path stays one object, as programs look their tensors up in it: also one that no member has for a
-    while.
+    The branch of a path stays the same object, even while no member has it, as programs look up their tensors in it.
     """
     _regrow(fused, array.skeletons, stacks, fused._cut)
     fused._branches = [module for _, module in fused.named_modules()]
@@ -45,6 +44,6 @@ def _regrow(root: Tree, skeletons: Sequence[nn.Module], stacks: Mapping[str, Ten
 
 
 def _is_extra(name: str, tensor: Tensor | None, stacks: Mapping[str, Tensor]) -> bool:
-    """Return whether a user has registered a buffer on the array, which no member has."""
+    """Return whether a buffer was registered on the array by the user, so that no member has it."""
     known = None if tensor is None else membership(tensor)
     return tensor is not None and name not in stacks and not (known is not None and known.is_unused)

@@ -1,4 +1,4 @@
-"""The stacks of an array whose members leave, join or are written over: rows that move, and stacks that come and go."""
+"""Rearrange the stacks of an array whose members leave, join or are overwritten: move rows, add and free stacks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def move_stacks(fused: FusedModule, sources: Sequence[Source], after: Array) -> dict[str, Tensor]:
-    """Let each stack have rows ``sources``, of the shapes of the array ``after``; return its tensors by key.
+    """Rearrange each stack to rows ``sources``, in the shapes of the array ``after``, and return its tensors by key.
 
-    Those that no member has any more give their memory back, and are marked as unused.
+    The memory of stacks that no member has any more is freed, and they are marked as unused.
     """
     joining = {index: dict(tensors(source)) for index, source in enumerate(sources) if isinstance(source, nn.Module)}
     shapes = {name: shape for own in after.own_shapes for name, shape in own.items()} | after.row_shapes
@@ -68,7 +68,7 @@ def _empty(stack: Tensor, name: str, members: int) -> None:
 
 
 def resize(tensor: Tensor, moved: Tensor, same: bool) -> None:
-    """Let ``tensor`` hold ``moved``, in the same memory or, of another shape, in other memory."""
+    """Replace the data of ``tensor`` by ``moved``, unless ``same``: then it has been written in place."""
     if not same:
         if tensor.requires_grad:
             # Autograd's node that accumulates into the tensor, which outputs that are still there hold, knows its
@@ -76,7 +76,7 @@ def resize(tensor: Tensor, moved: Tensor, same: bool) -> None:
             other = torch.float64 if tensor.dtype is torch.float32 else torch.float32
             tensor.data = torch.empty(0, dtype=other, device=tensor.device)
         tensor.data = moved
-    # What autograd saved of it has changed.
+    # Values that autograd saved of the tensor have changed.
     increment_version(tensor)
 
 

@@ -24,7 +24,7 @@ from hfusion.device.backend import active_autocast
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
 
-# Those that are kept, the latest.
+# Maximum number of cached programs.
 MAX_PROGRAMS = 64
 
 Make = Callable[[ArraySpec, Arguments, bool, VaryingSizes], Compiled]
@@ -35,7 +35,7 @@ class _Shared:
     """A program, and the result of its self-check, empty before it.
 
     Attributes:
-        skeletons: of the array that it was made for. While they live, no id in the key is used again.
+        skeletons: those of the array it was compiled for, kept alive so that no id in the key is reused.
     """
 
     compiled: Compiled
@@ -54,7 +54,7 @@ def share_programs(fused: FusedModule) -> None:
 
 
 def check_once(fused: FusedModule, compiled: Compiled, arguments: Arguments) -> None:
-    """Run the self-check of a program, unless an array that shares it has. Raises FusionError."""
+    """Run the self-check of a program, unless an array that shares it has run it already. Raises FusionError."""
     shared = next((each for each in [*_programs.values()] if each.compiled is compiled), None)
     if shared is not None and shared.check:
         fused._checks.setdefault(id(compiled), shared.check)
@@ -71,7 +71,7 @@ def _made_once(
         _programs.move_to_end(key)
         return _programs[key].compiled
     compiled = make(subject, arguments, training, sizes)
-    # Members' own code, and values of buffers, belong to the members.
+    # Programs that run members' own code, or hold values of buffers, depend on these very members.
     if key is not None and not compiled.opaque and not compiled.numbers and not subject.looped:
         _programs[key] = _Shared(compiled, fused._array.skeletons)
         if len(_programs) > MAX_PROGRAMS:

@@ -34,19 +34,19 @@ from hfusion.torch_private.functorch import in_transform, is_wrapped
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
 
-# Arrays of some of the members that are kept for when they are divided so again.
+# Maximum number of cached arrays of some of the members, for when they are divided in the same way again.
 MAX_PARTS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class MemberGroup:
-    """Members ``rows`` as an array whose parameters are without memory but while it is captured."""
+    """Members ``rows`` as an array whose parameters have memory only while it is captured."""
 
     rows: tuple[int, ...]
     array: FusedModule
 
     def ready(self, fused: FusedModule, arguments: Arguments) -> Compiled:
-        """The program for such a call, captured and checked with the present values."""
+        """Return the program for a call with ``arguments``, captured and checked with the current values."""
         array = self.array
         found = array.find(arguments)
         if found is not None and id(found) in array._checks:
@@ -71,7 +71,7 @@ class MemberGroup:
         return compiled
 
     def run(self, fused: FusedModule, compiled: Compiled, arguments: Arguments, watch: bool) -> Any:
-        """Return the members' outputs for ``arguments``, which are theirs."""
+        """Return the outputs of the group's members, whose arguments are ``arguments``."""
         array, rows, members = self.array, list(self.rows), len(fused)
         stacks, shared = dict(tensors(fused)), array._array.comparison.shared
         fixed = {name for name, parameter in array.named_parameters() if not parameter.requires_grad}
@@ -100,7 +100,7 @@ class MemberGroup:
 class Split:
     """The groups in which an array computes members that cannot be computed together.
 
-    ``key``: equal where members are divided alike. ``alone``: the members that run as their own code, by row.
+    ``key``: equal for splits that divide members alike. ``alone``: the members that run their own code, by row.
     """
 
     key: Any
@@ -119,7 +119,7 @@ class Split:
     ) -> Split:
         """Divide members by their ``modes``, and by ``trained`` if forward reads it; those with hooks run separately.
 
-        ``parts`` are arrays of some members that were created before.
+        ``parts``: the cache of arrays of some of the members.
         """
         found: dict[Any, list[int]] = {}
         for row, own in enumerate(modes):
@@ -186,11 +186,11 @@ def _why(groups: Mapping[Any, Sequence[int]], hooked: Mapping[int, str]) -> str:
 def part_of(
     fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, Any], Tensor], takes_variants: bool = False
 ) -> FusedModule:
-    """An array of some members, in the modes of ``fused``.
+    """Return an array of some members, in the modes of ``fused``.
 
     Args:
-        stack: ``stack(whole, rows)`` gives its tensors; ``rows`` is None for a tensor that all members share.
-        takes_variants: members may differ in submodules. ``stack`` then gives memory of the array's own, as rows may
+        stack: ``stack(whole, rows)`` returns a tensor of it; ``rows`` is None for a tensor that all members share.
+        takes_variants: members may differ in submodules. ``stack`` must then return new memory, as rows may
             be smaller than in ``fused``.
 
     Raises:
@@ -232,14 +232,14 @@ def part_of(
 
 
 def copied_rows(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
-    """Rows of a stack in memory of their own, all of a tensor that members share; a parameter if it is one."""
+    """Return a copy of rows of a stack, or a shared tensor (``rows`` is None) without a copy; keeps parameters."""
     copy = stack.detach() if rows is None else stack.detach()[list(rows)]
     return nn.Parameter(copy, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else copy
 
 
 @contextmanager
 def holding(modules: Mapping[str, nn.Module], own: Mapping[str, Tensor]) -> Iterator[None]:
-    """``modules``, by path, with other tensors by key; afterwards as before."""
+    """Context manager: replace tensors of ``modules`` (by path) by those of ``own`` (by key), and restore them."""
     before = []
     for name, tensor in own.items():
         path, _, leaf = name.rpartition(".")
@@ -255,7 +255,7 @@ def holding(modules: Mapping[str, nn.Module], own: Mapping[str, Tensor]) -> Iter
 
 
 def _run_alone(fused: FusedModule, row: int, member: RowView, arguments: Arguments) -> Any:
-    """A member's own code, with its hooks: its parameters are rows of the stacks, so that gradients reach these."""
+    """Run a member's own code, with its hooks. Its parameters are rows of the stacks, so gradients reach the stacks."""
     stacks = dict(tensors(fused))
     once: dict[int, Tensor] = {}
     for name, parameter in member.parameters.items():
@@ -275,7 +275,7 @@ def _run_alone(fused: FusedModule, row: int, member: RowView, arguments: Argumen
         for name, tensor in own.items():
             place = stacks[name].detach()[row]
             if not is_wrapped(stacks[name]) and tensor.data_ptr() != place.data_ptr():
-                # Forward has given it other data.
+                # Forward has assigned other data to the parameter.
                 place.copy_(tensor.detach())
     if [tensor._version for tensor in given] != versions:
         raise FusionError(
@@ -286,7 +286,7 @@ def _run_alone(fused: FusedModule, row: int, member: RowView, arguments: Argumen
 
 
 def _joined(fused: FusedModule, parts: Sequence[tuple[Sequence[int], Any]]) -> Any:
-    """The results of all members, in their order."""
+    """Join the results of groups in the members' order."""
     flat = [pytree.tree_flatten(outputs) for _, outputs in parts]
     order = [row for rows, _ in parts for row in rows]
     for (rows, _), (leaves, spec) in zip(parts, flat, strict=True):

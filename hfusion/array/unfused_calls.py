@@ -1,4 +1,4 @@
-"""Calls that no program of an array serves: by the members' own code, one after the other.
+"""Calls that programs cannot compute: they run the members' own code, one member after the other.
 
 Those are calls with sparse arguments, and some inside the transforms of torch.func.
 """
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 def unserved(compiled: Compiled) -> str:
-    """Say why a program does not serve the transforms that this thread is in; empty if it does."""
+    """Return why a program cannot run inside the torch.func transforms of this thread; empty if it can."""
     if compiled.opaque:
         call = compiled.opaque[0]
         return f"{call.path or 'forward'} runs member by member: {call.why}"
@@ -52,7 +52,7 @@ def unserved(compiled: Compiled) -> str:
 def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of an array by key, also while `torch.func.functional_call` has put others in their place.
 
-    Those of ``originals`` that were parameters are so again, trained or frozen, and none is wrapped by a transform.
+    Parameters are parameters again, with requires_grad as in ``originals``, and no tensor is wrapped by a transform.
     """
     once: dict[int, Tensor] = {}
     stacks = {name: once.setdefault(id(t), unwrapped(t)) for name, t in tensors(owner)}

@@ -48,7 +48,7 @@ _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 @contextmanager
 def hint_at_stacked(arguments: Arguments, members: int) -> Iterator[None]:
-    """Add to an error of forward that an input ``[B, N, ...]`` was given to every member as a whole."""
+    """Context manager: add a note to errors of forward if every member was given a whole input ``[B, N, ...]``."""
     try:
         yield
     except Exception as error:

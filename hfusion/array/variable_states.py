@@ -1,4 +1,4 @@
-"""The variables besides tensors that members' code names, while an array lives: programs are kept by their values."""
+"""Variables other than tensors that the members' code names: programs are cached by their values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hfusion.core.torch_settings import read_settings
 from hfusion.device.backend import active_autocast
 from hfusion.torch_private.module_hooks import Orthogonal, caches_parametrizations
 
-# Values of one variable for which programs are made.
+# Maximum number of values of one variable for which programs are compiled.
 MAX_VALUES = 4
 
 
@@ -43,14 +43,14 @@ class Situations:
         self._met: dict[str, set[Any]] = {}
 
     def look(self, models: Sequence[nn.Module], tree: Sequence[nn.Module], arguments: Arguments | None) -> int:
-        """The number of the present values, by the code of ``models``.
+        """Return the number of the present state, as far as the code of ``models`` reads it.
 
         Args:
             tree: the array's modules, with its parameters.
             arguments: of the call; None where it is not known.
 
         Raises:
-            FusionError: an input carries an attribute that the code names, which an array has not.
+            FusionError: an input carries a Python attribute that the code names; tensors of an array have none.
         """
         if caches_parametrizations():
             _check_cached(models)
@@ -67,7 +67,7 @@ class Situations:
 
     @property
     def state(self) -> Any:
-        """The state that was looked at last, hashable."""
+        """The state at the last `look`, hashable."""
         return None if self._variables is None else self._key(self._variables.values)
 
     def asks_gradients(self, models: Sequence[nn.Module]) -> bool:
@@ -76,7 +76,7 @@ class Situations:
         return (known or Variables(models, self._left_out)).questions.gradients
 
     def ran(self, places: Sequence[str]) -> None:
-        """Handle a run of members' own code at ``places``: variables that it changed are read by own code only."""
+        """After members' own code at ``places`` has run, let only own code read the variables that it has changed."""
         before = self._variables
         if before is None or before.same():
             return
@@ -87,7 +87,7 @@ class Situations:
                 if not within(now.readers, name, places):
                     self._loop(now, name, f"it names {name}, which forward changes")
             self._left_out |= changed
-            # Where only left-out ones changed, the programs hold on.
+            # If only left-out variables have changed, the programs remain valid.
             values = {name: value for name, value in now.values.items() if name not in changed}
             self._variables = Variables(self._models, self._left_out)
             if not changed or all(within(now.readers, name, places) for name in changed):
@@ -95,7 +95,7 @@ class Situations:
             self.number = self._numbers.setdefault(self._key(values), len(self._numbers))
 
     def _look(self, models: Sequence[nn.Module]) -> Variables:
-        """Read the variables that the code of ``models`` names now; their number is given once all else is known."""
+        """Read the variables that the code of ``models`` names now; `look` computes their number afterwards."""
         variables = Variables(models, self._left_out)
         for name, value in variables.values.items():
             self._met.setdefault(name, set()).add(value)
@@ -137,7 +137,7 @@ def _around(asked: Questions, tree: Sequence[nn.Module], arguments: Arguments | 
 
 
 def _trained(tree: Sequence[nn.Module]) -> tuple[bool, ...]:
-    """Return which parameters need a gradient."""
+    """Return requires_grad of each parameter."""
     return tuple([p.requires_grad for module in tree for p in module._parameters.values() if p is not None])
 
 
@@ -154,7 +154,7 @@ def _check_attributes(asked: Questions, arguments: Arguments) -> None:
 
 
 def _check_cached(models: Sequence[nn.Module]) -> None:
-    """Raise a FusionError where a parametrization, computed at each use, would change more than computed once."""
+    """Raise a FusionError if a parametrization has buffers that it would update at each use instead of once."""
     for path, module in models[0].named_modules():
         if isinstance(module, parametrize.ParametrizationList):
             for part in module:

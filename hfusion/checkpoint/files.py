@@ -34,13 +34,13 @@ FORMAT, VERSION = "hfusion checkpoint", 1
 MANIFEST, CHECKSUM, TENSORS = "manifest.json", "manifest.blake2b", "tensors.safetensors"
 _SAVE = re.compile(r"save-(\d{12,})")
 _ASIDE = ".aside-"
-# How often a folder is looked into, and a save is read, that other processes change meanwhile.
+# Number of attempts to list a folder, and to read a save, while other processes change them.
 _LISTINGS, _READINGS = 3, 100
-# To read a plain file: no link is followed, no pipe waited for. Not every system has all of these.
+# Flags to read a plain file: follow no link, and do not block on a pipe. Not every system has all of these.
 _PLAIN = os.O_RDONLY
 for _name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
     _PLAIN |= getattr(os, _name, 0)
-# Of a manifest and of the header of tensors: a hundred bytes for each of ten million tensors.
+# Maximum bytes of a manifest and of the header of tensors: a hundred for each of ten million tensors.
 MAX_JSON = 1 << 30
 
 _TYPES = {
@@ -64,7 +64,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Saved:
-    """A save that was read and found whole: what `write` was given."""
+    """A save that was read and verified: its path, and what was passed to `write`."""
 
     path: Path
     body: Any
@@ -82,12 +82,12 @@ def write(
     keep: int,
     score: float | None = None,
 ) -> Path:
-    """Make one more save under ``root``; then delete all but the last ``keep`` and the one of the highest ``score``.
+    """Write a new save under ``root``, then delete all but the last ``keep`` and the one with the highest ``score``.
 
-    ``body`` is JSON; ``tensors`` are on the CPU and change no more. See `checked` for ``keep`` and ``score``.
+    ``body`` is a JSON value; ``tensors`` are on the CPU and must not change. See `checked` for ``keep`` and ``score``.
 
     Raises:
-        CheckpointError: it could not be written; what was there before is there.
+        CheckpointError: the save could not be written; earlier saves are unchanged.
     """
     folder = Path(root)
     with _told(folder, "could not write a checkpoint, and the last one stands"):
@@ -149,7 +149,7 @@ def _fill(aside: Path, body: Any, tensors: Mapping[str, Tensor], step: int, scor
 
 
 def digest(tensor: Tensor) -> str:
-    """The checksum of a tensor's bytes."""
+    """Return the checksum of a tensor's bytes."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 1:
         # An expanded number is contiguous, whatever its stride, and cannot be viewed as bytes.
@@ -159,7 +159,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """The names in a folder are on the disk; systems without POSIX do not open folders."""
+    """Flush the entries of a folder to the disk. Only POSIX systems can open folders."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -170,7 +170,7 @@ def _sync(folder: Path) -> None:
 
 
 def _named(aside: Path, folder: Path) -> Path:
-    """Give a save the name after all that are taken, also by plain files; another process may take it first."""
+    """Rename a save to the next number, counting plain files too; retry if another process takes the name first."""
     while True:
         numbers = [_number(path) for path in folder.iterdir() if _SAVE.fullmatch(path.name)]
         made = folder / f"save-{max(numbers, default=0) + 1:012d}"
@@ -201,12 +201,12 @@ def _prune(folder: Path, keep: int) -> None:
 
 
 def _remove(path: Path, aside: Path) -> None:
-    """Delete a save as far as that is possible; of a link only the link."""
+    """Delete a save, ignoring errors; for a symbolic link, delete only the link."""
     with suppress(OSError):
         if path.is_symlink():
             path.unlink()
             return
-        # Out of sight first: one that is half deleted would be found.
+        # Rename the save first, so that no reader finds it half deleted.
         os.rename(path, aside)
         aside.chmod(0o700)
         shutil.rmtree(aside, ignore_errors=True)
@@ -221,7 +221,7 @@ def _score(path: Path) -> float | None:
 
 
 def saves(root: str | os.PathLike[str]) -> list[Path]:
-    """The saves under ``root``, the oldest first."""
+    """Return the saves under ``root``, the oldest first."""
     folder = Path(root)
     if not folder.is_dir():
         return []
@@ -235,12 +235,12 @@ def _number(path: Path) -> int:
 
 
 def newest(root: str | os.PathLike[str]) -> Path:
-    """The latest save under ``root``, or ``root`` where it is one. Raises CheckpointError where there is none."""
+    """Return the latest save under ``root``, or ``root`` if it is a save. Raises CheckpointError if there is none."""
     folder = Path(root)
     with _told(folder, "cannot be read"):
         if (folder / MANIFEST).exists():
             return folder
-        # A folder that others write to may show neither the save that came nor the one that went while it is listed.
+        # While other processes write, a listing may miss both the new save and the one deleted in its favour.
         found = next(filter(None, (saves(folder) for _ in range(_LISTINGS))), [])
     if not found:
         what = "is no folder" if not folder.is_dir() else "holds no save"
@@ -249,9 +249,9 @@ def newest(root: str | os.PathLike[str]) -> Path:
 
 
 def read(root: str | os.PathLike[str]) -> Saved:
-    """The latest save under ``root``, or the one at ``root``, checked byte by byte.
+    """Read the latest save under ``root``, or the save ``root`` itself, and verify its checksums.
 
-    A save that another process deletes meanwhile, as a later one is there, is read again as that one.
+    If another process deletes the save meanwhile, because there is a later one, the later one is read instead.
 
     Raises:
         CheckpointError: there is none, or a file of it is missing, damaged, or of another version.
@@ -276,7 +276,7 @@ def _read(path: Path) -> Saved:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return all of a save but its tensors. Raises CheckpointError if it is missing or damaged."""
+    """Return the manifest: all of a save except its tensors. Raises CheckpointError if it is missing or damaged."""
     file = path / MANIFEST
     with _told(file, "is damaged"):
         text = _content(file, MAX_JSON)
@@ -302,7 +302,7 @@ def _advice(path: Path) -> str:
 
 
 def _content(file: Path, limit: int) -> bytes:
-    """A plain file of at most ``limit`` bytes; no link, no pipe."""
+    """Read a plain file (no link, no pipe) of at most ``limit`` bytes. Raises CheckpointError."""
     handle = _opened(file)
     with os.fdopen(handle, "rb") as opened:
         size = _size(file, handle)
@@ -392,5 +392,5 @@ def _told(path: Path, what: str) -> Iterator[None]:
 
 
 def told(path: Path) -> Any:
-    """While active, whatever a damaged save leads to is a CheckpointError that names it."""
+    """Context manager: turn any error that a damaged save causes into a CheckpointError that names the save."""
     return _told(path, "cannot be loaded")

@@ -21,7 +21,7 @@ from hfusion.core.errors import CheckpointError
 from hfusion.optim.hyper import MemberVector
 
 _MARK = "~"
-# Dtypes of numpy's that torch has, too.
+# The supported dtypes of numpy scalars and arrays.
 _NUMPY = frozenset(np.dtype(code).name for code in "?bhilqBHILQefdFD")
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
@@ -38,7 +38,7 @@ _BASES = (int, float, complex, str, bytes, tuple, list, frozenset, set, Mapping)
 
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """``value`` as JSON; its tensors go into ``tensors`` under ``where`` and their places in it.
+    """Return ``value`` as JSON. Its tensors are added to ``tensors``, with keys that begin with ``where``.
 
     Raises:
         CheckpointError: a value that is neither plain nor a tensor, or of a subclass of a plain type.
@@ -65,7 +65,7 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
 
 
 def _keep(tensor: Tensor, tensors: dict[str, Tensor], where: str) -> str:
-    """The key under which a tensor is kept: one of its own, whatever keys with slashes there are."""
+    """Add a tensor to ``tensors`` under a unique key that begins with ``where``, and return the key."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = tensor.dtype if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
         raise CheckpointError(f"{where} is a tensor that is {kind}: a checkpoint keeps plain dense ones")
@@ -88,7 +88,7 @@ def _encode_nest(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
     if kind is Counter:
         return {_MARK: "counter", "v": _encode_items(value, tensors, where)}
     if kind is OrderedDict:
-        # A state dict of torch has the versions of its modules as an attribute.
+        # A torch state dict stores the versions of its modules in an attribute.
         attributes = encode(vars(value), tensors, f"{where}/attributes")
         return {_MARK: "ordered dict", "v": _encode_items(value, tensors, where), "attributes": attributes}
     if kind is defaultdict and value.default_factory in (None, *_FACTORIES.values()):
@@ -103,7 +103,7 @@ def _encode_items(value: Mapping[Any, Any], tensors: dict[str, Tensor], where: s
 
 
 def _refusal(value: Any, where: str) -> str:
-    """Why a value cannot be saved, and what can be saved in its place."""
+    """Return the message that explains why a value cannot be saved, and what can be saved instead."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, np.ndarray | np.generic):
         kind += f" of {value.dtype}"

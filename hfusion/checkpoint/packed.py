@@ -1,4 +1,4 @@
-"""A save in memory, to go to another process: as bytes, as pickle does not know every dtype of tensors."""
+"""A save in memory, to send to another process as bytes, since pickle does not support every tensor dtype."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PackedSave:
 
     @staticmethod
     def of(body: Any, tensors: Mapping[str, Tensor], step: int) -> PackedSave:
-        """``tensors`` are on the CPU."""
+        """Pack the contents of a save. ``tensors`` must be on the CPU."""
         # Imported late: it imports sympy.
         from safetensors.torch import save
 
@@ -35,7 +35,7 @@ class PackedSave:
         return PackedSave(json.dumps(body), save(plain), odd, step)
 
     def saved(self) -> Saved:
-        """As if it had been read."""
+        """Return the contents as a `Saved`, as if read from a folder."""
         from safetensors.torch import load
 
         tensors = load(self.tensors)

@@ -1,4 +1,4 @@
-"""Members of saves, read back into arrays and what belongs to them: all or some, of one save or several.
+"""Read all or some members of one or several saves into an array, its optimizer, scheduler and scaler.
 
 Everything is checked before anything is written.
 """
@@ -44,10 +44,10 @@ class SaveReader:
 
     @staticmethod
     def of(saved: Sequence[Saved], tags: Sequence[str] | None) -> SaveReader:
-        """Members ``tags``, or all of one save after those of the one before.
+        """Return a reader of the members ``tags``, or of all members in the order of the saves.
 
         Raises:
-            CheckpointError: a member that no save holds, or that two do.
+            CheckpointError: a member is in no save, or in two.
         """
         where: dict[str, Path] = {}
         for one in saved:
@@ -96,11 +96,11 @@ class SaveReader:
         return first
 
     def own(self, key: str) -> Tensor:
-        """The members' rows of a tensor."""
+        """Return the members' rows of a tensor."""
         return torch.cat([saved.tensors[OWN + key][places] for saved, places in self.parts])
 
     def common(self, key: str) -> Tensor:
-        """A tensor of all members. Raises CheckpointError where the saves differ."""
+        """Return a tensor that all members share. Raises CheckpointError if the saves differ."""
         first = self.parts[0][0].tensors[key]
         for saved, _ in self.parts:
             if not _identical(saved.tensors[key], first):
@@ -111,7 +111,7 @@ class SaveReader:
         return all(key in saved.tensors for saved, _ in self.parts)
 
     def module(self, model: nn.Module) -> Callable[[], None]:
-        """Return a function that writes the members into a fused module, or one into a model. Checks come first."""
+        """Return a function that writes the members into an array, or one into a plain model. Checks come before."""
         single = not isinstance(model, FusedModule)
         own = dict(tensors_of(model))
         for saved, places in self.parts:
@@ -134,7 +134,7 @@ class SaveReader:
         return lambda: _copy([(tensor, found[name]) for name, tensor in own.items()])
 
     def _shapes(self) -> OwnShapes:
-        """The members' own shapes where they differ, as of `shapes_of`."""
+        """Return the shapes of tensors in which members differ, in the format of `shapes_of`."""
         own = [saved_shapes(saved, places) for saved, places in self.parts]
         names = dict.fromkeys(name for shapes in own for name in shapes)
         if len(own) > 1 and names:
@@ -210,7 +210,7 @@ class SaveReader:
         return write
 
     def _state(self, param: Tensor) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        """The state of a parameter, and by name the rows of members that have none of it yet."""
+        """Return the optimizer state of a parameter by entry, and the rows of members that lack an entry, by entry."""
         found = membership_of(param)
         prefix = f"optimizer/state/{found.name}/"
         kept = [_entries(saved, prefix) for saved, _ in self.parts]
@@ -261,7 +261,7 @@ class SaveReader:
         return write
 
     def _check_kinds(self, kept: Sequence[str], ours: Sequence[str]) -> None:
-        """Saves of before know no kinds."""
+        """Raise a CheckpointError if members had schedulers of other classes. Older saves do not record them."""
         for row, (theirs, own) in enumerate(zip(kept, ours, strict=bool(kept))):
             if theirs != own and row not in self.free:
                 raise CheckpointError(
@@ -298,7 +298,7 @@ class SaveReader:
         """Return a function that restores the random generators, except of devices that ``model`` does not use."""
         saved = self.parts[0][0]
         state: Mapping[str, Any] = decode(saved.body["random"], saved.tensors)
-        # A generator that would refuse its state is found here.
+        # Check the states on temporary generators, so that invalid ones raise before anything is written.
         torch.Generator().set_state(state["torch"])
         random.Random().setstate(state["python"])
         np.random.RandomState().set_state(state["numpy"])
@@ -314,7 +314,7 @@ class SaveReader:
         return write
 
     def value(self, key: str) -> Any:
-        """A nest that the first save holds."""
+        """Return the nested value that the first save holds under ``key``."""
         saved = self.parts[0][0]
         return decode(saved.body.get(key), saved.tensors)
 
@@ -340,7 +340,7 @@ def _difference(kept: Any, ours: Any) -> str:
 
 
 def _rows(saved: Saved, key: str, places: Sequence[int]) -> Tensor:
-    """The rows of members of one save; what they had as one is that of each."""
+    """Return the members' rows of a tensor in one save; a shared tensor is expanded to a row for each."""
     if OWN + key in saved.tensors:
         return saved.tensors[OWN + key][places]
     one = saved.tensors[key]
@@ -354,14 +354,14 @@ def _entries(saved: Saved, prefix: str) -> set[str]:
 
 
 def _spread(rows: Tensor, marks: Sequence[bool]) -> Tensor:
-    """``rows`` in the places that are marked, zeros in the others."""
+    """Return ``rows`` at the marked positions, with zeros at the others."""
     found = rows.new_zeros(len(marks), *rows.shape[1:])
     found[torch.tensor(marks, device="cpu")] = rows
     return found
 
 
 def _identical(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, NaN too."""
+    """Return whether two tensors are equal bit for bit, including NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other)))

@@ -95,7 +95,7 @@ def gather(
     loader: Any,
     extra: Any,
 ) -> None:
-    """Copies of all that is saved."""
+    """Collect copies of everything that is saved in ``writer``."""
     writer.module(fused)
     if optimizer is not None:
         _check_ours("optimizer", optimizer, FusedOptimizer)
@@ -136,7 +136,7 @@ def load(
     tags: str | Sequence[str] | None = None,
     random: bool = True,
 ) -> Loaded:
-    """Load members of the latest save under ``directory``, or of the save there, into an array and its optimizer.
+    """Load members of the save ``directory``, or of the latest save under it, into an array and its optimizer.
 
     Args:
         directory: a folder, or several, whose members are combined.
@@ -222,7 +222,7 @@ class Writing(Future[Path]):
 
 
 def in_thread(write: Callable[[], Path]) -> Writing:
-    """``write`` in another thread, which the process waits for before it ends."""
+    """Run ``write`` in another thread, for which the process waits before it exits, and return its future."""
     future = Writing()
 
     def run() -> None:
@@ -236,12 +236,12 @@ def in_thread(write: Callable[[], Path]) -> Writing:
 
 
 def read(root: Root | Saved | Sequence[Root], tags: str | Sequence[str] | None) -> SaveReader:
-    """The members ``tags`` of the latest saves under one root or several, or of one. Raises CheckpointError."""
+    """Return a reader of members ``tags`` in the latest save of each root, or in a `Saved`. Raises CheckpointError."""
     return SaveReader.of(saves_of(root), [tags] if isinstance(tags, str) else tags)
 
 
 def saves_of(root: Root | Saved | Sequence[Root]) -> list[Saved]:
-    """The latest saves under one root or several, or the one that is given. Raises CheckpointError."""
+    """Return the latest save under each root, or the given save, as a list. Raises CheckpointError."""
     if isinstance(root, Saved):
         return [root]
     roots = [root] if isinstance(root, str | os.PathLike) else list(root)

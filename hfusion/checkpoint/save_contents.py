@@ -1,6 +1,6 @@
 """Contents of a checkpoint, for each part of an array.
 
-Tensors whose key begins with ``members/`` have a row for each member that was saved; the others are of all members.
+Tensors whose key begins with ``members/`` have a row for each member that was saved; all members share the others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Te
 
 
 def shapes_of(fused: nn.Module, rows: Sequence[int]) -> dict[str, list[list[int] | None]]:
-    """The members' own shapes of the tensors that differ in that, None where a member has none."""
+    """Return each member's shape of the tensors that differ in shape; None if a member has no such tensor."""
     found = {}
     for name, tensor in tensors_of(fused):
         known = membership(tensor)
@@ -65,27 +65,27 @@ class SaveWriter:
     tensors: dict[str, Tensor]
 
     def own(self, key: str, stack: Tensor) -> None:
-        """Keep the members' rows of a stack; a copy on the CPU."""
+        """Store a copy of the members' rows of a stack, on the CPU."""
         if list(self.rows) == list(range(len(stack))):
-            # No memory of the device is taken.
+            # Copy directly, without a temporary copy on the device.
             self.tensors[OWN + key] = stack.detach().to("cpu", copy=True)
             return
         rows = torch.as_tensor(list(self.rows), device=stack.device)
         self.tensors[OWN + key] = stack.detach().index_select(0, rows).cpu()
 
     def common(self, key: str, tensor: Tensor) -> None:
-        """Keep a tensor of all members; a copy on the CPU."""
+        """Store a copy of a tensor that all members share, on the CPU."""
         self.tensors[key] = tensor.detach().cpu().clone()
 
     def _keep(self, key: str, tensor: Tensor, found: Membership | None) -> None:
-        """Keep a tensor, or a state of it, as its membership says; that of a member in no array as its only row."""
+        """Store a tensor, or its optimizer state, as shared or stacked by its membership; a single model as one row."""
         if found is None or not found.is_own:
             self.common(key, tensor)
         else:
             self.own(key, tensor if found.stacked else tensor.unsqueeze(0))
 
     def tree(self, key: str, value: Any) -> Any:
-        """A nest of plain values and tensors as JSON, the tensors kept."""
+        """Return a nest of plain values and tensors as JSON, and store its tensors."""
         found: dict[str, Tensor] = {}
         try:
             made = encode(value, found, key)
@@ -137,7 +137,7 @@ class SaveWriter:
             self.own(f"scaler/{name}", value)
 
     def random(self, fused: FusedModule) -> None:
-        """The states of the random generators: torch's on the devices of the array, Python's, numpy's."""
+        """Store the states of the random generators: torch's on the CPU and the array's devices, Python's, numpy's."""
         state = {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),

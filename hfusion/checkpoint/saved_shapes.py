@@ -14,23 +14,23 @@ OwnShapes = Mapping[str, Sequence[Sequence[int] | None]]
 
 
 def saved_shapes(saved: Saved, places: Sequence[int]) -> OwnShapes:
-    """The shapes in the members at ``places`` of a save, of the tensors in which its members differ."""
+    """Return the shapes of the tensors in which members of a save differ, for the members at ``places``."""
     shapes: OwnShapes = saved.body["module"].get("shapes", {})
     return {name: [own[place] for place in places] for name, own in shapes.items()}
 
 
 def held_names(saved: Saved, places: Sequence[int]) -> set[str]:
-    """The keys of the tensors that at least one of the members at ``places`` has."""
+    """Return the keys of the tensors that at least one of the members at ``places`` has."""
     missing = {name for name, own in saved_shapes(saved, places).items() if all(shape is None for shape in own)}
     return set(saved.body["module"]["stacked"]) - missing
 
 
 def differing(shapes: OwnShapes) -> OwnShapes:
-    """Those of tensors that are there, and differ between members."""
+    """Return the entries of tensors whose shape differs between members."""
     return {name: own for name, own in shapes.items() if any(shape != own[0] for shape in own)}
 
 
 def cut_to_members(rows: Tensor, shapes: OwnShapes, name: str) -> Tensor:
-    """Rows of a tensor, or of a state of it, without what only larger members of the save fill."""
+    """Cut rows of a tensor, or of its optimizer state, to the largest shape of the members in ``shapes``."""
     own = [shape for shape in shapes.get(name, ()) if shape is not None]
     return cut_rows(rows, list(map(max, zip(*own, strict=True)))) if own else rows
