@@ -4,11 +4,11 @@ Fused steps make temporaries B times as large as a single model's. glibc's mallo
 unmaps them when they are freed, so that every step pays for its page faults again; that can cost more than fusion
 gains. Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
 
-A thread other than the first has a heap of at most 64 MiB; a larger block is mapped anew each time, whatever the
-settings. Threads that share the heap of the process keep such blocks, too, but wait for one another's lock. With
+Threads other than the first have heaps of at most 64 MiB; larger blocks are mapped again each time, whatever the
+settings. If threads share the heap of the process instead, they reuse such blocks, but wait for its lock. For
 parameters too large for a heap (four MLPs with layers of 2304 x 2304), `hfusion.train` takes 1.3 times as long with
-heaps of their own; without such parameters, a compiled step on two threads takes up to 1.8 times as long without (16
-GRUs).
+separate heaps. For smaller parameters, a compiled step on two threads takes up to 1.8 times as long with a shared heap
+(16 GRUs).
 """
 
 from __future__ import annotations

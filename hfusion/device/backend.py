@@ -46,10 +46,10 @@ T = TypeVar("T")
 
 
 class Backend(Protocol):
-    """One device.
+    """A device.
 
-    ``pins``: copies between it and pinned host memory overlap with computing. ``hands_over``: one tensor can take over
-    another's memory by DLPack. ``fuses``: torch's fused optimizers run there.
+    ``pins``: copies between it and pinned host memory overlap with computing. ``hands_over``: a tensor can take over
+    the memory of another by DLPack. ``fuses``: torch's fused optimizers run on it.
     """
 
     @property
@@ -81,22 +81,22 @@ class Backend(Protocol):
         """Wait until all queues are empty."""
 
     def recorder(self) -> Recorder | str:
-        """Return a recorder of launches, which one call then repeats, or the reason why there is none.
+        """Return a recorder, which records launches to replay them by one call, or the reason why there is none.
 
         The reason is empty for the host, which launches nothing.
         """
 
     def free_bytes(self) -> int:
-        """Bytes of free memory. Not for the host, whose memory other processes share."""
+        """Return the bytes of free memory. Not for the host, whose memory other processes share."""
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return the seconds until all work that ``run`` queues is done, by the device's own clock."""
 
     def allocated(self, run: Callable[[], object]) -> int:
-        """The most bytes that are allocated at a time while ``run`` runs. Not for the host."""
+        """Return the peak of allocated bytes while ``run`` runs. Not for the host."""
 
     def random_states(self) -> dict[str, Tensor]:
-        """The states of the generators that operators there draw from, by type of device."""
+        """Return the states of the generators from which operators on this device draw, by type of device."""
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
         """Restore the states that `random_states` returned."""
@@ -155,12 +155,12 @@ class Accelerator:
 
     @property
     def pins(self) -> bool:
-        # One memory for both on Apple's processors, and no copies to the meta device: nothing to pin.
+        # Apple's processors share memory with the host, and the meta device has no copies: there is nothing to pin.
         return self.device.type not in ("mps", "meta")
 
     @property
     def hands_over(self) -> bool:
-        # Not tried elsewhere, nor is what comes next.
+        # This and the next property are untested on other devices.
         return self.device.type == "cuda"
 
     @property
@@ -253,7 +253,7 @@ class Recorder:
         """
         asked, kept = self._accelerator, generators_kept(self._accelerator.device)
         with asked.current(), kept, warnings.catch_warnings():
-            # Nothing was launched on this device: a replay would do nothing, and look well.
+            # Nothing was launched on this device, so a replay would silently do nothing.
             warnings.filterwarnings("error", message=".*[Gg]raph is empty")
             asked.wait()
             torch.accelerator.empty_cache()
@@ -280,7 +280,7 @@ def memory_of(size: int, *, pinned: bool) -> int:
 
 
 def accelerators() -> list[torch.device]:
-    """The accelerators of this machine on which tasks run."""
+    """Return the accelerators of this machine that torch can use."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return []
@@ -288,7 +288,7 @@ def accelerators() -> list[torch.device]:
 
 
 def _in_use() -> list[torch.device]:
-    """The accelerators, if this process has used one. To ask for their streams or generators would start them."""
+    """Return the accelerators if this process has used one; a query of their streams or generators starts them."""
     found = torch.accelerator.current_accelerator()
     if found is None:
         return []
@@ -297,7 +297,7 @@ def _in_use() -> list[torch.device]:
 
 
 def current_device() -> torch.device:
-    """The accelerator that is current, if this process has used one, else the host."""
+    """Return the current accelerator if this process has used one, else the host."""
     found = _in_use()
     return found[torch.accelerator.current_device_index()] if found else torch.device("cpu")
 
@@ -327,17 +327,17 @@ def random_states_kept() -> Iterator[None]:
 
 
 def seed_in_use(seed: int) -> None:
-    """Seed as `torch.manual_seed`, but only the devices in use: for others torch formats the stack of every call."""
+    """Seed as `torch.manual_seed` does, but only devices in use: for others torch formats the stack at every call."""
     random: Any = torch.random
     random.default_generator.manual_seed(seed)
     if found := _in_use():
         module = torch.get_device_module(found[0])
-        # Apple's has a single device.
+        # MPS has a single device.
         (getattr(module, "manual_seed_all", None) or module.manual_seed)(seed)
 
 
 def active_autocast() -> tuple[tuple[str, torch.dtype], ...] | None:
-    """The devices of the active autocast, each with its dtype; None if there is none."""
+    """Return the device types for which autocast is on, each with its dtype; None if there are none."""
     if not is_any_autocast_enabled():
         return None
     kinds = ("cpu", *types())
@@ -345,7 +345,7 @@ def active_autocast() -> tuple[tuple[str, torch.dtype], ...] | None:
 
 
 def without_autocast(active: Any) -> AbstractContextManager[Any]:
-    """No autocast inside, of those that `active_autocast` gave."""
+    """Context manager: turn off autocast for the device types that `active_autocast` returned."""
     stack = ExitStack()
     for kind, _ in active or ():
         stack.enter_context(torch.autocast(kind, enabled=False))
@@ -368,7 +368,7 @@ def use_attention_kernels(flags: Sequence[bool]) -> None:
 
 
 def computes_by_tf32(device: torch.device, operators: Iterable[str]) -> bool:
-    """True if torch's settings let some of these operators compute float32 with the 10 bits of TF32 on ``device``.
+    """Return whether torch's settings let any of ``operators`` compute float32 in TF32, with 10 bits, on ``device``.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html
     """
@@ -386,5 +386,5 @@ def computes_by_tf32(device: torch.device, operators: Iterable[str]) -> bool:
 
 
 def attention_drops(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch's fused attention takes a dropout there; elsewhere torch writes it out."""
+    """Return whether torch's fused attention supports dropout there; elsewhere torch uses separate operators."""
     return device.type == "cuda" and dtype in (torch.float32, torch.float16, torch.bfloat16)

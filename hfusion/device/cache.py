@@ -23,7 +23,7 @@ MAX_BYTES = 1 << 24
 
 # A link is not followed, and a pipe of that name does not block.
 _CAREFUL = sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
-# On Windows, where files have no such owner, the user's profile is guarded by the system.
+# Files on Windows have no such owner; there the system protects the user's profile.
 _HAS_OWNERS = hasattr(os, "geteuid")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -53,7 +53,7 @@ def lasts() -> bool:
 def _home() -> Path:
     """Return the user's home folder. Raises RuntimeError or KeyError if there is none.
 
-    Where HOME is set, but empty, it is that of the system's list of users: Python takes it for ``/``.
+    If HOME is empty, the folder is read from the user database; Python would return ``/``.
     """
     if _HAS_OWNERS and os.environ.get("HOME") == "":
         return Path(import_module("pwd").getpwuid(os.getuid()).pw_dir)
@@ -61,7 +61,7 @@ def _home() -> Path:
 
 
 def _wanted() -> Path | None:
-    """A relative path is none, as the XDG Base Directory Specification says of its variables."""
+    """Return the preferred cache folder, or None. Relative paths are ignored, as the XDG specification requires."""
     try:
         default = _home() / ".cache"
     except (RuntimeError, KeyError):
@@ -94,7 +94,7 @@ def _private() -> Path:
     folder, process = run_folder(), os.getpid()
 
     def remove() -> None:
-        # A child that was forked ends before its parent.
+        # A forked child that exits must not remove the folder of its parent.
         if os.getpid() == process:
             folder.remove()
 
@@ -109,7 +109,7 @@ def _make(folder: Path) -> None:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int | None]:
-    """A handle of a folder that only this user can write to; None where the system gives none."""
+    """Yield a handle of ``folder``; None on systems without them. Raises OSError if another user can write to it."""
     if not _HAS_OWNERS:
         yield None
         return
@@ -130,7 +130,7 @@ def _check_own(found: os.stat_result) -> None:
 
 
 def read(path: Path) -> bytes:
-    """The content of a file of the cache folder.
+    """Return the content of a file of the cache folder.
 
     Raises OSError, with the reason in ``strerror``, for a missing file and one that another user could have written.
     """
@@ -152,7 +152,7 @@ def read(path: Path) -> bytes:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Keep ``content``: other processes, and those after a crash, see all of it or nothing. Raises OSError."""
+    """Write a file atomically: other processes see all of it or nothing, even after a crash. Raises OSError."""
     _make(path.parent)
     beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     with _opened(path.parent) as folder:
@@ -184,12 +184,12 @@ def read_sealed(path: Path) -> bytes:
 
 
 def write_sealed(path: Path, content: bytes) -> None:
-    """Keep ``content`` with a digest of it and of the file's name. Raises OSError."""
+    """Write ``content`` with a digest of it and of the file's name. Raises OSError."""
     write(path, content + _digest(path.name, content))
 
 
 def write_sealed_once(path: Path, content: bytes) -> bool:
-    """The same, unless a whole file of that name is there: whether it was not. Raises OSError."""
+    """Write as `write_sealed` unless an intact file exists. Return whether it was written. Raises OSError."""
     beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     write(beside, content + _digest(path.name, content))
     with _opened(path.parent) as folder:
@@ -234,12 +234,12 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Keep JSON. Raises OSError."""
+    """Write a JSON file atomically. Raises OSError."""
     write(path, json.dumps(content, indent=1).encode())
 
 
 def number(value: object, least: float, most: float) -> float:
-    """``value``, if it is a number from ``least`` to ``most``. Raises ValueError."""
+    """Return ``value`` as a float. Raises ValueError if it is no number from ``least`` to ``most``."""
     if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
         raise ValueError(f"{str(value)[:40]} is no number from {least:g} to {most:g}")
     return float(value)  # type: ignore[arg-type]

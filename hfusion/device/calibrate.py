@@ -31,35 +31,37 @@ from hfusion.device.native import core_cache, cores, processor, processor_name
 from hfusion.device.openmp import torch_threads
 
 _HALF = ("bfloat16", "float16")
-# What those that compute at the same time share.
+# Rates that arrays on the same device share when they compute at the same time.
 _SHARED = ("flops", *_HALF, "memory")
 _CALLS = 256
 _RUNS = 9
 _DISK_RUNS = 5
-# Where a call of an operator took 3.3 us, a forward, a backward and a step of small models took 0.3, 0.12 and 0.08 ms
-# more than their operators.
+# Overhead of an action in calls of operators: with 3.3 us per call, a forward, a backward and a step of small models
+# took 0.3, 0.12 and 0.08 ms more than their operators.
 _ACTION_CALLS = 50
-# Of one thread's rate: what torch's threads reach together on processors that have something else to do is less than
-# this, down to a twentieth, as each waits for those that have no core. Two threads of one core reach about 1.
+# On a busy machine, torch's threads together reach less than this fraction of the rate of one thread, down to a
+# twentieth, as each waits for those without a core. Two threads that share a core reach about 1.
 _DISTURBED = 0.8
-# Of a product in float32: what a product in half precision takes where it is not worth measuring well.
+# A product in half precision that takes longer than this multiple of one in float32 is timed only once.
 _SLOW = 8.0
-# Rates that a file may tell, per second.
+# The smallest and the largest rate that is accepted from a file, per second.
 _PLAUSIBLE = (1.0, 1e24)
 
 
 class BusyMachine(Exception):
-    """Other programs keep the machine from being measured."""
+    """The machine cannot be measured, because other programs are running."""
 
 
 @dataclass(frozen=True)
 class ComputeRates:
     """The speed at which a device of type ``device`` computes.
 
-    ``flops``: float32 matrix products, FLOP/s; ``memory``: elementwise operators, bytes/s read and written; ``calls``:
-    operators per second that Python calls, and autograd differentiates, while they have next to nothing to compute.
-    ``bfloat16``, ``float16``: matrix products of these dtypes, FLOP/s; without them those of float32. ``kinds``: what
-    kinds of lowerings were measured to take of these rates, by the names in `hfusion.device.layer_times`.
+    Attributes:
+        flops: matrix products in float32, FLOP/s.
+        memory: bytes/s that elementwise operators read and write.
+        calls: calls of tiny operators per second, from Python and by autograd.
+        bfloat16, float16: matrix products in these dtypes, FLOP/s; None for the rate of float32.
+        kinds: measured efficiency of each kind of lowering, by the names in `hfusion.device.layer_times`.
     """
 
     flops: float
@@ -87,7 +89,7 @@ class ComputeRates:
 class Rates(ComputeRates):
     """The speed of a device.
 
-    In bytes/s: ``load`` from host to device and ``evict`` back; ``read`` and ``write`` of the disk.
+    In bytes/s: ``load``: copies from host to device; ``evict``: copies back; ``read`` and ``write``: the disk.
     """
 
     load: float
@@ -97,13 +99,13 @@ class Rates(ComputeRates):
 
     @property
     def action_seconds(self) -> float:
-        """The overhead in seconds of an action of a task, whose operators are called one by one."""
+        """The overhead of one action of a task (a forward, a backward, a step), in seconds."""
         return _ACTION_CALLS / self.calls
 
     def shared(self, names: int, devices: int) -> Rates:
-        """The rates while ``names`` on this device, and ``devices`` in all, compute at the same time.
+        """Return the rates if ``names`` entries of a machine for this device, of ``devices`` in all, compute together.
 
-        One interpreter calls the operators of all devices. A processor has cores for several, an accelerator is one.
+        All share one Python interpreter. A CPU may have free cores for several; an accelerator is shared.
         """
         room = cores() / torch.get_num_threads() if self.device == "cpu" else 1.0
         share = min(1.0, room / names)
@@ -111,25 +113,25 @@ class Rates(ComputeRates):
         return replace(self, **rates, calls=self.calls / devices)
 
 
-# Where nothing is measured: one core of an Intel Xeon with AVX-512 (2.1 GHz), on which the efficiencies of lowerings
-# were fitted; of accelerators an NVIDIA A100 by its data sheet, with TF32 switched off, and 30 us for an operator and
-# its backward.
+# Rates used without measurements: one core of an Intel Xeon with AVX-512 (2.1 GHz), on which the efficiencies of
+# lowerings were fitted. For accelerators, the data sheet of an NVIDIA A100, with TF32 switched off, and 30 us for an
+# operator and its backward.
 _STANDARD = {"cpu": ComputeRates(150e9, 16e9, 4 / 15e-6)}
 _ACCELERATOR = ComputeRates(19.5e12, 1.5e12, 4 / 30e-6, bfloat16=312e12, float16=312e12)
 
 
 def standard_rates(device: torch.device) -> ComputeRates:
-    """Rates that are the same on all machines."""
+    """Return fixed rates, which are the same on all machines."""
     return replace(_STANDARD.get(device.type, _ACCELERATOR), device=device.type)
 
 
 def compute_rates(device: torch.device) -> ComputeRates:
     """Return the rates from which lowerings are chosen: those of this machine, measured once in about 0.2 s.
 
-    On an accelerator up to three seconds more, in which kinds of lowerings are timed (`hfusion.device.layer_times`).
-    All processes of a machine choose the same: `standard_rates` are used if measurements cannot be cached, if there is
-    no such device here, and with HFUSION_RATES=standard in the environment. They are also used while the machine is too
-    busy to be measured, which is tried again in the next process.
+    On an accelerator this takes up to three seconds more, to time the kinds of lowerings
+    (`hfusion.device.layer_times`). So that all processes of a machine use the same rates, `standard_rates` are used if
+    measurements cannot be cached, if this machine has no such device, and with HFUSION_RATES=standard in the
+    environment. They are also used if the machine is too busy to be measured; the next process tries again.
     """
     if _by_standard() or not _present(device) or not lasts():
         return standard_rates(device)
@@ -140,7 +142,7 @@ def compute_rates(device: torch.device) -> ComputeRates:
     return _chosen[path]
 
 
-# By file: what one process chooses by does not change.
+# Rates by cache file, constant within a process.
 _chosen: dict[Path, ComputeRates] = {}
 
 
@@ -155,7 +157,7 @@ def _present(device: torch.device) -> bool:
 def calibrate(device: torch.device, disk: Path) -> Rates:
     """Return all rates of ``device``, measuring the disk of the folder ``disk``. Warns if they cannot be cached.
 
-    Raises PlanError for a device that is not here, and a folder that cannot be written to.
+    Raises PlanError if this machine has no such device, or if the folder cannot be written to.
     """
     if not _present(device):
         present = ", ".join(map(str, accelerators())) or "no accelerator"
@@ -174,7 +176,7 @@ _MOVING = ("load", "evict", "read", "write")
 
 
 def _computing(device: torch.device) -> tuple[ComputeRates, str]:
-    """The rates of computing, and why they are not kept."""
+    """Return the rates of computing, and the reason if they are not cached."""
     place = describe(device)
     key = tuple(place.values())
     if key in _busy:
@@ -192,14 +194,14 @@ def _computing(device: torch.device) -> tuple[ComputeRates, str]:
     return ComputeRates(**computing, device=device.type), trouble
 
 
-# Of what could not be measured, why: one process does not try again.
+# Reasons why devices could not be measured; a process does not try again.
 _busy: dict[tuple[str, ...], str] = {}
 
 
 def describe(device: torch.device) -> dict[str, str]:
     """Return the properties that identify times measured on ``device``: it, the processor, threads, torch.
 
-    Not the name of the machine: an image may give one name to different processors, and every container has its own.
+    The host name is left out: an image may give one name to different machines, and each container has its own.
     """
     return {
         "device": f"{device.type} {backend(device).name}".strip(),
@@ -223,7 +225,7 @@ def _kept(
     if rates is not None:
         return rates, ""
     rates = measure()
-    # Another process may have measured them at the same time: all choose by the rates that were there first.
+    # Another process may have measured at the same time: all use the rates that were stored first.
     first = _read(path, description, names)
     if first is not None:
         return first, ""
@@ -238,7 +240,7 @@ def _kept(
 
 
 def _read(path: Path, description: Mapping[str, str], names: Sequence[str]) -> dict[str, float] | None:
-    """The rates kept at ``path``; None if there are none that can be used."""
+    """Return the rates stored at ``path``; None if there are no usable ones."""
     try:
         kept = read_json(path)
         found = {name: number(kept["rates"][name], *_PLAUSIBLE) for name in names}
@@ -258,12 +260,12 @@ def _measure_compute(device: torch.device) -> dict[str, float]:
 
 
 def _measure_computing(device: torch.device) -> dict[str, float]:
-    """Raises BusyMachine."""
+    """Measure the rates of products, memory and calls. Raises BusyMachine."""
     large = device.type != "cpu"
     n, count = (4096, 2**26) if large else (384, 2**24)
     seconds = partial(_seconds, device)
     with _plainly(device):
-        # Not the user's random numbers: what a seed gives must not hang on whether there was something to measure.
+        # A separate generator: the user's random numbers must not depend on whether rates were measured.
         draw = torch.Generator(device).manual_seed(0)
         a, b = (torch.randn(n, n, device=device, dtype=torch.float32, generator=draw) for _ in range(2))
         x, y = (torch.zeros(count, device=device, dtype=torch.float32) for _ in range(2))
@@ -280,19 +282,19 @@ def _measure_computing(device: torch.device) -> dict[str, float]:
 
 
 def _half_seconds(device: torch.device, a: torch.Tensor, b: torch.Tensor, name: str, product: float) -> float:
-    """Return the seconds of a product in the dtype ``name``; those in float32, ``product``, where there is none."""
+    """Return the seconds of a product in the dtype ``name``; ``product`` if the device does not support the dtype."""
     try:
         x, y = (tensor.to(getattr(torch, name)) for tensor in (a, b))
         x @ y
     except (RuntimeError, TypeError):
         return product
-    # Processors without instructions for the dtype take up to a hundred times as long: one run tells enough.
+    # Processors without instructions for the dtype take up to a hundred times as long: one run is enough.
     first = _seconds(device, lambda: x @ y, runs=1)
     return first if first > _SLOW * product else _seconds(device, lambda: x @ y)
 
 
 def _check_undisturbed(together: float, measure: Callable[[], float]) -> None:
-    """Raise BusyMachine where one thread is faster than all of torch's were: ``measure`` takes ``together`` there."""
+    """Raise BusyMachine if ``measure()`` on one thread is faster than ``together``, its seconds on all threads."""
     threads = torch.get_num_threads()
     if threads == 1:
         return
@@ -306,7 +308,7 @@ def _check_undisturbed(together: float, measure: Callable[[], float]) -> None:
 
 
 def _measure_moving(device: torch.device, disk: Path) -> dict[str, float]:
-    """``disk`` need not exist."""
+    """Measure copies to and from the device and the disk. The folder ``disk`` need not exist."""
     count = 2**26 if device.type != "cpu" else 2**24
     seconds = partial(_seconds, device)
     with _plainly(device):
@@ -323,13 +325,13 @@ def _measure_moving(device: torch.device, disk: Path) -> dict[str, float]:
 
 @contextmanager
 def _plainly(device: torch.device) -> Iterator[None]:
-    """Whatever the user has switched on: gradients, no inference mode, no autocast."""
+    """Context manager: enable grad mode, and disable inference mode and autocast."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
 def _call(x: torch.Tensor) -> None:
-    """`_CALLS` calls of small operators, half of them autograd's."""
+    """Run `_CALLS` small operators, half of them in a backward pass."""
     leaf = y = x.detach().requires_grad_()
     for _ in range(_CALLS // 2):
         y = y * x
@@ -337,7 +339,7 @@ def _call(x: torch.Tensor) -> None:
 
 
 def _seconds(device: torch.device, run: Callable[[], object], runs: int = _RUNS) -> float:
-    """The least seconds of some runs, after a first one that warms up."""
+    """Return the minimum time of some runs in seconds, after one that warms up."""
     times = []
     for _ in range(runs + 1):
         backend(device).wait()
@@ -349,7 +351,7 @@ def _seconds(device: torch.device, run: Callable[[], object], runs: int = _RUNS)
 
 
 def _disk(folder: Path, content: torch.Tensor) -> tuple[float, float]:
-    """Bytes/s of writing to the disk of ``folder`` and of reading from it."""
+    """Return bytes/s of writing to the disk of ``folder``, and of reading from it."""
     present = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     try:
         return _disk_rates(present, content.numpy().tobytes())

@@ -18,7 +18,7 @@ class Queue(Protocol):
         """Call ``job``; the operators that it calls belong to this queue. They may be done later."""
 
     def wait(self) -> None:
-        """Until all of it is done."""
+        """Wait until all queued work is done."""
 
     def mark(self) -> Mark | None:
         """Return a mark that tells when all queued work is done; None if it is."""
@@ -28,7 +28,7 @@ class Queue(Protocol):
 
 
 class Mark:
-    """An event of a device; ``stream``: that of which it marks the end, the current one if None."""
+    """An event at the current end of ``stream``, or of the current stream if None."""
 
     def __init__(self, device: torch.device, stream: torch.Stream | None = None) -> None:
         with torch.accelerator.device_index(device.index):
@@ -41,35 +41,35 @@ class Mark:
         return self._event.query()
 
     def wait(self) -> None:
-        """Until all before it is done."""
+        """Wait until all work before the mark is done."""
         self._event.synchronize()
 
     def since(self, earlier: Mark) -> float:
-        """Seconds from ``earlier``, by the device's own clock; both are done."""
+        """Return the seconds since ``earlier`` by the device's clock; both marks must be done."""
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class MarkClock:
-    """Converts marks to the time ``now()`` of the host at which the device reached them, in the order of the marks."""
+    """Converts marks, in their order, to the times by the host's clock ``now`` at which the device reached them."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._last: tuple[Mark, float] | None = None
 
     def ended(self, mark: Mark) -> float:
-        """Wait until all before ``mark`` is done, and return when that was."""
+        """Wait until all work before ``mark`` is done, and return the time at which it was done."""
         late, before = mark.done, self._last
         if not late:
             mark.wait()
         ended = self._now()
-        # Python was busy with something else: the device knows when it was.
+        # The mark was reached earlier than Python asked: compute the time from the device's clock.
         if late and before is not None:
             ended = min(ended, before[1] + mark.since(before[0]))
         self._last = mark, ended
         return ended
 
     def forget(self) -> None:
-        """The next mark is measured against none before it."""
+        """Forget the last mark, so that the next one is not timed relative to it."""
         self._last = None
 
 
@@ -91,7 +91,7 @@ class HostQueue:
 
 
 class StreamQueue:
-    """A queue of a device that has several."""
+    """A queue of a device that supports several queues."""
 
     def __init__(self, device: torch.device, copies: bool) -> None:
         self._lent = lend_stream(device, self, StreamUse.COPY if copies else StreamUse.COMPUTE)
@@ -113,7 +113,7 @@ class StreamQueue:
 
 @dataclass(frozen=True)
 class DeviceQueue:
-    """The one queue of a device that has no others."""
+    """The only queue of a device that does not support several."""
 
     device: torch.device
 
@@ -124,7 +124,7 @@ class DeviceQueue:
         torch.accelerator.synchronize(self.device)
 
     def mark(self) -> Mark | None:
-        # Its events were not tried.
+        # Events are untested on such devices.
         self.wait()
         return None
 

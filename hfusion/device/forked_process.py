@@ -1,4 +1,4 @@
-"""A fork of this process that computes for it: it has all functions, data and imports already."""
+"""Workers that are forks of this process, and so have all of its functions, data and imports already."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hfusion.device.backend import accelerators
 from hfusion.device.calibrate import describe
 from hfusion.device.measured_records import RecordFile, TimeRecord
 
-# Modules in which threads wait that do nothing: a lock that they hold is none that training takes.
+# Modules in which idle threads wait; such threads hold no lock that training needs.
 _WAITING = {"threading", "queue", "selectors", "socket", "connection", "heartbeat"}
 
 
@@ -36,12 +36,12 @@ class EndedProcess(Exception):
 
 
 class ForkedProcess:
-    """One worker. It ends when `close` is called, and when this process ends, however that is.
+    """A worker process. It ends when `close` is called, and when this process ends for any reason.
 
     Args:
-        serve: returns what answers a request, in the worker. It is called there once, with a function that returns
-            whether this process has ended.
-        siblings: workers that run already, whose pipes a fork would hold open.
+        serve: called once in the worker, with a function that returns whether this process has ended. Returns the
+            function that answers a request.
+        siblings: workers that already run. The new fork closes its copies of their pipes.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ForkedProcess:
         theirs.close()
 
     def send(self, request: Any) -> None:
-        """Send what is to be done next; every request is answered. Raises EndedProcess."""
+        """Send a request; each is answered in turn. Raises EndedProcess."""
         try:
             self._pipe.send_bytes(pickle.dumps(request))
         except OSError as error:
@@ -76,7 +76,7 @@ class ForkedProcess:
         return EndedProcess(self._process.exitcode)
 
     def close(self) -> None:
-        """End it at once."""
+        """Kill the worker."""
         self._process.kill()
         self._process.join()
         self._pipe.close()
@@ -110,14 +110,14 @@ def why_never_fork(device: torch.device) -> str:
 
 @contextmanager
 def _no_warning_of_threads() -> Iterator[None]:
-    """Inside, Python does not warn of forks beside threads, which `why_no_fork` looks at."""
+    """Context manager: no DeprecationWarning of forks in a process with threads, which `why_no_fork` has checked."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
 
 def start_seconds() -> float:
-    """Return the seconds to start processes, as last measured on this machine; of a bare fork if never."""
+    """Return the seconds that it last took to start processes on this machine; if unknown, time a fork."""
     if records := _records().read():
         seconds: float = records[-1].seconds
         return seconds
@@ -131,7 +131,7 @@ def start_seconds() -> float:
 
 
 def note_start(seconds: float) -> None:
-    """Note what it took to start processes."""
+    """Store the seconds that it took to start processes."""
     _records().add(TimeRecord(seconds))
 
 
@@ -143,7 +143,7 @@ def _serve(pipe: Connection, others: Sequence[Connection], serve: Callable[..., 
     """Answer requests in a worker process until its parent ends."""
     for connection in others:
         connection.close()
-    # Ctrl-C is the parent's, which ends this process.
+    # Ignore Ctrl-C: the parent handles it, and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)

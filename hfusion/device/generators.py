@@ -1,4 +1,4 @@
-"""Random numbers belong to the whole process: tasks in several threads take turns, or draw from their own."""
+"""Random states per task. torch's generators belong to the process, so threads take turns or use their own."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hfusion.device.backend import backend, current_device, random_states_kept
 from hfusion.torch_private.seeding import seeding_locks, waiting_seeds_kept
 from hfusion.torch_private.thread_draws import drawing_from
 
-# torch's generators belong to the process and its devices: one thread at a time puts its task's state there.
+# Held by the thread that has put its task's states into torch's generators.
 _GENERATORS = RLock()
 
 
 def _before_fork() -> None:
-    """A process that is forked off while another thread draws, or seeds, would find their locks taken for ever."""
+    """Take the locks, since a fork while another thread holds them would leave them locked forever in the child."""
     for lock in (_GENERATORS, *seeding_locks()):
         lock.acquire()
 
@@ -39,14 +39,14 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass
 class Generators:
-    """The state of a task's random numbers, on the CPU and on its device; begins as ``torch.manual_seed(seed)``."""
+    """A task's random states, for the CPU and its device. Initially those of ``torch.manual_seed(seed)``."""
 
     seed: int
     states: dict[str, Tensor] = field(default_factory=dict)
 
     @contextmanager
     def active(self, device: torch.device, *, advance: bool = True) -> Iterator[None]:
-        """Let torch draw from here; without ``advance`` the next draws are the same again."""
+        """Context manager: torch draws from these states; without ``advance`` the states are not updated."""
         with _GENERATORS:
             asked = backend(device)
             before = asked.random_states()
@@ -60,9 +60,9 @@ class Generators:
 
     @contextmanager
     def apart(self, device: torch.device) -> Iterator[None]:
-        """Let this thread draw from here while other tasks draw, too: it may wait for as long as it likes.
+        """Context manager: this thread draws from these states, without blocking draws of other threads meanwhile.
 
-        torch's generators of accelerators are taken for single draws.
+        Only single draws on an accelerator take turns with other tasks.
         """
         own = torch.Generator()
         own.set_state(self._state("cpu"))
@@ -102,9 +102,9 @@ def python_draws_kept() -> Iterator[None]:
 
 @contextmanager
 def draws_kept() -> Iterator[None]:
-    """Context manager: let this thread draw and seed as if it were alone, and restore torch's random states at the end.
+    """Context manager: this thread draws and seeds as usual, and torch's random states are restored at the end.
 
-    The draws of other threads are not affected.
+    Draws of other threads are not affected.
     """
     device, alone = current_device(), threading.active_count() == 1
     with random_states_kept() if alone or device.type != "cpu" else waiting_seeds_kept():

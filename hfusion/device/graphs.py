@@ -41,14 +41,14 @@ class PooledGraph(Protocol):
 
 
 class DeviceGraph:
-    """A graph of ``device``, in the memory of ``pool``. RuntimeError if torch records none there.
+    """A graph of ``device`` with memory from ``pool``. Raises RuntimeError if torch cannot record graphs there.
 
-    For CUDA and ROCm `torch.cuda.CUDAGraph`: `torch.accelerator.Graph`, which torch has since 2.13, refuses them as of
-    2.14. Before 2.13 other devices have none.
+    CUDA and ROCm use `torch.cuda.CUDAGraph`. Other devices use `torch.accelerator.Graph`, which exists since torch 2.13
+    and refuses CUDA and ROCm as of 2.14.
     """
 
     def __init__(self, device: torch.device, pool: Any) -> None:
-        # Threads that load data may go on.
+        # With thread_local, other threads, such as those that load data, may keep using the device.
         options = {"pool": pool, "capture_error_mode": "thread_local"}
         if device.type == "cuda":
             self.graph: Any = torch.cuda.CUDAGraph()
@@ -67,7 +67,7 @@ class DeviceGraph:
         try:
             result = work()
         except BaseException:
-            # The first error says why.
+            # Errors of ending the capture would hide the original one.
             with suppress(Exception):
                 self.graph.capture_end()
             raise
@@ -77,7 +77,7 @@ class DeviceGraph:
 
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
-    """The device's generator gets a new state if an error leaves: a capture that failed keeps the old one for good."""
+    """Context manager: on errors, give the device's generator a new state; a failed capture spoils the old one."""
     found = getattr(torch.get_device_module(device), "default_generators", ())
     kept = [(generator, generator.clone_state()) for generator in found[device.index : device.index + 1]]
     try:

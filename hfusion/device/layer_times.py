@@ -1,7 +1,7 @@
-"""Time layers of several members, and fit what each kind of lowering takes of a device's rates.
+"""Time layers of several members, and fit how well each kind of lowering uses a device.
 
-The `hfusion.ops.lowering.Efficiency` of a lowering is a fit to the times of one device. Here the same kinds are timed
-on another: a small layer shows what a call takes, a large one the rate of its products.
+The `hfusion.ops.lowering.Efficiency` of a lowering was fitted on one reference device. Here the same kinds are timed on
+this device: a small layer measures the cost of a call, a large one the rate of its products.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ CALLS = (1.0, 1e3)
 
 
 class KindFit(NamedTuple):
-    """``calls``: fixed cost of a call, in calls of small operators; ``arithmetic``: share of the rate of products."""
+    """``calls``: fixed cost in calls of small operators; ``arithmetic``: fraction of the rate of matrix products."""
 
     calls: float
     arithmetic: float
 
 
 class LayerSizes(NamedTuple):
-    """A convolution of 3 x 3 with images of ``size`` x ``size``, and a linear layer of ``features`` samples, too.
+    """Sizes of a 3 x 3 convolution of ``size`` x ``size`` images, and of a linear layer of ``features`` samples.
 
-    ``repeats``: how many times a timed run computes a layer, so that starting autograd and waiting count little.
+    ``repeats``: how often a timed run computes a layer, to reduce the share of autograd's start and of waiting.
     """
 
     members: int
@@ -57,7 +57,7 @@ ACCELERATOR: Sizes = {"small": LayerSizes(4, 4, 16, 8, 64, 16), "large": LayerSi
 class TimedLayer(NamedTuple):
     """A layer of all members: ``run`` takes tensors of ``shapes`` and makes ``calls`` calls.
 
-    ``flops`` and ``traffic``: operations and bytes, forward and backward. ``repeats``: as of `LayerSizes`.
+    ``flops`` and ``traffic``: operations and bytes, forward and backward. ``repeats``: see `LayerSizes`.
     """
 
     run: Callable[[Tensor, Tensor], Tensor | list[Tensor]]
@@ -107,7 +107,7 @@ def measure(device: torch.device, sizes: Sizes = ACCELERATOR) -> dict[str, float
 
 
 def _seconds(device: torch.device, layer: TimedLayer, limit: float) -> float:
-    """Return the least seconds of a layer in the runs that begin within ``limit``, after one that warms up."""
+    """Return the minimum seconds of a layer over runs that start within ``limit`` seconds, after a warm-up run."""
     draw = torch.Generator(device).manual_seed(0)
     operands = [torch.rand(shape, device=device, dtype=torch.float32, generator=draw) for shape in layer.shapes]
     x, weight = (operand.requires_grad_() for operand in operands)
@@ -132,7 +132,7 @@ def fitted(
 ) -> dict[str, KindFit]:
     """Fit the estimate of `hfusion.passes.cost.roofline` to what `measure` returned.
 
-    ``flops``, ``memory``, ``calls``: the rates of the device; all of its bandwidth is taken to be reached.
+    ``flops``, ``memory``, ``calls``: the rates of the device. Layers are assumed to reach its full memory bandwidth.
     """
     fits = {}
     for kind in KINDS:
@@ -147,6 +147,6 @@ def fitted(
 
 
 def _between(limits: tuple[float, float], numerator: float, denominator: float) -> float:
-    """Return the quotient within ``limits``; the upper one where the denominator is not positive."""
+    """Return the quotient, clamped to ``limits``; the upper limit if the denominator is not positive."""
     least, most = limits
     return min(max(numerator / denominator, least), most) if denominator > 0 else most

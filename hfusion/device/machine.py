@@ -82,7 +82,7 @@ class Device:
 
     @property
     def physical(self) -> torch.device:
-        """The torch device of its tensors; devices that share one are equal here."""
+        """The torch device of its tensors, which several devices may share."""
         kind, _, index = self.device.partition(":")
         return torch.device("cpu") if kind == "cpu" else torch.device(kind, int(index or 0))
 
@@ -154,7 +154,7 @@ class Machine:
 def host_memory() -> int:
     """Bytes of memory of this machine, or of the container this process runs in.
 
-    Raises PlanError where the system does not tell.
+    Raises PlanError if the system does not report it.
     """
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -10,26 +10,26 @@ from typing import Any, Generic, Protocol, TypeVar, get_type_hints
 
 from hfusion.device.cache import cache_file, number, read_json, write_json
 
-# Rows that a file has, the latest, and those of the nearest size that an estimate is made of.
+# A file keeps the latest MAX_ROWS records. An estimate uses the _NEAREST records by size.
 MAX_ROWS, _NEAREST = 128, 5
 _COUNTS, _SECONDS = (1, 1e9), (1e-6, 1e6)
 
 
 @dataclass(frozen=True)
 class TimeRecord:
-    """Seconds that something took."""
+    """A duration in seconds."""
 
     seconds: float
 
 
 class SizedRecord(Protocol):
-    """A record of a program of so many operators."""
+    """A record of a program with this number of operators."""
 
     @property
     def operators(self) -> int: ...
 
 
-# Files as they were read last, and what of them tells whether they have changed: many tasks ask for the same.
+# Cache of parsed files, with inode, modification time and size to detect changes: many tasks read the same file.
 _read: dict[tuple[Path, type], tuple[tuple[int, ...], list[Any]]] = {}
 
 Record = TypeVar("Record", bound=Any)
@@ -44,7 +44,7 @@ class RecordFile(Generic[Record]):
         record: a dataclass whose fields are of type ``int`` (a count), ``float`` (seconds or a ratio), ``bool``, or
             ``float | None``.
         name: the beginning of the file's name.
-        machine: the description of the machine, as of `hfusion.device.calibrate.describe`.
+        machine: the description of the machine, from `hfusion.device.calibrate.describe`.
     """
 
     record: type[Record]

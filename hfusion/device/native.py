@@ -1,6 +1,6 @@
-"""C of this project: compiled once by the machine's own compiler, kept in the user's cache, loaded.
+"""Compile this project's C sources with the machine's compiler, cache the libraries, and load them.
 
-Where that does not work, its users have a slower way. The environment variable ``HFUSION_NATIVE=0`` chooses that;
+If that fails, callers fall back to slower code. The environment variable ``HFUSION_NATIVE=0`` selects the fallback, and
 ``CC`` names the compiler.
 """
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 # Without contraction a vector and its remainder round alike. The two -fno- only spare
 # errno and traps, which are unused here; the arithmetic stays that of IEEE 754.
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
-# Not every compiler has both.
+# Not every compiler supports both.
 _EXTRAS = (("-march=native", "-fopenmp"), ("-march=native",), ("-fopenmp",), ())
 _SECONDS = 60
 
@@ -47,7 +47,7 @@ def library(source: Path) -> ctypes.CDLL | str:
 
 
 def begin(source: Path, before: Callable[[], object]) -> None:
-    """Compile ``source`` in a thread, which `library` waits for; ``before`` is called first. Once in a process."""
+    """Call ``before`` and start to compile ``source`` in a thread, for which `library` waits. Once in a process."""
     if source in _asked or os.environ.get("HFUSION_NATIVE") == "0":
         return
     _asked.add(source)
@@ -60,7 +60,7 @@ def begin(source: Path, before: Callable[[], object]) -> None:
 _asked: set[Path] = set()
 _begun: dict[Path, Future[ctypes.CDLL | str]] = {}
 if hasattr(os, "register_at_fork"):
-    # Threads stay behind.
+    # A forked child does not have the compiling threads.
     os.register_at_fork(after_in_child=_begun.clear)
 
 
@@ -81,14 +81,14 @@ def _made(source: Path) -> ctypes.CDLL | str:
 
 
 def compiler() -> list[str] | None:
-    """The command that compiles C, or None."""
+    """Return the command of the C compiler; None if there is none."""
     if chosen := shlex.split(os.environ.get("CC", "")):
         return chosen
     return next(([name] for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
 
 
 def build(source: Path, compiler: Sequence[str], directory: Path) -> ctypes.CDLL | str:
-    """The library of ``source`` kept in ``directory``, compiled unless it is there; or why there is none.
+    """Load the library of ``source`` from ``directory``, or compile it. Returns the reason if that fails.
 
     Raises OSError if the compiler cannot be run.
     """
@@ -112,7 +112,7 @@ def _kept(path: Path) -> bytes | None:
 
 
 def _compile(source: Path, compiler: Sequence[str], path: Path) -> ctypes.CDLL | str:
-    """The library of ``source``, kept as ``path``; or why it cannot be made."""
+    """Compile ``source``, store the library at ``path``, and load it. Returns the reason if that fails."""
     with temporary_folder() as folder:
         made = folder / path.name
         for extras in _EXTRAS:
@@ -186,6 +186,6 @@ def processor_name() -> str:
 
 
 def core_cache() -> int:
-    """Bytes of the second-level cache that a core has, 2 MiB where torch does not tell."""
+    """Return the bytes of a core's L2 cache; 2 MiB if torch does not report it."""
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return int(capabilities.get("l2_cache_size") or 1 << 21)

@@ -1,7 +1,7 @@
-"""Threads of OpenMP by which torch computes one operator on several cores.
+"""OpenMP threads, with which torch computes an operator on several cores.
 
-GNU's runtime keeps a team for every thread that has ever computed so. Where all teams together have more threads than
-there are processors, none of them looks for its next work before it sleeps, and each operator pays for waking them.
+GNU's runtime keeps a team of threads for each thread that has ever computed in parallel. If all teams together have
+more threads than there are processors, threads sleep immediately after their work, and each operator has to wake them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Symbol(ctypes.Structure):
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Operators that this thread calls compute with so many of torch's threads."""
+    """Context manager: set the number of torch threads for operators that this thread calls."""
     before = torch.get_num_threads()
     if before == count:
         yield
@@ -55,7 +55,7 @@ def release_team() -> None:
 
 @cache
 def _pause() -> Callable[[int], object]:
-    """omp_pause_resource_all of the library that torch is linked to."""
+    """Return omp_pause_resource_all of GNU's runtime; a function that does nothing if torch uses another one."""
     if sys.platform != "linux":
         return _nothing
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-# Kinds that are recorded: each keeps the memory that it computes in.
+# The most kinds that are recorded, since each recording keeps its memory.
 MAX_RECORDED = 4
 # How often tensors may move before recording is given up.
 MAX_MOVES = 3
@@ -14,7 +14,7 @@ Recorded = TypeVar("Recorded")
 
 
 class Recordings(Generic[Recorded]):
-    """``why``: why nothing is recorded any longer, in words; empty as long as recording goes on."""
+    """Recordings by kind of work. ``why``: the reason why nothing more is recorded; empty if recording is enabled."""
 
     def __init__(self, why: str = "") -> None:
         self.why = why

@@ -41,7 +41,7 @@ def lend_stream(device: torch.device, owner: object, use: StreamUse) -> LentStre
         stream = idle.pop()
     except IndexError:
         stream = torch.Stream(device)
-    # Work that is still queued comes before that of the next owner, as on every stream.
+    # Work that is still queued runs before work of the next owner, as always on a stream.
     give_back = weakref.finalize(owner, idle.append, stream)
     give_back.atexit = False
     return LentStream(stream, give_back)

@@ -23,7 +23,7 @@ from hfusion.torch_private.shared_library import torch_library
 
 SOURCE = Path(__file__).with_name("team.c")
 
-# Of an error's text.
+# Size of the buffer for the text of an error, in bytes.
 _ROOM = 2048
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -36,7 +36,7 @@ class _Setting(ctypes.Structure):
 
 
 class PieceError(RuntimeError):
-    """``piece`` of a work failed, for the reason in the message."""
+    """Piece number ``piece`` of a job failed; the message gives the reason."""
 
     def __init__(self, piece: int, why: str) -> None:
         super().__init__(why)
@@ -77,7 +77,7 @@ def _setting() -> _Setting:
 
 
 class Team:
-    """``threads`` threads, each of which computes with ``inner`` threads of torch's.
+    """A team of ``threads`` threads, each of which computes with ``inner`` torch threads.
 
     ``joined``: the calling thread is one of them, if that is possible.
     """
@@ -96,18 +96,18 @@ class Team:
         ready = [Event() for _ in range(own)]
         before = torch.get_num_threads()
         for number, event in enumerate(ready):
-            # The threads do not hold the team, so that it can go.
+            # The threads hold no reference to the team, so that it can be freed.
             Thread(target=_stay, args=(address, inner, event), name=f"hfusion-{number}", daemon=True).start()
         for event in ready:
             event.wait()
-        # Each has set the number for itself, and with it the one that threads to come begin with.
+        # Each thread has set its own number of torch threads, and also the default of later threads.
         torch.set_num_threads(before)
         finalize(self, _close, address, os.getpid())
 
     def run(self, piece: int, work: int, pieces: int) -> None:
-        """Do all ``pieces`` of the ``work`` at this address; ``piece``: that of a function as `team.c` has them.
+        """Run a job of ``pieces`` pieces. ``piece``: address of a `team.c` function for a piece; ``work``: of its data.
 
-        Returns when no thread is at a piece any more, also where one failed. Raises PieceError.
+        Returns or raises after all threads have finished. Raises PieceError if a piece failed.
         """
         message = ctypes.create_string_buffer(_ROOM)
         with self._lock:
@@ -117,7 +117,7 @@ class Team:
 
 
 def _stay(address: int, inner: int, ready: Event) -> None:
-    # A thread takes, when its number is first read, the number that was last set anywhere.
+    # The first read initializes the number of this thread to the last one set in any thread, so read before setting.
     torch.get_num_threads()
     torch.set_num_threads(inner)
     torch.set_grad_enabled(False)
@@ -135,7 +135,7 @@ _teams: WeakValueDictionary[tuple[int, int, int, bool], Team] = WeakValueDiction
 
 
 def team(threads: int, inner: int = 1, joined: bool = False) -> Team:
-    """The team of this process with so many threads; the caller keeps it."""
+    """Return the shared team of this process with these numbers of threads. It lives as long as callers hold it."""
     key = os.getpid(), threads, inner, joined
     found = _teams.get(key)
     if found is None:
@@ -157,13 +157,13 @@ _active = _Active()
 
 
 def active_team() -> Team | None:
-    """The team that helps this thread just now."""
+    """Return the team that currently helps this thread; None if there is none."""
     return _active.team
 
 
 @contextmanager
 def helped_by(team: Team | None) -> Iterator[None]:
-    """Kernels that this thread runs inside may be done by ``team``."""
+    """Context manager: kernels that this thread calls may run on the threads of ``team``."""
     before, _active.team = _active.team, team
     try:
         yield

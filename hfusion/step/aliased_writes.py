@@ -1,7 +1,7 @@
-"""Operators that put values into a tensor of which these values are a view.
+"""A pass for Inductor that copies a tensor before values are scattered into it that are views of the same tensor.
 
-Inductor lets them write into that tensor where it is not used later, and reads the values while it writes: seen with
-``index_put`` of torch 2.13, of which ``index_add`` is made.
+If the tensor is not used later, Inductor scatters in place and overwrites values that it has yet to read. This was
+seen with ``index_put`` of torch 2.13, into which ``index_add`` decomposes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from hfusion.torch_private.graph_passes import CustomGraphPass, get_hash_for_files, passes_already_set
 
 _aten = torch.ops.aten
-# Each takes the tensor first.
+# Operators whose first argument is the tensor that they put values into.
 _PUT_INTO = frozenset(
     {
         _aten.index_put.default,
@@ -28,7 +28,7 @@ _PUT_INTO = frozenset(
 
 
 class CopiesOfOverlaps(CustomGraphPass):
-    """Lets these operators put their values into a copy, after the passes that are set already."""
+    """Runs the passes that are already set, then makes scatters with overlapping operands write into a copy."""
 
     def __init__(self) -> None:
         self._before = passes_already_set()
@@ -45,12 +45,12 @@ class CopiesOfOverlaps(CustomGraphPass):
 
     def uuid(self) -> Any:
         names = [each.uuid() for each in self._before]
-        # None: torch keeps no program.
+        # With None, torch caches no program.
         return None if None in names else (get_hash_for_files((__file__,)), *names)
 
 
 def _overlaps(node: fx.Node) -> bool:
-    """Return whether a written operand overlaps another one in memory."""
+    """Return whether the tensor that an operator writes into shares its storage with another operand."""
     target = _memory(node.args[0])
     others: list[Any] = []
     fx.node.map_arg((node.args[1:], node.kwargs), others.append)

@@ -1,7 +1,7 @@
 """Measured choice between several programs of one step; results are cached for this machine.
 
-They compute the same but for the last bits, as members stand in other blocks: so what was measured decides for every
-process after it, and none of the steps that it is measured by counts.
+The programs may differ in the last bits, since they group members into blocks differently. The first choice is
+therefore final for all later processes, and the timed steps leave the array unchanged.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from hfusion.step.step_graph import StepCall
 
 ONE_PART, PARTS = "in one part", "in parts"
 COMPILED, EAGER = "compiled", "eager"
-# A program that is less than this faster than another one may be the slower of them.
+# Ratios of times closer to 1 than this may be noise.
 _CLOSE = 1.03
 
-# Steps of each way in a row, of which the first does not count, as it finds nothing in place; and how many rows, in
-# turn. Of steps that take so long that a row has one that counts, there are more rows if their times are close, and
-# else no second one.
+# Programs take turns: each runs up to TURNS steps in a row, ROWS times. The first step of a row warms up and does not
+# count. A row of long steps has a single step that counts; there are then _ROWS_IF_CLOSE rows if the times are close,
+# and one row otherwise.
 TURNS = 5
 ROWS = 2
 _LONG = 0.5
 _ROWS_IF_CLOSE = 3
 _FAR = 1.5
-# By how much the median may exceed the least; on a machine that is busy with something else it is some times that.
+# The largest ratio of median to minimum of a steady measurement; on a busy machine it is several times as large.
 _STEADY = 1.5
 _PLAUSIBLE = (1e-9, 1e6)
 
 
 @dataclass(frozen=True)
 class WayTimes:
-    """Seconds of a step, by way."""
+    """Seconds per step of each program, by the name of the program."""
 
     seconds: Mapping[str, float]
 
@@ -68,33 +68,33 @@ class WayTimes:
 
 @dataclass(frozen=True, eq=False)
 class NotedProgram:
-    """``program``, and what is told of it."""
+    """``program`` with a note that its description ends with."""
 
     program: StepProgram
     note: str
 
     @property
     def team(self) -> Team | None:
-        """That of the program."""
+        """The threads that the program runs on, besides torch's."""
         return self.program.team
 
     @property
     def how(self) -> str:
-        """In words."""
+        """The description of the program, followed by the note."""
         return f"{self.program.how}, {self.note}"
 
     def fits(self, call: StepCall) -> bool:
         return self.program.fits(call)
 
     def step(self, call: StepCall) -> Tensor:
-        """Write gradients and buffers; the losses ``[B]``."""
+        """Write gradients and buffers, and return the losses ``[B]``."""
         return self.program.step(call)
 
 
 def measure(ways: Mapping[str, StepProgram], call: StepCall, places: Sequence[Place]) -> WayTimes | None:
-    """How long steps of each take, which leave nothing behind in the tensors at ``places``; None if that is unsteady.
+    """Time steps of each program, and restore the tensors at ``places`` afterwards. Return None if times are unsteady.
 
-    The least: what was measured is kept, and what disturbs the machine now may be gone tomorrow.
+    The result is the minimum, not the median: it is cached, and must not depend on other load during the measurement.
     """
     tensors = list({id(holder[name]): holder[name] for holder, name in places}.values())
     before = [(tensor.detach().clone(), tensor.grad) for tensor in tensors]
@@ -139,7 +139,7 @@ def find_times(order: Order, threads: int, ways: tuple[str, str]) -> WayTimes | 
 
 
 def keep_times(order: Order, times: WayTimes | None, threads: int, ways: tuple[str, str]) -> WayTimes | None:
-    """``times``, now kept, or what another process has kept meanwhile; None where nothing can be, or is known."""
+    """Cache ``times``. Return the cached times, which another process may have stored first; None if there are none."""
     if times is None:
         return find_times(order, threads, ways)
     told = json.dumps({"seconds": dict(times.seconds)}).encode()
@@ -150,7 +150,7 @@ def keep_times(order: Order, times: WayTimes | None, threads: int, ways: tuple[s
 
 
 def _path(order: Order, threads: int, ways: tuple[str, str]) -> Path:
-    """The order says how many threads compute a part, and ``threads`` how many parts there are at a time."""
+    """Return the cache file; ``threads``: blocks that run in parallel. The order holds the threads of each block."""
     whole = json.dumps([order.key(circumstances()), threads])
     name = "choice" if ways == (ONE_PART, PARTS) else "eager"
     return cache_folder() / f"step-{hashlib.sha256(whole.encode()).hexdigest()[:32]}-{name}.json"

@@ -1,4 +1,4 @@
-"""Into which parts a step is divided: blocks of members, some of them computed at the same time."""
+"""How a step is divided into blocks of members, and how many of the blocks run in parallel."""
 
 from __future__ import annotations
 
@@ -27,18 +27,23 @@ from hfusion.step.parallel_blocks import PartedStep
 from hfusion.step.recorded_step import recorded
 from hfusion.torch_private.cpp_block_entry import Unparted
 
-# Of MobileNetV2's members a thread, blocks of 4 took as long as one of 8, and blocks of 2 took 1.25 of that.
+# With 8 members of MobileNetV2 per thread, blocks of 4 took as long as one block of 8, blocks of 2 1.25 times as long.
 LEAST_BLOCK = 4
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Programs compute ``size`` members, or all if None; ``threads`` of them at a time, each with ``inner`` of torch's.
+    """The division of a step into blocks of members.
 
-    ``measured``: whether that is faster than one after the other is to be measured. ``rival``: whether all members in
-    one part, each operator on torch's threads, may be faster; ``times``: how fast both were. ``why``: why there is one
-    part where more were asked for. ``direct``: whether blocks that run one after the other can be called as those on
-    threads are, which spares Python's part in each, and copies of their gradients.
+    Attributes:
+        size: members per block; None for all.
+        threads: blocks that run in parallel.
+        inner: torch threads that each block uses.
+        measured: whether to measure if parallel blocks are faster than sequential ones.
+        why: the reason if blocks were requested to run in parallel and cannot.
+        rival: whether a single block of all members, with operators on all torch threads, may be faster.
+        times: measured seconds of both, if they were compared.
+        direct: whether sequential blocks can run from C as parallel ones do, without Python and gradient copies.
     """
 
     size: int | None
@@ -54,13 +59,14 @@ class Parting:
     def of(
         parts: int | str, forward: BoundProgram, loss: BoundProgram, size: int | None, most: int | None = None
     ) -> Parting:
-        """For ``parts`` at a time, or for as many as torch has threads; ``size``: where it is given.
+        """Divide a step into ``parts`` parallel blocks; ``"auto"``: one per torch thread.
 
-        ``most``: how many members may be computed at a time, by all threads; None where memory sets no limit.
+        ``size``: members per block, None to choose it here. ``most``: the most members that all threads together may
+        compute at a time, None for no limit.
 
-        An operator that all threads compute together waits for the slowest of them, and the small ones gain nothing:
-        where the array loops over members, and every thread has as much to do, parts are as good as they can be.
-        Elsewhere both compute about as much, and what it takes to wake threads decides, or what is left to the last.
+        A rival is compared unless blocks surely win: an operator on all threads waits for the slowest, and small
+        operators gain nothing from threads. So if the array loops over members and threads have equal shares, it
+        has no rival. Otherwise the cost of waking threads, or an uneven last block, may decide.
         """
         members, cores = forward.compiled.program.members, torch.get_num_threads()
         threads = min(cores if isinstance(parts, str) else parts, members if most is None else most)
@@ -82,15 +88,15 @@ class Parting:
         return Parting(block, threads, max(1, cores // threads), auto, rival=rival)
 
     def chosen(self, times: WayTimes) -> Parting:
-        """Return the faster of these parts and of all members in one."""
+        """Return the faster division according to ``times``: this one, or all members in one block."""
         return Parting(None, times=times) if times.fastest == ONE_PART else replace(self, rival=False, times=times)
 
     def set_threads(self) -> AbstractContextManager[None]:
-        """In which its programs are compiled: inductor writes for as many threads as it finds set."""
+        """Context manager: compile programs for ``inner`` threads. Inductor generates code for the current number."""
         return torch_threads(self.inner) if self.threads > 1 else nullcontext()
 
     def applied(self, program: FusedStep | PerMemberStep) -> StepProgram:
-        """The step with its parts. Raises Unparted."""
+        """Return the step that runs ``program`` in these blocks. Raises Unparted if threads cannot call it."""
         if self.why:
             return NotedProgram(recorded(program), f"in one part: {self.why}")
         if self.threads == 1:
@@ -106,16 +112,17 @@ class Parting:
 
 
 def _limited(size: int | None, most: int | None) -> int | None:
-    """The smaller of two numbers of members, where None stands for all."""
+    """Return the smaller of two numbers of members; None stands for all members."""
     return size if most is None else most if size is None else min(size, most)
 
 
 def block_size(forward: BoundProgram, threads: int) -> int:
-    """How many members a program computes where ``threads`` of them run at a time: a thread's share of the members, or
-    a whole fraction of it, so that the largest value of a member's forward stays in a core's cache for all of these.
+    """Return the members per block if ``threads`` blocks run in parallel.
 
-    Measured with 64 members on two threads, blocks of 8 took 0.71 of the time of blocks of 32 in DCGAN's generator, and
-    0.83 in a small CNN; of a transformer's 8 members a thread, blocks of 4 took 0.89. Fewer cost more calls than that.
+    It is a thread's share of the members, or a whole fraction of it, so that the largest intermediate value of a block
+    fits into a core's cache. With 64 members on two threads, blocks of 8 took 0.71 of the time of blocks of 32 in
+    DCGAN's generator, and 0.83 in a small CNN; with 8 members of a transformer per thread, blocks of 4 took 0.89.
+    Smaller blocks lose more by additional calls than they gain.
     """
     members = forward.compiled.program.members
     share = -(-members // threads)
@@ -126,7 +133,7 @@ def block_size(forward: BoundProgram, threads: int) -> int:
 
 
 def obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
-    """Why a step cannot run in parts at the same time, in words; empty if it can."""
+    """Return why blocks of a step cannot run in parallel; empty if they can."""
     return _obstacle(forward, loss) or _without_threads()
 
 
@@ -152,7 +159,7 @@ def _obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
 
 
 def drawing(graph: fx.Graph) -> Iterator[Any]:
-    """The operators of the members' forward or loss that draw random numbers, and not from the members' seeds."""
+    """Yield the operators of a graph that draw random numbers from a generator that all members share."""
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             given = by_name(node.target, *node.meta.get("arguments", (node.args, node.kwargs)))

@@ -13,17 +13,17 @@ from hfusion.core.program import describe_value
 from hfusion.ops.rule import hint
 from hfusion.step.step_graph import StepGraph
 
-# Inputs off by their rounding that are tried: of a value that rounds to either side of zero about half change its side.
+# Perturbed inputs that are tried. A value that rounds to either side of zero changes its sign in about half of them.
 _NEARBY = 12
-# By what power of their dtype's rounding: 54 roundings of float32, 3 of bfloat16. Of a small CNN, 8 roundings moved no
-# ReLU over zero at which a program was on the other side, as that has another way to normalize a batch.
+# Inputs are perturbed by this power of the dtype's eps: 54 eps of float32, 3 of bfloat16. In a small CNN, whose program
+# normalizes a batch differently, 8 eps were too few to flip a ReLU at zero that the program had flipped.
 _OFF = 3 / 4
-# Of what the graph itself gives: what a program may give.
+# A program may differ by this multiple of what the perturbed inputs change in the graph's own results.
 _AS_MUCH = 2.0
 
 
 class ByOperator(fx.Interpreter):
-    """Runs a graph of the compiler's, to whom the strides in memory that a view asks for do not matter."""
+    """Interprets a graph for Inductor. Views become reshapes: Inductor ignores the strides that a view requires."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
@@ -45,7 +45,7 @@ class ByOperator(fx.Interpreter):
 
 
 def _in_order(tensor: Tensor, example: Tensor) -> Tensor:
-    """``tensor`` with dims in the order of memory that those of ``example`` have."""
+    """Return ``tensor`` with its dims in the same memory order as those of ``example``."""
     strides = [hint(stride) or 0 for stride in example.stride()]
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.dim())])
@@ -54,13 +54,17 @@ def _in_order(tensor: Tensor, example: Tensor) -> Tensor:
 def disagreement(
     graph: StepGraph, given: Sequence[Tensor], expected: Sequence[Tensor], nearby: Callable[[], Sequence[Tensor]]
 ) -> str:
-    """The first result of a step that is another than by its graph, beyond rounding, in words; empty if there is none.
+    """Describe the first result that differs from the graph's by more than rounding; empty if there is none.
 
-    Sums are rounded in another order in a program, and a ReLU at zero may be on its other side: so what counts is the
-    norm of the difference. By as much as the cube root of a dtype's rounding, 0.5% in float32, it differs by a mistake
-    only; but for gradients of nothing but rounding, as of a bias before a BatchNorm, beside the largest, and where the
-    graph itself gives others by as much for inputs that are off by their rounding, as by the one ReLU of few.
-    ``nearby``: what it gives for other such inputs at each call.
+    A program sums in another order, and may flip a ReLU at zero, so norms of differences are compared. A relative
+    difference above the cube root of eps, 0.5% in float32, indicates an error, with two exceptions. Gradients that
+    consist of rounding errors only, such as that of a bias before a BatchNorm, are compared with the largest gradient.
+    And a result may differ as much as the graph's own result changes if its inputs are perturbed by rounding.
+
+    Args:
+        given: results of the compiled program: losses, gradients, written tensors.
+        expected: results of the graph for the same inputs.
+        nearby: returns the graph's results for freshly perturbed inputs at each call.
     """
     rounding = max(_rounding(node.meta.get("val")) for node in graph.module.graph.nodes)
     largest = max((norm(tensor) for tensor in expected[1 : 1 + len(graph.trained)]), default=0.0)
@@ -83,7 +87,7 @@ def disagreement(
 
 
 def shaken(tensors: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
-    """Each of its numbers off by some of its rounding; a zero stays one."""
+    """Return ``tensors`` with each number changed randomly by a few eps of its dtype; zeros stay zeros."""
     return [_shaken(tensor.detach(), _rounding(tensor) ** _OFF, generator) for tensor in tensors]
 
 
@@ -95,7 +99,7 @@ def _shaken(tensor: Tensor, most: float, generator: torch.Generator) -> Tensor:
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    """The norm of the difference; 0 where the second has none to compare with."""
+    """Return the norm of the difference; 0 if the tensors are empty or ``other`` is not finite."""
     if one is other or not (one.numel() and torch.isfinite(other).all()):
         return 0.0
     return distance(one, other)
@@ -108,7 +112,7 @@ def result_names(graph: StepGraph, count: int) -> list[str]:
 
 
 def _rounding(value: object) -> float:
-    """The relative rounding of a tensor of floating-point numbers; of others none."""
+    """Return eps of the dtype of a floating-point or complex tensor; 0 for everything else."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return 0.0
     return torch.finfo(value.dtype).eps

@@ -8,14 +8,14 @@ from hfusion.compiler.arguments import BATCHED
 from hfusion.compiler.bound_program import BoundProgram
 from hfusion.step.step_graph import StepCall, StepGraph, captured_dims
 
-# Operators of one program that are worth it: inductor takes some 0.1 s for each on two cores.
+# The most operators of one program: Inductor takes about 0.1 s per operator on two cores.
 MAX_OPERATORS = 4000
-# oneDNN's kernel gives an undefined tensor in training, on which inductor's code fails when it runs.
+# In training, oneDNN's kernel returns an undefined tensor, on which Inductor's code fails when it runs.
 _NOT_COMPILED = frozenset({torch.ops.aten.mkldnn_rnn_layer.default})
 
 
 class Unprofitable(Exception):
-    """A step is not worth its compilation, or would not survive it; the message says why."""
+    """A step should not be compiled, because it does not pay or would fail; the message gives the reason."""
 
 
 class SlowerThanEager(Unprofitable):
@@ -23,13 +23,13 @@ class SlowerThanEager(Unprofitable):
 
 
 class TooManyOperators(Unprofitable):
-    """Fewer members at a time may have few enough of them."""
+    """A program has too many operators; a program for fewer members may have few enough."""
 
 
 def check_open(graph: StepGraph, forward: BoundProgram, loss: BoundProgram, call: StepCall) -> None:
-    """Refuse a step that would hold for one length only, where many are met; few numbers of samples are."""
+    """Raise Unprofitable if sizes other than the batch size vary between calls, but the program would fix one."""
     found = captured_dims(forward, loss, call)
-    # Other sizes of a target alone may be those of other arrays with the same loss.
+    # If only the target's sizes vary, the other sizes may come from other arrays that use the same loss.
     if not any(dims - {0} for dims in found[: sum(isinstance(leaf, BATCHED) for leaf in call.inputs.leaves)]):
         return
     rows = zip(found, call.stacked, graph.dims, strict=True)

@@ -1,4 +1,4 @@
-"""The argument ``compile`` of every function that takes it: what it may be, and what it means."""
+"""Check and interpret the argument ``compile`` and the options that go with it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 AUTO = "auto"
 
 Compile: TypeAlias = bool | Literal["background"] | None
-"""None compiles where that pays, True always, False never; "background" always, by another process."""
+"""None compiles if that pays, True always, False never; "background" always, in another process."""
 
 
 def check_compile(compile: object) -> None:
@@ -21,7 +21,7 @@ def check_compile(compile: object) -> None:
 
 
 def check_parts(parts: object) -> int | str:
-    """``parts`` as `hfusion.train_step` takes it. Raises ValueError."""
+    """Return the argument ``parts`` of `hfusion.train_step`. Raises ValueError if it is invalid."""
     if parts == AUTO and isinstance(parts, str):
         return parts
     if isinstance(parts, bool) or not isinstance(parts, int) or parts < 1:
@@ -38,7 +38,7 @@ class CompileMode:
     Attributes:
         compile: whether steps may be compiled.
         background: whether another process compiles them.
-        eager_steps, parts, steps: as of `hfusion.train_step`.
+        eager_steps, parts, steps: the arguments of `hfusion.train_step`.
         judged: whether steps are compiled only where that pays, see `hfusion.step.compile_payoff`.
     """
 
@@ -51,7 +51,7 @@ class CompileMode:
 
     @staticmethod
     def of(compile: object, eager_steps: int | None, parts: object = AUTO, steps: object = None) -> CompileMode:
-        """Read the arguments of `hfusion.train_step`. Raises ValueError for values that they cannot have."""
+        """Create the mode from arguments of `hfusion.train_step`. Raises ValueError if one is invalid."""
         check_compile(compile)
         divided, judged = check_parts(parts), compile is None
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 0):
@@ -77,8 +77,9 @@ class CompileMode:
         return '"background"' if self.background else "True"
 
     def left(self, steps: int) -> int | None:
-        """How many steps to expect after ``steps`` of a kind: where nobody said, as many as were made, and None between
-        powers of two, where an answer would hardly be another.
+        """Return how many steps to expect after ``steps`` steps of a kind.
+
+        If the user gave no number, as many as have run. None between powers of two, to decide again only rarely.
         """
         if self.steps is not None:
             return max(0, self.steps - steps)

@@ -1,7 +1,7 @@
-"""Whether compiling a step pays, from the times of earlier compilations and steps on this machine.
+"""Decide whether compiling a step pays, from the times of earlier compilations and steps on this machine.
 
-What was measured is kept in the user's cache folder, a row for each program that was compiled. On a machine that has
-compiled nothing yet another process compiles, and steps do not wait, unless they end before any compilation would.
+The user's cache folder keeps one record for each program that was compiled. Without records of similar
+steps, or with a spare core, steps are compiled in the background if that would end before the remaining steps do.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from hfusion.device.calibrate import describe
 from hfusion.device.measured_records import RecordFile, nearest
 from hfusion.device.native import cores
 
-# Seconds that a machine's first compilation takes, with torch's headers: 11 to 17 for the benchmark's MLP, CNN and
-# transformer on two cores of a Xeon.
+# Estimated seconds of the first compilation on a machine, which includes torch's headers. It took 11 to 17 s for the
+# benchmark's MLP, CNN and transformer on two cores of a Xeon.
 FIRST_COMPILATION = 10.0
-# Steps that are timed: eager ones, and compiled ones after the first, which touches memory that is cold.
+# How many eager steps are timed, and how many compiled steps after the first, which runs with cold memory.
 _TIMED = 3
 
 
 @dataclass(eq=False)
 class StepClock:
-    """Seconds of the first steps of a kind, but for the very first, which captures, and of its compilation.
+    """Times of the first steps of a kind and of its compilation. The very first step, which captures, is not timed.
 
     Attributes:
         behind: whether another process compiles, and no step waits for it.
-        compilation: seconds until the program was there, where it was compiled for these steps.
-        expected: seconds that the compilation is expected to take, with a core to itself.
+        compilation: seconds until the program was ready; None if it was not compiled for these steps.
+        expected: estimated seconds of the compilation if it has a core of its own.
     """
 
     eager: list[float] = field(default_factory=list)
@@ -44,7 +44,7 @@ class StepClock:
             self.eager.append(seconds)
 
     def note_compiled(self, seconds: float) -> bool:
-        """Note a compilation; return whether there are enough records."""
+        """Note the seconds of a compiled step. Return True once, when enough steps were timed."""
         if len(self.compiled) <= _TIMED:
             self.compiled.append(seconds)
             return len(self.compiled) > _TIMED
@@ -60,8 +60,15 @@ class StepClock:
 
 @dataclass(frozen=True)
 class CompileRecord:
-    """A step that was compiled: the operators of its members' graphs, whether the array loops over members, whether
-    another process compiled it, seconds until it was there, and how much faster steps became, if that was seen."""
+    """A step that was compiled.
+
+    Attributes:
+        operators: number of graph nodes of a member's forward and loss.
+        looped: whether the array loops over members.
+        behind: whether another process compiled it.
+        seconds: seconds until the program was ready.
+        speedup: eager seconds per step divided by compiled ones, if both were measured.
+    """
 
     operators: int
     looped: bool
@@ -79,9 +86,9 @@ class Worth:
 
 
 def judge(left: int, eager: float, size: int, looped: bool, records: Sequence[CompileRecord], spare: bool) -> Worth:
-    """Decide about a step of ``size`` operators that runs ``left`` more times, in ``eager`` seconds each.
+    """Decide whether to compile a step of ``size`` operators that runs ``left`` more times, in ``eager`` seconds each.
 
-    ``spare``: whether there is a core that steps do not use.
+    ``spare``: whether there is a core that torch does not use.
     """
     known = [record for record in records if record.looped is looped]
     cost = compile_seconds(size, looped, records, spare)
@@ -92,7 +99,7 @@ def judge(left: int, eager: float, size: int, looped: bool, records: Sequence[Co
     if faster is not None and faster <= 1.0:
         return Worth(why=f"compiled steps like it were no faster on this machine ({faster:.2f} times as fast)")
     if spare or not known:
-        # Nobody waits for it, so that all that counts is whether it is there in time.
+        # No step waits for the program, so it only has to be ready before the last step.
         return Worth(behind=True) if cost < ahead else Worth(why=told)
     gain = ahead * (1.0 - 1.0 / (faster if faster is not None else float("inf")))
     return Worth() if cost < gain else Worth(why=told)
@@ -104,7 +111,7 @@ def compile_seconds(size: int, looped: bool, records: Sequence[CompileRecord], b
     alike = [record for record in known if record.behind is behind] or known
     if not alike:
         return FIRST_COMPILATION
-    # A larger step may take more in proportion; that a smaller one takes less is not known.
+    # Scale up for larger steps, but not down for smaller ones, which may take as long.
     return median(r.seconds * max(1.0, size / r.operators) for r in nearest(alike, size))
 
 
@@ -119,7 +126,7 @@ def read_records() -> list[CompileRecord]:
 
 
 def add_record(record: CompileRecord) -> None:
-    """Keep a row more, if the folder takes it."""
+    """Store one more record, if the cache folder can be written."""
     _records().add(record)
 
 

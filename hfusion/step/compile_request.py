@@ -1,4 +1,4 @@
-"""A step that is to be compiled, as JSON: what a process that has neither the models nor their code needs for it."""
+"""A request to compile a step, as JSON, for a process that has neither the models nor their code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """``content``: plain values, for `read_order`."""
+    """A request to compile a step. ``content`` holds plain values only, see `read_order`."""
 
     content: Mapping[str, Any]
 
@@ -39,13 +39,13 @@ class Order:
         return json.dumps(self.content, sort_keys=True)
 
     def key(self, environment: Mapping[str, Any]) -> str:
-        """Equal for orders that are alike in every respect, under the same circumstances."""
+        """Return a hash of the request and of ``environment``; see `hfusion.step.program_cache.circumstances`."""
         whole = json.dumps(environment, sort_keys=True) + self.text
         return hashlib.sha256(whole.encode()).hexdigest()
 
 
 def write_order(forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any) -> Order:
-    """The step of ``forward`` and ``loss`` for calls like ``call``. Raises Unwritable."""
+    """Return the request for calls like ``call``. Raises Unwritable if it cannot be written as plain values."""
     tensors = Tensors.of(forward, loss)
     places = {id(tensor): place for place, tensor in enumerate(tensors.all())}
 
@@ -68,7 +68,7 @@ def write_order(forward: BoundProgram, loss: BoundProgram, call: StepCall, size:
 
 @dataclass(frozen=True, eq=False)
 class Ordered:
-    """The arguments of `hfusion.step.compiled_step.compile_programs`, around tensors without data."""
+    """The arguments of `hfusion.step.compiled_step.compile_programs`, with placeholder tensors of zeros."""
 
     forward: BoundProgram
     loss: BoundProgram
@@ -78,9 +78,9 @@ class Ordered:
 
 @contextmanager
 def read_order(content: Mapping[str, Any]) -> Iterator[Ordered]:
-    """Inside, the order can be carried out, under the settings that it was written under.
+    """Context manager: restore the settings of the request, and return the arguments to compile it.
 
-    Raises as `hfusion.compiler.serialized_program.read_compiled`.
+    Raises the errors of `hfusion.compiler.serialized_program.read_compiled`.
     """
     with ExitStack() as stack:
         stack.enter_context(_under(content["settings"]))
@@ -176,7 +176,7 @@ def changed_settings() -> dict[str, Any]:
 
 @contextmanager
 def _under(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Set what `_settings` told."""
+    """Context manager: apply the settings that `_settings` returned."""
     before = _settings()
     with ExitStack() as stack:
         if settings["inductor"]:
@@ -192,7 +192,7 @@ def _set(settings: Mapping[str, Any]) -> None:
     torch.set_default_dtype(getattr(torch, settings["dtype"]))
     torch.use_deterministic_algorithms(settings["deterministic"], warn_only=settings["warns"])
     torch.set_float32_matmul_precision(settings["precision"])
-    # torch's own test utilities forbid to set it, even to what it is.
+    # torch's test utilities forbid any assignment to this flag, even one that does not change it.
     if settings["mkldnn"] != torch.backends.mkldnn.enabled:
         torch.backends.mkldnn.enabled = settings["mkldnn"]
     use_attention_kernels(settings["attention"])

@@ -1,4 +1,4 @@
-"""When the programs of a step are made, and where: here, or by another process while steps run eagerly."""
+"""Schedule the compilation of a step's programs: in this process, or in another one while steps run eagerly."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ MAX_PROGRAMS = 16
 
 @dataclass(frozen=True, eq=False)
 class MakeRequest:
-    """The program that is wanted of a variant.
+    """A request for the program of a variant.
 
     Attributes:
-        call: a call that it is to serve.
-        size: how many rows one call of it computes; None for all.
+        call: a call that the program must serve.
+        size: members that one call of the program computes; None for all.
         behind: whether another process compiles it.
-        due: whether the next step may use it; otherwise it waits until it is due.
+        due: whether the next step may use the program; otherwise it is kept until steps of its kind are due.
         wait: whether to wait for the other process.
-        find_only: whether to take one that is kept, and not to compile any.
+        find_only: whether to use a cached program only, and compile nothing.
     """
 
     call: StepCall
@@ -78,7 +78,7 @@ class MakeRequest:
 
 
 class ProgramMaker:
-    """Finds or makes the programs of one step, whose variants are ``ways``."""
+    """Finds or compiles the programs of a step. ``ways``: the variants of the step."""
 
     def __init__(
         self, mode: CompileMode, ways: Mapping[Any, list[StepVariant]], eager: Callable[[Any], EagerProgram]
@@ -89,14 +89,14 @@ class ProgramMaker:
         self._ways = ways
 
     def prepare(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any) -> None:
-        """Give ``way`` its program, or let it say why it has none; neither, while its steps are still eager.
+        """Advance ``way`` before a step: find, request, compile or take its program, or note why there is none.
 
-        Raises ProgramMismatch where it cannot have one for these sizes.
+        Raises ProgramMismatch if the captured programs do not hold for the sizes of ``call``.
         """
         steps, way.steps = way.steps, way.steps + 1
         request = MakeRequest(call, size, autocast, self.mode.background, wait=self.mode.due(steps))
         if self.mode.eager(steps):
-            # A program that will be waited for.
+            # Start compiling early: the first step after the eager ones will wait for the program.
             if isinstance(way.state, Eager) and not any(o.pending and o.like(way) for o in self._variants()):
                 self._make(way, replace(request, due=False, wait=False))
             return
@@ -115,10 +115,10 @@ class ProgramMaker:
     def _pays(self, way: StepVariant, request: MakeRequest, steps: int) -> bool:
         """Return whether to compile ``way`` after ``steps`` of its kind, at least one of them timed."""
         if any(holder[name].device.type != "cpu" for holder, name in way.places):
-            # An accelerator's steps go on when their calls are over.
+            # On an accelerator, calls return before the work is done, so they cannot be timed here.
             return True
         if not way.clock.eager:
-            # One that is there already costs nothing.
+            # A cached program costs nothing.
             self._make(way, replace(request, wait=False, find_only=True))
             return False
         left = self.mode.left(steps)
@@ -132,10 +132,10 @@ class ProgramMaker:
         return not found.why
 
     def eager_threads(self, way: StepVariant) -> AbstractContextManager[None]:
-        """In which an eager step of ``way`` computes: with one of torch's threads fewer where the process that compiles
-        has no core to itself, once that has lasted longer than a compilation is expected to take.
+        """Context manager: run an eager step of ``way`` with one torch thread fewer if a compilation needs the core.
 
-        Until then the steps lose nothing to it; from then on they lose no more than they would have from the start.
+        This applies if the compiling process has no core of its own, and once it has run for longer than the
+        compilation would take with one. Until then, steps keep all threads.
         """
         count = torch.get_num_threads()
         pending = way.pending
@@ -146,7 +146,7 @@ class ProgramMaker:
         return torch_threads(count - 1) if pending.age > way.clock.expected else nullcontext()
 
     def remember(self, way: StepVariant) -> None:
-        """Keep what was measured of ``way``, for those after it."""
+        """Store the measured times of ``way`` for later decisions."""
         clock = way.clock
         if clock.compilation is not None:
             behind = clock.behind or self.mode.background
@@ -159,12 +159,12 @@ class ProgramMaker:
         return list(dict.fromkeys(way.program for way in self._variants() if way.program is not None))
 
     def release(self) -> None:
-        """Let no variant hold tensors until its next step."""
+        """Let all variants drop their references to tensors until their next step."""
         for way in self._variants():
             way.release()
 
     def _take_fitting(self, way: StepVariant, call: StepCall) -> bool:
-        """Use a program of calls that differ in the number of samples only, if one holds for this number."""
+        """Reuse a program of calls that differ only in the number of samples, if it is valid for this number."""
         for other in self._variants():
             if other.program is not None and other.like(way) and other.program.fits(call):
                 if way.pending is not None:
@@ -175,7 +175,7 @@ class ProgramMaker:
         return False
 
     def _waits(self, way: StepVariant, call: StepCall, steps: int) -> bool:
-        """Return whether this step is eager because its program is being compiled, or has the program now."""
+        """Return True if a similar variant's pending program decides this step: eager, or by that program."""
         for other in self._variants():
             if other is not way and isinstance(other.state, Compiling) and other.like(way):
                 if other.state.behind or not self.mode.due(steps):
@@ -192,7 +192,7 @@ class ProgramMaker:
         self._guarded(way, request, lambda of: self._find_or_compile(of, request))
 
     def _guarded(self, way: StepVariant, request: MakeRequest, work: Callable[[StepVariant], None]) -> None:
-        """Do ``work`` for ``way``; where that fails, note why."""
+        """Call ``work(way)``; if it fails, note the reason in the state of ``way``."""
         try:
             work(way)
         except Unparted as error:
@@ -241,7 +241,7 @@ class ProgramMaker:
                 self._take(way)
 
     def _known(self, way: StepVariant, request: MakeRequest, order: Order | None) -> StepPrograms | NoProgram | None:
-        """Return programs that are kept, or compile them here; None where another process is to do so."""
+        """Return cached programs, or compile them here; None if another process must, or nothing may be compiled."""
         assert way.sources is not None
         assert way.parting is not None
         began = perf_counter()
@@ -257,8 +257,9 @@ class ProgramMaker:
         return known
 
     def _rival(self, way: StepVariant, call: StepCall, parts: Order, autocast: Any) -> Rival | None:
-        """All members in one part, to be compared with the program of the order ``parts`` before that is used; None
-        where that cannot be. Another process makes it meanwhile.
+        """Request the program of all members in one block, to be compared with the blocks of the order ``parts``.
+
+        Another process compiles it unless it is cached. None if there can be no such program.
         """
         assert way.sources is not None
         order = order_for(*way.sources, call, None, autocast, always=True)
@@ -273,13 +274,13 @@ class ProgramMaker:
         return Rival(PendingProgram(job, order, call), parts)
 
     def _take(self, way: StepVariant) -> None:
-        """Take the program that the other process compiled for ``way``."""
+        """Wait for the program that another process compiles for ``way``, and use it."""
         pending = way.pending
         assert pending is not None
         way.note(Ended())
         found = self._result(pending)
         if found is None:
-            # It was of a step that is gone; it is asked for anew at the next call.
+            # The job was cancelled because its owner is gone; the next call requests the program again.
             return
         if isinstance(found, str):
             way.note(Failed(f"its compilation in the background failed: {found}"))
@@ -290,7 +291,7 @@ class ProgramMaker:
         try:
             self._use(way, pending.call, pending.order, found, pending.rival)
         except Unparted as error:
-            # It is asked for anew, as one part, at the next call.
+            # The next call requests a program that runs in one part.
             way.parting = Parting(way.most, why=str(error))
         except Unprofitable as error:
             way.note(Failed(str(error), by_choice=isinstance(error, SlowerThanEager)))
@@ -312,7 +313,7 @@ class ProgramMaker:
         rival: Rival | None = None,
         due: bool = True,
     ) -> None:
-        """Let ``way`` run by what was made. Raises Unprofitable if eager steps are faster, or there is no program."""
+        """Let ``way`` use the program. Raises Unprofitable if eager steps are faster, or if there is none."""
         if isinstance(found, NoProgram):
             raise Unprofitable(found.why)
         assert way.parting is not None
@@ -336,7 +337,7 @@ class ProgramMaker:
         found: StepPrograms,
         order: Order,
     ) -> StepProgram:
-        """Measure ``parts``, of ``order``, and all members in one, and return the faster; ``applied``: parts in use."""
+        """Measure the step in blocks and in one block, and return the faster; ``applied``: the step in blocks."""
         assert way.parting is not None
         parting, way.parting = way.parting, Parting(None)
         one = self._step(way, call, found)
@@ -362,14 +363,14 @@ class ProgramMaker:
         return private.path
 
     def close(self) -> None:
-        """End the processes that make programs; what they were to make is asked for anew, if it is needed."""
+        """End the processes that compile. Later steps request the programs again if they need them."""
         for way in self._variants():
             if way.pending is not None:
                 way.pending.cancel()
 
 
 def _kind(way: StepVariant, call: StepCall) -> Any:
-    """Return the key of a program besides those of forward and loss, without the sizes and the arrangement."""
+    """Return what a program depends on in addition to forward and loss, except sizes and the array's arrangement."""
     (*modes, _), *others = way.situation
     threads = way.parting.inner if way.parting is not None and way.parting.threads > 1 else None
     return (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key, threads)

@@ -1,8 +1,8 @@
 """A process that compiles steps while this one trains.
 
-It is given an order, of plain values, and neither models nor their code; it leaves what it compiled in a folder, and
-says so. No thread waits for it: whoever trains asks at the border of a minibatch. It ends with the one who asked, with
-this process, however that ends, and when it has nothing to do.
+It receives an order, which holds plain values and no models or their code. It stores the compiled programs in a folder
+and reports the outcome on its standard output. No thread waits for it: training polls between minibatches. It ends when
+its job is done, when the owner of the job is freed, and when this process ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any
 from hfusion.core.claimed_folder import ClaimedFolder, run_folder
 from hfusion.step.compile_request import Order
 
-# It computes with what training leaves of the cores. At 5, OpenMP's threads waited for the one it had displaced:
-# 250 steps of a CNN took twice as long on two cores (Xeon).
+# The lowest priority: it only uses core time that training leaves. At 5 it displaced one OpenMP thread, for which the
+# others waited: 250 steps of a CNN took twice as long on two cores (Xeon).
 _NICENESS = 19
 _START = "import sys; sys.path[:] = {path!r}; from hfusion.step.compile_worker import main; main({arguments!r})"
-# Of what a process wrote before it failed.
+# How many bytes at the end of the log of a failed process are read for its error.
 _TAIL = 2000
 
 
 class BackgroundJob:
-    """One order that a process of its own carries out. ``owner``: with whom it ends.
+    """A compilation in a process of its own, which is killed when ``owner`` is freed.
 
-    Raises OSError where no process can be started.
+    Raises OSError if no process can be started.
     """
 
     def __init__(self, order: Order, folder: Path, owner: object) -> None:
@@ -43,7 +43,7 @@ class BackgroundJob:
         self._told = ""
         self._began = time.time()
         self.seconds = 0.0
-        """Until it was ready, once it was waited for."""
+        """Seconds until the program was ready; 0 until `result` was called."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         files = run_folder()
         written = files.path / "order.json"
@@ -59,7 +59,7 @@ class BackgroundJob:
 
     @property
     def age(self) -> float:
-        """Seconds since it was given."""
+        """Seconds since the job started."""
         return time.time() - self._began
 
     def ready(self) -> bool:
@@ -69,9 +69,9 @@ class BackgroundJob:
         return self._process.poll() is not None
 
     def result(self) -> str:
-        """Wait until it has ended; empty if all is well, else what went wrong, in words.
+        """Wait for the end of the job. Return an empty string on success, else the reason for the failure.
 
-        ``cancelled`` afterwards if its owner was gone before.
+        If it was cancelled or its owner freed before that, ``cancelled`` is True afterwards.
         """
         if not self._finalizer.alive and not self._told:
             self.cancelled = True
@@ -87,7 +87,7 @@ class BackgroundJob:
         lines = self._process.stdout.read().decode(errors="replace").splitlines()
         if lines:
             told = json.loads(lines[-1])
-            # Not until it was asked: steps may be long.
+            # The time at which the process ended, not that of this call, which may come a long step later.
             self.seconds = max(0.0, told["ended"] - self._began)
             return str(told["told"])
         self._log.seek(0)
@@ -101,9 +101,9 @@ class BackgroundJob:
 
 def _started(arguments: Sequence[str], log: Any) -> subprocess.Popen[bytes]:
     start = _START.format(path=[str(Path(__file__).parents[2]), *sys.path], arguments=list(arguments))
-    # Its standard input stays open as long as this process lives. In a group of its own no Ctrl-C meets it, and all
-    # that it starts can be ended with it. In a session of its own Linux would weigh its niceness in there only
-    # (sched(7), autogroup).
+    # Its standard input stays open as long as this process lives. Its own process group shields it from Ctrl-C, and
+    # lets it be killed together with its children. In a session of its own, its niceness would count within that
+    # session only (sched(7), autogroup).
     return subprocess.Popen(
         [sys.executable, "-c", start],
         stdin=subprocess.PIPE,
@@ -114,7 +114,7 @@ def _started(arguments: Sequence[str], log: Any) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes], log: Any, files: ClaimedFolder, starter: int) -> None:
-    """End it and what it started, unless this is a child of the one who began it."""
+    """Kill the process and its children, and close its files. Does nothing in a fork of the starting process."""
     if os.getpid() != starter:
         return
     if process.poll() is None:
@@ -140,19 +140,19 @@ def main(arguments: Sequence[str]) -> None:
     _end_with_parent()
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
-    # Nobody but us answers.
+    # Only the answer goes to the pipe: what other code prints goes to the log.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     told = _carried_out(json.loads(Path(arguments[0]).read_text()), Path(arguments[1]))
     answer.write(json.dumps({"told": told, "ended": time.time()}) + "\n")
     answer.flush()
-    # Without what torch does at its end.
+    # Skip torch's cleanup at exit.
     os._exit(0)
 
 
 def _carried_out(content: dict[str, Any], folder: Path) -> str:
-    """``done``, or why not."""
-    # Not where this module is imported to start such a process.
+    """Compile the order into ``folder``. Return ``done``, or the reason for the failure."""
+    # Imported late: the process that only starts jobs does not need these modules here.
     from hfusion.step import program_cache
     from hfusion.step.compile_limits import Unprofitable
     from hfusion.step.compile_request import read_order
@@ -163,7 +163,7 @@ def _carried_out(content: dict[str, Any], folder: Path) -> str:
         with read_order(content) as step:
             compile_programs(step.forward, step.loss, step.call, Library(), None, step.size, order, folder)
     except Unprofitable:
-        # It is kept that there is no program, and why.
+        # `compile_programs` has cached the decision and its reason.
         pass
     except Exception as error:
         return error_text(error)
@@ -171,7 +171,7 @@ def _carried_out(content: dict[str, Any], folder: Path) -> str:
 
 
 def _end_with_parent() -> None:
-    """The other end of the standard input closes when the parent is gone."""
+    """Kill this process group when the parent is gone, which closes the other end of standard input."""
 
     def watch() -> None:
         os.read(0, 1)
@@ -183,7 +183,7 @@ def _end_with_parent() -> None:
 
 
 def error_text(error: Exception) -> str:
-    """The error in one line, with the remedy where it is known."""
+    """Return the error as one line, with the remedy if a C++ compiler is missing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
     missing = "cxx" in type(error).__name__.lower() or "compiler" in text.lower()

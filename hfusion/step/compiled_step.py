@@ -1,6 +1,6 @@
-"""Compiled steps: one program of the whole array, or of one member, called B times, where operators loop over members.
+"""Compiled steps: one program for the whole array, or one for a block of members, called once per block.
 
-Convolutions on a CPU are faster in a loop, but a program of the whole array would compile them B times.
+Convolutions on a CPU are faster in a loop over members, but a program for the whole array would compile them B times.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hfusion.step.inductor_compile import build
 from hfusion.step.program_cache import KeptGraph, NoProgram, StepPrograms
 from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, trace, trace_rows
 
-# Calls in a forward's loops over members that are still compiled with the rest: 32 took 1.3 times as long in a CNN.
+# The most looped calls of a forward that are compiled as one program: with 32, a CNN took 1.3 times as long.
 MAX_LOOPED_CALLS = 16
-# The most programs of one step: if members differ in scalars, and if they differ in submodules.
+# The most programs of one step, if members differ in scalars, and if they differ in submodules.
 MAX_KINDS, MAX_STRUCTURES = 4, 8
 
 
@@ -38,7 +38,7 @@ Run: TypeAlias = Callable[..., Sequence[Tensor]]
 
 
 class StepProgram(Protocol):
-    """A compiled step. It holds for calls of the programs it was made of, where ``fits`` says so of their sizes."""
+    """A compiled step. It is valid for calls of its captured forward and loss whose sizes pass ``fits``."""
 
     @property
     def how(self) -> str: ...
@@ -48,12 +48,12 @@ class StepProgram(Protocol):
 
     def fits(self, call: StepCall) -> bool: ...
     def step(self, call: StepCall) -> Tensor:
-        """Write gradients and buffers; the losses ``[B]``."""
+        """Write gradients and buffers, and return the losses ``[B]``."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedStep:
-    """One program for all members. ``params`` are all parameters, also those that it gives no gradient."""
+    """One program for all members. ``params``: all parameters, including those without a gradient."""
 
     graph: StepGraph | KeptGraph
     run: Run
@@ -85,9 +85,9 @@ class FusedStep:
 
 @dataclass(frozen=True, eq=False)
 class PerMemberStep:
-    """One program for every kind of block of ``size`` members, called once per block; ``kinds[k]`` is block k's.
+    """One program for every kind of block of ``size`` members, called once per block; block k runs ``kinds[k]``.
 
-    The last block is of the members that are left. Blocks of idle members are left out: losses of NaN, gradients of 0.
+    The last block may be smaller. Blocks of idle members are skipped: their losses are NaN, their gradients 0.
     """
 
     graphs: tuple[StepGraph | KeptGraph, ...]
@@ -113,12 +113,12 @@ class PerMemberStep:
 
     @property
     def seeded(self) -> bool:
-        """Whether its programs take seeds."""
+        """Whether its programs take seeds for random numbers."""
         return self.graphs[0].seeded
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """The numbers of the tensors that get a gradient."""
+        """The indices of the tensors that get a gradient."""
         return self.graphs[0].trained
 
     @property
@@ -169,16 +169,16 @@ class PerMemberStep:
 
     @staticmethod
     def _room(tensor: Tensor, filled: bool) -> Tensor:
-        """Memory for a gradient; ``filled``: all of it will be written."""
+        """Allocate a gradient; ``filled``: all of it will be overwritten, so it need not be zeroed."""
         made = torch.empty_like if filled else torch.zeros_like
         return made(tensor.detach(), memory_format=torch.contiguous_format)
 
 
 @dataclass(eq=False)
 class Library:
-    """The programs of blocks by what they were made of, which arrays of any number of members share.
+    """Cache of the programs of blocks, which arrays with any number of members share.
 
-    ``count``: how many programs were compiled, those of whole arrays too.
+    ``count``: how many programs were compiled, including those of whole arrays.
     """
 
     blocks: dict[Any, tuple[StepGraph | KeptGraph, Run]] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class Library:
 
 
 def clear(params: Sequence[Place]) -> None:
-    # So that new gradients may lie where the old ones did, in memory that is warm.
+    # Frees the old gradients, so that new ones can reuse their memory, which is still in the cache.
     for holder, name in params:
         holder[name].grad = None
 
@@ -196,8 +196,8 @@ def order_for(
 ) -> Order | None:
     """Return the request that identifies a step on disk and in other processes; None if it has none.
 
-    ``size``: members that a program computes, which arrays of other numbers of members share; None for all.
-    ``autocast``: the active one. ``always``: also where nothing is kept.
+    ``size``: members per program, which arrays with other numbers of members can share; None for all.
+    ``autocast``: the active autocast. ``always``: return a request even if programs are not cached on disk.
     """
     is_kept = always or program_cache.keeping()
     if not is_kept or any(tensor.device.type != "cpu" for tensor in Tensors.of(forward, loss).all()):
@@ -218,13 +218,13 @@ def compile_programs(
     order: Order | None = None,
     folder: Path | None = None,
 ) -> StepPrograms:
-    """The programs of calls like ``call``, traced and compiled, and kept where there is an ``order``.
+    """Trace and compile the programs for calls like ``call``, and cache them on disk if there is an ``order``.
 
-    ``kind`` is what a program hangs on besides the programs of forward and loss; ``size`` as of `order_for`.
+    ``kind``: what a program depends on in addition to forward and loss. ``size``: see `order_for`.
 
     Raises:
-        Unprofitable: it would not be worth its time.
-        Exception: what keeps the programs from being traced or compiled, of many types.
+        Unprofitable: compilation would not pay.
+        Exception: any error of tracing or compiling.
     """
     try:
         found = _compile(forward, loss, call, library, kind, size)
@@ -273,7 +273,7 @@ def step_of(
     library: Library,
     kind: Any,
 ) -> FusedStep | PerMemberStep:
-    """The step around programs that were compiled for it, perhaps in another process; ``library`` takes these up."""
+    """Return the step that runs compiled programs. Programs of blocks are added to ``library``."""
     params = tuple((holder, name) for holder, name in places if isinstance(holder[name], nn.Parameter))
     tensors = Tensors.of(forward, loss)
     if found.size is None:
@@ -296,7 +296,7 @@ def each(
     kind: Any,
     size: int,
 ) -> StepPrograms:
-    """The step as a program per kind of block of ``size`` members; raises as `compile_programs`."""
+    """Return one program per kind of block of ``size`` members. Raises the errors of `compile_programs`."""
     ranges = blocks_of(forward.compiled.program.members, size)
     blocks = [scalars_of(forward, loss, rows) for rows in ranges]
     kinds = list(dict.fromkeys(blocks))
@@ -339,14 +339,14 @@ def _block_key(
     size: int,
     kind: Any,
 ) -> Any:
-    """By which the program of a block is found again."""
+    """Return the key of a block's program in a `Library`."""
     return _origin(forward), _origin(loss), scalars_there, size, kind, traits(own), traits(call.batch())
 
 
 def _origin(source: BoundProgram) -> Any:
-    """Equal for programs of one capture, and of captures that are alike and hold nothing by themselves.
+    """Return a key that is equal for programs of one capture, and for equal captures without state of their own.
 
-    A loss that another array has used before was captured for other numbers of members, maybe more than once.
+    A loss may have been captured several times, for arrays with other numbers of members.
     """
     compiled = source.compiled
     alone = compiled.constants or compiled.opaque or any(scalars(compiled.graph, compiled.program.members))
@@ -359,6 +359,6 @@ def traits(tensors: Sequence[Tensor]) -> Any:
 
 
 def scalars_of(forward: BoundProgram, loss: BoundProgram, rows: range) -> tuple[Any, ...]:
-    """For each of ``rows``, that in which members differ; blocks with equal ones share a program."""
+    """Return, for each of ``rows``, the scalars in which members differ; equal blocks share a program."""
     values = [v for own in (forward.compiled, loss.compiled) for v in scalars(own.graph, own.program.members)]
     return tuple(tuple(repr(each[member]) for each in values) for member in rows)

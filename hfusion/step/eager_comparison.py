@@ -1,4 +1,4 @@
-"""The eager step of an array, measured beside its compiled step."""
+"""Compare the speed of eager and compiled steps of an array."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _WAYS = (COMPILED, EAGER)
 
 @dataclass(frozen=True, eq=False)
 class EagerProgram:
-    """A step by autograd in the form of a compiled one.
+    """An eager step with the interface of a compiled one.
 
     Attributes:
-        autocast: in which it runs, as of `hfusion.device.backend.active_autocast`.
-        seeds, size: as of `EagerStep.run`.
+        autocast: the autocast that it runs in, as returned by `hfusion.device.backend.active_autocast`.
+        seeds, size: the arguments of `EagerStep.run`.
     """
 
     fused: FusedModule
@@ -47,7 +47,7 @@ class EagerProgram:
         return True
 
     def step(self, call: StepCall) -> Tensor:
-        """Compute gradients and buffers; the losses ``[B]``."""
+        """Write gradients and buffers, and return the losses ``[B]``."""
         args, kwargs = call.inputs.given()
         ((target,), _) = call.target.given()
         self.fused.zero_grad()
@@ -58,7 +58,7 @@ class EagerProgram:
 
 
 def known_times(order: Order | None, threads: int) -> WayTimes | None:
-    """Return how long compiled and eager steps took before, on this processor; None if that is not known."""
+    """Return the cached times of compiled and eager steps on this processor; None if there are none."""
     kept = order is not None and program_cache.keeping() and lasts()
     return find_times(order, threads, _WAYS) if order is not None and kept else None
 
@@ -70,14 +70,15 @@ def not_slower_than_eager(
     program: StepProgram,
     eager: Callable[[Any], EagerProgram],
 ) -> StepProgram:
-    """Return ``program``, which ``way`` is to run by, with the times of its steps and of eager ones.
+    """Return ``program``, with the times of compiled and eager steps in its description if they are known.
 
-    They are measured once on this processor, by steps that leave nothing behind, and kept. Raises SlowerThanEager.
+    They are measured once per processor, without side effects, and cached. Raises SlowerThanEager if eager steps are
+    clearly faster.
     """
     assert way.parting is not None
     times = known_times(order, way.parting.threads)
     rival = eager(way.situation)
-    # Its hooks are run by the steps of the user, and by no others.
+    # Steps that only measure must not run the user's hooks.
     if times is None and not hooked(rival.fused):
         times = _measured(way, call, order, program, rival)
     if times is None:
@@ -87,7 +88,7 @@ def not_slower_than_eager(
 
 
 def check_faster(times: WayTimes) -> None:
-    """Raise SlowerThanEager where eager steps are clearly faster than compiled ones."""
+    """Raise SlowerThanEager if eager steps are clearly faster than compiled ones."""
     if times.eager_wins:
         raise SlowerThanEager(f"eager steps are faster on this machine: {times}")
 

@@ -29,7 +29,7 @@ class EagerStep:
 
     def __init__(self, fused: FusedModule, loss: PerModel) -> None:
         self._fused, self._loss = fused, loss
-        # By their number of members.
+        # Blocks by number of members.
         self._blocks: dict[int, MemberBlock] = {}
 
     def run(
@@ -41,13 +41,13 @@ class EagerStep:
         seeds: bool,
         of_block: Callable[[Tensor, range], object] | None = None,
     ) -> tuple[Tensor, Any]:
-        """Add the gradients of a step to those that there are; return losses ``[B]``, detached, and outputs.
+        """Accumulate the gradients of a step in ``.grad``. Return the losses ``[B]``, detached, and the outputs.
 
         Args:
-            size: members of a block; None for all members together. Outputs are then those of the first block, which
-                stand for all: ``[B, ...]`` without memory of their own.
-            seeds: on a CPU, members draw random numbers from seeds of their own, which depend on no block.
-            of_block: computes the gradients from the losses of neighbouring members; by default those of their sum.
+            size: members per block; None for all members together. With blocks, the outputs are those of the first
+                member, expanded to ``[B, ...]``.
+            seeds: on a CPU, each member draws from a seed of its own, so that draws do not depend on blocks.
+            of_block: computes gradients from the losses of a block and its rows; by default gradients of their sum.
         """
         members, of_block = len(self._fused), of_block or (lambda losses, _: backward(losses))
         seeds = seeds and all(param.is_cpu for param in self._fused.parameters())
@@ -93,12 +93,12 @@ class EagerStep:
             if outputs is None:
                 outputs = _expanded(found, len(fused))
                 _trust_whole(fused, block, Arguments.of(given, named), Arguments.of(tuple(args), kwargs))
-            # The next block does not need their memory.
+            # Free their memory before the next block runs.
             del found, value
         return torch.cat(losses), outputs
 
     def outputs(self, args: Sequence[Any], kwargs: dict[str, Any], size: int | None) -> Any:
-        """The outputs of a forward, as of `run`."""
+        """Return the outputs that `run` would return, from a forward only."""
         if size is None:
             return self._fused(*args, **kwargs)
         rows = range(size)
@@ -106,7 +106,7 @@ class EagerStep:
         return _expanded(self._block(rows, size).array(*given, **named), len(self._fused))
 
     def _block(self, rows: range, size: int) -> MemberBlock:
-        """The array of members ``rows``. Raises FusionError where they cannot be computed by themselves."""
+        """Return the array of the members ``rows``. Raises FusionError if they cannot be computed separately."""
         try:
             block = self._blocks.get(len(rows))
             if block is None or not block.fits():
@@ -123,13 +123,13 @@ class EagerStep:
 
 def backward(losses: Tensor) -> None:
     """Compute the gradients of the sum of losses."""
-    # As torch advises, and as it is when a step's autocast ends before its backward.
+    # torch recommends to leave autocast before backward.
     with without_autocast(active_autocast()):
         losses.sum().backward()
 
 
 def _expanded(outputs: Any, members: int) -> Any:
-    """The first member's outputs as those of all members."""
+    """Return the first member's outputs, expanded to all members."""
 
     def first(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -140,7 +140,7 @@ def _expanded(outputs: Any, members: int) -> Any:
 
 
 def _trust_whole(fused: nn.Module, block: MemberBlock, given: Arguments, whole: Arguments) -> None:
-    """Spare the program of all members, and those of further blocks, the self-check that a block has passed."""
+    """Let the program of all members, and those of later blocks, skip the self-check that this block has passed."""
     if given.ragged or whole.ragged:
         return
     checked, program = block.array.find(given), block.whole.find(whole)

@@ -1,4 +1,4 @@
-"""From the graph of a step to what inductor compiles it to."""
+"""Compile the graph of a step with Inductor, and check the program."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hfusion.torch_private.tracer_warnings import silence_tracers
 
 
 class WrongProgram(Exception):
-    """A compiled program that computes something else than its graph; the message says what."""
+    """A compiled program does not compute what its graph computes; the message names the difference."""
 
 
 def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """``graph.module`` compiled by inductor and tried once on tensors ``own``, on copies of the buffers.
+    """Compile ``graph.module`` with Inductor, and check it on ``own`` and ``batch``, with copies of written tensors.
 
-    Raises what inductor raises, and where there is no C++ compiler; also what its code raises; WrongProgram.
+    Raises WrongProgram if results are wrong, and whatever Inductor raises, such as without a C++ compiler, or its code.
     """
     # Imported late: it imports Inductor.
     from hfusion.step.aliased_writes import CopiesOfOverlaps
 
     kind = graph.examples[0].device.type
-    # From C++ small operators take less time to be called than from Python.
+    # Calls of small operators take less time from C++ than from Python.
     options: dict[str, Any] = {"post_grad_custom_post_pass": CopiesOfOverlaps(), "cpp_wrapper": kind == "cpu"}
     with silence_tracers(), torch.no_grad(), torch.autocast(kind, enabled=False):
         with with_row_entries(), quick_inductor():
@@ -45,7 +45,7 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
             return [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
 
         batch = [*batch, *(torch.zeros(seeds.shape, dtype=seeds.dtype, device="cpu") for seeds in graph.drawn)]
-        # Programs draw past the dispatcher, from torch's own generator whatever thread this is.
+        # Programs draw from torch's global generator without the dispatcher, in any thread.
         with random_states_kept():
             given = _results(run, fresh(), batch)
         if not any(draws_random(node.target) for node in graph.module.graph.nodes):
@@ -65,7 +65,7 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
             with random_states_kept():
                 return _results(call, fresh(), batch)
 
-        # Past the wrappers around it there must be the same bits.
+        # Without torch's wrappers, the program must give the same bits.
         difference = _difference(graph, again(entry), given)
         repeats = not difference or not _difference(graph, again(run), given)
     if not difference:
@@ -75,7 +75,7 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
 
 
 def _fallback(difference: str, repeats: bool) -> str:
-    """What is told of a step through torch's wrappers, in one part; ``repeats``: whether those give the same again."""
+    """Return the warning for a program that needs torch's wrappers; ``repeats``: whether with them its bits repeat."""
     why = (
         f"called past torch's wrappers, its program gives {difference}"
         if repeats
@@ -90,7 +90,7 @@ def _fallback(difference: str, repeats: bool) -> str:
 
 
 def _difference(graph: StepGraph, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
-    """The first thing in which results of a step differ, in words; empty if they are the same bits."""
+    """Describe the first difference between results of a step; empty if all bits are equal."""
     for name, one, other in zip(result_names(graph, len(ours)), ours, theirs, strict=True):
         if _same_bits(one, other):
             continue
@@ -105,7 +105,7 @@ def _difference(graph: StepGraph, ours: Sequence[Tensor], theirs: Sequence[Tenso
 def _results(run: Callable[..., Sequence[Tensor]], own: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
     """Return the outputs of a program, in host memory, and the tensors that it may have written.
 
-    A plan counts one set of gradients on a device, and two programs are compared.
+    Outputs move to host memory because two programs are compared, but memory plans count one set of gradients.
     """
     return [*(output.cpu() for output in run(*own, *batch)), *own]
 

@@ -1,4 +1,4 @@
-"""How many members a training step computes at a time, so that its memory stays within a budget."""
+"""Choose how many members a training step computes at a time, so that its memory stays within a budget."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from hfusion.optim import FusedOptimizer
 from hfusion.passes.cost.cost import line
 from hfusion.passes.partition.segments import Segments
 
-# Stacks like a parameter that an optimizer keeps where nobody knows: those of Adam.
+# Tensors per parameter that an unknown optimizer is assumed to keep, as Adam does.
 _STATE_STACKS = 2
-# What a loss takes, in units of the outputs: what it saves of them, and their gradients.
+# Memory of a loss in units of the outputs' size: saved tensors, and gradients of the outputs.
 _LOSS = 2
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A step of ``members``, ``size`` at a time.
+    """The plan of a step that computes ``size`` of its ``members`` at a time.
 
     Attributes:
         peak: estimated bytes at the peak of a step.
-        budget: bytes that it may take.
+        budget: bytes that the step may take.
     """
 
     members: int
@@ -57,7 +57,7 @@ class MemoryBudget:
     """Bytes that a training step of ``fused`` may take: weights, gradients, optimizer state and activations.
 
     Attributes:
-        held: bytes besides these that belong to the step, such as gradients of earlier calls.
+        held: additional bytes that count, such as gradients of earlier calls.
     """
 
     def __init__(self, memory: str | int, fused: FusedModule, optimizer: Optimizer) -> None:
@@ -65,11 +65,11 @@ class MemoryBudget:
         self.held = 0
         self._fused, self._optimizer = fused, optimizer
         self._plans: dict[Any, MemoryPlan] = {}
-        # Members per block, of calls that may share a program: fewer samples need no other program.
+        # Members per block, by kind of call: calls with fewer samples keep the size, so that they can share a program.
         self._sizes: dict[Any, int] = {}
 
     def plan(self, inputs: Arguments) -> MemoryPlan:
-        """The plan of calls like this one. It makes the program of all members if there is none.
+        """Return the plan of calls like this one, capturing the program of all members if there is none.
 
         Raises:
             PlanError: the step of one member at a time takes more than the budget.
@@ -87,7 +87,7 @@ class MemoryBudget:
         return self._plans[key]
 
     def _new_plan(self, program: Program, samples: int, state: int, most: int) -> MemoryPlan:
-        """The plan with at most ``most`` members per block."""
+        """Return a plan with at most ``most`` members per block."""
         members = len(self._fused)
 
         def peak(size: int) -> int:
@@ -131,9 +131,9 @@ def state_bytes(module: nn.Module, optimizer: Optimizer) -> int:
 
 
 def block_bytes(program: Program, size: int, samples: int) -> int:
-    """Estimate the bytes of forward, loss and backward of ``size`` members besides their weights.
+    """Estimate the bytes of forward, loss and backward of ``size`` members, without their weights.
 
-    Their gradients are included: they are there until those of the block are in the stacks of all.
+    The gradients of the block are included: they exist until they are copied into the gradients of all members.
     """
     costs = line(replace(program, members=size), samples, _rates())
     *_, run = Segments(costs, 0).starting(0)
@@ -142,12 +142,12 @@ def block_bytes(program: Program, size: int, samples: int) -> int:
 
 
 def _rates() -> Rates:
-    """Rates for estimates of bytes, which depend on none."""
+    """Return arbitrary rates: estimates of bytes do not depend on them."""
     return Rates(**asdict(standard_rates(torch.device("cpu"))), load=1.0, evict=1.0, read=1.0, write=1.0)
 
 
 def _largest(inputs: Arguments) -> Arguments:
-    """The arguments with the largest batch, where those of members differ in size, as that of every member."""
+    """Return arguments in which every member has the largest batch, if members' batches differ in size."""
     if not inputs.ragged:
         return inputs
     first = inputs.ragged[0]
@@ -160,5 +160,5 @@ def _largest(inputs: Arguments) -> Arguments:
 
 
 def _samples(inputs: Arguments) -> int:
-    """The number of samples: the first size of the first tensor, as a member sees it."""
+    """Return the number of samples: the first size of the first tensor that a member sees."""
     return next((shape[0] for shape in inputs.shapes if shape), 1)

@@ -1,8 +1,8 @@
-"""A compiled step whose blocks of members run at the same time, on threads that hold no lock of Python's.
+"""A compiled step whose blocks of members run in parallel, on threads that do not hold the GIL.
 
-Each thread takes the next block that nobody has begun, and computes it alone: which one it is does not show in the
-results. Python does the same for each step, however many blocks and threads there are: it hands on the addresses of the
-stacks, of which the blocks take their rows (``cpp_block_entry.py``), and those that get losses and gradients.
+Each thread repeatedly takes the next block that no thread has started. Results do not depend on which thread computes a
+block. Python's work per step does not grow with the number of blocks: it passes the addresses of the input stacks, of
+which each block reads its rows (``cpp_block_entry.py``), and of the memory for losses and gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hfusion.step.step_graph import StepCall
 from hfusion.torch_private.cpp_block_entry import row_entry
 from hfusion.torch_private.cpp_entry import handles_of, tensors_of
 
-# How often each way of a trial is taken; the machine may be busy with something else at some of them.
+# How many steps a trial runs by each candidate; other load may disturb some of them.
 TURNS = 5
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -74,10 +74,10 @@ _pointer.argtypes, _pointer.restype = [ctypes.py_object, ctypes.c_char_p], _POIN
 
 
 class _Fixed:
-    """State that is valid from step to step as long as the array's tensors do not move.
+    """State that is reused at every step as long as the array's tensors do not move.
 
-    ``step`` is what C is given. Left out are the tensors of the batch, after ``inputs``, and the losses, the first of
-    ``outputs``.
+    ``step``: the struct that is passed to C. Each step fills in the addresses of the batch, at the end of ``inputs``,
+    and that of the losses, the first of ``outputs``.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class _Fixed:
         wanted = call.wants(program.blocks)
         blocks = [(rows, kind) for rows, kind, w in zip(program.blocks, program.kinds, wanted, strict=True) if w]
         self.addresses = list(map(Tensor.data_ptr, own))
-        # Detached: threads ask for gradients unless they are told not to.
+        # Detached, since grad mode is on by default in each thread.
         held = [tensor.detach() for tensor in own]
         made = torch.empty_like if all(wanted) else torch.zeros_like
         self.grads = [made(held[k], memory_format=torch.contiguous_format) for k in program.trained]
@@ -119,7 +119,7 @@ class _Fixed:
         )
 
     def apart(self, tensor: Tensor) -> Tensor:
-        """An input that is no part of the gradients of the step before, where those of this one will be."""
+        """Return ``tensor``, cloned if it shares memory with the gradients, which this step will overwrite."""
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._written else tensor
 
 
@@ -133,10 +133,10 @@ def _array(values: Sequence[int]) -> Any:
 
 
 class PartedStep:
-    """``program`` with its blocks on ``threads`` threads, each of which computes with ``inner`` threads of torch's.
+    """Runs the blocks of ``program`` on ``threads`` threads, each with ``inner`` torch threads.
 
-    One thread is that of the caller. ``measured``: whether that is faster than one block after the other is measured,
-    and what is faster kept. Gradients lie in the same memory at every step.
+    The calling thread is one of them, unless operators may use oneDNN's caches. ``measured``: whether the first steps
+    measure if running the blocks sequentially is faster. Gradients lie in the same memory at every step.
     """
 
     def __init__(self, program: PerMemberStep, threads: int, inner: int, measured: bool) -> None:
@@ -147,19 +147,19 @@ class PartedStep:
         self._losses: torch.dtype | None = None
         self._fixed: _Fixed | None = None
         self._process = 0
-        # By the number of their threads; of several, while it is measured which serves better.
+        # Teams by number of threads; several of them only during the trial.
         self._teams: dict[int, Team] = {}
 
     @property
     def team(self) -> Team | None:
-        """The threads that may help others, too; none where those of torch's serve better."""
+        """The threads, which other kernels may use too; None if the blocks run sequentially."""
         if self._threads == 1 or (self._trial is not None and self._trial.best == "in turn"):
             return None
         return self._teams.get(self._threads)
 
     @property
     def how(self) -> str:
-        """In words."""
+        """A description of how the blocks run, with measured times."""
         if self._threads == 1:
             return self._program.how
         ways = {"threads": f"on {self._threads} threads", "in turn": "one after the other"}
@@ -177,7 +177,7 @@ class PartedStep:
         return self._program.fits(call)
 
     def step(self, call: StepCall) -> Tensor:
-        """Write gradients and buffers; the losses ``[B]``."""
+        """Write gradients and buffers, and return the losses ``[B]``."""
         if self._losses is None:
             with torch_threads(self._inner):
                 first = self._program.step(call)
@@ -205,7 +205,7 @@ class PartedStep:
         handles = _Handles([*batch, *([new_seeds(fixed.members)] if self._program.seeded else [])])
         fixed.inputs[fixed.batch] = handles.addresses
         try:
-            # The threads of the team have no gradients on, and neither has this one, which may be among them.
+            # Grad mode is off in the threads of the team, and must be off in this one, which may be among them.
             with torch.no_grad():
                 helpers.run(address_of("step_block"), addressof(fixed.step), len(fixed.blocks))
         except PieceError as error:
@@ -220,7 +220,7 @@ class PartedStep:
 
     def _helpers(self, threads: int) -> Team:
         if self._process != os.getpid():
-            # A forked process has no threads but one.
+            # A forked process has none of its parent's threads.
             self._process, self._teams = os.getpid(), {}
         if self._trial is None or self._trial.best is not None:
             self._teams = {number: one for number, one in self._teams.items() if number == threads}
@@ -231,9 +231,9 @@ class PartedStep:
 
 @dataclass(eq=False)
 class ThreadTrial:
-    """Ways to do the same, each several times, until it is known which is fastest.
+    """Measures candidates for the same work, several times each, to find the fastest.
 
-    One after the other: threads that are asked again soon are awake.
+    All turns of a candidate are consecutive, so that its threads are still awake.
     """
 
     ways: tuple[str, ...]
@@ -241,7 +241,7 @@ class ThreadTrial:
 
     @property
     def next(self) -> str:
-        """The way whose turn it is."""
+        """The candidate whose turn it is."""
         return self.ways[len(self.taken) // TURNS]
 
     def note(self, way: str, seconds: float) -> None:
@@ -250,11 +250,11 @@ class ThreadTrial:
         self.taken.append(seconds)
 
     def seconds(self, way: str) -> float:
-        """The least that ``way`` has taken, after its first time, which finds nothing in place."""
+        """Return the minimum time of ``way``, without its first turn, which warms up."""
         first = self.ways.index(way) * TURNS
         return min(self.taken[first + 1 : first + TURNS])
 
     @property
     def best(self) -> str | None:
-        """The fastest way, once each has had all its turns."""
+        """The fastest candidate; None until each has had all its turns."""
         return min(self.ways, key=self.seconds) if len(self.taken) >= TURNS * len(self.ways) else None

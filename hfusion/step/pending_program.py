@@ -11,7 +11,7 @@ from hfusion.step.step_graph import StepCall
 
 @dataclass(frozen=True, eq=False)
 class PendingProgram:
-    """A program that another process makes, or has made if there is no ``job``, for calls like ``call``."""
+    """A program that another process compiles for calls like ``call``; without ``job`` it is in the cache already."""
 
     job: BackgroundJob | None
     order: Order
@@ -20,7 +20,7 @@ class PendingProgram:
 
     @property
     def age(self) -> float:
-        """Seconds for which a process has been at it."""
+        """Seconds since its compilation started."""
         return 0.0 if self.job is None else self.job.age
 
     def ready(self) -> bool:
@@ -35,7 +35,7 @@ class PendingProgram:
 
 @dataclass(frozen=True, eq=False)
 class Rival:
-    """A program that is compared with that of the order ``parts``."""
+    """A program of all members in one block, to be compared with the program of the order ``parts``."""
 
     pending: PendingProgram
     parts: Order

@@ -1,11 +1,11 @@
 """Compiled steps in the user's cache folder, so that a second process neither traces nor compiles them.
 
-A step is known by its order, which says everything that it is made of, and by the circumstances: versions, processor,
-environment variables. Files are sealed, and read as `hfusion.device.cache` reads: none that another user could
-have written. A file beside the libraries says what they hold for; of code there is none but theirs.
+The key of a step is its order, which describes the step completely, and its environment: versions, processor,
+environment variables. Files carry a digest, and `hfusion.device.cache` rejects those that another user could have
+written. A JSON file next to the libraries describes when they are valid; only the libraries contain code.
 
-``HFUSION_PROGRAMS=0`` keeps and finds nothing. So it is where the stages of programs are looked at
-(``HFUSION_CHECK``, ``HFUSION_DUMP``), which a program that is found has not.
+``HFUSION_PROGRAMS=0`` disables the cache. ``HFUSION_CHECK=1`` and ``HFUSION_DUMP`` do so too, since they inspect the
+stages of a compilation, which a cached program skips.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from hfusion.step.compile_request import Order
 from hfusion.step.step_graph import StepGraph
 from hfusion.torch_private.cpp_entry import NativeEntry, load_function
 
-# Bytes of programs that are kept; the oldest go first.
+# The most bytes in the cache; the oldest programs are deleted first.
 MAX_FOLDER = 1 << 30
 _PREFIX = "step-"
 
 
 @dataclass(frozen=True, eq=False)
 class KeptGraph:
-    """Of a traced step what is needed to run what was compiled of it; as `StepGraph`."""
+    """The part of a `StepGraph` that is needed to run its compiled program."""
 
     trained: tuple[int, ...]
     operators: tuple[str, ...]
@@ -53,8 +53,10 @@ class KeptGraph:
 
 @dataclass(frozen=True, eq=False)
 class StepPrograms:
-    """The programs of a step: of all members if ``size`` is None, else of blocks of ``size``, of which block k runs
-    program ``kinds[k]``."""
+    """The programs of a step: one for all members if ``size`` is None, else for blocks of ``size`` members.
+
+    Block k runs program ``kinds[k]``.
+    """
 
     graphs: tuple[StepGraph | KeptGraph, ...]
     runs: tuple[Callable[..., Sequence[Tensor]], ...]
@@ -90,7 +92,7 @@ def find(order: Order, folder: Path | None = None) -> StepPrograms | NoProgram |
 
 
 def keep(order: Order, found: StepPrograms | NoProgram, folder: Path | None = None) -> bool:
-    """Keep what an order came to; whether that was possible. A UserWarning says so of a folder that takes nothing."""
+    """Cache the result of a request; return whether it is cached. Warns if the folder cannot be written."""
     path = _path(order, folder or cache_folder())
     try:
         told = {"refused": found.why} if isinstance(found, NoProgram) else _write(found, path)
@@ -158,7 +160,7 @@ def _library(path: Path, place: int) -> Path:
 
 
 def _make_room(folder: Path) -> None:
-    """Forget the oldest steps beyond `MAX_FOLDER`."""
+    """Delete the oldest files until at most `MAX_FOLDER` bytes remain."""
     files = sorted(((file.stat(), file) for file in folder.glob(f"{_PREFIX}*")), key=lambda pair: pair[0].st_mtime)
     size = sum(found.st_size for found, _ in files)
     for found, file in files:
@@ -171,7 +173,7 @@ def _make_room(folder: Path) -> None:
 def circumstances() -> dict[str, Any]:
     """Return the properties of the environment that a program depends on, besides its request."""
     named = ("TORCH", "AOT", "CXX", "OMP_", "KMP_", "HFUSION_RATES")
-    # Where torch keeps its files, and what it prints, is no matter.
+    # Ignored: where torch keeps its files and what it prints do not affect programs.
     idle = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_TRACE", "TORCH_HOME", "OMP_NUM_THREADS")
     variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(named) and n not in idle}
     return {**_versions(), "variables": variables}
@@ -188,7 +190,7 @@ def _versions() -> dict[str, str]:
 
 
 def _own_code() -> str:
-    """A digest of hfusion itself."""
+    """Return a digest of hfusion's source files."""
     whole = hashlib.sha256()
     root = Path(errors.__file__).parents[1]
     folders = (root, root / "ops", root / "passes")

@@ -1,4 +1,4 @@
-"""How far the program of a step is, as states, and the events that lead from one to the next."""
+"""The states of the program of a step, and the events that change them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Eager:
 
 @dataclass(frozen=True, eq=False)
 class Compiling:
-    """Steps run by autograd while another process makes the program; ``behind``: however long that takes."""
+    """Steps run by autograd while another process compiles; ``behind``: no step ever waits for the program."""
 
     pending: PendingProgram
     behind: bool = False
@@ -26,7 +26,7 @@ class Compiling:
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """Steps run by autograd until the step at which the program, which is there, is due."""
+    """The program is ready, but steps run by autograd until it is due."""
 
     program: StepProgram
 
@@ -40,7 +40,7 @@ class InUse:
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """Steps run by autograd for good; ``by_choice``: a program could be made, and would not pay."""
+    """Steps always run by autograd; ``by_choice``: a program is possible, but does not pay."""
 
     why: str
     by_choice: bool = False
@@ -71,7 +71,7 @@ class Ended:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-    """The program is there; ``due``: the next step may use it."""
+    """The program is ready; ``due``: whether the next step may use it."""
 
     program: StepProgram
     due: bool = True

@@ -1,4 +1,4 @@
-"""A compiled step whose launches are recorded once and replayed by one, on a device that can: a CUDA graph.
+"""A compiled step whose kernel launches are recorded once and replayed by a single launch, as a CUDA graph.
 
 See https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
 """
@@ -19,12 +19,12 @@ from hfusion.step.step_graph import StepCall, refilled
 
 Work: TypeAlias = Callable[[], Tensor]
 Record: TypeAlias = Callable[[Work], tuple[Callable[[], object], Tensor]]
-"""Records what work launches, without running it: what replays that, and where it leaves the losses."""
+"""Records the launches of a function, and returns a function that replays them, and the losses that replays write."""
 
 
 @dataclass(frozen=True, eq=False)
 class _RecordedBatch:
-    """A step that is replayed: it reads ``batch``, and leaves ``losses`` and ``grads`` where they are."""
+    """A recorded step. ``replay()`` reads ``batch``, and overwrites ``losses`` and ``grads`` in place."""
 
     batch: list[Tensor]
     replay: Callable[[], object]
@@ -33,10 +33,10 @@ class _RecordedBatch:
 
 
 class RecordedStep:
-    """``program`` on ``device``, recorded at the second step of each kind of batch, while its tensors stay there.
+    """Runs ``program`` on ``device``, and records it at the second step of each kind of batch.
 
-    Gradients lie in the same memory at every step of a kind. What cannot be recorded runs as it is. ``record``: or in
-    words why nothing can be recorded.
+    Recordings are dropped when tensors of the program move. Gradients lie in the same memory at every step of a kind.
+    Calls that cannot be recorded run unrecorded. ``record``: the recorder, or the reason why nothing can be recorded.
     """
 
     def __init__(self, program: FusedStep | PerMemberStep, device: torch.device, record: Record | str) -> None:
@@ -45,10 +45,9 @@ class RecordedStep:
         self._record = record
         self._recorded = Recordings[_RecordedBatch](record if isinstance(record, str) else _obstacle(program))
         self._addresses: list[int] = []
-        # Kinds of batches that the program has run, which some kernels need before they can be recorded. A recording
-        # computes gradients into memory of its own: those of the step before are no longer needed then.
+        # Kinds of batches that have run once: some kernels must run before they can be recorded.
         self._seen: set[Any] = set()
-        # The device of a batch that came last and was not recorded, as it lies elsewhere.
+        # The device of the last batch, if it differs from that of the array; such calls are not recorded.
         self._batch_device: torch.device | None = None
 
     team: None = None
@@ -65,9 +64,9 @@ class RecordedStep:
         return self._program.fits(call)
 
     def step(self, call: StepCall) -> Tensor:
-        """Write gradients and buffers; the losses ``[B]``."""
+        """Write gradients and buffers, and return the losses ``[B]``."""
         batch = call.batch()
-        # A number on the host would be read once, when it is recorded.
+        # A tensor on the host would be read only once, during the recording.
         self._batch_device = next((tensor.device for tensor in batch if tensor.device != self._device), None)
         if self._recorded.why or self._batch_device is not None:
             return self._program.step(call)
@@ -87,7 +86,7 @@ class RecordedStep:
         return found.losses.clone()
 
     def release(self) -> None:
-        """Forget what was recorded, since the tensors leave the device."""
+        """Drop all recordings, because the tensors leave the device."""
         self._recorded.forget()
 
     def _look(self) -> None:
@@ -99,7 +98,7 @@ class RecordedStep:
 
     def _recording(self, call: StepCall, batch: list[Tensor]) -> _RecordedBatch:
         assert not isinstance(self._record, str)
-        # Not the caller's own tensors, which may change while the recording is there.
+        # Copies, because replays read these addresses, while the caller may free or change its own tensors.
         kept = [tensor.clone() for tensor in batch]
         own = refilled(call, kept)
         replay, losses = self._record(lambda: self._program.step(own))
@@ -111,7 +110,7 @@ class RecordedStep:
 
 
 def _obstacle(program: FusedStep | PerMemberStep) -> str:
-    """An operator for which the host must look at values, in words."""
+    """Return why a program cannot be recorded: an operator whose values the host must read. Empty if there is none."""
     tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     for operator in program.operators:
         if tags.intersection(getattr(operator, "tags", ())):
@@ -120,7 +119,7 @@ def _obstacle(program: FusedStep | PerMemberStep) -> str:
 
 
 def recorded(program: FusedStep | PerMemberStep) -> StepProgram:
-    """Return ``program``, recorded if all its tensors lie on one accelerator that can; as it is on the host."""
+    """Return ``program`` itself on the host, else a `RecordedStep`, which records it or reports why it cannot."""
     devices = sorted({tensor.device for tensor in program.tensors.all()}, key=str)
     if len(devices) > 1:
         return RecordedStep(program, devices[0], f"its tensors lie on {' and '.join(map(str, devices))}")

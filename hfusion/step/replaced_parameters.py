@@ -1,4 +1,4 @@
-"""Steps whose optimizer has other parameters than their array, as after `fully_shard`."""
+"""Check that an optimizer still has the parameters of its array, which `fully_shard` replaces."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hfusion.step.step_signatures import Seen
 
 
 class TrainedParameters:
-    """Checks that an optimizer trains parameters of its array: with all of them replaced, a step would train nothing.
+    """Checks that an optimizer has parameters of its array. If all were replaced, steps would train nothing.
 
-    Raises a FusionError if it has none of them any more.
+    Raises FusionError if the optimizer has none of the array's parameters.
     """
 
     def __init__(self, fused: FusedModule, optimizer: Optimizer) -> None:
@@ -21,12 +21,12 @@ class TrainedParameters:
         self._seen: Seen | None = None
 
     def check_backward(self) -> None:
-        """Check after a backward that began without gradients: a parameter with one is of the array."""
+        """Check after a backward that started without gradients: only parameters of the array can have one now."""
         if all(param.grad is None for group in self._optimizer.param_groups for param in group["params"]):
             self._check()
 
     def check_program(self, seen: Seen | None) -> None:
-        """Check before a compiled step of the tensors ``seen``, which is cheap for those of the step before."""
+        """Check before a compiled step with the tensors ``seen``. Does nothing if they passed at the previous step."""
         if seen is None or seen is not self._seen:
             self._check()
             self._seen = seen
@@ -34,7 +34,7 @@ class TrainedParameters:
     def _check(self) -> None:
         own = {id(param): param for param in self._fused.parameters()}
         if any(id(param) in own for group in self._optimizer.param_groups for param in group["params"]):
-            # Such as parameters that are frozen, or that no forward uses.
+            # Gradients are missing for another reason: parameters are frozen, or forward does not use them.
             return
         for param in own.values():
             check_whole_stack(

@@ -1,4 +1,4 @@
-"""Checks of forward and of the loss in a compiled step: where one fails, the step leaves no trace."""
+"""Assertions of forward and loss in a compiled step. If one fails, the step is undone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hfusion.step.step_signatures import StepVariant
 
 
 def checked_step(variant: StepVariant, call: StepCall, buffers: Iterable[Tensor]) -> Tensor | None:
-    """Make the compiled step of ``variant``, which writes gradients and buffers, and return its losses ``[B]``.
+    """Run the compiled step of ``variant``, which writes gradients and buffers, and return its losses ``[B]``.
 
-    None where a check fails for some member: then ``buffers`` are as before, and the members' own code will raise.
+    If an assertion fails for some member, restore ``buffers`` and return None; an eager step then raises the error.
     """
     assert variant.program is not None
     assert variant.sources is not None

@@ -1,7 +1,7 @@
-"""Forward, losses and gradients of an array as one graph of ATen operators, which needs no autograd when it runs.
+"""Trace forward, losses and gradients of an array as one graph of ATen operators, which runs without autograd.
 
-The graph is traced by `torch.fx.experimental.proxy_tensor.make_fx` with the sizes of the batch as symbols, and handed
-to inductor as it is, past Dynamo: what Dynamo would guard, the caller checks.
+The graph is traced by `torch.fx.experimental.proxy_tensor.make_fx` with the sizes of the batch as symbols, and passed
+directly to Inductor, without Dynamo: the caller checks what Dynamo would guard.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ class StepCall:
 
     @property
     def leaves(self) -> list[Any]:
-        """The tensors, as they stand."""
+        """The tensors among the arguments, stacked ones in their wrappers."""
         return [leaf for leaf in (*self.inputs.leaves, *self.target.leaves) if isinstance(leaf, BATCHED)]
 
     def batch(self) -> list[Tensor]:
-        """The tensors as a traced step takes them: contiguous."""
+        """Return the tensors that a traced step takes, made contiguous."""
         return [(leaf.tensor if isinstance(leaf, StackedInput) else leaf).contiguous() for leaf in self.leaves]
 
     def mapped(self, fn: Callable[[Any], Any]) -> StepCall:
-        """The same call of ``fn`` of its leaves."""
+        """Return the call with ``fn`` applied to each leaf."""
         inputs, target = (Arguments(tuple(map(fn, a.leaves)), a.spec) for a in (self.inputs, self.target))
         return StepCall(inputs, target)
 
     def of_rows(self, rows: range) -> StepCall:
-        """The same call of an array of neighbouring members."""
+        """Return the call for an array of the members ``rows`` only."""
 
         def one(leaf: Any) -> Any:
             return StackedInput(leaf.tensor[rows.start : rows.stop]) if isinstance(leaf, StackedInput) else leaf
@@ -87,7 +87,7 @@ class StepCall:
 
     @property
     def text(self) -> str:
-        """Such as ``f32[32,64], i64[32]``."""
+        """The dtypes and shapes of the arguments, such as ``f32[32,64], i64[32]``."""
         leaves = (*self.inputs.leaves, *self.target.leaves)
         return ", ".join(map(describe_leaf, filter(is_tensors, leaves)))
 
@@ -96,10 +96,14 @@ class StepCall:
 class StepGraph:
     """The traced step.
 
-    ``module`` takes the tensors of the array, then those of the inputs and of the target; all inputs contiguous. It
-    gives the losses ``[B]`` and the gradients of the tensors numbered ``trained``, contiguous and each in memory of its
-    own. It writes to buffers in place, never to parameters. ``own`` and ``batch`` are its inputs as fake tensors.
-    ``seeds``: what it takes at last where it draws random numbers on a CPU, an integer for each member.
+    It writes to buffers in place, never to parameters.
+
+    Attributes:
+        module: takes the tensors of the array, then contiguous ones of inputs and target, then seeds. Returns the
+            losses ``[B]`` and the gradients of the tensors ``trained``, contiguous and without shared memory.
+        trained: indices of the array's tensors that get a gradient.
+        own, batch: fake tensors of the array, and of inputs and target.
+        seeds: a fake tensor of an integer per member, if the step draws random numbers on a CPU.
     """
 
     module: fx.GraphModule
@@ -114,7 +118,7 @@ class StepGraph:
 
     @property
     def drawn(self) -> tuple[Tensor, ...]:
-        """The seeds, if it takes them."""
+        """The seeds, if it takes any, as a tuple."""
         return () if self.seeds is None else (self.seeds,)
 
     @property
@@ -124,12 +128,12 @@ class StepGraph:
 
     @property
     def dims(self) -> list[frozenset[int]]:
-        """For each tensor of the batch, the dims whose sizes are left open."""
+        """For each tensor of the batch, its dynamic dims."""
         return list(map(open_dims, self.batch))
 
     @property
     def operators(self) -> list[Any]:
-        """The operators that it calls, one for each call."""
+        """The operators of the graph, one per call."""
         return [node.target for node in self.module.graph.nodes if node.op == "call_function"]
 
     @cached_property
@@ -144,9 +148,9 @@ class StepGraph:
 
 @dataclass(frozen=True, eq=False)
 class Tensors:
-    """The tensors that a step takes, each once. ``stacked``: which have a row for every member.
+    """The tensors that a step takes, without duplicates. ``stacked``: which have a row for every member.
 
-    Where forward or the loss makes checks, the last is what the step writes of each member: whether one failed.
+    If forward or the loss has assertions, the last tensor holds one bool per member: whether any of them failed.
     """
 
     places: tuple[Place, ...]
@@ -167,7 +171,7 @@ class Tensors:
         return Tensors(tuple(place for place, _ in once.values()), tuple(stacked for _, stacked in once.values()))
 
     def all(self) -> list[Tensor]:
-        """As they are now."""
+        """Return the current tensors."""
         return [holder[name] for holder, name in self.places]
 
     @property
@@ -176,35 +180,35 @@ class Tensors:
         return next(len(h[n]) for (h, n), stacked in zip(self.places, self.stacked, strict=True) if stacked)
 
     def of_rows(self, rows: range) -> list[Tensor]:
-        """Of neighbouring members: their rows of what is stacked. No autograd sees where they come from."""
+        """Return the tensors of the members ``rows``: detached rows of stacked tensors, and whole shared tensors."""
         pairs = zip(self.all(), self.stacked, strict=True)
         return [block(tensor, rows) if stacked else tensor for tensor, stacked in pairs]
 
 
 def block(tensor: Tensor, rows: range) -> Tensor:
-    """Neighbouring rows of a stack, a view that needs a gradient as the stack does."""
+    """Return ``rows`` of a stack as a detached view with the same ``requires_grad``."""
     return tensor.detach()[rows.start : rows.stop].requires_grad_(tensor.requires_grad)
 
 
 def trace(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> StepGraph:
-    """The step of the whole array for calls like ``call``, with the sizes left open that its programs leave open.
+    """Trace the step of the whole array for calls like ``call``. Dims that are dynamic in its programs stay dynamic.
 
-    An autocast that is active holds for forward and loss; the gradients follow the dtypes that it gave.
-    Raises OtherSizes where the programs are none for this call, and whatever keeps them from being traced.
+    An active autocast applies to forward and loss; backward follows their dtypes. Raises ProgramMismatch if the
+    programs are not valid for the sizes of this call, and any error of tracing.
     """
     tensors = Tensors.of(forward, loss)
     return _trace(forward, loss, tensors, tensors.all(), call)
 
 
 def trace_rows(forward: BoundProgram, loss: BoundProgram, call: StepCall, rows: range) -> StepGraph:
-    """As `trace`, the step of neighbouring members, which takes their rows of tensors and inputs."""
+    """Trace the step of the members ``rows`` as `trace` does; it takes their rows of tensors and inputs."""
     tensors = Tensors.of(forward, loss)
     ours, its_loss = (bound_rows(source, rows) for source in (forward, loss))
     return _trace(ours, its_loss, tensors, tensors.of_rows(rows), call.of_rows(rows))
 
 
 def bound_rows(source: BoundProgram, rows: range) -> BoundProgram:
-    """The program of neighbouring members, lowered for as many, at the places of the whole array's tensors."""
+    """Return the program lowered for the members ``rows`` only, still bound to the tensors of the whole array."""
     found = of_member(source.compiled, rows.start) if len(rows) == 1 else of_rows(source.compiled, rows)
     return replace(source, compiled=found)
 
@@ -212,8 +216,8 @@ def bound_rows(source: BoundProgram, rows: range) -> BoundProgram:
 def _trace(
     forward: BoundProgram, loss: BoundProgram, tensors: Tensors, given: Sequence[Tensor], call: StepCall
 ) -> StepGraph:
-    """The step of programs that take ``given`` in place of the tensors at ``tensors``."""
-    # sympy comes with it.
+    """Trace the step with ``given`` in place of the array's ``tensors``."""
+    # Imported late: it imports sympy.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -240,14 +244,14 @@ def _trace(
         if checks:
             given[count - 1].copy_(torch.stack([failed.expand(rows) for failed in checks]).any(0))
         grads = _gradients(losses, [given[k] for k in trained])
-        # Where some members lack a parameter, blocks of these give zeros.
+        # If only some members have a parameter, blocks without it return zero gradients.
         blank = [grad is None and id_ in partial for grad, id_ in zip(grads, (ids[k] for k in trained), strict=True)]
         grads = [torch.zeros_like(given[k]) if b else g for k, b, g in zip(trained, blank, grads, strict=True)]
         reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
         return _separate(given, [losses.detach(), *(grad for grad in grads if grad is not None)])
 
     with silence_tracers(), torch.enable_grad(), _attention(given), mode, enable_python_dispatcher():
-        # Each was found to be faster on a CPU, and is tried nowhere else.
+        # Each was measured to be faster on a CPU; they are untested on other devices.
         decompositions, rewrites = (DECOMPOSITIONS, _REWRITES) if given[0].is_cpu else ({}, ())
         module = make_fx(step, decomposition_table=dict(decompositions))(*own, *batch, *seeds)
         for rewrite in rewrites:
@@ -260,13 +264,13 @@ _REWRITES = (sink_transposes, transpose_products, onehot, inline_constants)
 
 
 def _look_at(subject: str, name: str, before: fx.Graph, after: fx.Graph) -> None:
-    """Let a stage of the step be checked and written down, if that is asked for."""
+    """Check and dump a stage of the step, if the user has enabled that."""
     title = f"the step of {subject}, {name}"
     stage(subject, f"step {name}", lambda: describe_graph(title, after), lambda: check_rewritten(before, after))
 
 
 def _attention(given: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """In which attention is traced: in float64 written out where torch describes the CPU's kernel as it is not."""
+    """Context manager: trace float64 attention as plain operators if torch misdescribes the CPU's fused kernel."""
     wrong = any(tensor.dtype is torch.float64 for tensor in given) and _misdescribed()
     return sdpa_kernel(SDPBackend.MATH) if wrong else nullcontext()
 
@@ -286,7 +290,7 @@ def draws(*sources: BoundProgram) -> bool:
 
 
 class ProgramMismatch(Exception):
-    """The programs that a step is traced of are none for the sizes of this call."""
+    """The programs from which a step is traced are not valid for the sizes of this call."""
 
 
 def _check(source: BoundProgram, shapes: Sequence[Sequence[Any]]) -> None:
@@ -297,7 +301,7 @@ def _check(source: BoundProgram, shapes: Sequence[Sequence[Any]]) -> None:
 
 
 def captured_dims(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> list[frozenset[int]]:
-    """For each tensor of a call, the dims that a member sees and whose sizes the captures leave open."""
+    """Return, for each tensor of a call, the dynamic dims in the captures, counted without the members' dim."""
     outputs = forward.compiled.program.result_count
     dims = (*forward.compiled.dims, *loss.compiled.dims[outputs:])
     leaves = (*call.inputs.leaves, *call.target.leaves)
@@ -305,8 +309,8 @@ def captured_dims(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> 
 
 
 def _fake(mode: FakeTensorMode, position: int, leaf: Any, dims: Collection[int]) -> Tensor:
-    """A fake input of which the number of samples and ``dims`` that a member sees are symbols."""
-    # A copy: where a row lies in its stack would be a guard.
+    """Return a fake input whose first dim and ``dims``, as a member sees them, have symbolic sizes."""
+    # A copy, because the storage offset of a row in its stack would become a guard.
     tensor = (leaf.tensor if is_stacked(leaf) else leaf).detach().clone(memory_format=torch.contiguous_format)
     first = 1 if is_stacked(leaf) else 0
     dynamic = {first + dim for dim in (0, *dims)}
@@ -314,7 +318,7 @@ def _fake(mode: FakeTensorMode, position: int, leaf: Any, dims: Collection[int])
 
 
 def refilled(call: StepCall, tensors: Sequence[Tensor]) -> StepCall:
-    """The same call around other tensors."""
+    """Return the call with its tensors replaced, in order, by ``tensors``."""
     fresh = iter(tensors)
 
     def other(leaf: Any) -> Any:
@@ -332,7 +336,7 @@ def _losses(
     outputs = [value for result in results for value in (result if isinstance(result, list) else [result])]
     rows = [out.shape[1:] if isinstance(out, Tensor) else () for out in outputs]
     _check(loss, [*rows, *call.target.shapes])
-    # The loss takes the outputs' leaves, then the target's, whatever their nesting.
+    # The loss takes the flattened outputs, then the flattened target.
     losses: Tensor = _run(loss, held, [*outputs, *call.target.values], checks)[0]
     return losses
 
@@ -340,7 +344,7 @@ def _losses(
 def _run(
     source: BoundProgram, held: Mapping[int, Tensor], leaves: Sequence[Any], checks: list[Tensor]
 ) -> Sequence[Any]:
-    """The outputs of a program. ``checks`` takes up whether a check fails: a number for all members, or ``[B]``."""
+    """Return the outputs of a program. For each assertion, append to ``checks`` if it fails: one bool or ``[B]``."""
 
     def check(condition: Tensor, truth: bool, line: str) -> None:
         checks.append(condition != truth)
@@ -359,7 +363,7 @@ def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | N
 
 
 def _separate(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs, contiguous; none shares memory with an input or another output, as it may be written to."""
+    """Return contiguous outputs that share no memory with inputs or each other, since callers may write to them."""
     taken = {tensor.untyped_storage()._cdata for tensor in inputs}
     results = []
     for output in outputs:
@@ -372,7 +376,7 @@ def _separate(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tenso
 
 
 def written_inputs(graph: fx.Graph) -> frozenset[int]:
-    """The inputs that operators may write to, also through views: those of which what they write is made."""
+    """Return indices of inputs that operators may write to, also through views: all that a written node depends on."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     found = [target for node in graph.nodes for target in _targets(node)]
     reached: set[fx.Node] = set()

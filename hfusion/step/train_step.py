@@ -50,11 +50,11 @@ from hfusion.step.step_signatures import (
 
 
 class PreparedStep(NamedTuple):
-    """A call of a step.
+    """The arguments of a step, and how it will run.
 
     Attributes:
-        way: how it runs; None: eagerly, and from that it is to be seen for those to come.
-        block: how many members are computed at a time; None for all.
+        way: the variant that it runs by; None: it runs eagerly, which determines the variant of later calls.
+        block: members per block within the memory budget; None for all.
     """
 
     args: tuple[Any, ...]
@@ -82,17 +82,17 @@ class TrainStep:
         self._loss = PerModel(loss_fn, programs_of(fused) if mode.eager_steps is None else FunctionPrograms())
         self._by_autograd = EagerStep(fused, self._loss)
         self.budget = None if memory is None else MemoryBudget(memory, fused, opt)
-        # Tells of calls of a kind, in words, why they run eagerly; a caller may put its own in place.
+        # Reports a kind of calls that run eagerly, and the reason; callers may replace it.
         self.tell: Callable[[str, str], object] = self._warn
-        # Makes the update, with the losses known; a caller may put its own in place.
+        # Updates the parameters after backward, given the losses; callers may replace it.
         self.update: Callable[[Tensor], object] = lambda losses: opt.step()
-        # Kinds of calls that a program would serve already, had this step gone on and not begun anew.
+        # Kinds of calls that this step, if it resumes an earlier one, need not run eagerly first.
         self.expected_calls: set[str] = set()
-        # Of each member, what its random numbers hang on; None: on its row and their number.
+        # A key per member that determines its random numbers; None: its row and the number of members do.
         self.keys: Tensor | None = None
-        # Members who need not be computed: they may get losses of NaN and gradients of 0.
+        # Members that need not be computed: their losses may be NaN and their gradients 0.
         self.idle: frozenset[int] = frozenset()
-        # How many rows one call of a compiled program computes; None for all.
+        # Members that one call of a compiled program computes; None for all.
         self.at_once: int | None = None
         self._ways: dict[Any, list[StepVariant]] = {}
         self._known: dict[Any, StepVariant] = {}
@@ -101,14 +101,14 @@ class TrainStep:
         self._warned: set[str] = set()
         self._trained = TrainedParameters(fused, opt)
         self._maker = ProgramMaker(mode, self._ways, self._eager_program)
-        self._turn = RLock()  # Gradients and parameters are those of one step at a time.
+        self._turn = RLock()  # One step at a time uses gradients and parameters.
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
         with self._turn:
             return self.run(self.prepare(inputs, target, **keywords))
 
     def prepare(self, inputs: Any, target: Any, **keywords: Any) -> PreparedStep:
-        """All of a step that comes before it computes, such as to compile it; `run` does the rest, once."""
+        """Prepare a step, which may compile it. Pass the result to `run` once."""
         args, kwargs = call_arguments(inputs, keywords)
         if not self._mode.compile and self.budget is None:
             return PreparedStep(args, kwargs, target)
@@ -136,7 +136,7 @@ class TrainStep:
         return PreparedStep(args, kwargs, target, call, situation, way, block)
 
     def run(self, prepared: PreparedStep) -> Tensor:
-        """The step that was prepared."""
+        """Run a prepared step, and return the losses ``[B]``."""
         with self._turn, keyed(self.keys):
             return self._run(prepared)
 
@@ -167,16 +167,16 @@ class TrainStep:
         return computed
 
     def release(self) -> None:
-        """Free what programs keep on a device, as their recordings; a further step makes it anew."""
+        """Free device memory that programs hold, such as recordings. Later steps create it again."""
         self._maker.release()
 
     def close(self) -> None:
-        """End what compiles in the background; a further step begins it anew."""
+        """Cancel compilations in the background. Later steps start them again."""
         self._maker.close()
 
     @property
     def known_calls(self) -> set[str]:
-        """The kinds of calls that would not be eager at their next."""
+        """The kinds of calls that need no further eager step to determine how they run."""
         return {way.call for ways in self._ways.values() for way in ways if not way.why} | self.expected_calls
 
     def _foreseen(self, prepared: PreparedStep) -> StepVariant | None:
@@ -215,7 +215,7 @@ class TrainStep:
         return StepReport(tuple(replace(r, how=f"{r.how}, {memory[r.call]}") if r.call in memory else r for r in rows))
 
     def _eager(self, prepared: PreparedStep) -> tuple[Tensor, Any]:
-        """The step by autograd: losses, and outputs as of `EagerStep.run`."""
+        """Run the step by autograd, and return losses and outputs; see `EagerStep.run`."""
         self._optimizer.zero_grad()
         self._fused.zero_grad()
         losses, outputs = self._by_autograd.run(*prepared[:3], prepared.block, self._draws_by_seeds())
@@ -228,13 +228,13 @@ class TrainStep:
         return EagerProgram(self._fused, self._by_autograd, autocast, self._draws_by_seeds(), block)
 
     def _draws_by_seeds(self) -> bool:
-        """Return whether members of an eager step have seeds of their own: as they will have in its program, where it
-        is to have one and members have keys, and where blocks are not to show in what members draw.
+        """Return whether each member of an eager step draws from a seed of its own, as it does in programs. A memory
+        budget requires this, so that draws do not depend on blocks, and keys do if steps may be compiled.
         """
         return self.budget is not None or (self.keys is not None and self._mode.compile)
 
     def _find(self, call: StepCall, situation: Any) -> StepVariant | None:
-        """Return how such a call runs; None if an eager step must show it first."""
+        """Return the variant of such a call; None if an eager step must determine it first."""
         exact = (call.inputs.key, call.target.key, situation)
         known = self._known.get(exact)
         if known is not None and known.holds():
@@ -242,7 +242,7 @@ class TrainStep:
         kind = family(call, situation)
         ways = self._ways.setdefault(kind, [])
         ways += [way for way in self._shared().get(kind, ()) if way not in ways]
-        # With a program first, then the latest, which is the most general.
+        # Variants with a program come first, then later ones, which are more general.
         ordered = sorted(enumerate(ways), key=lambda pair: (pair[1].program is None, -pair[0]))
         found = next((way for _, way in ordered if way.holds() and self._serves(way, call)), None)
         if found is not None and (found.program is not None or found.why):
@@ -262,7 +262,7 @@ class TrainStep:
         return way.sources is not None and self._fused.find(call.inputs) is way.sources[0].compiled
 
     def _ready(self, way: StepVariant, call: StepCall) -> bool:
-        """Make the program of ``way``, or say why there is none; False where it is none for these sizes."""
+        """Compile ``way`` if it is time to, or report why it cannot be; False if its captures do not fit the sizes."""
         if way.program is None and not way.why:
             try:
                 self._maker.prepare(way, call, self.at_once, way.situation[2])
@@ -273,7 +273,7 @@ class TrainStep:
         return True
 
     def _note(self, call: StepCall, situation: Any, outputs: Any, target: Any, block: int | None) -> None:
-        """Decide about the next call of this kind, after an eager one."""
+        """After an eager step, store the variant by which later calls of its kind run."""
         if block is not None:
             self._loss.prepare(outputs, target)
         way = self._way(situation, call, self._loss.found(outputs, target))
@@ -301,7 +301,7 @@ class TrainStep:
         return self._refused(way) if why else way
 
     def _refused(self, way: StepVariant) -> StepVariant:
-        """Tell once, for every reason, that calls run eagerly."""
+        """Report that calls run eagerly, once per reason."""
         if way.why not in self._warned:
             self._warned.add(way.why)
             self.tell(way.call, way.why)

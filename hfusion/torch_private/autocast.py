@@ -1,4 +1,4 @@
-"""Autocast: whether it is on for any device, and the calls that stand for its borders in graphs."""
+"""Autocast: whether it is on for any device, and the calls that enter and leave it in exported graphs."""
 
 from __future__ import annotations
 

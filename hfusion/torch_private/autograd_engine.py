@@ -1,4 +1,4 @@
-"""The engine of autograd: the pass that runs, its nodes, hooks on saved tensors, and the profiler."""
+"""The autograd engine: the current backward pass, its nodes, saved-tensor hooks, and the profiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 _engine: Any = torch._C._autograd
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-# The call that stands in exported graphs for the borders of `torch.no_grad`.
+# The call by which exported graphs enter and leave `torch.no_grad`.
 set_grad_enabled: Any = torch._C._set_grad_enabled
 
 
@@ -32,7 +32,7 @@ def backward_id() -> int:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass ends that this thread is in."""
+    """Call ``callback`` at the end of the backward pass that this thread is in."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -50,7 +50,7 @@ def is_profiling() -> bool:
 
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """Context manager: take off the saved-tensor hooks that are set outside, as by a checkpoint."""
+    """Context manager: disable saved-tensor hooks that are set outside, such as those of a checkpoint."""
     outer = []
     while (hooks := _engine._top_saved_tensors_default_hooks(True)) is not None:
         outer.append(hooks)

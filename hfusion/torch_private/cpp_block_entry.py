@@ -1,11 +1,14 @@
-"""The C++ that inductor makes of a block of members, as a function that threads without Python call.
+"""Patch Inductor's C++ for a block of members, so that threads without the GIL can call it.
 
-Inductor's programs take handles of tensors and give handles, between which they hold no lock of Python's; but they
-begin by letting go of it, which only a thread that has it may do. So its source gets three changes before it is
-compiled: the lock is let go of by who has it; `hfusion_rows` stands at its end, which takes stacks of all members,
-computes a block of rows of them, and leaves losses and gradients in the rows of other stacks; and memory that such a
-result comes to lie in is that of its rows, where they begin as memory of torch's does.
-If the source or the wrappers are not as expected, there is no entry.
+Inductor's programs take and return tensor handles, and compute without the GIL. But they begin by releasing it, which
+only a thread that holds it may do. Three changes are made to the source before it is compiled:
+
+- The GIL is released only if the thread holds it.
+- A function `hfusion_rows` is added. It takes stacks of all members, computes a block of their rows, and writes losses
+  and gradients to the same rows of other stacks.
+- A result is allocated directly in its rows, if their address is aligned like memory of torch.
+
+If the source or the wrappers differ from what is expected, there is no such function.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 from hfusion.torch_private.cpp_entry import NativeEntry
 
 _RELEASE = "py::gil_scoped_release_simple release;"
-# Of a thread without a state of Python's, and of one that has it.
+# The replacement works in threads that do not hold the GIL, too.
 _OWN_RELEASE = """
     struct Release {
         PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
@@ -27,8 +30,9 @@ _OWN_RELEASE = """
 
 _ALLOCATES = "aoti_torch_empty_strided("
 _MAIN = "void inductor_entry_impl("
-# A program always allocates the same tensors one after the other: which of them become results is seen at the first
-# call of each thread, and all those of the same memory as torch's own is aligned to, so that no bit hangs on the call.
+# A program always allocates the same tensors in the same order. The first call of each thread shows which allocations
+# become results. Later calls place these directly if the address is 64-byte aligned, as torch's memory is: bits must
+# not depend on the call.
 _PLACES = """
 #include <cstdint>
 #include <vector>
@@ -148,7 +152,7 @@ extern "C" __attribute__((visibility("default"))) int hfusion_rows(
 
 @contextmanager
 def with_row_entries() -> Iterator[None]:
-    """Programs that inductor compiles or loads inside have an entry. For one thread at a time."""
+    """Context manager: add `hfusion_rows` to programs that Inductor compiles or loads. For one thread at a time."""
     from torch._inductor.codecache import CppWrapperCodeCache
 
     original = CppWrapperCodeCache.load_pybinding
@@ -176,7 +180,7 @@ def row_entry(run: Callable[..., Any]) -> int:
     """Return the address of `hfusion_rows` in the program ``run``, which must stay alive. Raises Unparted."""
     if not isinstance(run, NativeEntry):
         raise Unparted("its program is more than C++")
-    # It may be a copy whose file is gone: what is loaded is found by its name.
+    # The file may have been deleted: dlopen finds a library that is already loaded by its name.
     library = ctypes.CDLL(run.path)
     if not hasattr(library, "hfusion_rows"):
         raise Unparted("torch writes programs in another way than expected")

@@ -1,6 +1,7 @@
-"""The function that inductor's C++ of a step is, called past the wrappers around it, and loaded without inductor.
+"""Call the C++ function of a compiled step without Inductor's wrappers, and load it without Inductor.
 
-A program with ``cpp_wrapper`` is compiled to an extension module. If it is not as expected, it is called by torch.
+A program with ``cpp_wrapper`` is compiled to an extension module. If it differs from what is expected, the step is
+called through torch's wrappers.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def tensors_of(handles: Sequence[Any]) -> Sequence[Tensor]:
 
 
 class NativeEntry:
-    """A compiled step: takes ``takes`` tensors. ``content`` is the library that it is in."""
+    """A compiled step. ``takes``: its number of tensors. ``content``: the bytes of its library."""
 
     def __init__(self, content: bytes, takes: int, call: Callable[..., Any]) -> None:
         self.content, self.takes = content, takes
@@ -48,7 +49,7 @@ class NativeEntry:
 
     @property
     def path(self) -> str:
-        """Of the library as it was loaded; it may be gone since."""
+        """The path from which the library was loaded; the file may have been deleted since."""
         found: str = self._call.__self__.__file__  # type: ignore[attr-defined]
         return found
 
@@ -57,7 +58,7 @@ class NativeEntry:
 
 
 def entry_of(run: Callable[..., Any], inputs: int, outputs: int) -> NativeEntry | None:
-    """The entry of what inductor compiled, if that is all there is to it: no constants beside, nothing in Python."""
+    """Return the C++ function of a compiled step; None if the step needs constants or Python as well."""
     source, constants = getattr(run, "source_code", None), getattr(run, "constants", True)
     if not isinstance(source, str) or constants:
         return None
@@ -75,7 +76,7 @@ def entry_of(run: Callable[..., Any], inputs: int, outputs: int) -> NativeEntry 
 
 
 def _called(function: Any) -> Iterator[types.BuiltinFunctionType]:
-    """The functions in C that ``function`` has closed over."""
+    """Yield the C functions in the closures of ``function``."""
     waiting, met = [function], set[int]()
     while waiting:
         item = waiting.pop()

@@ -12,7 +12,7 @@ _PATIENCE = 5.0
 
 
 def has_workers(iterator: object) -> TypeGuard[WorkerIterator]:
-    """Return whether ``iterator`` is that of a DataLoader with worker processes."""
+    """Return whether ``iterator`` is the iterator of a DataLoader with worker processes."""
     return isinstance(iterator, WorkerIterator)
 
 
@@ -23,7 +23,7 @@ def kept_iterator(loader: Any) -> WorkerIterator | None:
 
 
 def may_stay(iterator: WorkerIterator) -> bool:
-    """Return whether the workers are persistent, and all alive."""
+    """Return whether the workers are persistent and all of them are alive."""
     return bool(iterator._persistent_workers) and all(worker.is_alive() for worker in iterator._workers)
 
 
@@ -35,7 +35,7 @@ def shut_down(loader: Any, iterator: WorkerIterator) -> None:
         if feeder is not None:
             feeder.join(_PATIENCE)
     if iterator._persistent_workers:
-        # With workers that ended the loader could not be read again.
+        # With dead workers, the loader could not be iterated again.
         loader._iterator = None
 
 

@@ -1,4 +1,4 @@
-"""What Dynamo keeps: its lock, its guards of tensors, and the trace that a thread is in."""
+"""State of Dynamo: its lock, its tensor guards, and the trace that a thread is in."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ __all__ = ["TensorGuards", "compile_lock", "outside_trace", "tensor_guards"]
 
 
 def tensor_guards(tensors: Sequence[Tensor]) -> TensorGuards:
-    """Return torch's own guards: they tell whether as many tensors have the types, dtypes, devices, shapes and strides
-    of these.
-    """
+    """Return torch's guards, which check if tensors have the same types, dtypes, devices, shapes and strides."""
     sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
     strides: list[Any] = [list(tensor.stride()) for tensor in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)

@@ -1,6 +1,6 @@
 """What `torch.export` changes in the process and the thread while it traces.
 
-torch reports an export to the whole process, where only one thread exports.
+torch sets flags of an export for the whole process, although only one thread exports.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _state() -> Iterator[None]:
 
 @contextmanager
 def in_this_thread_only() -> Iterator[None]:
-    """Context manager: an export affects its own thread only; others train and draw as without it."""
+    """Context manager: the flags of an export are set in its own thread only; other threads are not affected."""
     with replaced(_exporter(), {"_compiling_state_context": _state}):
         yield
 
@@ -110,7 +110,7 @@ def module_stack_unwound() -> Iterator[None]:
 
 @contextmanager
 def outside_export() -> Iterator[None]:
-    """Context manager: hide the exports of members from an export that this thread is in."""
+    """Context manager: hide an outer export of this thread, so that members can be exported inside."""
     exporter = _exporter()
     notes = {name: getattr(exporter, name) for name in _NOTES}
     with replaced(exporter, notes), replaced(torch.compiler, dict.fromkeys(_FLAGS, False)), outside_trace():
@@ -120,7 +120,7 @@ def outside_export() -> Iterator[None]:
 def exporting() -> bool:
     """Return whether this thread exports.
 
-    The export of another thread sets the flag as well, but no fake tensor mode.
+    An export in another thread sets the flag, too, but not the fake tensor mode of this thread.
     """
     return bool(torch.compiler.is_exporting()) and detect_fake_mode() is not None
 
@@ -134,7 +134,7 @@ def has_transforms(module: fx.GraphModule) -> bool:
 
 @contextmanager
 def numbered_parts() -> Iterator[None]:
-    """Context manager: number the parts of containers for which an export finds no names."""
+    """Context manager: let an export number the parts of pytree containers that define no keys for them."""
     nodes = pytree.SUPPORTED_NODES
     nameless = {kind: node for kind, node in nodes.items() if node.flatten_with_keys_fn is None}
     nodes.update({kind: node._replace(flatten_with_keys_fn=_counting(node)) for kind, node in nameless.items()})

@@ -49,7 +49,7 @@ def _count(*kinds: Any) -> int:
 
 @contextmanager
 def outside_transforms() -> Iterator[None]:
-    """While active, code runs as if no transform of torch.func and no `torch.autograd.forward_ad.dual_level` was."""
+    """Context manager: hide outer transforms of torch.func and every outer `torch.autograd.forward_ad.dual_level`."""
     refusal = _autograd._saved_tensors_hooks_get_disabled_error_message()
     # Of `torch.autograd.functional.jacobian(vectorize=True)`.
     depth = torch._C._vmapmode_increment_nesting()
@@ -84,9 +84,9 @@ def is_wrapped(tensor: Tensor) -> bool:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """Return the wrapped plain tensor as a leaf; of a tensor that `torch.vmap` batches, the first sample.
+    """Return the plain tensor inside ``tensor``, as a leaf; for a tensor that `torch.vmap` batches, its first sample.
 
-    ``tensor`` itself if no transform has wrapped it.
+    Return ``tensor`` itself if no transform has wrapped it.
     """
     if not is_wrapped(tensor):
         return tensor

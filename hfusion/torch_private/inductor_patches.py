@@ -13,13 +13,13 @@ from typing import Any
 from hfusion.torch_private.replaced_functions import replaced
 
 HEADER = Path(__file__).with_name("program.h")
-# The two that `HEADER` includes.
+# The two headers that `HEADER` includes.
 _WRAPPER, _PREFIX = "torch/csrc/inductor/cpp_wrapper/cpu.h", "torch/csrc/inductor/cpp_prefix.h"
 
 
 @contextmanager
 def quick_inductor() -> Iterator[None]:
-    """Inside, inductor compiles the same programs in less time. For one thread at a time."""
+    """Context manager: Inductor compiles the same programs faster. For one thread at a time."""
     with ExitStack() as stack:
         stack.enter_context(_dtype_rules_once())
         stack.enter_context(_all_headers_precompiled())
@@ -30,8 +30,10 @@ def quick_inductor() -> Iterator[None]:
 
 @contextmanager
 def _first_instructions() -> Iterator[None]:
-    """torch builds and loads small programs for every set of vector instructions that the processor has, and then takes
-    the first set that works: on a Xeon of four sets that takes 2.7 of 8.3 s, once for a compiler's cache.
+    """Context manager: try only the first set of vector instructions of the processor.
+
+    torch builds and loads a small program for each set, then uses the first that works. On a Xeon with four sets this
+    takes 2.7 of 8.3 s, once per cache of the compiler.
     """
     from torch._inductor import config, cpu_vec_isa
 
@@ -53,9 +55,9 @@ def _first_instructions() -> Iterator[None]:
 
 @contextmanager
 def _numbers_stay_tensors() -> Iterator[None]:
-    """Programs take tensors only; torch looks for numbers of Python in place of those of float64 without dims.
+    """Context manager: do not let torch turn 0-dim float64 tensors into Python numbers; programs take tensors only.
 
-    Where it finds that one has become such a number, it wants to trace anew, which only Dynamo can.
+    If torch specialized one to a number, it would request a new trace, which works only with Dynamo.
     """
     from torch.fx.passes import _tensorify_python_scalars as numbers
 
@@ -66,7 +68,7 @@ def _numbers_stay_tensors() -> Iterator[None]:
 
 @contextmanager
 def _dtype_rules_once() -> Iterator[None]:
-    """There is one table of dtype rules, which torch fills anew for every operator: a third of its Python."""
+    """Context manager: fill the table of dtype rules once, not per operator, a third of torch's Python time."""
     from torch._inductor import dtype_propagation, utils
     from torch._inductor.codegen import common
 
@@ -81,7 +83,7 @@ def _dtype_rules_once() -> Iterator[None]:
     fill, filled = table.__init__, [-1]
 
     def fill_once(self: Any) -> None:
-        # Rules are added where what has them is imported.
+        # Imports of modules may add rules.
         sizes = [len(source) for source in sources]
         if sizes != filled:
             fill(self)
@@ -93,13 +95,15 @@ def _dtype_rules_once() -> Iterator[None]:
 
 @contextmanager
 def _all_headers_precompiled() -> Iterator[None]:
-    """Of a program's two headers torch precompiles one; the other is a fifth of the time to compile a small program."""
+    """Context manager: precompile both headers of a program. torch precompiles one; the other takes a fifth of the time
+    to compile a small program.
+    """
     from torch._inductor import codecache
 
     cache: Any = codecache.CppWrapperCodeCache
     original = cache.__dict__.get("_get_uncompiled_header")
     prefix = getattr(codecache, "_get_cpp_prefix_header", None)
-    # In a zip file it is no file.
+    # Inside a zip import there is no header file.
     if original is None or prefix is None or prefix("cpu") != _PREFIX or not HEADER.is_file():
         yield
         return

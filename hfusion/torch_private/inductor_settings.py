@@ -24,7 +24,7 @@ def compile_graph(
 def changed_values() -> dict[str, Any]:
     """Return the settings that differ from torch's defaults, by name, without importing Inductor.
 
-    Those of AOTInductor are left out: it writes there what it finds of the machine.
+    Settings of AOTInductor are left out: it stores properties of the machine there.
     """
     module = sys.modules.get("torch._inductor.config")
     if module is None:

@@ -1,7 +1,7 @@
 """The last states of LSTMs in traces: torch up to 2.11 decomposes an LSTM into states with a dim too many.
 
-Kernels give ``[L, N, H]``; torch 2.11's decomposition, which tracing runs, gives ``[L, 1, N, H]`` for N > 1. Code that
-uses the states would be captured with wrong shapes, and compiled steps would return them.
+Kernels return ``[L, N, H]``; the decomposition of torch 2.11, which tracing runs, returns ``[L, 1, N, H]`` for N > 1.
+Code that uses the states would be captured with wrong shapes, and compiled steps would return them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 
 @cache
 def correct_lstm_decomposition() -> None:
-    """Let torch's decomposition give states of the shape of the first states, for the rest of the process."""
+    """Patch torch's decomposition, for the rest of the process: last states get the shape of the first ones."""
     from torch._decomp import decompositions
 
     module: Any = decompositions

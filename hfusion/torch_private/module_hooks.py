@@ -1,4 +1,4 @@
-"""Hooks of all modules, and what parametrizations keep."""
+"""Hooks of modules, and the cache of parametrizations."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RegisteredHook:
 
 
 def registered_hooks(module: nn.Module, wanted: Callable[[Any], bool]) -> list[RegisteredHook]:
-    """Return those hooks of ``module`` for which ``wanted(hook)`` is true; of one kind, in the order of their calls."""
+    """Return the hooks of ``module`` for which ``wanted(hook)`` is true, each kind in the order of its calls."""
     held = vars(module)
     backward = "register_full_backward_hook" if held["_is_full_backward_hook"] else "register_backward_hook"
     methods = {

@@ -30,17 +30,18 @@ def count_global_step_hooks() -> int:
 
 @cache
 def spare_dynamo() -> None:
-    """Let methods of all optimizers not import Dynamo, for the rest of the process."""
+    """Patch methods of all optimizers, for the rest of the process, so that they do not import Dynamo."""
     methods: Any = Optimizer
     for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
         setattr(methods, name, without_dynamo(getattr(methods, name)))
 
 
 def step_alone(optimizer: Optimizer) -> None:
-    """Make a step of one of torch's optimizers without importing Dynamo, unless anybody else sees the step: hooks, the
-    profiler, or what somebody has put in the place of ``optimizer.step``.
+    """Call ``optimizer.step()`` without importing Dynamo.
+
+    The public method runs if others observe it: hooks, the profiler, or a replaced ``optimizer.step``.
     """
-    # Torch's schedules put there what counts steps.
+    # torch's schedulers replace the method to count steps.
     replaced = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
     if is_dynamo_imported() or is_profiling() or has_step_hooks(optimizer) or replaced:
         optimizer.step()
@@ -51,7 +52,7 @@ def step_alone(optimizer: Optimizer) -> None:
 
 def wrap_optimizer_methods(add_param_group: Wrap, zero_grad: Wrap) -> None:
     """Wrap two methods of all optimizers, for the rest of the process."""
-    # What is wrapped later does not see what is wrapped now.
+    # First, because it unwraps methods: it would skip wrappers that are already there.
     spare_dynamo()
     methods: Any = Optimizer
     methods.add_param_group = add_param_group(methods.add_param_group)
@@ -61,7 +62,7 @@ def wrap_optimizer_methods(add_param_group: Wrap, zero_grad: Wrap) -> None:
 def wrap_norm(wrap: Wrap) -> None:
     """Wrap the function by which `torch.nn.utils.get_total_norm` groups its tensors, for the rest of the process.
 
-    It is the one that is looked up at each call: code that clips has imported the public functions before.
+    torch looks this function up at each call, whereas code that clips may have imported the public functions already.
     """
     clip: Any = clip_grad
     if hasattr(clip, "_group_tensors_by_device_and_dtype"):

@@ -35,7 +35,7 @@ def replaced(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 @contextmanager
 def autograd_functions_replaced(apply: Callable[..., Any]) -> Iterator[None]:
-    """Context manager: ``apply(original, function, *args)`` runs where code applies a `torch.autograd.Function`."""
+    """Context manager: call ``apply(original, function, *args)`` whenever code applies a `torch.autograd.Function`."""
     original = vars(torch.autograd.Function)["apply"]
 
     def called(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -47,9 +47,9 @@ def autograd_functions_replaced(apply: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def autograd_grad_replaced(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Context manager: wrap the function by which `torch.autograd.grad` calls the engine.
+    """Context manager: wrap the function through which `torch.autograd.grad` calls the engine.
 
-    Code has often imported ``grad`` itself before, and torch documents no hook for it.
+    Replacing ``grad`` would miss code that has already imported it, and torch documents no hook for it.
     """
     name = "_engine_run_backward"
     engine = getattr(torch.autograd, name, None)
@@ -71,6 +71,6 @@ def number_operators_replaced(wrap: Callable[[Callable[..., Any]], Callable[...,
 def torch_functions_replaced(
     names: tuple[str, ...], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Context manager: wrap those of the functions ``torch.<name>`` that the installed torch has."""
+    """Context manager: wrap each function ``torch.<name>`` that exists in the installed torch."""
     with replaced(torch, {name: wrap(name, getattr(torch, name)) for name in names if hasattr(torch, name)}):
         yield

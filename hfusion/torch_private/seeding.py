@@ -19,7 +19,7 @@ def seeding_locks() -> list[Any]:
 def waiting_seeds_kept() -> Iterator[None]:
     """Context manager: an accelerator's first use takes the seed that it would have taken without the seeds set inside.
 
-    torch keeps the last seed of such a device, which replaces the one before.
+    torch keeps only the last seed of such a device.
     """
     places = [place for place in (torch.cuda, torch.xpu, torch.mtia) if not place.is_initialized()]
     before = [dict(vars(place._lazy_seed_tracker)) for place in places]

@@ -1,4 +1,4 @@
-"""Who uses the memory of a tensor."""
+"""Whether other tensors use the memory of a tensor."""
 
 from __future__ import annotations
 

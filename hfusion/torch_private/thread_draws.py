@@ -18,14 +18,14 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-# Of torch's keys in front of all others the one that nothing uses.
+# Of the dispatch keys with priority over all others, the one that torch does not use.
 _KEY = "TESTING_ONLY_GenericMode"
 
 Swapped: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 
 
 class _ReadingThread(threading.local):
-    """``own``: this thread's generator on the host. ``swapped``: context that gives torch's generators its states."""
+    """``own``: this thread's CPU generator. ``swapped``: context manager that loads the states into torch."""
 
     own: torch.Generator | None = None
     swapped: Swapped | None = None
@@ -54,7 +54,7 @@ def drawing_from(own: torch.Generator, swapped: Swapped) -> Iterator[None]:
 
 
 def seen_in_modes() -> AbstractContextManager[Any]:
-    """Context manager: operators called inside a `TorchDispatchMode`, where torch hides ours, draw from this thread."""
+    """Context manager: intercept operators called by a `TorchDispatchMode`, for which torch excludes our key."""
     if _here.own is None:
         return nullcontext()
     hidden = torch._C._dispatch_tls_local_exclude_set()
@@ -64,9 +64,9 @@ def seen_in_modes() -> AbstractContextManager[Any]:
 
 
 def _in_child() -> None:
-    """A process that was forked off draws from torch's generators, which it has for itself."""
+    """Reset a forked process: it draws from torch's generators, which no other thread of it uses."""
     global _lock
-    # Another thread of the parent may have held it.
+    # Another thread of the parent may have held the lock during the fork.
     _lock = threading.Lock()
     _seeding.reset()
     if _here.own is not None:
@@ -83,7 +83,7 @@ def _intercepted() -> tuple[torch.library.Library, ...]:
         if not schema.name.startswith("aten::"):
             continue
         places = [k for k, each in enumerate(schema.arguments) if str(each.type) == "Optional[Generator]"]
-        # On the host each operator that draws is made of some that take a generator.
+        # On the CPU, every random operator is composed of operators that take a generator.
         if places or (torch.accelerator.is_available() and torch.Tag.nondeterministic_seeded in _operator(schema).tags):
             aten.impl(_operator(schema), _kernel(schema, *places), with_keyset=True)
     # Higher-order operators have dispatch tables of their own.
@@ -100,7 +100,7 @@ def _operator(schema: Any) -> Any:
 
 
 def _kernel(schema: Any, place: int | None = None) -> Callable[..., Any]:
-    """The operator of ``schema``, which takes a generator as its argument number ``place`` if there is one."""
+    """Return the interceptor of an operator; ``place``: the index of its generator argument, if it has one."""
     operator = _operator(schema)
     key = torch._C._dispatch_key_parse(_KEY)
     ours = torch._C.DispatchKeySet(key)
@@ -109,9 +109,9 @@ def _kernel(schema: Any, place: int | None = None) -> Callable[..., Any]:
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
         here = kwargs.get("generator") if only_by_name or place is None else next(iter(args[place:]), None)
-        # Of one generator there may be several objects.
+        # Several Python objects may stand for the same generator.
         given = here is not None and here._cdata != shared._cdata
-        # A mode that sees all operators comes first; operators that it calls are intercepted inside `seen_in_modes`.
+        # A `TorchDispatchMode` goes first; operators that it calls are intercepted within `seen_in_modes`.
         if _here.own is None or given or torch._C._len_torch_dispatch_stack():
             return operator.redispatch(keys - ours, *args, **kwargs)
         if _on_accelerator(args, kwargs):
@@ -136,7 +136,7 @@ def _on_accelerator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 class _Default:
-    """torch's generator for `torch.manual_seed` and its like, which are no operators: that of this thread."""
+    """Forwards to this thread's generator, for functions such as `torch.manual_seed`, which are no operators."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_current(), name)
@@ -149,7 +149,7 @@ def _current() -> torch.Generator:
 class _RandomModule(types.ModuleType):
     """The class of `torch.random` while a thread draws from a generator of its own.
 
-    The functions of the module read their globals, where a `_Default` is. Others read the attribute: a Generator.
+    Functions of the module read the global, which is a `_Default`. Other code reads the attribute, a Generator.
     """
 
     @property
@@ -167,7 +167,7 @@ class _Seeding:
     def per_thread(self) -> Iterator[None]:
         with _lock:
             self._uses += 1
-            # In this order no thread ever reads the attribute and gets a `_Default`.
+            # In this order no thread can ever read a `_Default` from the attribute.
             torch.random.__class__ = _RandomModule
             vars(torch.random)["default_generator"] = _Default()
         try:
@@ -180,7 +180,7 @@ class _Seeding:
                     self._uses -= 1
 
     def reset(self) -> None:
-        """Restore `torch.random`, also in a process that was forked off from the threads that used it."""
+        """Restore `torch.random`, also in a forked process whose other threads no longer exist."""
         self._uses = 0
         vars(torch.random)["default_generator"] = torch.default_generator
         torch.random.__class__ = types.ModuleType

@@ -1,6 +1,6 @@
-"""Run torch's tracers without what they say: what matters of it is raised.
+"""Silence torch's tracers: errors are raised anyway.
 
-Only in the thread that traces. The filters of warnings and loggers are the process's, so ours tell threads apart.
+Only the thread that traces is silenced. Filters of warnings and loggers apply to the process, so ours check the thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _interpreter: Any = interpreter
 
 
 class _Hush(logging.Filter):
-    """Matches every warning, and drops every log up to errors, of threads that trace."""
+    """A filter that matches all warnings and drops logs up to level ERROR, in threads that trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,9 +47,9 @@ _silent_threads = 0
 
 @contextmanager
 def silence_tracers() -> Iterator[None]:
-    """No warnings, no logs of torch's up to errors, and no graphs printed on errors, by this thread.
+    """Context manager: no warnings, torch logs up to level ERROR, or graphs printed on errors, from this thread.
 
-    Whoever exports inside imports ``torch.export._trace`` before, as torch does so at the first export only.
+    To export inside, import ``torch.export._trace`` first: torch imports it only at the first export.
     """
     global _silent_threads
     with _LOCK:
@@ -67,9 +67,9 @@ def silence_tracers() -> Iterator[None]:
 
 
 class _Notes(type):
-    """A class of warnings that those of one thread and ``category`` seem to derive from, and the texts of these.
+    """Metaclass of a warning filter that collects the texts of warnings of ``category`` in one thread.
 
-    Python asks a filter for the text first, then for the class, whatever the answer was.
+    Python matches a filter's text first, then its class, whether the text matched or not.
     """
 
     thread: int
@@ -101,9 +101,9 @@ class _Never(Warning):
 
 @contextmanager
 def noted(category: type[Warning]) -> Iterator[list[str]]:
-    """The texts of this thread's warnings of ``category``, which are not shown.
+    """Context manager: collect the texts of this thread's warnings of ``category`` in a list, and do not show them.
 
-    `warnings.catch_warnings` would take those of all threads, and forget the filters that these set meanwhile.
+    `warnings.catch_warnings` would catch warnings of all threads, and drop filters that other threads set meanwhile.
     """
     notes = _Notes.of(category)
     entry: Any = ("ignore", notes, notes, None, 0)
@@ -120,13 +120,13 @@ def noted(category: type[Warning]) -> Iterator[list[str]]:
 
 
 def _install() -> None:
-    # The list is another one inside warnings.catch_warnings. One that is left behind there is silent.
+    # Inside warnings.catch_warnings the list is another one. A filter that stays in it has no effect later.
     if not warnings.filters or warnings.filters[0] is not _WARNINGS:
         warnings.filters.insert(0, _WARNINGS)  # type: ignore[attr-defined]
     for logger in _loggers():
         if _HUSH not in logger.filters:
             logger.addFilter(_HUSH)
-    # Export prints the graph of a failure, which is raised all the same.
+    # On a failure, export prints the graph in addition to raising the error.
     _exporter()["print"] = _print
     _interpreter.tqdm = _bar
 
@@ -141,7 +141,7 @@ def _remove() -> None:
 
 
 def _exporter() -> dict[str, Any]:
-    """Return the names in the module that prints; none before it is imported, which takes as long as a short sweep."""
+    """Return the globals of the module that prints; empty if it is not imported: the import takes long."""
     module = sys.modules.get("torch.export._trace")
     return {} if module is None else vars(module)
 
@@ -152,9 +152,9 @@ def _loggers() -> list[logging.Logger]:
 
 
 def _bar(*args: Any, **options: Any) -> Any:
-    """A progress bar of torch's interpreter, where it is to be seen.
+    """Return a progress bar of torch's interpreter, or a fake if it is disabled.
 
-    Any other starts a thread, too, ``tqdm_monitor``, which never ends.
+    Even a disabled bar of tqdm would start a thread, ``tqdm_monitor``, which never ends.
     """
     return (_hub._Faketqdm if options.get("disable") else _hub.tqdm)(*args, **options)
 

@@ -1,6 +1,6 @@
-"""Functions that torch hides from Dynamo, without the import of Dynamo, which takes a second.
+"""Call functions that torch hides from Dynamo without importing Dynamo, which takes a second.
 
-Torch imports it at their first call. While nobody else has imported it, there is nothing to hide from.
+Torch imports Dynamo at their first call. As long as nothing else has imported it, there is nothing to hide from.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_dynamo_imported() -> bool:
 
 
 def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of torch that hides from Dynamo only where Dynamo is there."""
+    """Return a version of a torch function that hides from Dynamo only if Dynamo is imported."""
     plain = inspect.unwrap(function)
 
     @wraps(function)
@@ -32,7 +32,7 @@ def without_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sparing_dynamo(mode: ModeClass) -> ModeClass:
-    """Decorate a class of modes, which torch hides from Dynamo when it is made."""
+    """Class decorator for modes, whose methods torch hides from Dynamo when the class is created."""
     dispatch: Any = without_dynamo(mode.__torch_dispatch__)
     mode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
     return mode
