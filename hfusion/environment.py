@@ -14,7 +14,7 @@ from hfusion.core.text import aligned, readable
 from hfusion.device.cache import cache_folder
 from hfusion.device.native import compiler, processor_name
 
-# Packages that a page of the documentation needs, with the extra that installs them.
+# Optional packages that the documentation mentions, with the extra of hfusion that installs each.
 OPTIONAL = {
     "accelerate": "accelerate",
     "lightning": "lightning",
@@ -68,9 +68,9 @@ def _cache_summary(folder: Path) -> str:
 
 
 def clear_cache() -> str:
-    """Delete everything in hfusion's cache folder, and return a line that says how much that was.
+    """Delete all files in hfusion's cache folder, and return a line with their number and size.
 
-    Running processes go on with what they have loaded. Later ones measure and compile again.
+    Running processes continue with what they have loaded. Later processes measure and compile again.
     """
     folder = cache_folder()
     sizes = _sizes(folder)

@@ -42,10 +42,10 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         optimizer: makes an optimizer of hf.optim from parameters.
         scheduler: makes a scheduler of torch or of hf.optim.lr_scheduler from that optimizer.
         scheduler_interval: step the scheduler after every ``"epoch"``, or after every ``"step"`` of the optimizer.
-        clip_norm, clip_value: limits of the gradients, one or one per member. ``Trainer(gradient_clip_val=...)`` raises
-            an error, since it would clip all members by one norm.
+        clip_norm, clip_value: the maximum gradient norm, and the maximum absolute gradient, of each member; one value,
+            or one per member. ``Trainer(gradient_clip_val=...)`` raises an error, as it would clip all by one norm.
         accumulate: the number of batches per update, which uses the mean of their gradients.
-        metrics: functions of one member's output and target, by name, that are logged in validation and test.
+        metrics: functions of one member's output and target, by name. Their values are logged in validation and test.
         own_batches: True if inputs and target are ``[B, ...]``, with a batch per member. By default all members get
             the same batch.
         tags: the members' names in logs; by default their numbers.
@@ -95,7 +95,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, **arguments: Any) -> LightningArray:
-        """Return a module with the state of a Lightning checkpoint; ``arguments``: Lightning's and those of the class.
+        """Return a module with the state of a Lightning checkpoint. Pass the arguments of Lightning and of the class.
 
         Raises:
             TypeError: ``models``, ``loss`` or ``optimizer`` is missing: a checkpoint holds state, not code.
@@ -119,18 +119,18 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         return self.fused.unfuse()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the members give for inputs that all of them see: each tensor ``[B, ...]``."""
+        """Return the members' outputs for inputs that all of them share; each tensor is ``[B, ...]``."""
         return self.fused(*args, **kwargs)
 
     def configure_optimizers(self) -> Any:
-        """As Lightning asks; both become part of its checkpoints."""
+        """Return the optimizer, and the scheduler if there is one, as Lightning expects. Its checkpoints hold both."""
         made = self._optimizer([parameter for parameter in self.fused.parameters() if parameter.requires_grad])
         if not isinstance(made, FusedOptimizer):
             raise ValueError(f"optimizer gave a {type(made).__name__}, one for all members: give one of hf.optim")
         return made if self._scheduler is None else ([made], [self._scheduler(made)])
 
     def configure_callbacks(self) -> Any:
-        """Refuse what a Trainer does for one model only, and log each member's rate for a LearningRateMonitor."""
+        """Return a monitor of all members' rates. Raise ValueError if the Trainer clips or accumulates gradients."""
         run = self.trainer
         if run.gradient_clip_val is not None:
             raise ValueError(
@@ -146,7 +146,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         return [MemberRateMonitor(monitor, self.tags, self._interval) for monitor in monitors[:1]]
 
     def on_fit_start(self) -> None:
-        """Refuse what would clip gradients that are scaled."""
+        """Raise FusionError if the array clips gradients that the Trainer's precision plugin scales."""
         if getattr(self.trainer.precision_plugin, "scaler", None) is not None and (
             self._clip_norm is not None or self._clip_value is not None
         ):
@@ -156,7 +156,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
             )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Forward, losses, backward, and an update of every member."""
+        """Run forward and backward, and update all members every ``accumulate`` batches. Return the losses ``[B]``."""
         optimizer: Any = self.optimizers()
         last = (batch_idx + 1) % self._accumulate == 0 or self.trainer.is_last_batch
         if batch_idx % self._accumulate == 0:
@@ -174,7 +174,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         return found
 
     def on_train_epoch_end(self) -> None:
-        """Step the schedule."""
+        """Step the scheduler, if its interval is the epoch."""
         if self._interval == "epoch":
             self._step_scheduler()
 
@@ -195,11 +195,11 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         self._evaluate("val", batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """As `validation_step`."""
+        """Log every member's loss and metrics, as `validation_step` does."""
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """What the members give: ``[B, ...]``. A batch is inputs, or inputs and target."""
+        """Return the members' outputs ``[B, ...]``. A batch is inputs, or a pair of inputs and target."""
         return self._outputs(self._arguments(batch)[0] if _is_pair(batch) else self._own_if(batch))
 
     def _evaluate(self, what: str, batch: Any) -> None:
@@ -222,7 +222,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         return self.fused(inputs)
 
     def _log(self, name: str, values: Tensor, samples: int) -> None:
-        """The mean over members for callbacks, and each."""
+        """Log the mean over the members, for callbacks, and the value of each member."""
         values = values.detach()
         each = {f"{name}/{member}": value for member, value in zip(self.tags, values.unbind(), strict=True)}
         self.log(name, values.mean(), prog_bar=True, batch_size=samples)
@@ -232,9 +232,9 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
 
 
 class MemberRateMonitor(LearningRateMonitor):  # type: ignore[misc]
-    """Does for an array what ``monitor`` was asked to do: ``lr-SGD/<name>`` is the rate of each member.
+    """Log the learning rate of each member as ``lr-SGD/<name>``, with the options of ``monitor``.
 
-    It takes the monitor's place in the Trainer, and fills its ``lrs``.
+    It replaces ``monitor`` in the Trainer, and fills the ``lrs`` of both.
     """
 
     def __init__(self, monitor: Any, names: Sequence[str], interval: str) -> None:
@@ -243,25 +243,25 @@ class MemberRateMonitor(LearningRateMonitor):  # type: ignore[misc]
         self._last = -1
 
     def on_train_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """As Lightning's, which raises where there is no logger."""
+        """Clear the recorded rates. Raises, as in Lightning, if the Trainer has no logger."""
         super().on_train_start(trainer, *args, **kwargs)
         self.lrs = self._monitor.lrs = {}
         self._last = -1
 
     def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Log, if it is asked for at steps."""
+        """Log the rates, if they are logged per step."""
         step = trainer.global_step
         if self._at("step", trainer) and step != self._last and step % max(trainer.log_every_n_steps, 1) == 0:
             self._last = step
             self._log(trainer)
 
     def on_train_epoch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Log, if it is asked for at epochs."""
+        """Log the rates, if they are logged per epoch."""
         if self._at("epoch", trainer):
             self._log(trainer)
 
     def _at(self, when: str, trainer: Any) -> bool:
-        """Whether rates are logged then: as asked, else when the schedule steps, or both without a schedule."""
+        """Return whether to log at ``when``: as configured, else when the scheduler steps, else at both."""
         asked = self.logging_interval or (self._interval if trainer.lr_scheduler_configs else when)
         return bool(asked == when)
 
@@ -285,7 +285,7 @@ class MemberRateMonitor(LearningRateMonitor):  # type: ignore[misc]
 
 
 def _named_groups(optimizers: Sequence[Any]) -> list[tuple[str, Any]]:
-    """The param groups, named as Lightning does."""
+    """Return the param groups with the names that Lightning gives them."""
     found = []
     for optimizer in optimizers:
         groups = optimizer.param_groups
@@ -300,7 +300,7 @@ def _is_pair(batch: Any) -> bool:
 
 
 def _samples(batch: Any, own: bool) -> int:
-    """How many samples each member sees in a batch."""
+    """Return the number of samples that each member gets in a batch; 1 if it cannot be determined."""
     found = next((leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), None)
     place = 1 if own else 0
     return 1 if found is None or found.dim() <= place else found.shape[place]

@@ -1,4 +1,4 @@
-"""Ensembles of networks as estimators of scikit-learn: every member its own start and its own order of samples.
+"""Ensembles of networks as scikit-learn estimators. Members differ in initial weights and in their order of samples.
 
 ``hfusion.sklearn`` needs scikit-learn, which the extra ``hfusion[sklearn]`` installs.
 """
@@ -37,12 +37,12 @@ except ImportError as error:
 
 MakeModule = Callable[[int, int], nn.Module]
 
-# What is predicted at once: ``[members, samples, outputs]`` stays small.
+# Samples per forward in prediction, so that the outputs ``[members, samples, outputs]`` stay small.
 _SAMPLES = 4096
 
 
 def mlp(inputs: int, outputs: int, hidden: Sequence[int]) -> nn.Module:
-    """Linear layers with ReLU between them."""
+    """Return linear layers with ReLU between them."""
     sizes = [inputs, *hidden]
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise(sizes):
@@ -51,7 +51,7 @@ def mlp(inputs: int, outputs: int, hidden: Sequence[int]) -> nn.Module:
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]
-    """What the two estimators have in common. Inputs, and targets of regression, are standardised inside."""
+    """Base class of both estimators. Features are standardised; the regressor standardises targets, too."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.compile = compile
 
     def _train(self, x: Any, target: Tensor, outputs: int, loss: Callable[..., Any], weights: Any) -> None:
-        """Make and train the members on ``x [N, features]``, floats, with ``weights [N]`` above 0 or None."""
+        """Build and train the members on floats ``x [N, features]``. ``weights [N]`` are above 0; None: unweighted."""
         for name, least in (("n_estimators", 1), ("max_iter", 1), ("n_iter_no_change", 1)):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or value < least:
@@ -108,7 +108,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         fused.train()
         targets, objective = [target.to(self.device)], loss
         if weights is not None:
-            # Of mean 1, so that the rate means what it does without weights.
+            # Scaled to a mean of 1, so that the learning rate has the same effect as without weights.
             targets.append(torch.tensor(weights / weights.mean(), dtype=dtype, device=self.device))
             objective = functools.partial(_weighted, loss)
         stopping = None if validation is None else _EarlyStopping(fused, self.n_iter_no_change, self.tol)
@@ -125,7 +125,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.members_ = _finite(fused).eval()
 
     def _split(self, x: Any, target: Tensor, weights: Any, seed: int) -> tuple[Any, Tensor, Any, Any]:
-        """What is trained with, and what is held out: samples, targets, weights. Labels are stratified."""
+        """Split into training samples, targets and weights, and a held-out tuple of the same. Labels are stratified."""
         labels = target if is_classifier(self) else None
         rows = train_test_split(
             np.arange(len(x)), test_size=self.validation_fraction, random_state=seed, stratify=labels
@@ -140,7 +140,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
     @torch.no_grad()
     def _scores(self, fused: FusedModule, x: Any, target: Any, weights: Any) -> Tensor:
-        """The members' validation scores ``[members]``, accuracy or R2; NaN where one diverged."""
+        """Return the members' validation scores ``[members]``, accuracy or R2; NaN for a member that diverged."""
         with fused.evaluating():
             outputs = torch.cat([fused(part) for part in self._tensor(x).split(_SAMPLES)], 1).double().cpu().numpy()
         scores = []
@@ -162,7 +162,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         seed: int,
         is_over: Callable[[], bool],
     ) -> Any:
-        """Train until ``is_over()`` after an epoch; the members' mean losses ``[epochs, members]``."""
+        """Train until ``is_over()`` or for ``max_iter`` epochs. Return the mean losses ``[epochs, members]``."""
         generator = torch.Generator().manual_seed(seed)
         members, count = len(fused), len(x)
         optimizer = AdamW(fused.parameters(), lr=self.learning_rate_init, weight_decay=self.weight_decay)
@@ -198,7 +198,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
     @torch.no_grad()
     def _outputs(self, x: Any) -> Tensor:
-        """What each member gives: ``[members, N, outputs]``, float64 on the CPU."""
+        """Return each member's outputs ``[members, N, outputs]``, float64 on the CPU."""
         check_is_fitted(self)
         inputs = self._tensor(validate_data(self, x, reset=False, dtype=[np.float64, np.float32], order="C"))
         parameter = next(self.members_.parameters())
@@ -207,9 +207,9 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
 
 class _EarlyStopping:
-    """Keeps each member's weights at its best validation score, until the score has not improved for too long.
+    """Keeps each member's weights of the epoch with its best validation score.
 
-    Counts as scikit-learn's MLPs do: a member ends when more than ``patience`` epochs in a row were no improvement.
+    As in scikit-learn's MLPs, a member stops after more than ``patience`` consecutive epochs without improvement.
     """
 
     def __init__(self, fused: FusedModule, patience: int, tol: float) -> None:
@@ -220,7 +220,7 @@ class _EarlyStopping:
         self._weights = {name: stack.clone() for name, stack in member_tensors(fused)}
 
     def update(self, scores: Tensor) -> bool:
-        """Hear the scores ``[members]`` of an epoch. Returns whether all members have ended."""
+        """Record the scores ``[members]`` of an epoch. Return whether all members have stopped."""
         goes_on = self._waited <= self._patience
         self._history.append(torch.where(goes_on, scores, torch.nan))
         # NaN is no improvement.
@@ -235,7 +235,7 @@ class _EarlyStopping:
 
     @torch.no_grad()
     def restore(self) -> tuple[Any, Any]:
-        """Write the best weights back. Returns scores ``[epochs, members]``, NaN after a member's end, and the best."""
+        """Restore the best weights. Return all scores ``[epochs, members]``, NaN after a member's end, and the best."""
         scored = self._best > -torch.inf
         for name, stack in member_tensors(self._fused):
             rows = scored.to(stack.device)
@@ -250,9 +250,9 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         module: ``module(n_features, n_classes)`` returns a network with logits ``[N, n_classes]``; by default an MLP.
         n_estimators: the number of members.
         hidden_layer_sizes: the hidden sizes of the MLP.
-        learning_rate_init, weight_decay: of AdamW; one value, or one per member.
-        batch_size: "auto" is 200, or all samples if there are fewer.
-        max_iter: the number of epochs.
+        learning_rate_init, weight_decay: arguments of AdamW; one value, or one per member.
+        batch_size: samples per minibatch; "auto" is 200, or all samples if there are fewer.
+        max_iter: the maximum number of epochs.
         bootstrap: train each member on its own bootstrap sample, instead of all data in its own order.
         early_stopping: hold out ``validation_fraction`` of the samples, and end each member when its score on them has
             not improved by ``tol`` for more than ``n_iter_no_change`` consecutive epochs, as scikit-learn's MLPs do.
@@ -311,14 +311,14 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
 
 class EnsembleRegressor(MultiOutputMixin, RegressorMixin, _Estimator):  # type: ignore[misc]
-    """A deep ensemble as a regressor: the mean of its members. Arguments are those of `EnsembleClassifier`.
+    """A deep ensemble as a regressor: the mean of its members. Arguments are the same as for `EnsembleClassifier`.
 
     ``module(n_features, n_targets)`` returns a network with outputs ``[N, n_targets]``. It is trained with the squared
     error of standardised targets.
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> EnsembleRegressor:
-        """Train on ``X [N, features]`` and ``y [N]`` or ``[N, targets]``; ``sample_weight`` is that of the classifier.
+        """Train on ``X [N, features]`` and ``y [N]`` or ``[N, targets]``; ``sample_weight`` as in the classifier.
 
         Returns self.
         """
@@ -346,7 +346,7 @@ class EnsembleRegressor(MultiOutputMixin, RegressorMixin, _Estimator):  # type: 
 
 
 def _weighed(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
-    """What has a weight above 0: samples, targets and weights, or None without weights."""
+    """Return the samples, targets and weights whose weight is above 0; the weights are None if none are given."""
     if sample_weight is None:
         return x, y, None
     weights = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
@@ -357,7 +357,7 @@ def _weighed(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
 
 
 def _weighted(loss: Callable[..., Any], output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean of the samples' losses times their weights."""
+    """Return the mean over samples of loss times weight."""
     wanted, weights = target
     each = loss(output, wanted, reduction="none")
     own: Tensor = each.flatten(1).mean(1) if each.dim() > 1 else each
@@ -365,10 +365,10 @@ def _weighted(loss: Callable[..., Any], output: Tensor, target: tuple[Tensor, Te
 
 
 def _moments(x: Any, weights: Any) -> tuple[Any, Any]:
-    """The mean and the scale of each column of ``x``."""
+    """Return the weighted mean and the scale of each column: its standard deviation, or 1 if it is constant."""
     mean = x.mean(0) if weights is None else np.average(x, 0, weights).astype(x.dtype)
     found = x.std(0) if weights is None else np.sqrt(np.average((x - mean) ** 2, 0, weights)).astype(x.dtype)
-    # As scikit-learn: what does not vary is not scaled.
+    # As in scikit-learn, constant columns are not scaled.
     return mean, np.where(found > 10 * np.finfo(found.dtype).eps * np.abs(x).max(0), found, 1.0).astype(found.dtype)
 
 
@@ -377,7 +377,7 @@ def _dtype(x: Any) -> torch.dtype:
 
 
 def _finite(fused: FusedModule) -> FusedModule:
-    """The members that training has left whole."""
+    """Return the members whose parameters are all finite, and warn of others. Raises ValueError if there are none."""
     whole = torch.ones(len(fused), dtype=torch.bool, device="cpu")
     for parameter in fused.parameters():
         whole &= parameter.detach().flatten(1).isfinite().all(1).cpu()

@@ -1,1 +1,1 @@
-"""What the runs saved in a folder are doing: `python -m hfusion status`."""
+"""The state of the runs in a folder, as shown by `python -m hfusion status`."""

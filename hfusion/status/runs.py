@@ -1,6 +1,6 @@
 """The state of the runs in a folder, and of their arrays and trials.
 
-All is read from the log and the saves of a run. No lock is taken, and nothing is written: a run does not notice.
+The state is read from the logs and saves of a run. No lock is taken and no file is written, so runs are not affected.
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ from hfusion.core.running_process import is_running
 from hfusion.tune.sweep_folder import ARRAYS as SWEEP_ARRAYS
 from hfusion.tune.sweep_folder import STATE
 
-# Of `python -m hfusion run --resume`.
+# Folders that `python -m hfusion run --resume` creates.
 _RESUMED = re.compile(r"(train|sweep)-(\d+)")
-# States of arrays and trials by their last event; others are in training.
+# States of arrays and trials by their last event; after any other event they are in training.
 _ENDED = {"finished": "finished", "failed": "failed", "pruned": "pruned", "lost": "waiting", "moved": "waiting"}
 _READINGS = 3
 
 
 @dataclass(frozen=True)
 class SaveStatus:
-    """The last save of an array or sweep: after how many minibatches or rounds, and when; or why it cannot be read."""
+    """The last save of an array or sweep.
+
+    Attributes:
+        count: minibatches (of an array) or rounds (of a sweep) before the save.
+        time: when it was written.
+        problem: why it cannot be read; None if it can.
+    """
 
     count: int | None
     time: datetime | None
@@ -40,18 +46,19 @@ class SaveStatus:
 
 @dataclass(frozen=True)
 class MemberStatus:
-    """An array of `hf.train`, or a trial of a sweep. What is not known is None.
+    """An array of `hf.train`, or a trial of a sweep. Unknown values are None.
 
     Attributes:
-        name: of the array, or the number of the trial.
-        state: training, waiting, finished, pruned, failed; or "not running", where it was in training when its run
-            ended.
-        done, total: minibatches of an array, epochs of a trial.
-        epoch, epochs: that were trained, of how many.
-        training, stopped: members of an array.
-        array: of a trial.
+        name: the name of the array, or the number of the trial.
+        state: training, waiting, finished (for trials: complete), pruned, failed, unknown; or "not running", if it
+            had not ended when its run did.
+        epoch, epochs: how many epochs were trained, and how many there are in all.
+        done, total: the same in minibatches for an array, in epochs for a trial.
+        training, stopped: for an array, how many of its members train, and how many have stopped.
+        array: for a trial, the name of its array.
         value: the last losses of an array, or the last value of a trial, as text.
-        error: the first line of one, or why the log cannot be read.
+        heard: the time of the last event that determined the state.
+        error: the first line of an error, or why the log cannot be read.
     """
 
     name: str
@@ -79,9 +86,9 @@ class RunStatus:
     Attributes:
         kind: train or sweep.
         state: running, finished, failed, interrupted, "not running" if it was killed, unknown if that cannot be told.
-        process, node: of the call, not of its workers.
-        saved: the last save of all.
-        trials: how many the sweep was called with.
+        process, node: where `hf.train` or `hf.sweep` was called; workers may be elsewhere.
+        saved: the last save of the sweep, or the latest save among the arrays.
+        trials: the argument ``trials`` of the sweep.
     """
 
     folder: Path
@@ -97,12 +104,12 @@ class RunStatus:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many arrays or trials are in each state."""
+        """The number of arrays or trials in each state."""
         return dict(Counter(member.state for member in self.members))
 
 
 def read_status(folder: Path) -> list[RunStatus]:
-    """Return the runs in a folder: one, or those of ``python -m hfusion run --resume FOLDER`` in their order.
+    """Return the run saved in a folder, or all runs of ``python -m hfusion run --resume FOLDER`` in their order.
 
     Raises:
         CheckpointError: it is not the folder of a run, or cannot be read.
@@ -130,7 +137,7 @@ def read_status(folder: Path) -> list[RunStatus]:
 
 
 def _kind(folder: Path) -> str | None:
-    """Return train or sweep; None for another folder."""
+    """Return "train" or "sweep"; None if it is not the folder of a run."""
     if not folder.is_dir():
         return None
     for event in reversed(read_events(folder / LOGS / RUN)):
@@ -138,12 +145,12 @@ def _kind(folder: Path) -> str | None:
             return kind
     if files.saves(folder / STATE) and (folder / SWEEP_ARRAYS).is_dir():
         return "sweep"
-    # Folders of versions without logs, or whose logs were deleted.
+    # Older versions wrote no logs, and logs may have been deleted.
     return "train" if any(_is_array(path) for path in folder.iterdir()) else None
 
 
 def _is_array(folder: Path) -> bool:
-    """Return whether it is the folder of an array of `hf.train`; one that is damaged may be."""
+    """Return whether it is the folder of an array of `hf.train`. True for damaged saves, which may be from an array."""
     try:
         return bool(saves := files.saves(folder)) and "task" in files.read_manifest(saves[-1])["body"]
     except (CheckpointError, TypeError):
@@ -177,7 +184,7 @@ def _run(folder: Path, kind: str) -> RunStatus:
 
 
 def _life(events: Sequence[LoggedEvent]) -> tuple[str, LoggedEvent | None]:
-    """Return the state of the run that was started last, and its first event, with the error that ended it."""
+    """Return the state of the run that was started last, and its start event with the values of later events."""
     runs: dict[tuple[str | None, ...], tuple[str, LoggedEvent]] = {}
     for event in events:
         key = event.values.get("node"), event.values.get("process")
@@ -191,12 +198,12 @@ def _life(events: Sequence[LoggedEvent]) -> tuple[str, LoggedEvent | None]:
     if not runs:
         return "unknown", None
     found = [(state or _alive(first), first) for state, first in runs.values()]
-    # The ranks of torchrun may share a folder: it runs while one of them does.
+    # The ranks of torchrun may share a folder: the run goes on as long as one of them is running.
     return ([one for one in found if one[0] == "running"] or found)[-1]
 
 
 def _alive(first: LoggedEvent) -> str:
-    """Return running, "not running" or unknown, for a run that has not written how it ended."""
+    """Return "running", "not running" or "unknown" for a run whose log has no end."""
     process = _number(first.values.get("process"))
     if process is None or first.values.get("node") != socket.gethostname():
         return "unknown"
@@ -205,7 +212,7 @@ def _alive(first: LoggedEvent) -> str:
 
 
 def _saved(folder: Path) -> tuple[SaveStatus | None, dict[str, Any]]:
-    """Return the last save in a folder, and its body; None where there is none."""
+    """Return the last save in a folder and its body; None and an empty dict if there is none."""
     for attempt in range(_READINGS):
         saves = files.saves(folder)
         if not saves:
@@ -214,7 +221,7 @@ def _saved(folder: Path) -> tuple[SaveStatus | None, dict[str, Any]]:
             time = datetime.fromtimestamp((saves[-1] / files.MANIFEST).stat().st_mtime, UTC)
             manifest = files.read_manifest(saves[-1])
         except (CheckpointError, OSError) as error:
-            # A run deletes old saves; it is looked for again.
+            # A run deletes old saves. If this one was deleted meanwhile, look again.
             if saves[-1].exists() or attempt + 1 == _READINGS:
                 return SaveStatus(None, None, str(error)), {}
         else:
@@ -224,7 +231,7 @@ def _saved(folder: Path) -> tuple[SaveStatus | None, dict[str, Any]]:
 
 
 def _events(path: Path) -> tuple[list[LoggedEvent], str | None]:
-    """Return the events of a log, or why they cannot be read."""
+    """Return the events of a log and None; or no events and why they cannot be read."""
     try:
         return read_events(path), None
     except OSError as error:
@@ -240,7 +247,7 @@ def _arrays(folder: Path, started: datetime | None, *, ended: bool) -> list[Memb
         last, values = _last(events)
         saved, _ = _saved(folder / name)
         if saved is None and (noted := [event for event in events if event.event == "saved"]):
-            # The saves are on another node.
+            # The saves are on another node, so only the log knows about them.
             saved = SaveStatus(_pair(noted[-1].values.get("minibatch"))[0], noted[-1].time)
         state = _state(last, started, ended=ended)
         done, total = _pair(values.get("minibatch"))
@@ -288,7 +295,7 @@ def _trials(folder: Path, started: datetime | None, body: dict[str, Any], *, end
             **_place(values),
         )
     for array in body.get("arrays", ()):
-        # Those of versions without logs, or whose logs were deleted.
+        # Trials without a log: written by an older version, or the log was deleted.
         for number, _, epoch, *_ in array["seats"]:
             state = "not running" if ended else "unknown"
             members.setdefault(number, MemberStatus(str(number), state, epoch, done=epoch, array=array["name"]))
@@ -296,10 +303,10 @@ def _trials(folder: Path, started: datetime | None, body: dict[str, Any], *, end
 
 
 def _last(events: Sequence[LoggedEvent]) -> tuple[LoggedEvent | None, dict[str, str]]:
-    """Return the last event that tells a state, and the last values of all."""
+    """Return the last event that determines the state, and the latest value of each key."""
     values: dict[str, str] = {}
     for event in events:
-        # A save is of an earlier minibatch.
+        # A save may be of an earlier minibatch than the events before it.
         counts = ("epoch", "minibatch") if event.event == "saved" else ()
         values |= {key: text for key, text in event.values.items() if key not in counts}
     states = [event for event in events if event.event not in ("saved", "stopped")]
@@ -307,7 +314,7 @@ def _last(events: Sequence[LoggedEvent]) -> tuple[LoggedEvent | None, dict[str, 
 
 
 def _state(last: LoggedEvent | None, started: datetime | None, *, ended: bool) -> str:
-    """Return the state of an array or trial in a run that was ``started`` then, and has ``ended``."""
+    """Return the state of an array or trial whose run ``started`` then; ``ended``: the run is no longer running."""
     state = "unknown" if last is None else _ENDED.get(last.event, "training")
     if state in ("training", "waiting", "unknown") and ended:
         return "not running"

@@ -14,14 +14,14 @@ from hfusion.status.runs import MemberStatus, RunStatus, SaveStatus
 if TYPE_CHECKING:
     from rich.table import Table
 
-# Trials that have ended, and are in a table; JSON has all.
+# The most ended trials that a table shows. JSON contains all of them.
 _MAX_ENDED = 20
 _MAX_WIDTH = 1000
 _ACTIVE = ("training", "waiting", "not running", "unknown")
 
 
 def print_status(runs: Iterable[RunStatus], now: datetime | None = None) -> None:
-    """Print a line and a table for each run; ``now``: to count ages from."""
+    """Print a line and a table for each run. Ages of saves are relative to ``now``, by default the current time."""
     from rich.console import Console
 
     console = Console()
@@ -29,7 +29,7 @@ def print_status(runs: Iterable[RunStatus], now: datetime | None = None) -> None
     for run in runs:
         table = _trial_table(run.members) if run.kind == "sweep" else _array_table(run.members, now)
         if not console.is_terminal:
-            # Files and pipes have no width to keep to.
+            # Files and pipes have no width: make tables as wide as they need.
             wide = console.options.update(max_width=_MAX_WIDTH)
             console.width = max(console.width, console.measure(table, options=wide).maximum)
         console.print(headline(run, now), highlight=False, markup=False, soft_wrap=True)
@@ -67,7 +67,7 @@ def headline(run: RunStatus, now: datetime) -> str:
 
 
 def _notes(run: RunStatus) -> list[str]:
-    """Return what does not fit a table: the errors of arrays and trials."""
+    """Return lines for errors of saves, arrays and trials, which do not fit into a table."""
     lines = [] if run.saved is None or run.saved.problem is None else [f"  save: {run.saved.problem}"]
     what = "trial" if run.kind == "sweep" else "array"
     for member in run.members:
@@ -127,7 +127,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     for title in titles:
         table.add_column(title, overflow="fold", no_wrap=title not in ("array", "last losses"))
     for row in rows:
-        # Names are no markup.
+        # Text, so that brackets in names are not read as markup.
         table.add_row(*map(Text, row))
     return table
 
@@ -152,7 +152,7 @@ def _ago(saved: SaveStatus, now: datetime) -> str:
 
 
 def _age(seconds: float) -> str:
-    """Seconds in the largest unit.
+    """Format seconds in their largest unit.
 
     >>> _age(59.9), _age(60), _age(3 * 86400)
     ('59 s', '1 min', '3 d')

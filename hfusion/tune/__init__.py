@@ -1,1 +1,1 @@
-"""Sweeps: many trials of Optuna as the members of arrays that live."""
+"""Sweeps: trials of an Optuna study, trained as members of arrays that trials join and leave."""

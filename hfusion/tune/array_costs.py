@@ -1,8 +1,8 @@
 """Costs of arrays of trials, measured in earlier sweeps on this machine.
 
-They are kept in the user's cache folder, a row for each array that was measured. Where there are few rows, sweeps begin
-with plain trials, measure these, and estimate arrays by priors, which no single measurement outvotes: one that was made
-while the machine did something else would otherwise keep trials from ever being an array again.
+They are stored in the user's cache folder, one record per measured array. While there are few records, sweeps begin
+with plain trials, measure them, and estimate arrays from priors. Medians with these priors prevent that one bad
+measurement, made while the machine was busy, rules out arrays for ever.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from hfusion.device.calibrate import describe
 from hfusion.device.measured_records import RecordFile, nearest
 
-# Where nothing was measured: seconds of captures, and an array's step in units of its estimate, as of MLPs on two cores
-# of an EPYC.
+# Priors: seconds of captures, and the measured over the estimated time of an array's step, both of MLPs on two cores of
+# an EPYC.
 _FIRST_STARTUP, _FIRST_FACTOR = 2.4, 1.9
-# Rows of which the median is taken; priors stand for those that are missing.
+# The median is taken of at least so many records; priors replace missing ones.
 _ENOUGH = 3
 
 
@@ -28,10 +28,10 @@ class ArrayRecord:
     """An array that was measured after its trials were plain.
 
     Attributes:
-        operators: of one forward of a member.
+        operators: number of operators in one forward of a member.
         startup: seconds of captures and checks.
-        plain: a minibatch of one plain trial, in units of its estimate.
-        factor: a minibatch of the array, in units of its estimate from that of a plain trial.
+        plain: measured over estimated time of a minibatch of one plain trial.
+        factor: measured time of a minibatch of the array, over its estimate from the measured plain trial.
     """
 
     operators: int
@@ -48,8 +48,8 @@ class ArrayCosts:
         self._records = self._file.read()
 
     def startup(self, operators: int) -> float:
-        """Seconds until an array of models of so many operators is captured and checked."""
-        # A larger program may take more in proportion; that a smaller one takes less is not known.
+        """Return the seconds until an array of models with this number of operators is captured and checked."""
+        # Scale up for larger programs, but not down for smaller ones, which were not shown to take less.
         return self._median(
             operators, lambda record: record.startup * max(1.0, operators / record.operators), _FIRST_STARTUP
         )
@@ -64,7 +64,7 @@ class ArrayCosts:
         return median(measured) if len(measured) >= _ENOUGH else None
 
     def note(self, record: ArrayRecord) -> None:
-        """Keep a row more, if the folder takes it."""
+        """Add a record, also to the file if the cache folder can be written."""
         self._records = [*self._file.read(), record]
         self._file.add(record)
 

@@ -15,11 +15,11 @@ from hfusion.tune.sweep_runner import Conductor
 
 
 class AsynchronousConductor(Conductor):
-    """As `Conductor`, but trials are reported, pruned and replaced when their own array has trained an epoch.
+    """A `Conductor` that reports, prunes and replaces trials as soon as their own array has trained an epoch.
 
-    A device trains one array at a time, of its arrays the one that is in the earliest round. While an array trains
-    nobody joins or leaves it, so that all arrays can be saved between any two reports. Which array reports next is
-    written before it does, and so a resumed sweep makes the decisions that the killed one had begun to make.
+    A device trains one array at a time: the one in the earliest round. No trial joins or leaves an array while it
+    trains, so that all arrays can be saved between any two reports. The array that reports next is recorded before it
+    reports, so a resumed sweep repeats the decisions of the killed one.
     """
 
     rounds = "asynchronous"
@@ -29,7 +29,7 @@ class AsynchronousConductor(Conductor):
         self._results: dict[str, EpochResult] = {}
 
     def run(self) -> None:
-        """Train until every trial is told."""
+        """Train until every trial has finished."""
         self._order = ReportOrder(None if self._folder is None else self._folder.root, self._reported)
         if not self.rooms.arrays:
             self._refill()
@@ -61,7 +61,7 @@ class AsynchronousConductor(Conductor):
             name, self._results[name] = self._workers.first()
 
     def _start(self, wanted: str | None) -> None:
-        """Let each device that is idle train an epoch of one of its arrays."""
+        """Start an epoch of one array on each idle device, preferably of the array named ``wanted``."""
         there: dict[int, list[ShapeArray]] = {}
         for array in self.rooms.arrays:
             there.setdefault(array.device, []).append(array)
@@ -78,5 +78,5 @@ class AsynchronousConductor(Conductor):
             self._workers.start({array.name: self._epoch(array) for array in group})
 
     def _unheard(self, arrays: list[ShapeArray]) -> bool:
-        """Return whether an array of these was started, and its result has not come."""
+        """Return whether any of these arrays has started an epoch whose result has not arrived."""
         return any(array.training and array.name not in self._results for array in arrays)

@@ -1,4 +1,4 @@
-"""Optimizers that a space chooses: their kind, the options of an array, and the hyper-parameters of its members."""
+"""Optimizers chosen by a space: their class, the options of an array, and the hyper-parameters of its members."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def optimizer_of(choice: Any) -> MakeOptimizer:
     """Return the optimizer that a space names: ``"adam"``, ``hf.optim.Adam``, ``torch.optim.Adam``, or a function.
 
     Raises:
-        ValueError: a name or a class of no optimizer that hfusion has.
+        ValueError: hf.optim has no optimizer of this name or class.
     """
     if isinstance(choice, str):
         if choice.lower() not in _KINDS:
@@ -49,7 +49,7 @@ def optimizer_of(choice: Any) -> MakeOptimizer:
 
 
 def sample_optimizer(optimizer: MakeOptimizer) -> FusedOptimizer:
-    """Return the optimizer of one member without memory. Raises ValueError for one that is none of hf.optim."""
+    """Return the optimizer of one member on the meta device. Raises ValueError if it is not from hf.optim."""
     params = [nn.Parameter(torch.empty(1, *shape, device="meta")) for shape in ((1, 1), (1,))]
     for param in params:
         mark(param, Membership("weight", 1, True))
@@ -67,8 +67,8 @@ def optimizer_with(
 ) -> MakeOptimizer:
     """Return a function that makes the optimizer with the options of an array and hyper-parameters of its members.
 
-    hypers: of each member, or of one for all; options may need some, as nesterov needs momentum. What a member does
-    not give is as the optimizer has it.
+    hypers: the hyper-parameters of each member, or one mapping for all members. Options may depend on them, as nesterov
+    needs momentum. Missing values keep the optimizer's defaults.
     """
 
     def made(params: Any) -> FusedOptimizer:
@@ -84,7 +84,7 @@ def optimizer_with(
 
 
 def _values(defaults: Any, values: Sequence[Any]) -> Any:
-    """A hyper-parameter of each member, or of all; a pair where it is one. None: the default."""
+    """Return one hyper-parameter per member, or one for all, with defaults in place of None. Betas are a pair."""
     if isinstance(defaults, tuple):
         columns = [[None if value is None else value[index] for value in values] for index in range(len(defaults))]
         return tuple(_values(default, column) for default, column in zip(defaults, columns, strict=True))

@@ -1,7 +1,7 @@
-"""The rows of a sweep's arrays in the processes of a cluster. What is lost is made again: restored, and told again.
+"""The rows of a sweep's arrays in the processes of a cluster. Lost arrays are restored, and their calls repeated.
 
-Calls are kept since the last save of an array, or since it was opened. A process that takes over an array of one that
-was lost gets all of them, and so comes to the same state: they are the same models, seeds and minibatches.
+The calls of each array since its last save, or since it was opened, are kept. A process that takes over an array of a
+lost process gets all of them. It reaches the same state, since models, seeds and minibatches are the same.
 """
 
 from __future__ import annotations
@@ -30,17 +30,21 @@ from hfusion.tune.trial_rows import TrialRows
 _log = logging.getLogger(__name__)
 
 _MAKER = "maker"
-# In errors.
+# Its name in errors.
 SWEEP_PARCEL = "what the sweep trains with"
-# Calls of an array that has trained nothing since it was opened, and then restored or joined.
+# The number of calls of an untrained array: it was opened, and then restored or joined.
 _UNTRAINED = 2
 
 
 @dataclass(frozen=True)
 class RowsJob:
-    """The next job of a process: ``calls`` of each array; ``kept`` finds the recipe; ``dropped``: arrays that ended.
+    """The next job of a process. It returns the result of the last call of each array.
 
-    The result of each array is that of its last call.
+    Attributes:
+        kept: the reference by which the process gets the recipe and the maker.
+        calls: the pickled calls of each array.
+        dropped: the names of arrays that have ended.
+        collect: whether to collect garbage first.
     """
 
     kept: Any
@@ -71,14 +75,14 @@ class RowsJob:
             else:
                 found = getattr(trainer.kept[name], method)(*args)
             if isinstance(found, nn.Module):
-                # Its class may be one that only the driver has by name.
+                # Send tensors only: its class may be importable in the driver alone.
                 found = found.state_dict()
         return found
 
 
 @dataclass
 class _SentCalls:
-    """Calls that were sent to an array, how many its process has completed, and how often it was lost."""
+    """The calls of an array, how many of them its process has completed, and how often that process was lost."""
 
     device: int
     calls: list[bytes] = field(default_factory=list)
@@ -87,11 +91,12 @@ class _SentCalls:
 
 
 class ClusterWorkers:
-    """All in processes of ``executor``.
+    """Workers in the processes of ``executor``.
 
-    ``kept`` finds the recipe and the maker.
-    ``place`` names the device for an array whose device is gone, of those that are not. ``lost`` is called with each
-    array whose process was lost, and why. The owner sets both.
+    Attributes:
+        kept: the reference by which processes get the recipe and the maker.
+        place: returns a new device for an array whose device is gone. Set by the owner.
+        lost: called with the name of each array whose process was lost, and the reason. Set by the owner.
     """
 
     def __init__(self, executor: Executor, recipe: SweepRecipe, maker: ModelMaker, max_failures: int) -> None:
@@ -101,7 +106,7 @@ class ClusterWorkers:
         self._dropped: dict[int, list[str]] = {}
         self._collect: set[int] = set()
         self.gone: set[int] = set()
-        # Of each busy device: its arrays, and how many calls of each will be done when it answers.
+        # For each busy device: its arrays, and how many calls of each will be done when it answers.
         self._running: dict[int, dict[str, int]] = {}
         self._results: dict[str, Any] = {}
         self._started: dict[str, None] = {}
@@ -142,7 +147,7 @@ class ClusterWorkers:
 
     def first(self) -> tuple[str, Any]:
         while True:
-            # A device trains one array at a time, so that its others may change in between.
+            # A device trains one array at a time, so that its other arrays may change in between.
             training = [name for name in self._started if name not in self._results]
             self._begin_idle({self._told[name].device: [name] for name in reversed(training)})
             for name in self._results:
@@ -162,12 +167,12 @@ class ClusterWorkers:
         return {name: self._results.pop(name) for name in names}
 
     def _begin_idle(self, wanted: Mapping[int, Sequence[str]]) -> None:
-        """Let devices that are idle make the calls of the arrays ``wanted`` of each."""
+        """Start the pending calls of the arrays in ``wanted``, by device, on devices that are idle."""
         for device in wanted.keys() - self._running.keys():
             self._begin(device, wanted[device])
 
     def _listen(self) -> None:
-        """Wait for what processes tell, and keep their results."""
+        """Wait for messages of processes: store results, raise errors of calls, and restart arrays of lost devices."""
         for device, message in self._executor.wait(GLANCE):
             if isinstance(message, Answered):
                 for name, count in self._running.pop(device).items():
@@ -186,7 +191,7 @@ class ClusterWorkers:
         self._executor.begin(device, RowsJob(self.kept, calls, dropped, collect))
 
     def _lose(self, device: int, running: Collection[str], reason: str) -> None:
-        """Its arrays begin again there, or on other devices."""
+        """Schedule all calls of a lost device's arrays again, there or on other devices."""
         if not self._executor.revive(device):
             self.gone.add(device)
             self._wait_for_device(reason)
@@ -220,14 +225,14 @@ class ClusterWorkers:
         found: dict[str, Path] = self.ask({name: ("save", (folder,)) for name, folder in folders.items()})
         for name, path in found.items():
             told = self._told[name]
-            # A process may have been lost after it saved, while others did.
+            # A process may have been lost after its save, while other arrays were saved.
             there = told.done == len(told.calls)
             told.calls = [told.calls[0], self._packed(("restore", (path, list(members[name]))))]
             told.done = len(told.calls) if there else 0
         return found
 
     def move(self, devices: Mapping[str, int], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, int]:
-        """Progress since the last save is copied through this process."""
+        """Move arrays to other devices. The state of trained arrays is copied through this process."""
         trained = {name: ("packed", ()) for name in devices if len(self._told[name].calls) > _UNTRAINED}
         for name, state in self.ask(trained).items():
             told = self._told[name]

@@ -18,7 +18,7 @@ from hfusion.tasks.reading import generators, length, reading, restart_workers
 
 @contextmanager
 def seeded(loader: Iterable[Any], seed: int) -> Iterator[None]:
-    """Inside, torch and the loader draw as after ``manual_seed(seed)``; afterwards all generators are as before."""
+    """Context manager: seed torch and the loader's generators with ``seed``, and restore all of them at the end."""
     restart_workers(loader)
     own = [(each, each.get_state()) for each in generators(loader)]
     with draws_kept():
@@ -33,7 +33,7 @@ def seeded(loader: Iterable[Any], seed: int) -> Iterator[None]:
 
 
 def batches_on(role: str, loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
-    """Its minibatches on the device. Raises PlanError for what is no pair, and where there is none."""
+    """Yield the minibatches of a loader on a device. Raises PlanError if there are none, or one is not a pair."""
     count = 0
     with reading(loader) as found:
         for count, batch in enumerate(found, 1):  # noqa: B007
@@ -63,7 +63,7 @@ def minibatches(loader: Iterable[Any]) -> int:
 
 
 def first_inputs(loader: Iterable[Any], device: torch.device) -> Any:
-    """The inputs of its first minibatch; the loader's generators are then as before. Raises PlanError."""
+    """Return the inputs of the first minibatch, and restore the generators. Raises PlanError as `batches_on` does."""
     with seeded(loader, 0):
         for inputs, _ in batches_on("loader", loader, device):
             return inputs

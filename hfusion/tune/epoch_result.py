@@ -14,10 +14,13 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class EpochResult:
-    """Values for each tag, and the ``seconds`` of an epoch of ``steps`` minibatches, and ``startup`` besides.
+    """The values and times of an epoch of an array.
 
-    ``values``: none of a member that is fine where no values were asked for. ``startup``: what the first minibatches of
-    a size took longer than most, as programs are captured and compiled then.
+    Attributes:
+        values: the values of each member, by its tag: empty if no values were requested, NaN if training diverged.
+        seconds: of the epoch, without ``startup``.
+        startup: extra seconds of the first minibatches of each size, in which programs are captured and compiled.
+        steps: the number of minibatches.
     """
 
     values: dict[str, tuple[float, ...]]
@@ -34,7 +37,7 @@ class Stopwatch:
         self._first: dict[Any, float] = {}
 
     def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The minibatches as they are."""
+        """Yield the minibatches unchanged, and measure the time of each."""
         before = time.perf_counter()
         for batch in batches:
             yield batch
@@ -46,6 +49,6 @@ class Stopwatch:
 
     @property
     def startup(self) -> float:
-        """Seconds that the first ones of each size took longer than most."""
+        """Extra seconds of the first minibatch of each size, compared with the median minibatch."""
         usual = median_low(self._all) if self._all else 0.0
         return sum(max(0.0, each - usual) for each in self._first.values())

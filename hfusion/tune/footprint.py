@@ -19,18 +19,18 @@ from hfusion.passes.partition.cut_shards import shards_at
 from hfusion.schedule.plan import TaskPlan
 from hfusion.tune.chosen_optimizer import MakeOptimizer
 
-# A step's forward, backward and update: beside their operators `Population.step` takes 0.31 ms where a call of one
-# takes 2 us, three times what an action is counted with.
+# Actions of a step: forward, backward and update. In addition to its operators, `Population.step` takes 0.31 ms, the
+# time of three actions, where a call of an operator takes 2 us.
 _ACTIONS = 3
-# Copies of an array's state that are alive while a save on the host is written: what is copied, and what is packed.
+# Copies of an array's state that are alive while a save on the host is written: a clone, and its packed bytes.
 _SAVING = 2
-# Stacks like a parameter that are there while its formula is computed: those of SGD with momentum and RAdam, the most
-# of hf.optim, as counted on the simulated device of the tests. Kernels need none.
+# Temporaries of a parameter's size during its eager update: the maximum in hf.optim, of SGD with momentum and RAdam, as
+# counted on the simulated device of the tests. Kernels need none.
 _UPDATING = 4
-# Models of a shape that are there without a row: one to compare others with, one that waits, and two to look at.
+# Models of a shape that are alive without a row: one to compare others with, one that waits, and two for estimates.
 _ASIDE = 4
-# What the capture of a model and the check of an array's first step take, in units of what one row's step takes: at
-# most 1.6 of MLPs, a CNN and a PointNet, counted likewise.
+# Memory of a capture and of the check of an array's first step, in units of the memory of a step of one row: it was at
+# most 1.6 for MLPs, a CNN and a PointNet, counted in the same way.
 _CAPTURING = 2
 
 
@@ -38,8 +38,8 @@ class Footprint:
     """Memory and time of an array of a shape on a device.
 
     Args:
-        models: two of the shape, so that what they share is seen.
-        inputs: of a minibatch. All is looked at on the CPU: nobody knows yet whether the device has memory for it.
+        models: two models of the shape, so that tensors shared between trials are detected.
+        inputs: the inputs of a minibatch. All runs on the CPU, since the device may not have the memory.
         evaluated: minibatches whose outputs are held at once to evaluate a metric.
         saved: arrays are saved, with copies on the host.
     """
@@ -62,19 +62,19 @@ class Footprint:
         self._program = fused.compiled(arguments).program
         self._stacks = optimizer(fused.parameters()).state_stacks
         self._samples, self._rates = _samples(arguments.leaves), device.rates
-        # Each is there as it came, and once more as a part of all.
+        # Twice: each output alone, and their concatenation.
         self._outputs = 2 * evaluated * _output_bytes(models[0], args, kwargs)
         self._largest = max((p.numel() * p.element_size() for p in models[0].parameters()), default=0)
         self._copies = _SAVING if saved and device.physical.type == "cpu" else 0
         self._plans: dict[int, TaskPlan] = {}
 
     def held(self, rows: int) -> int:
-        """Bytes that stay between epochs: weights, buffers, optimizer state, and what is beside the array."""
+        """Return the bytes held between epochs: weights, buffers, optimizer state, and models without a row."""
         aside = _ASIDE * sum(shard.weights for shard in self._plan(1).shards)
         return aside + (sum(shard.weights + shard.optimizer for shard in self._plan(rows).shards) if rows else 0)
 
     def passing(self, rows: int) -> int:
-        """Bytes that are there besides for a while: of a step, of an evaluation, of a save."""
+        """Return the peak of temporary bytes in a step, an update, a capture, an evaluation or a save."""
         if not rows:
             return 0
         held, gradients = self.held(rows), sum(shard.gradients for shard in self._plan(rows).shards)
@@ -83,7 +83,7 @@ class Footprint:
         return max(self._plan(rows).device_bytes - held, update, capture, self._outputs * rows, self._copies * held)
 
     def seconds(self, rows: int) -> float:
-        """Of a step of so many rows."""
+        """Return the estimated seconds of a step with ``rows`` rows."""
         return self._plan(rows).step_seconds + _ACTIONS * self._rates.action_seconds if rows else 0.0
 
     def _plan(self, rows: int) -> TaskPlan:

@@ -24,8 +24,8 @@ class SameForward:
     """Compares models with a first one, on the CPU.
 
     Args:
-        inputs: gives those of a minibatch.
-        evaluates: the models are called in eval mode, too.
+        inputs: returns the inputs of a minibatch.
+        evaluates: compare forwards in eval mode, too.
     """
 
     def __init__(self, first: nn.Module, inputs: Callable[[], Any], *, evaluates: bool) -> None:
@@ -34,10 +34,10 @@ class SameForward:
         self._answers: dict[Any, bool] = {}
 
     def same_as(self, model: nn.Module) -> bool:
-        """Return whether ``model`` calls the same operators as the first one, apart from numbers.
+        """Return whether ``model`` calls the same operators as the first model, whatever their scalar arguments.
 
-        Models that read the same numbers need not be called. Of others one forward is compared, call by call; only
-        where that differs, the graphs are. A number that is drawn or looked at makes other calls, and the same graph.
+        Models with equal attributes need not be called. For others, the operator calls of one forward are compared, and
+        the captured graphs if the calls differ. Random or inspected numbers may change the calls, but not the graph.
         """
         if not self._answers:
             self._answers[fingerprint(self._first)] = True
@@ -52,7 +52,7 @@ class SameForward:
         return self._traces
 
     def _traced(self, model: nn.Module) -> list[Any]:
-        """The calls of a forward in training, and of one in evaluation."""
+        """Return the operator calls of a forward in train mode and, if models are evaluated, of one in eval mode."""
         model = _on_cpu(copy.deepcopy(model))
         args, kwargs = call_arguments(copy.deepcopy(self._inputs()), {})
         traces = [_trace(model, args, kwargs, training=True)]
@@ -74,13 +74,13 @@ class SameForward:
                 with fused.evaluating():
                     fused.compiled(arguments)
         except FusionError:
-            # They do different things; or one of them cannot be captured, which an array of its own will show.
+            # The graphs differ, or one model cannot be captured: then its own array raises the error.
             return False
         return True
 
 
 def _on_cpu(model: nn.Module) -> nn.Module:
-    """``model`` itself where it is there."""
+    """Return ``model`` if it is on the CPU, else a copy that is."""
     return model if all(tensor.is_cpu for _, tensor in tensors(model)) else copy.deepcopy(model).cpu()
 
 
@@ -93,7 +93,7 @@ def _trace(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, tra
 
 @sparing_dynamo
 class _OperatorCalls(TorchDispatchMode):
-    """Notes which operators are called with which tensors: the model's by their names, others as they are first met."""
+    """Records which operators are called with which tensors. Tensors are numbered, those of the model first."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -109,9 +109,9 @@ class _OperatorCalls(TorchDispatchMode):
         return outputs
 
     def shape_of(self, nest: Any) -> Any:
-        """A nest with numbers in place of tensors, and nothing in place of numbers."""
+        """Return ``nest`` with an index in place of each tensor, and None in place of other leaves."""
         if isinstance(nest, Tensor):
-            # It is kept alive, so that no other one gets its id.
+            # Keep the tensor alive, so that no other tensor gets its id.
             return self._met.setdefault(id(nest), (len(self._met), nest))[0]
         if isinstance(nest, list | tuple):
             return tuple(self.shape_of(part) for part in nest)

@@ -1,6 +1,6 @@
-"""Signs of life of sweeps in their study, so that trials of one that died are not in training for ever.
+"""Heartbeats of sweeps in their study, so that the trials of a crashed sweep do not stay RUNNING for ever.
 
-Optuna's own heartbeat is for study.optimize, and does not work where trials are asked and told.
+Optuna's own heartbeat is for study.optimize, and does not work with ask and tell.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from optuna import Study
 
 _PREFIX = "hfusion:sweep:"
-# Seconds from one sign to the next at least, and how long a sweep may be silent: so long, or so many of its rounds.
+# Least seconds between heartbeats, and how long a sweep may be silent: seconds or rounds, whichever is longer.
 _EVERY, _SILENT, _ROUNDS = 30.0, 600.0, 10
 
 
 class Beats:
-    """Writes the signs of life of the sweep ``run`` as an attribute of its study."""
+    """Writes heartbeats of the sweep ``run`` as a user attribute of its study."""
 
     def __init__(self, study: Study, run: str, directory: Path | None) -> None:
         self._study, self._key = study, _PREFIX + run
@@ -30,7 +30,7 @@ class Beats:
         self._write(self._last + _SILENT)
 
     def beat(self) -> None:
-        """At the border of two rounds."""
+        """Write a heartbeat, unless the last one is recent. Called after every round."""
         now = time.time()
         took, self._before = now - self._before, now
         if now - self._last > _EVERY:
@@ -38,7 +38,7 @@ class Beats:
             self._write(now + max(_SILENT, _ROUNDS * took))
 
     def end(self) -> None:
-        """The sweep has ended: what it left is left for ever."""
+        """Mark the sweep as ended. Without a directory, later sweeps fail the trials that it left in training."""
         self._write(0.0)
 
     def _write(self, until: float) -> None:
@@ -47,13 +47,13 @@ class Beats:
 
 
 def dead_runs(study: Study) -> set[str]:
-    """The sweeps of a study that nobody trains and nobody can go on with."""
+    """Return the names of a study's sweeps that no process trains and that cannot be resumed."""
     beats = {key.removeprefix(_PREFIX): value for key, value in study.user_attrs.items() if key.startswith(_PREFIX)}
     return {run for run, beat in beats.items() if _dead(beat)}
 
 
 def _dead(beat: Any) -> bool:
-    """One with a folder goes on when its call comes again, wherever that is."""
+    """Return whether a sweep is dead, by its heartbeat. A sweep with a directory never is, as it can be resumed."""
     if beat["directory"] is not None:
         return False
     if beat["host"] == socket.gethostname() and os.name == "posix":

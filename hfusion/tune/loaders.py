@@ -1,4 +1,4 @@
-"""The minibatches of a sweep: one loader for all trials, or a function that makes one from what a trial chose."""
+"""The minibatches of a sweep: one loader for all trials, or a function that makes loaders from values of the space."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hfusion.device.generators import draws_kept
 
 
 class Loaders:
-    """Gives the loader for values of the space; equal values share one.
+    """Returns the loader for values of the space. Trials with equal values share a loader.
 
     Args:
-        loader: minibatches that can be read again for every epoch, or a function that returns such.
-        seed: a function is called after ``torch.manual_seed(seed)``.
+        loader: minibatches that can be read again for every epoch, or a function that returns them.
+        seed: the function is called after ``torch.manual_seed(seed)``.
     """
 
     def __init__(self, loader: Iterable[Any] | Callable[..., Iterable[Any]], seed: int = 0) -> None:
@@ -27,17 +27,17 @@ class Loaders:
 
     @property
     def function(self) -> Callable[..., Iterable[Any]] | None:
-        """The function that makes loaders, where there is one."""
+        """The function that makes loaders; None if the loader itself was given."""
         source: Any = self._source
         return None if isinstance(source, Iterable) or not callable(source) else source
 
     @property
     def made(self) -> list[Any]:
-        """The loaders that there are so far."""
+        """The loaders made so far, or the given one."""
         return [loader for _, loader in self._made] if self.function is not None else [self._source]
 
     def loader(self, values: Mapping[str, Any]) -> Iterable[Any]:
-        """Return the loader for these arguments of the function. Raises PlanError for what is no loader."""
+        """Return the loader for these arguments of the function. Raises PlanError if it returns no loader."""
         function = self.function
         if function is None:
             return cast("Iterable[Any]", self._source)

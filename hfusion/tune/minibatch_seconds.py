@@ -11,23 +11,23 @@ from hfusion.cluster.rates import Ratios
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.shape_array import Shape, ShapeArray
 
-# Epochs that a ratio is of: one of them may have been an odd one.
+# Epochs per ratio: their median ignores one outlier.
 _LATE = 3
 
 
 class EpochSeconds:
     """Seconds of the minibatches of arrays, evaluation included.
 
-    What is measured of a shape on a device holds there for any number of its rows; see `Ratios` for other devices.
+    A ratio measured for a shape on a device is used there for any number of rows; see `Ratios` for other devices.
     """
 
     def __init__(self, devices: Sequence[DeviceInfo]) -> None:
         self._devices = devices
-        # Of shapes, as arrays of these come: `Ratios` reads it.
+        # Names of shapes, in the order in which they occur. `Ratios` reads this list.
         self._names: list[str] = []
         self._ratios = Ratios(self._names)
         self._numbers: dict[Shape, int] = {}
-        # Of each array where it is.
+        # Recent ratios, by array and device.
         self._late: dict[tuple[str, int], deque[float]] = {}
         self._startup: dict[Shape, float] = {}
         self._handover = 0.0
@@ -44,9 +44,9 @@ class EpochSeconds:
         return rows * footprint.seconds(1) if array.plain else footprint.seconds(rows)
 
     def note(self, array: ShapeArray, result: EpochResult) -> None:
-        """An array has trained an epoch on its device."""
+        """Record the time of an epoch that an array has trained on its device."""
         estimated = self._estimated(array, array.device, array.width)
-        # Without the rounding of the division, which must not decide between devices that are equally fast.
+        # Rounded, so that floating-point errors do not decide between equally fast devices.
         ratio = round(result.seconds / result.steps / estimated, 9)
         late = self._late.setdefault((array.name, array.device), deque(maxlen=_LATE))
         late.append(ratio)
@@ -55,7 +55,7 @@ class EpochSeconds:
         self.steps = max(1, result.steps // array.shape.minibatches)
 
     def of(self, array: ShapeArray, device: int, more: int = 0) -> float:
-        """Of a minibatch of an array with so many more members, on any device; of an epoch where these differ."""
+        """Return the seconds of a minibatch with ``more`` members; of an epoch if shapes differ in its length."""
         factor = self._ratios.factor(self._number(array.shape), device)
         return self._estimated(array, device, array.least(more)) * factor * array.shape.minibatches
 
@@ -65,15 +65,15 @@ class EpochSeconds:
         return max(late) / min(late) if len(late) > 1 else None
 
     def note_move(self, seconds: float) -> None:
-        """So long it took until arrays were on other devices."""
+        """Record how long a migration of arrays took."""
         self._handover = max(self._handover, seconds)
 
     def to_move(self, shape: Shape) -> float:
-        """Seconds that a move costs: as the longest before, and what an array of the shape took to begin."""
+        """Return the estimated seconds of a move: the longest measured one, and the longest startup of the shape."""
         return self._handover + self._startup.get(shape, 0.0)
 
     def keep(self, arrays: Sequence[ShapeArray]) -> None:
-        """Forget what was measured of others; what that told of devices stays as long as nothing else tells."""
+        """Forget measurements of other arrays than these. Speeds of devices are kept until they are measured again."""
         for shape in self._numbers.keys() - {array.shape for array in arrays}:
             self._ratios.forget(self._numbers.pop(shape))
             self._startup.pop(shape, None)

@@ -1,4 +1,4 @@
-"""Values of several objectives: metrics that give them, and the trials that no other trial is better than."""
+"""Values of several objectives: metrics that return them, and the trials that no other trial dominates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hfusion.tune.population_based_training import PBT
 
 
 def check_objectives(count: int, metric: Callable[..., Any] | None, pruner: Any, pbt: PBT | None) -> None:
-    """Raise ValueError for what needs one objective, where there are several."""
+    """Raise ValueError if arguments that need one objective, or no metric, are used with several objectives."""
     if count == 1:
         return
     if metric is None:
@@ -37,7 +37,7 @@ def check_objectives(count: int, metric: Callable[..., Any] | None, pruner: Any,
 
 
 def check_plateaus(count: int, kinds: Sequence[str]) -> None:
-    """Raise ValueError for a kind of scheduler that watches one value after an epoch, where there are several."""
+    """Raise ValueError for a scheduler that watches one value after an epoch, if there are several objectives."""
     if count > 1 and "ReduceLROnPlateau" in kinds:
         raise ValueError(
             f"a ReduceLROnPlateau watches one value, and there are {count} objectives: give another scheduler, or "
@@ -46,9 +46,9 @@ def check_plateaus(count: int, kinds: Sequence[str]) -> None:
 
 
 class MetricValues:
-    """Notes all values of a metric of several objectives, in the form of a metric that returns one number.
+    """Wraps a metric of several objectives as a metric that returns one number.
 
-    The number is the index in ``noted`` of the member's values. So whatever evaluates metrics of numbers serves.
+    The number is the index of the member's values in ``noted``, so that code for metrics of one value can evaluate it.
 
     Args:
         metric: a function of outputs and targets that returns ``count`` values, or a metric with update and compute.
@@ -60,7 +60,7 @@ class MetricValues:
 
     @property
     def metric(self) -> Callable[..., Any]:
-        """The metric to evaluate."""
+        """The wrapped metric, which returns an index into ``noted``."""
         if is_updated(self._metric):
             return _UpdatedMetric(self._metric, self._note)
         return lambda outputs, target: self._note(self._metric(outputs, target))
@@ -71,7 +71,7 @@ class MetricValues:
 
 
 class _UpdatedMetric:
-    """A metric that keeps a state; a copy of it notes into the same list."""
+    """Wraps a metric with ``update`` and ``compute``. Deep copies append to the same list of values."""
 
     def __init__(self, metric: Any, note: Callable[[Any], int]) -> None:
         self._metric, self._note = metric, note
@@ -93,7 +93,7 @@ class _UpdatedMetric:
 
 
 def _numbers(values: Any, count: int) -> tuple[float, ...]:
-    """The values of one member. Raises ValueError for another number of them."""
+    """Return the values of one member as floats. Raises ValueError if there are not ``count`` of them."""
     if isinstance(values, Tensor | np.ndarray):
         values = [values] if not values.ndim else [*values]
     if not isinstance(values, tuple | list):
@@ -116,10 +116,10 @@ class Best:
 
 
 class BestTrials:
-    """The completed trials of a sweep that no other one dominates, as Optuna has it: with one objective the best.
+    """The completed trials of a sweep that no other dominates, as in Optuna: with one objective, the best trial.
 
     Args:
-        signs: of each objective 1 where more is better, else -1.
+        signs: for each objective, 1 if higher values are better, else -1.
     """
 
     def __init__(self, signs: Sequence[int]) -> None:
@@ -127,13 +127,13 @@ class BestTrials:
         self.all: tuple[Best, ...] = ()
 
     def takes(self, number: int, values: Sequence[float]) -> bool:
-        """Whether a trial belongs to them. Of equal values of one objective the trial that was asked first is best."""
+        """Return whether a trial is among the best. With one objective, the lower number wins between equal values."""
         if len(self._signs) == 1:
             return all((self._costs(values), number) < (self._costs(best.values), best.number) for best in self.all)
         return not any(self._dominates(best.values, values) for best in self.all)
 
     def add(self, best: Best) -> None:
-        """Let a trial that belongs to them take the places of those that it is better than."""
+        """Add a trial that `takes` accepted, and remove the trials that it dominates."""
         remaining = self.all if len(self._signs) > 1 else ()
         dominated = [other for other in remaining if self._dominates(best.values, other.values)]
         self.all = (*(other for other in remaining if other not in dominated), best)
@@ -147,5 +147,5 @@ class BestTrials:
 
 
 def any_nan(values: Sequence[float]) -> bool:
-    """Return whether any value is NaN, as those of a member that is not finite."""
+    """Return whether any value is NaN. Members with non-finite parameters or losses have NaN values."""
     return any(math.isnan(value) for value in values)

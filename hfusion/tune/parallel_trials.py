@@ -1,4 +1,4 @@
-"""Plain trials of a sweep, spread over processes once that is measured to be faster than one after another."""
+"""Plain trials of a sweep, distributed over processes if that is measured to be faster than one process."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ _log = logging.getLogger(__name__)
 
 
 class SpreadTrials:
-    """The plain trials of one array: as `PlainTrials`, but some of them may be in other processes.
+    """The plain trials of one array, as in `PlainTrials`, but some of them may be in other processes.
 
     Attributes:
-        home: those in this process.
-        away: the processes of the others, by tag.
+        home: the trials in this process.
+        away: for trials in other processes, the process by the trial's tag.
+        done: epochs that each trial has trained, by tag.
     """
 
     def __init__(self, name: str, choices: ArrayChoices, spread: TrialSpread) -> None:
@@ -51,19 +52,19 @@ class SpreadTrials:
         self.done: Counter[str] = Counter()
 
     def join(self, new: Sequence[TrialModel]) -> None:
-        """Begin to train more trials, here until the next epoch."""
+        """Add trials. They are in this process until the next epoch."""
         self.home.join(new)
         self.members |= {member.tag: member for member in new}
 
     def leave(self, tag: str) -> nn.Module:
-        """The model of a trial that ends, on the CPU."""
+        """Remove a trial that ends, and return its model on the CPU."""
         self.come_home([tag])
         del self.members[tag]
         self._spread.forget(tag)
         return self.home.leave(tag)
 
     def discard(self, tag: str) -> None:
-        """Forget a trial that ends, wherever it is."""
+        """Remove a trial that ends, in whichever process it is."""
         if tag in self.away:
             self.away.pop(tag).ask(DiscardRequest(self.name, tag))
         else:
@@ -72,7 +73,7 @@ class SpreadTrials:
         self._spread.forget(tag)
 
     def come_home(self, tags: Iterable[str]) -> None:
-        """Let trials go on in this process."""
+        """Move trials back to this process."""
         for tag in tags:
             if tag in self.away:
                 place = (self.name, tag)
@@ -80,7 +81,7 @@ class SpreadTrials:
                 self.home.join([self.members[tag]], {tag: state})
 
     def save(self, folder: Path) -> Path:
-        """Save all; where."""
+        """Save all trials, and return the path of the save."""
         elsewhere: dict[str, dict[str, Any]] = {}
         for process in set(self.away.values()):
             places = [(self.name, tag) for tag, other in self.away.items() if other is process]
@@ -89,12 +90,12 @@ class SpreadTrials:
         return self.home.save(folder, elsewhere)
 
     def packed(self) -> PackedSave:
-        """All that a save holds; all trials are here then."""
+        """Move all trials back to this process, and return the content of a save in memory."""
         self.come_home(list(self.away))
         return self.home.packed()
 
     def restore(self, saved: Path, members: Sequence[TrialModel]) -> tuple[None, int]:
-        """As `PlainTrials.restore`."""
+        """Restore trials into this process, see `PlainTrials.restore`."""
         self.members = {member.tag: member for member in members}
         return self.home.restore(saved, members)
 
@@ -102,17 +103,17 @@ class SpreadTrials:
         """Do nothing: there are no free rows."""
 
     def collect(self) -> None:
-        """Do nothing: nothing of trials that left is held in cycles."""
+        """Do nothing: reference cycles hold no memory of removed trials."""
 
 
 class TrialSpread:
-    """Trains plain trials in as many processes as there are cores, where measured seconds say that this is faster.
+    """Trains plain trials in one process per core, if measured times show that this is faster.
 
-    A trial that shares a tensor with another, or that cannot be pickled, stays in this process, and so do all where
-    this process cannot be forked.
+    A trial that shares a tensor with another, or that cannot be pickled, stays in this process. All trials do if this
+    process cannot be forked.
 
     Args:
-        processes: the most; None: one for each core.
+        processes: the maximum number of worker processes; None: one per core.
     """
 
     def __init__(self, recipe: SweepRecipe, processes: int | None) -> None:
@@ -123,29 +124,29 @@ class TrialSpread:
         self._seconds: dict[str, float] = {}
         self._here: dict[str, float] = {}
         self._stuck: set[str] = set()
-        # Whether workers were measured to be slower. Trials keep their one thread, so that no time shows in roundings.
+        # True if workers were measured to be slower. Trials still use one thread: rounding must not depend on time.
         self._alone = False
         self._sent: list[TrialProcess] = []
         if self._most > 1:
             self._refuse(why_no_fork(recipe.device) or _why_no_readers(recipe))
 
     def _refuse(self, why: str) -> None:
-        """Train all trials in this process from now on, if there is a reason."""
+        """Train all trials in this process from now on, unless ``why`` is empty."""
         if why:
             _log.info("plain trials are trained one after another in this process: %s", why)
             self._most = 0
 
     def open(self, name: str, choices: ArrayChoices) -> SpreadTrials:
-        """Begin an array of plain trials."""
+        """Return a new array of plain trials."""
         self._arrays[name] = SpreadTrials(name, choices, self)
         return self._arrays[name]
 
     def drop(self, name: str) -> None:
-        """End an array that nobody is in; ended arrays cost workers nothing."""
+        """Remove an array without trials. Workers need not be notified."""
         self._arrays.pop(name, None)
 
     def forget(self, tag: str) -> None:
-        """A trial has ended."""
+        """Drop the measured times of a trial that has ended."""
         for known in (self._seconds, self._here):
             known.pop(tag, None)
 
@@ -155,19 +156,19 @@ class TrialSpread:
 
     @property
     def _together(self) -> bool:
-        """Whether trials are trained with one thread each, here or elsewhere: it decides on roundings, so counts only.
+        """Whether each trial uses one thread, in any process. As it affects rounding, it depends on counts, not times.
 
-        Few large trials have all threads of torch, as in a loop.
+        If there are few trials, each uses all threads of torch, as in an ordinary loop.
         """
         return self._most > 1 and 2 * self._live > self._most
 
     @property
     def side_by_side(self) -> int:
-        """Number of trials that are trained at the same time, if there are enough."""
+        """Number of trials trained at the same time, if there are enough trials."""
         return 1 if self._alone else max(1, self._most)
 
     def begin(self, calls: Mapping[str, tuple[int, bool]]) -> None:
-        """Let the workers begin an epoch of arrays, each of a seed, and evaluated or not."""
+        """Start an epoch in the workers. ``calls``: the seed of each array, and whether to evaluate its trials."""
         if not self._together:
             self._close()
         if self._workers:
@@ -183,7 +184,7 @@ class TrialSpread:
                 self._sent.append(process)
 
     def finish(self, calls: Mapping[str, tuple[int, bool]]) -> dict[str, EpochResult]:
-        """Train the trials that are here, and wait for the others."""
+        """Train the trials in this process, wait for the workers, and return the results of all arrays."""
         trained: dict[tuple[str, str], TrainedEpoch] = {}
         here = [(self._arrays[name], tag) for name in calls for tag in self._arrays[name].members]
         here = [(array, tag) for array, tag in here if tag not in array.away]
@@ -257,7 +258,7 @@ class TrialSpread:
         return [(array, tag) for array, tag in trials if tag in alone - self._stuck]
 
     def _start(self) -> None:
-        """Fork the workers."""
+        """Fork the workers, and record the seconds that this takes."""
         began = time.perf_counter()
         self._refuse(why_no_fork(self.recipe.device) or _why_no_readers(self.recipe))
         for _ in range(min(self._most, self._live)):
@@ -269,7 +270,7 @@ class TrialSpread:
             _log.info("plain trials are trained in %d processes", len(self._workers))
 
     def _balance(self, trials: Sequence[tuple[SpreadTrials, str]]) -> None:
-        """Move trials to the workers that end first, the longest first; where it is fair they stay."""
+        """Assign trials, longest first, to the least loaded worker. Trials stay where the load is balanced."""
         known = self._seconds or {"": 1.0}
         usual = sum(known.values()) / len(known)
         seconds = {tag: self._seconds.get(tag, usual) for _, tag in trials}
@@ -298,7 +299,7 @@ class TrialSpread:
             target.answer()
 
     def _packed(self, array: SpreadTrials, tag: str) -> bytes | None:
-        """A trial that leaves this process; None where it cannot be pickled."""
+        """Remove a trial from this process, and return it pickled; or keep it, and return None if pickling fails."""
         member = array.members[tag]
         state = array.home.state(tag) if array.done[tag] or array.home.epochs else None
         try:
@@ -312,7 +313,7 @@ class TrialSpread:
         return cargo
 
     def _close(self) -> None:
-        """Let all trials go on here, and end the workers."""
+        """Move all trials back to this process, and end the workers."""
         for array in self._arrays.values():
             array.come_home(list(array.away))
         self.close()
@@ -325,7 +326,7 @@ class TrialSpread:
 
 
 def _why_no_readers(recipe: SweepRecipe) -> str:
-    """Why loaders could not be read elsewhere."""
+    """Return why loaders cannot be read in a worker; an empty string if they can."""
     loaders = (*recipe.loaders.made, recipe.eval_loader)
     reads = any(isinstance(loader, DataLoader) and loader.num_workers for loader in loaders)
     return "a DataLoader has processes of its own" if reads else ""

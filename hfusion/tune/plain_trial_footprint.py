@@ -1,4 +1,4 @@
-"""Estimates of what trials of one shape take, without a capture: from the operators of one forward."""
+"""Estimated memory and time of trials of one shape, from the operators of one forward, without a capture."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from hfusion.torch_private.unimported_dynamo import sparing_dynamo
 if TYPE_CHECKING:
     from hfusion.tune.footprint import Footprint
 
-# Forward and backward take so many times what forward takes.
+# Time of forward and backward, in units of forward.
 _PASSES = 3
 # As in `hfusion.tune.footprint`, where these are explained.
 _ACTIONS, _SAVING, _UPDATING, _ASIDE = 3, 2, 4, 4
-# Of the estimated time of a member in the width where that is least: narrower arrays that reach it are preferred, as
-# samplers and pruners then know of more trials when they choose. As in `hfusion.tasks.arrange`, but for the gain.
+# The narrowest array is chosen whose time per member is at most this factor above the minimum: with narrower arrays,
+# samplers and pruners decide with more finished trials. As in `hfusion.tasks.arrange`, but for the gain.
 _NEAR = 1.05
 
 
 class PlainFootprint:
-    """Memory and time of plain trials of a shape, and the number from which an array is cheaper.
+    """Memory and time of plain trials of a shape, and the time of an array of them.
 
     Args:
-        model: of the shape; a copy of it is called once, on the CPU.
-        inputs: of a minibatch; forward may write into them.
-        stacks: tensors like a parameter that the optimizer holds.
+        model: a model of the shape; a copy of it is called once, on the CPU.
+        inputs: the inputs of a minibatch; forward may write into them.
+        stacks: the number of tensors that the optimizer holds for each parameter.
         evaluated: minibatches whose outputs are held at once to evaluate a metric.
         saved: trials are saved, with copies on the host.
     """
@@ -66,39 +66,39 @@ class PlainFootprint:
         self._row = _PASSES * max(products, costs.moved / rates.memory) + update
 
     def held(self, rows: int) -> int:
-        """Bytes that stay between epochs."""
+        """Return the bytes held between epochs."""
         return _ASIDE * self._weights + rows * (self._weights + self._optimizer)
 
     def passing(self, rows: int) -> int:
-        """Bytes that are there besides for a while."""
+        """Return the peak of temporary bytes in a step, an evaluation or a save."""
         if not rows:
             return 0
         step = self._gradients + max(2 * self._activations, _UPDATING * self._largest, self._outputs)
         return max(step, self._copies * self.held(rows))
 
     def seconds(self, rows: int) -> float:
-        """Of a step of an array of so many rows."""
+        """Return the estimated seconds of a step of an array of ``rows`` rows."""
         return self._call + rows * self._row if rows else 0.0
 
     def array_seconds(self, rows: int, plain: float) -> float:
-        """Of a step of an array of so many rows, where that of a plain trial was measured to take ``plain``.
+        """Return the seconds of a step of an array of ``rows`` rows, if a step of a plain trial takes ``plain``.
 
-        What a plain step takes besides its arithmetic, an array's step takes once for all rows.
+        The overhead of a plain step, in addition to its arithmetic, occurs once per step of an array, not once per row.
         """
         return plain + (rows - 1) * min(self._row, plain)
 
 
 def fits(budget: int, sizes: Iterable[tuple[Footprint | PlainFootprint, int]]) -> bool:
-    """Return whether arrays fit a device together: all state is held, and temporaries are used in turn."""
+    """Return whether arrays fit into ``budget`` bytes together. All hold their state; one at a time has temporaries."""
     found = list(sizes)
     held = sum(footprint.held(rows) for footprint, rows in found)
     return held + max((footprint.passing(rows) for footprint, rows in found), default=0) <= budget
 
 
 def fastest_width(seconds: Callable[[int], float], most: int) -> int:
-    """Return the fewest rows, of 1, 2, 4, ..., ``most``, in which a member takes about the least time.
+    """Return the fewest rows, of 1, 2, 4, ..., ``most``, with about the least time per member.
 
-    ``seconds``: of a step of an array of so many rows.
+    ``seconds``: returns the seconds of a step of an array, for a number of rows.
     """
     widths = [1 << power for power in range(most.bit_length()) if 1 << power < most] + [most]
     times = {rows: seconds(rows) / rows for rows in widths}
@@ -107,7 +107,7 @@ def fastest_width(seconds: Callable[[int], float], most: int) -> int:
 
 @sparing_dynamo
 class _OperatorCosts(TorchDispatchMode):
-    """Count the operators of a forward, their FLOP, the bytes they read and write, and those that autograd saves."""
+    """Counts the operators of a forward, their FLOP, bytes that they read and write, and bytes saved by autograd."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -116,7 +116,7 @@ class _OperatorCosts(TorchDispatchMode):
         self.flops: Counter[torch.dtype] = Counter()
 
     def saving(self) -> Any:
-        """A context inside which what autograd saves is noted."""
+        """Return a context manager that records the tensors that autograd saves."""
         hooks: Any = saved_tensors_hooks
         return hooks(self._save, lambda tensor: tensor)
 
@@ -143,7 +143,7 @@ class _OperatorCosts(TorchDispatchMode):
 
 
 def _flops(operator: Any, operands: Sequence[Tensor], outputs: Any) -> int:
-    """Of matrix products and convolutions; other operators are bound by memory.
+    """Return the FLOP of a matrix product or convolution, and 0 for other operators, which are bound by memory.
 
     torch.utils.flop_counter knows more, and takes a second to import, with Triton.
     """

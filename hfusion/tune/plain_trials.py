@@ -1,4 +1,4 @@
-"""Trials that are trained one after another in plain torch, where an array would not pay."""
+"""Trials that are trained one after another in plain torch, because an array would not be faster."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from hfusion.tune.space import ArrayChoices, Suggestion, TrialModel
 from hfusion.tune.sweep_folder import KEEP
 from hfusion.tune.training_setup import SweepRecipe
 
-# Optimizers that torch updates on a CPU in one call for all parameters.
+# Optimizers for which torch has ``fused=True`` on a CPU: one call updates all parameters.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 def torch_optimizer(make: MakeOptimizer, model: nn.Module) -> Optimizer | None:
-    """Return torch's optimizer of ``model`` with the groups, numbers and options of an optimizer of hf.optim.
+    """Return the torch optimizer of ``model`` that corresponds to the hf.optim optimizer that ``make`` returns.
 
-    None where torch has no such optimizer.
+    None if torch has no counterpart.
     """
     stand_ins = {}
     for name, param in model.named_parameters():
@@ -63,7 +63,7 @@ def torch_optimizer(make: MakeOptimizer, model: nn.Module) -> Optimizer | None:
 
 
 def _numbers(optimizer: Any, group: MutableMapping[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters and options of the one member in a param group, as torch has them."""
+    """Return the hyper-parameters and options of a param group of one member, as torch expects them."""
     numbers: dict[str, Any] = {key: group[key] for key in optimizer.options if key in group}
     _, columns = read(group, optimizer.hypers, 1)
     for hyper, (value,) in zip(optimizer.hypers, columns, strict=True):
@@ -75,7 +75,7 @@ def _numbers(optimizer: Any, group: MutableMapping[str, Any]) -> dict[str, Any]:
 
 
 class PlainTrial:
-    """A trial in training: its model, optimizer and schedule, all torch's."""
+    """A trial in training: its model, torch optimizer and torch scheduler."""
 
     def __init__(self, member: TrialModel, recipe: SweepRecipe, choices: ArrayChoices) -> None:
         suggestion = member.suggestion
@@ -84,7 +84,7 @@ class PlainTrial:
         assert made is not None, "such trials are an array"
         self.optimizer, self.clip = made, suggestion.clip_norm if choices.clips else None
         self.scheduler = None if recipe.scheduler is None else recipe.scheduler(made, **suggestion.scheduler)
-        # Torch warns of schedules that step before the optimizer, which it may not have seen step before a restart.
+        # Torch warns if a scheduler steps before the optimizer. After a restart it has not seen the earlier steps.
         made._opt_called = True  # type: ignore[attr-defined]
         self._clipped = [param for group in made.param_groups for param in group["params"]]
 
@@ -94,13 +94,13 @@ class PlainTrial:
             param.grad = None
 
     def update(self) -> None:
-        """Clip the gradients, and make an update."""
+        """Clip the gradients, and step the optimizer."""
         if self.clip is not None and self.clip < math.inf:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         step_alone(self.optimizer)
 
     def schedule(self, value: float) -> None:
-        """Step the schedule, if there is one; ``value`` is for one that watches a number."""
+        """Step the scheduler, if there is one. ``value`` is for ReduceLROnPlateau."""
         if self.scheduler is not None:
             self.scheduler.step(*[value] if isinstance(self.scheduler, ReduceLROnPlateau) else [])
 
@@ -110,7 +110,7 @@ class PlainTrial:
         return all(bool(param.isfinite().all()) for param in self._clipped)
 
     def state(self) -> dict[str, Any]:
-        """All that changes while it is trained."""
+        """Return the state of the model, optimizer and scheduler. The model's tensors are on the CPU."""
         return {
             "tensors": {name: tensor.detach().cpu() for name, tensor in tensors(self.model)},
             "optimizer": self.optimizer.state_dict(),
@@ -119,7 +119,7 @@ class PlainTrial:
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Load a state that `state` returned."""
         for name, tensor in tensors(self.model):
             tensor.copy_(state["tensors"][name])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -129,7 +129,7 @@ class PlainTrial:
 
 @dataclass(frozen=True)
 class TrainedEpoch:
-    """One trial's ``values`` after an epoch of ``steps`` minibatches, and its seconds."""
+    """One trial's ``values`` after an epoch of ``steps`` minibatches, and the seconds of the epoch."""
 
     values: tuple[float, ...]
     seconds: float
@@ -137,9 +137,9 @@ class TrainedEpoch:
 
 
 class PlainTrials:
-    """Trials with the same choices, each alone; the methods are those of `hfusion.tune.trial_rows.TrialRows`.
+    """Trials with the same choices, trained separately. The methods are the same as in `TrialRows`.
 
-    ``stopping``: whether an epoch is to end at once. ``epochs``: rounds that were trained, the number of the next save.
+    ``stopping``: returns whether to end an epoch immediately. ``epochs``: epochs trained here, the number of a save.
     """
 
     def __init__(self, recipe: SweepRecipe, choices: ArrayChoices, stopping: Callable[[], bool]) -> None:
@@ -163,7 +163,7 @@ class PlainTrials:
         return self.result({tag: self.train(tag, seed, evaluates) for tag in self._trials})
 
     def result(self, trained: Mapping[str, TrainedEpoch]) -> EpochResult:
-        """Return what an epoch of all trials comes to; ``trained`` by tag, wherever that was."""
+        """Return the result of an epoch of all trials. ``trained``: by tag, also of trials in other processes."""
         self.epochs += 1
         steps = max((epoch.steps for epoch in trained.values()), default=1)
         values = {tag: epoch.values for tag, epoch in trained.items()}
@@ -188,17 +188,17 @@ class PlainTrials:
         return self._trials[tag]
 
     def state(self, tag: str) -> dict[str, Any]:
-        """All that training has made of a trial."""
+        """Return the state of a trial, see `PlainTrial.state`."""
         return self._trials[tag].state()
 
     def take(self, tag: str) -> dict[str, Any]:
-        """The state of a trial that goes on elsewhere."""
+        """Remove a trial that continues in another process, and return its state."""
         state = self.state(tag)
         del self._trials[tag]
         return state
 
     def _trained(self, trial: PlainTrial, seed: int) -> Tensor:
-        """Train one trial for an epoch; the losses of its minibatches, in float64."""
+        """Train one trial for an epoch, and return the losses of its minibatches in float64."""
         recipe, accumulate, losses, done = self._recipe, self._choices.accumulate, list[Tensor](), 0
 
         def update() -> None:
@@ -227,7 +227,7 @@ class PlainTrials:
         return torch.stack(losses).double()
 
     def _judged(self, tag: str, trial: PlainTrial, loss: float, seed: int) -> tuple[float, ...]:
-        """The values of a trial after an epoch of this mean loss."""
+        """Return the values of a trial after an epoch: its mean ``loss``, unless the sweep evaluates."""
         if not self._recipe.evaluates:
             return (loss,)
         role, loader = self._recipe.judged(self._choices)
@@ -240,24 +240,24 @@ class PlainTrials:
         return values.noted[int(member_metrics(outputs, values.metric, {0: tag})[0])]
 
     def exploit(self, pairs: Sequence[tuple[str, str]], suggestions: Sequence[Suggestion]) -> None:
-        """Raise: trials that become copies of others are an array."""
+        """Raise AssertionError: with population based training all trials are in arrays."""
         raise AssertionError("unreachable: with pbt all trials are in arrays")
 
     def leave(self, tag: str) -> nn.Module:
-        """The model of a trial that ends, on the CPU."""
+        """Remove a trial that ends, and return its model on the CPU."""
         model = self._trials.pop(tag).model
         model.zero_grad()
         return model.cpu()
 
     def discard(self, tag: str) -> None:
-        """Forget a trial that ends."""
+        """Remove a trial that ends."""
         del self._trials[tag]
 
     def compact(self) -> None:
         """Do nothing: there are no free rows."""
 
     def collect(self) -> None:
-        """Do nothing: nothing of trials that left is held in cycles."""
+        """Do nothing: reference cycles hold no memory of removed trials."""
 
     def _encoded(self, elsewhere: Mapping[str, dict[str, Any]]) -> tuple[Any, dict[str, Tensor]]:
         found: dict[str, Tensor] = {}
@@ -266,16 +266,16 @@ class PlainTrials:
         return body, {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
 
     def save(self, folder: Path, elsewhere: Mapping[str, dict[str, Any]] | None = None) -> Path:
-        """Save all, and the states of trials that are ``elsewhere``; where."""
+        """Save all trials, with the states of trials ``elsewhere``, by tag. Return the path of the save."""
         body, found = self._encoded(elsewhere or {})
         return files.write(folder, body, found, step=self.epochs, keep=KEEP)
 
     def packed(self) -> PackedSave:
-        """All that a save holds."""
+        """Return the content of a save in memory."""
         return PackedSave.of(*self._encoded({}), self.epochs)
 
     def restore(self, saved: Path | PackedSave, members: Sequence[TrialModel]) -> tuple[None, int]:
-        """Be what was saved or packed of these; no widths, and how many there are."""
+        """Restore trials from a save or its packed content. Return None, as there are no widths, and their number."""
         found = saved.saved() if isinstance(saved, PackedSave) else files.read(saved)
         self.epochs = found.body["epochs"]
         self.join(members, decode(found.body["trials"], found.tensors))

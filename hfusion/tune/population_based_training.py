@@ -1,4 +1,4 @@
-"""Population based training: the worst become copies of the best, with other hyper-parameters.
+"""Population based training: the worst trials become copies of the best, with other hyper-parameters.
 
 Jaderberg et al., "Population Based Training of Neural Networks" (2017); names, defaults and choices are those of Ray
 Tune's PopulationBasedTraining.
@@ -49,7 +49,7 @@ class PBT:
             raise ValueError(f"perturbation_factors={self.perturbation_factors!r}: give numbers above 0")
 
     def pairs(self, values: Mapping[str, float], draw: random.Random) -> list[tuple[str, str]]:
-        """Return pairs ``(source, target)`` of trials to copy, by their ``values``; higher is better."""
+        """Return the tags ``(source, target)`` of trials to copy, by their ``values``; higher is better."""
         count = min(math.ceil(len(values) * self.quantile_fraction), len(values) // 2)
         ranked = sorted(values, key=lambda tag: values[tag])
         return [(draw.choice(ranked[len(ranked) - count :]), worst) for worst in ranked[:count]]
@@ -85,7 +85,7 @@ def _resampled(distribution: Any, draw: random.Random) -> float | int:
 
 
 def _bounded(value: float, distribution: Any) -> float | int:
-    """The nearest number that the distribution has."""
+    """Return the nearest number that the distribution contains."""
     low, high, step = distribution.low, distribution.high, distribution.step
     if step is not None:
         value = low + round((value - low) / step) * step

@@ -11,14 +11,14 @@ ORDER = "order.txt"
 
 
 class ReportOrder:
-    """A line for each epoch of an array, written before the first of its trials is reported.
+    """A file with one line per epoch of an array, written before the first of its trials is reported.
 
     Args:
         root: the folder of the sweep; None: nothing is written.
-        count: how many lines the saved state knows. Those after them come next, in their order.
+        count: the number of lines before the saved state. Later lines are replayed in their order.
 
     Attributes:
-        replayed: the names of the arrays that report next, as the killed sweep had begun to report them.
+        replayed: the names of the arrays that report next, in the order recorded by the killed sweep.
     """
 
     def __init__(self, root: Path | None, count: int) -> None:
@@ -27,19 +27,19 @@ class ReportOrder:
         if self._path is None or not self._path.exists():
             return
         written = self._path.read_bytes()
-        # Nothing was reported of a line that is not whole.
+        # An incomplete last line was never used: reports begin after the line is written.
         whole = written[: written.rfind(b"\n") + 1]
         os.truncate(self._path, len(whole))
         self.replayed.extend(line.split()[0].decode() for line in whole.splitlines()[count:])
 
     def skip_missing(self, names: Collection[str]) -> None:
-        """Forget arrays that report next and are none of ``names``."""
+        """Drop recorded arrays from the front as long as they are not in ``names``."""
         while self.replayed and self.replayed[0] not in names:
             self.replayed.popleft()
             self.count += 1
 
     def note(self, name: str, numbers: Sequence[int]) -> None:
-        """An array reports next, the trials with these ``numbers`` one after the other."""
+        """Record that array ``name`` reports next, with its trials in the order of ``numbers``; or replay that."""
         self.count += 1
         if self.replayed:
             assert self.replayed.popleft() == name

@@ -1,4 +1,4 @@
-"""The trials of one shape on one device, as the driver of a sweep knows them: numbers, nothing is trained here."""
+"""The driver's bookkeeping of an array: the trials of one shape on one device. Nothing is trained here."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Seat:
-    """A trial in an array: ``began`` in which round of the sweep, ``epochs`` that it has trained.
+    """A trial in an array.
 
-    ``params``: what it has instead of its suggestions, once it became a copy of another; they are of the names and
-    distributions of trial ``origin``.
+    Attributes:
+        began: the round of the sweep in which it started.
+        epochs: the number of epochs that it has trained.
+        params: None, or its parameters after it became a copy of another trial.
+        origin: the trial whose distributions ``params`` belong to.
     """
 
     number: int
@@ -52,9 +55,9 @@ class PlainForm:
     """Estimates for the trials of a shape in plain torch.
 
     Attributes:
-        look: gives their footprint on a device.
-        minibatches: of an epoch.
-        waves: how many trials of the sweep there are for each that can train at once.
+        look: returns the footprint of plain trials on a device.
+        minibatches: minibatches per epoch.
+        waves: the number of trials of the sweep, divided by the number that can train at once.
     """
 
     look: Callable[[DeviceInfo], PlainFootprint]
@@ -67,11 +70,11 @@ class ArrayChoice:
     """The decision whether trials of one shape become an array.
 
     Attributes:
-        epochs: that each of them has left.
-        minibatches: of an epoch, times the trials of the sweep for each of them.
-        plain: seconds of a minibatch of one plain trial, as measured; None where nothing is known yet.
-        array: the same of an array of all of them, as estimated from it.
-        startup: seconds until there is an array.
+        epochs: the remaining epochs of each trial.
+        minibatches: minibatches per epoch, times `PlainForm.waves`.
+        plain: measured seconds of a minibatch of one plain trial; None if nothing was measured yet.
+        array: seconds of a minibatch of an array of all trials, estimated from ``plain``.
+        startup: seconds that it takes to create the array.
         side_by_side: how many plain trials are trained at the same time.
     """
 
@@ -84,7 +87,7 @@ class ArrayChoice:
 
 
 def seconds_saved(choice: ArrayChoice) -> float:
-    """Seconds that an array saves; where nothing is known none, so that plain trials are measured first."""
+    """Return the seconds that an array saves; -inf without measurements, so that plain trials are measured first."""
     if choice.plain is None:
         return -math.inf
     alone = sum(choice.epochs) / min(choice.side_by_side, len(choice.epochs)) * choice.plain
@@ -93,13 +96,14 @@ def seconds_saved(choice: ArrayChoice) -> float:
 
 
 class Shape:
-    """Models of one shape that do the same in forward, trained with the same choices of all that an array shares.
+    """A group of trials that can share an array: equal shapes, forwards and array choices.
 
     Args:
-        look: gives its footprint on a device, as an array.
-        forward: compares forwards with that of the first.
-        minibatches: of an epoch, where shapes differ in that; else 1.
-        plain: what is known of its trials in plain torch; None where they must be an array.
+        first: the first trial of the shape, with which others are compared.
+        look: returns the footprint of an array of the shape on a device.
+        forward: compares the forward of a model with that of the first trial.
+        minibatches: minibatches per epoch if shapes may differ in them, else 1.
+        plain: estimates for plain trials; None if the trials must be an array.
     """
 
     def __init__(
@@ -112,14 +116,14 @@ class Shape:
     ) -> None:
         self.first, self._look, self._forward, self.minibatches = first, look, forward, minibatches
         self._plain, self.is_array = plain, plain is None
-        # Seconds of a minibatch of one plain trial, and those until there was an array, once they were measured.
+        # Measured seconds of a minibatch of one plain trial, and of the creation of an array.
         self.plain_seconds: float | None = None
         self.startup = 0.0
         self._footprints: dict[Any, Footprint | PlainFootprint] = {}
         self._fastest: dict[Any, int] = {}
 
     def takes(self, candidate: TrialModel) -> bool:
-        """Return whether a trial belongs to this array."""
+        """Return whether a trial can share an array with the trials of this shape."""
         if not candidate.suggestion.choices.matches(self.first.suggestion.choices):
             return False
         try:
@@ -129,7 +133,7 @@ class Shape:
         return self._forward.same_as(candidate.model)
 
     def choose_form(self, choice: ArrayChoice | None, fits: Callable[[], bool]) -> bool:
-        """Return whether trials are plain. Those after them in the shape are an array once some are."""
+        """Return whether trials are trained plain. Once an array is chosen, later trials of the shape use arrays."""
         if self.is_array or choice is None:
             return False
         if not seconds_saved(choice) > 0:
@@ -143,7 +147,7 @@ class Shape:
     def choice(
         self, epochs: Sequence[int], device: DeviceInfo, costs: ArrayCosts, side_by_side: int
     ) -> ArrayChoice | None:
-        """What decides about trials that have so many epochs left each; None where they must be an array."""
+        """Return the estimates for trials with these remaining ``epochs``; None if they must be an array."""
         if self._plain is None:
             return None
         look = self.plain_footprint(device)
@@ -160,7 +164,7 @@ class Shape:
         )
 
     def note(self, array: ShapeArray, result: EpochResult, device: DeviceInfo, costs: ArrayCosts) -> None:
-        """Learn from an epoch what plain trials and arrays take here."""
+        """Update the estimates of plain trials and arrays from a measured epoch."""
         seconds = result.seconds / result.steps
         if self._plain is None:
             return
@@ -174,7 +178,7 @@ class Shape:
         array.measured = True
 
     def plain_footprint(self, device: DeviceInfo) -> PlainFootprint:
-        """On a device of this kind: of plain trials."""
+        """Return the cached footprint of plain trials on a device of this kind."""
         assert self._plain is not None
         kind = _kind(device), False
         if kind not in self._footprints:
@@ -184,7 +188,7 @@ class Shape:
         return footprint
 
     def footprint(self, device: DeviceInfo) -> Footprint | PlainFootprint:
-        """On a device of this kind: of arrays, which takes a capture, once the shape has some."""
+        """Return the cached footprint on a device of this kind: of arrays, by a capture, once the shape uses arrays."""
         kind = _kind(device), self.is_array
         if kind not in self._footprints:
             look = self._look if self._plain is None or self.is_array else self._plain.look
@@ -192,7 +196,7 @@ class Shape:
         return self._footprints[kind]
 
     def fastest(self, device: DeviceInfo, most: int) -> int:
-        """See `fastest_width`."""
+        """Return the cached `fastest_width` of at most ``most`` rows on a device of this kind."""
         kind = _kind(device), self.is_array
         if kind not in self._fastest:
             self._fastest[kind] = fastest_width(self.footprint(device).seconds, most)
@@ -204,7 +208,7 @@ def _kind(device: DeviceInfo) -> Any:
 
 
 class ShapeArray:
-    """An array: trials of a shape on the device of number ``device``; ``joining`` are those that wait for `seated`."""
+    """An array of trials of a shape on the device with index ``device``. Trials in ``joining`` wait for a row."""
 
     def __init__(self, name: str, shape: Shape, device: int) -> None:
         self.name, self.shape, self.device = name, shape, device
@@ -213,24 +217,24 @@ class ShapeArray:
         self.widths: Widths | None = None
         self.width = 0
         self.plain = self.measured = False
-        # Its epoch was begun, and what comes of it is not reported.
+        # True from the start of an epoch until its result is reported.
         self.training = False
-        # Its last save, as the sweep's folder names it; empty if it has changed since.
+        # Path of its last save, relative to the sweep's folder; empty if it has changed since.
         self.save = ""
 
     @property
     def round(self) -> int | None:
-        """The round that it trains next, as of `Seat.began`; None without trials."""
+        """The round that it trains next, counted as `Seat.began`; None without trials."""
         return next((seat.began + seat.epochs for seat in self.seats.values()), None)
 
     def promote(self, name: str) -> None:
-        """Become an array, of another name, after its trials were plain."""
+        """Turn plain trials into an array with a new name."""
         self.name, self.plain, self.measured, self.save = name, False, False, ""
         self.widths, self.width = Widths(len(self.seats)), len(self.seats)
 
     @property
     def taken(self) -> int:
-        """Rows that are taken, or will be."""
+        """Number of trials that have a row or wait for one."""
         return len(self.seats) + len(self.joining)
 
     @property
@@ -251,7 +255,7 @@ class ShapeArray:
         return self.width if members <= self.width else self.widths.of(members)
 
     def seated(self, round_: int) -> Sequence[TrialModel]:
-        """Give rows to waiting trials, and return them. Their first round is that of the others, or ``round_``."""
+        """Give rows to waiting trials, and return them. Their first round is the array's next one, else ``round_``."""
         self.width, self.save = self.rows(), ""
         began = round_ if self.round is None else self.round
         new, self.joining = self.joining, []

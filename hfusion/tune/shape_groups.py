@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Shapes:
-    """Finds the shapes of trials.
+    """Assigns trials to shapes, which are groups that can share an array.
 
     Args:
-        waves: how many trials of the sweep there are for each that can train at once.
+        waves: the number of trials of the sweep, divided by the number that can train at once.
         saved: trials are saved, with copies on the host.
         may_be_plain: trials may be trained without an array.
     """
@@ -41,7 +41,7 @@ class Shapes:
         self._inputs: list[tuple[Mapping[str, Any], Any]] = []
 
     def shape(self, candidate: TrialModel, arrays: Iterable[ShapeArray]) -> Shape:
-        """That of an array that is there, or a new one."""
+        """Return the shape of an existing array that the trial can share, or a new shape."""
         for shape in {id(array.shape): array.shape for array in arrays}.values():
             if shape.takes(candidate):
                 return shape
@@ -66,13 +66,13 @@ class Shapes:
         for known, inputs in self._inputs:
             if same_values(known, choices.loader):
                 return inputs
-        # A copy, so that a forward which writes into its inputs writes into nothing of the loader's.
+        # A copy, so that a forward that writes into its inputs does not change the loader's data.
         inputs = copy.deepcopy(first_inputs(self._recipe.loaders.loader(choices.loader), torch.device("cpu")))
         self._inputs.append((choices.loader, inputs))
         return inputs
 
     def minibatches(self, candidate: TrialModel) -> int | None:
-        """How many an epoch has; None where only reading them all would tell, and they are the same for all trials."""
+        """Return the minibatches per epoch; None if the sweep has one loader for all trials, without a length."""
         loader = self._recipe.loaders.loader(candidate.suggestion.choices.loader)
         if self._recipe.loaders.function is None and not hasattr(loader, "__len__"):
             return None
@@ -91,10 +91,10 @@ class Shapes:
         )
 
     def _footprint(self, first: TrialModel, device: DeviceInfo) -> Footprint:
-        # The compiler is imported once a shape becomes an array.
+        # Imported late: it imports the compiler, which is needed only when a shape becomes an array.
         from hfusion.tune.footprint import Footprint
 
-        # Models that differ by their seed only have the same shape, and share the same tensors.
+        # Two models of the same trial, to detect tensors that models share.
         models = [self._models.model(first.number, first.suggestion) for _ in range(2)]
         choices, judges = first.suggestion.choices, self._recipe.evaluates
         return Footprint(

@@ -1,4 +1,4 @@
-"""From what a trial suggests to a model and its hyper-parameters."""
+"""Turns the values that a space returns for a trial into a model, its hyper-parameters and other choices."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hfusion.tune.value_routing import (
 if TYPE_CHECKING:
     from optuna import Trial
 
-# Of choices in a study that is stored.
+# Added to errors about choices that a stored study cannot represent.
 _NAMES = (
     "a study on disk keeps choices that are None, bool, int, float or str: suggest a name, and look it up, as in "
     "{'relu': nn.ReLU, 'tanh': nn.Tanh}[trial.suggest_categorical('act', ['relu', 'tanh'])]"
@@ -50,12 +50,12 @@ class ArrayChoices:
     """Choices that all trials of an array share.
 
     Attributes:
-        optimizer: makes the optimizer.
-        options: of the optimizer, such as nesterov.
+        optimizer: a function that makes the optimizer from parameters.
+        options: options of the optimizer, such as nesterov.
         loader: arguments of the function that makes the loader.
         loss: keyword arguments of the loss.
-        accumulate: minibatches of an update.
-        clips: gradients have a largest norm, each trial's own.
+        accumulate: minibatches per update.
+        clips: whether gradients are clipped; each trial has its own maximum norm.
     """
 
     optimizer: MakeOptimizer
@@ -66,7 +66,7 @@ class ArrayChoices:
     clips: bool = False
 
     def matches(self, other: ArrayChoices) -> bool:
-        """Return whether trials with these and with the other choices can share an array."""
+        """Return whether trials with these choices and trials with ``other`` can share an array."""
         return same_values(vars(self), vars(other))
 
 
@@ -75,12 +75,12 @@ class Suggestion:
     """A trial's choices, by the function that takes them.
 
     Attributes:
-        hypers: hyper-parameters of its member.
-        choices: what it shares with the other trials of its array.
+        hypers: hyper-parameters of the optimizer for this trial.
+        choices: the choices that all trials of its array share.
         rest: arguments of make_model.
         scheduler: arguments of the function that makes its scheduler.
-        epochs: how long it is trained.
-        clip_norm: the largest norm of its gradients; None where its array does not clip.
+        epochs: the number of epochs to train.
+        clip_norm: the maximum norm of its gradients; None if its array does not clip.
     """
 
     hypers: dict[str, Any]
@@ -91,7 +91,7 @@ class Suggestion:
     clip_norm: float | None = None
 
     def same_but_for_numbers(self, other: Suggestion) -> bool:
-        """Return whether another suggestion differs in hyper-parameters of the optimizer at most."""
+        """Return whether ``other`` is equal except for the optimizer's hyper-parameters and ``clip_norm``."""
         mine, others = ((one.rest, one.scheduler, one.epochs) for one in (self, other))
         return self.choices.matches(other.choices) and same_values(mine, others)
 
@@ -104,7 +104,7 @@ class ModelMaker:
     device: torch.device
 
     def model(self, number: int, suggestion: Suggestion) -> nn.Module:
-        """It is made after ``torch.manual_seed(number)``. Raises FusionError for one that cannot be fused."""
+        """Make a trial's model after ``torch.manual_seed(number)``. Raises FusionError if it cannot be fused."""
         with draws_kept():
             torch.manual_seed(number)
             model = self.make_model(**suggestion.rest)
@@ -121,7 +121,7 @@ class ModelMaker:
 
 @dataclass(frozen=True, eq=False)
 class TrialModel:
-    """A trial with its model, which waits for a row or has one. Another process makes the model again."""
+    """A trial and its model. The model is not pickled: other processes make it again."""
 
     number: int
     suggestion: Suggestion
@@ -129,7 +129,7 @@ class TrialModel:
 
     @cached_property
     def model(self) -> nn.Module:
-        """Raises as `ModelMaker.model`."""
+        """The model, made on first access. Raises the same errors as `ModelMaker.model`."""
         return self.maker.model(self.number, self.suggestion)
 
     @property
@@ -151,7 +151,7 @@ class SweepDefaults:
 
 
 class Maker:
-    """Makes candidates from trials. Raises ValueError for an optimizer that is none of hf.optim.
+    """Makes suggestions and models from trials. Raises ValueError if the optimizer is not from hf.optim.
 
     Args:
         loader: the function that makes loaders, if there is one.
@@ -211,7 +211,7 @@ class Maker:
         _check_hypers(sample, hypers)
         epochs, accumulate, clip = self._numbers(routed[SWEEP])
         choices = ArrayChoices(kind, options, routed[LOADER], routed[LOSS], accumulate, clip is not None)
-        # The numbers and options must go together, and with the scheduler.
+        # Raise errors now if hyper-parameters, options and scheduler do not fit together.
         together = sample_optimizer(optimizer_with(kind, options, [hypers]))
         _ = together.state_stacks
         if self._scheduler is not None:
@@ -219,13 +219,13 @@ class Maker:
         return Suggestion(hypers, choices, routed[MAKE_MODEL], epochs, routed[SCHEDULER], clip)
 
     def _kind(self, values: Mapping[str, Any]) -> MakeOptimizer:
-        """The optimizer that the space chose, if it did and no model takes that name."""
+        """Return the optimizer that the space chose, or the default."""
         address = f"{SWEEP}.{OPTIMIZER}"
         choice = values.get(address, values.get(OPTIMIZER))
         return self._defaults.optimizer if choice is None else optimizer_of(choice)
 
     def _numbers(self, values: Mapping[str, Any]) -> tuple[int, int, float | None]:
-        """Epochs, accumulate and clip of a trial. A clip of None among trials that clip is one that never does."""
+        """Return epochs, accumulate and clip_norm of a trial. If the space chose None for the norm, it is infinite."""
         counts = []
         for name in ("epochs", "accumulate"):
             value = values.get(name, getattr(self._defaults, name))
@@ -240,7 +240,7 @@ class Maker:
         return counts[0], counts[1], math.inf if clip is None else float(clip)
 
     def candidate(self, number: int, suggestion: Suggestion) -> TrialModel:
-        """With its model. Raises as `ModelMaker.model`."""
+        """Return a trial with its model. Raises the same errors as `ModelMaker.model`."""
         found = TrialModel(number, suggestion, self.models)
         _ = found.model
         return found
@@ -259,7 +259,7 @@ def _check_hypers(optimizer: FusedOptimizer, hypers: Mapping[str, Any]) -> None:
 
 
 def check_choices(trial: Any) -> None:
-    """Raise ValueError for choices that a study on disk gives back as others, such as tuples, which become lists."""
+    """Raise ValueError for choices that change when a study is stored on disk, such as tuples, which become lists."""
     for name, distribution in trial.distributions.items():
         for choice in getattr(distribution, "choices", ()):
             if choice is not None and not isinstance(choice, bool | int | float | str):
@@ -270,7 +270,7 @@ def check_choices(trial: Any) -> None:
 
 
 def _with_present_names(values: Mapping[str, Any], receivers: Sequence[Receiver]) -> dict[str, Any]:
-    """Return the values of a space, with ``clip_norm`` for its former name unless a function takes that."""
+    """Return the values of a space, with ``clip`` renamed to ``clip_norm`` unless a function takes ``clip``."""
     names = {f"{SWEEP}.clip": f"{SWEEP}.clip_norm"}
     if not any("clip" in receiver.names for receiver in receivers):
         names["clip"] = "clip_norm"

@@ -1,4 +1,4 @@
-"""The study of a sweep: how it is opened, and what samplers draw from."""
+"""The study of a sweep: opening it, seeding its sampler and pruner, and detecting an exhausted space."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial
 
-# Of the journal in a sweep's folder, and of its study.
+# Names of the journal in a sweep's folder, and of the study in it.
 JOURNAL, STUDY = "study.journal", "sweep"
 
 
 def import_optuna() -> Any:
-    """Optuna. Raises ImportError that names the extra."""
+    """Return the module optuna. Raises ImportError with the extra to install."""
     try:
         import optuna
     except ImportError as error:
@@ -38,9 +38,9 @@ def open_study(
     pruner: Any,
     directory: Path | None,
 ) -> tuple[Study, bool]:
-    """The study that is given, or that of a name or folder; and whether it is in the folder, where only we write.
+    """Return the given study, or one by name or directory; and whether only this sweep uses it, in the directory.
 
-    Raises ValueError for settings that a study has already, and for other directions than it has.
+    Raises ValueError for settings that a given study already has, and for directions that differ from the study's.
     """
     optuna = import_optuna()
     settings = {"direction": direction, "directions": directions, "sampler": sampler, "pruner": pruner}
@@ -75,7 +75,7 @@ def open_study(
 
 
 def check_outlives(study: Any, storage: Any, directory: Path) -> None:
-    """Raise ValueError for a study in this process's memory, whose trials a resumed sweep would not find."""
+    """Raise ValueError if a study is in memory, since a sweep resumed in a new process would not find its trials."""
     optuna = import_optuna()
     given = isinstance(study, optuna.Study)
     if _in_memory(study._storage if given else storage):
@@ -91,7 +91,7 @@ def _in_memory(storage: Any) -> bool:
     """Return whether a storage is in memory, Optuna's own or SQLite's."""
     if isinstance(storage, import_optuna().storages.InMemoryStorage):
         return True
-    # Optuna wraps the storage of a URL.
+    # Optuna wraps storages that are given as a URL.
     found = getattr(storage, "_backend", storage)
     url = found if isinstance(found, str) else getattr(found, "url", None)
     if not isinstance(url, str) or not url.startswith("sqlite"):
@@ -102,7 +102,7 @@ def _in_memory(storage: Any) -> bool:
 
 @contextmanager
 def listening(study: Study) -> Iterator[None]:
-    """Inside, `Study.stop` is heard as in study.optimize. Samplers call it that have tried all there is, and users."""
+    """Context manager: let samplers and users call `Study.stop`, as in study.optimize."""
     local = study._thread_local
     before, local.in_optimize_loop = local.in_optimize_loop, True
     study._stop_flag = False
@@ -113,9 +113,9 @@ def listening(study: Study) -> Iterator[None]:
 
 
 def exhausted(study: Study) -> bool:
-    """Whether the sampler lists a finite space of which all is tried, or will be when what is in training has ended.
+    """Return whether a grid or brute-force sampler has no values left, counting running trials as finished.
 
-    Asked again, it would repeat one of these. Optuna asks one trial at a time for each job, and so hardly meets that.
+    It would repeat values if asked again. Optuna asks for one trial at a time per job, and rarely has this problem.
     """
     optuna = import_optuna()
     sampler = study.sampler
@@ -133,7 +133,7 @@ def exhausted(study: Study) -> bool:
 
 
 class _AllEnded:
-    """A study, and its storage, in which no trial is in training any more; `stop` is noted."""
+    """A view of a study and its storage in which running trials are failed. It records calls of `stop`."""
 
     def __init__(self, study: Study) -> None:
         self._own, self._storage, self._study_id = study._storage, self, study._study_id
@@ -157,9 +157,9 @@ def _ended(one: FrozenTrial) -> FrozenTrial:
 
 
 class Draws:
-    """Seeds of a sampler and a pruner: before each trial they are seeded for that trial.
+    """Seeds the generators of a sampler before each trial, with a seed of that trial.
 
-    So trial k of a sweep draws the same numbers whether the sweep was killed and resumed before it or not.
+    Trial k of a sweep then draws the same numbers, whether or not the sweep was killed and resumed before it.
     """
 
     def __init__(self, study: Study, base: int | None) -> None:
@@ -167,7 +167,7 @@ class Draws:
         self.base = self._first() if base is None else base
 
     def _first(self) -> int:
-        """Drawn from the sampler's own generator, so that its seed settles everything."""
+        """Return a base seed drawn from the sampler's own generator, so that its seed determines all; 0 without one."""
         for one in generators_of(self._study.sampler):
             if isinstance(one, np.random.RandomState):
                 return int(one.randint(2**31 - 1))
@@ -175,7 +175,7 @@ class Draws:
         return 0
 
     def begin(self, asked: int) -> None:
-        """Before the trial is asked that follows so many."""
+        """Seed the sampler's generators for the next trial, after ``asked`` trials."""
         found = list(generators_of(self._study.sampler))
         for one, seed in zip(found, np.random.SeedSequence([self.base, asked]).generate_state(len(found)), strict=True):
             if isinstance(one, np.random.Generator):
@@ -185,7 +185,7 @@ class Draws:
 
 
 def generators_of(sampler: Any) -> Iterator[Any]:
-    """Every generator of random numbers in a sampler and the samplers within it, in the order of their attributes."""
+    """Yield all random generators in a sampler and in nested samplers, in the order of their attributes."""
     seen: set[int] = set()
     waiting = [sampler]
     while waiting:
@@ -196,7 +196,7 @@ def generators_of(sampler: Any) -> Iterator[Any]:
         if isinstance(one, np.random.RandomState | np.random.Generator | random.Random):
             yield one
         elif type(one).__name__ == "LazyRandomState":
-            # Optuna's own, which makes its generator when it is asked for.
+            # Optuna's class, which creates its generator on first access.
             waiting.append(one.rng)
         elif isinstance(one, list | tuple):
             waiting.extend(reversed(one))

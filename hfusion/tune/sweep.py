@@ -105,21 +105,21 @@ def sweep(
         scheduler_interval: step the scheduler after every ``"epoch"`` and its evaluation, or after every ``"step"`` of
             the optimizer. A ReduceLROnPlateau gets the trial's value, or the loss of its last minibatch.
         eval_loader, metric: the value of a trial is ``metric(outputs, target)`` over all minibatches of ``eval_loader``
-            in eval mode, see `hfusion.Population.evaluate`. Without a metric it is the loss there; without both, the
-            mean training loss of the epoch.
+            (by default ``loader``) in eval mode, see `hfusion.Population.evaluate`. Without a metric it is the loss;
+            without both, the mean training loss of the epoch.
         study: an optuna.Study, or the name of one. By default a study is created with ``direction`` ("minimize"),
             ``sampler``, ``pruner`` and ``storage``, whose defaults are Optuna's.
         directions: the directions of several objectives, in place of ``direction``; ``metric`` returns a value for
             each. Trials are then evaluated after their last epoch only, and none is pruned, as in Optuna.
         storage: as in optuna.create_study. By default a journal in ``directory``, or memory. With a directory it must
             be persistent.
-        machine: the arrays are on its largest device, within its memory; by default this machine. If the sweep would
-            take longer than starting processes, each of several devices has a process, see ``result.processes``. With a
-            Cluster, all its devices are used. Values and decisions are those of one machine with the same ``rows``.
-            Functions are then sent to other processes.
+        machine: where trials are trained; by default on the largest device of this machine, within its memory. With
+            several devices, each gets a process if that is estimated to be faster, see ``result.processes``. With a
+            Cluster, all its devices are used. Values and decisions are the same as on one machine with the same
+            ``rows``. With several processes, functions are sent to them.
         directory: a folder in which the sweep is saved after every round, and from which the same call resumes.
-        rows: the most trials at a time. By default as many as lower the time per trial on this machine; with ``pbt``
-            all.
+        rows: the maximum number of trials at a time. By default as many as lower the time per trial on this machine;
+            with ``pbt`` all.
         seed: in round r every array trains one epoch, and reads its loaders after ``torch.manual_seed(seed + r)``.
         clip_norm: the maximum gradient norm of each trial, as in torch.nn.utils.clip_grad_norm_.
         accumulate: minibatches per update, as in `hfusion.Task`: losses are divided by it, and the last update of an
@@ -136,9 +136,9 @@ def sweep(
             an array have taken as long as that would; ``True`` compiles immediately, for long sweeps of few shapes.
         progress: show a bar of finished trials, as study.optimize(show_progress_bar=True) does. The logger ``hfusion``
             gets a line per round at level INFO.
-        processes: the most processes that train trials whose shape occurs too rarely for an array; by default one per
-            core. They are forked if that is measured to save time. ``loss`` and ``metric`` then run in them, without
-            side effects here; with ``processes=0`` all functions run in this process.
+        processes: the maximum number of processes for trials whose shape occurs too rarely for an array; by default one
+            per core. They are forked if that is measured to save time. ``loss`` and ``metric`` then run in them,
+            without side effects here; with ``processes=0`` all functions run in this process.
         rounds: with ``"together"`` arrays wait for each other after every epoch, and trials are reported in the order
             of their numbers, so that decisions do not depend on time. With ``"asynchronous"`` each array reports when
             it is ready: no device waits, and the pruner decides on what has been reported by then. The order is
@@ -190,7 +190,7 @@ def sweep(
     directory = resume_folder("sweep") if directory is None else directory
     if directory is not None:
         check_outlives(study, storage, Path(directory))
-    # Other processes may train, and models to look at are made here.
+    # Models are made on the CPU until it is known which processes train.
     device = torch.device("cpu")
     loaders, callbacks = Loaders(loader, seed), list(callbacks)
     every_step = scheduler_interval == "step"
@@ -229,7 +229,7 @@ def sweep(
             conductor.run()
         except BaseException:
             if folder is None:
-                # Nobody can go on with them.
+                # Without a folder the sweep cannot be resumed.
                 for number in asked.live:
                     asked.end(number, Verdict.FAILED)
                 beats.end()
@@ -246,7 +246,7 @@ def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
 def _check_kinds(
     make_model: Any, space: Any, loss: Any, metric: Any, optimizer: Any, scheduler: Any, machine: Any
 ) -> None:
-    """Raise ValueError for what is of another kind than it must be, before anything is asked."""
+    """Raise ValueError for arguments of a wrong type, before any trial is started."""
     if isinstance(make_model, nn.Module):
         raise ValueError("make_model is a module: give a function that makes one, as each trial needs its own")
     for name, value in (("make_model", make_model), ("space", space), ("loss", loss), ("optimizer", optimizer)):
@@ -259,7 +259,7 @@ def _check_kinds(
         raise ValueError(f"scheduler={scheduler!r}: give a function of an optimizer that makes a scheduler, or None")
     if machine is None or isinstance(machine, Machine):
         return
-    # It is imported already by whoever has made one.
+    # Imported late: whoever passes a Cluster has imported it already.
     from hfusion.cluster.cluster import Cluster
 
     if not isinstance(machine, Cluster):
@@ -275,14 +275,14 @@ def _extent(
     catch: type[BaseException] | tuple[type[BaseException], ...],
     pbt: PBT | None,
 ) -> Extent:
-    """Raises ValueError for what is no number, or too small."""
+    """Return the size and limits of the sweep. Raises ValueError for invalid numbers."""
     for name, value, least in (("trials", trials, 0), ("epochs", epochs, 1), ("rows", 1 if rows is None else rows, 1)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r}: give a whole number of at least {least}")
     if not isinstance(pbt, PBT | None):
         raise ValueError(f"pbt={pbt!r}: give an hf.PBT, such as hf.PBT(), or None")
     if pbt is not None and rows is None:
-        # They are compared with one another.
+        # Population based training compares all trials, so all train at the same time.
         rows = max(1, trials)
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout={timeout!r}: give seconds above 0, or None")
@@ -315,12 +315,12 @@ def _workers(
     plain_processes: int | None,
     stack: ExitStack,
 ) -> tuple[LocalWorkers | ClusterWorkers, SweepRecipe, Processes | None]:
-    """Return what trains until ``stack`` ends, its recipe, and the processes of a machine with several devices.
+    """Return the workers, closed by ``stack``, their recipe, and the `Processes` of a machine with several devices.
 
-    Where that is this process, models are made on its device from now on, and at most ``plain_processes`` more train
-    plain trials.
+    If this process trains, ``maker`` makes models on its device from now on, and up to ``plain_processes`` more
+    processes train plain trials.
     """
-    # A sweep in one process imports neither clusters nor what trains on them.
+    # Imported late: a sweep in one process does not need clusters.
     if not isinstance(machine, Machine):
         from hfusion.tune.cluster_workers import ClusterWorkers
 
@@ -342,7 +342,7 @@ def _workers(
 
 
 def _check_same(body: Any, extent: Extent, rounds: str) -> None:
-    """Raise a CheckpointError where the folder is of a sweep with other epochs, whose values would not compare."""
+    """Raise CheckpointError if the saved sweep has other ``epochs``, ``seed`` or ``rounds``, so values would differ."""
     for name, value in (("epochs", extent.epochs), ("seed", extent.seed), ("rounds", rounds)):
         before = body.get(name, "together" if body and name == "rounds" else value)
         if before != value:

@@ -1,7 +1,7 @@
-"""The folder of a sweep: what it needs to go on after it was killed.
+"""The folder of a sweep, from which it can be resumed after it was killed.
 
-Each array has a folder of its saves. What ties them together is one file, written last, which names one save of each;
-it is there whole or not at all, as every save.
+Each array has a folder of its saves. The state of the sweep is written last, and names one save of each array. Like
+every save it is written atomically.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from hfusion.core.errors import CheckpointError
 
 VERSION = 2
 _LOCK, STATE, ARRAYS = "lock", "state", "arrays"
-# Of the states, and the saves of an array that these name.
+# How many states, and saves of an array named by them, are kept.
 KEEP = 2
 
 
-# Those that this process holds. A fork of it would hold them for as long as it lives.
+# Folders that this process has locked. Forked children close them, as they would hold the locks otherwise.
 _open: weakref.WeakSet[SweepFolder] = weakref.WeakSet()
 
 
 class SweepFolder:
-    """Holds the folder for this process until it is closed. Raises CheckpointError where another process has it."""
+    """Locks the folder for this process until `close`. Raises CheckpointError if another process has locked it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -52,7 +52,7 @@ class SweepFolder:
         _open.add(self)
 
     def close(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         _open.discard(self)
         self._lock.close()
 
@@ -66,7 +66,7 @@ class SweepFolder:
         return saved.body, saved.tensors
 
     def write(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor], step: int) -> None:
-        """Write what the sweep goes on from; then remove the saves of arrays that it does not name."""
+        """Write the state of the sweep, then remove the folders of arrays that it does not name."""
         files.write(self.root / STATE, {"version": VERSION, **body}, tensors, step=step, keep=KEEP)
         named = {one["name"] for one in body["arrays"]}
         for path in (self.root / ARRAYS).glob("*"):
@@ -74,11 +74,11 @@ class SweepFolder:
                 shutil.rmtree(path, ignore_errors=True)
 
     def of_array(self, name: str) -> Path:
-        """Return the folder of an array's saves, for every process that reaches it."""
+        """Return the absolute path of the folder of an array's saves."""
         return self.root.absolute() / ARRAYS / name
 
     def found(self, save: Path) -> str:
-        """A save as the folder names it, wherever the folder is."""
+        """Return the path of a save relative to the folder, so that the folder can be moved."""
         return os.fspath(save.relative_to(self.root.absolute()))
 
 

@@ -29,7 +29,7 @@ class SweepLog:
         self._log.trial(seat.number, event, {**place, "array": array.name, "epoch": epochs, **values})
 
     def seated(self, array: ShapeArray, seats: Iterable[Seat], event: str) -> None:
-        """Trials were started, resumed or moved in an array, which has its first line if it is new."""
+        """Log that trials were started, resumed or moved in an array, and the start of the array if it is new."""
         if array.name not in self._open:
             self._open[array.name] = array
             self._array(array, "resumed" if event == "resumed" else "started", plain=array.plain)
@@ -37,39 +37,39 @@ class SweepLog:
             self._trial(array, seat, event)
 
     def moved(self, array: ShapeArray) -> None:
-        """An array and its trials are on another device now."""
+        """Log that an array and its trials have moved to another device."""
         self._array(array, "moved")
         self.seated(array, array.seats.values(), "moved")
 
     def lost(self, array: ShapeArray, reason: str) -> None:
-        """The process of an array was lost; the array is made again."""
+        """Log that the process of an array was lost. The array will be restored."""
         self._array(array, "lost", error=reason)
 
     def round(self, array: ShapeArray, number: int, result: EpochResult) -> None:
-        """An array has trained an epoch."""
+        """Log that an array has trained an epoch."""
         self._array(array, "trained", round=number, seconds=f"{result.seconds + result.startup:.3f}")
 
     def trained(self, array: ShapeArray, seat: Seat, values: Sequence[float], verdict: Verdict) -> None:
-        """A trial has trained an epoch, and maybe ended with it."""
+        """Log that a trial has trained an epoch, or ended after it."""
         event = _ENDS.get(verdict, "evaluated" if values else "trained")
         error = "NaN in a loss, a gradient or a value" if verdict is Verdict.FAILED else None
         self._trial(array, seat, event, value=" ".join(f"{value:.6g}" for value in values) or None, error=error)
 
     def copied(self, array: ShapeArray, seat: Seat, source: int) -> None:
-        """A trial goes on as a copy of another."""
+        """Log that a trial continues as a copy of trial ``source``."""
         self._trial(array, seat, "copied", source=source)
 
     def ended(self, number: int, verdict: Verdict, error: BaseException) -> None:
-        """A trial has ended before it was trained."""
+        """Log that a trial ended by an exception before it was trained."""
         self._log.trial(number, _ENDS[verdict], {"error": first_line(error)})
 
     def saved(self, arrays: Iterable[ShapeArray], number: int) -> None:
-        """All is saved, before a round."""
+        """Log that these arrays were saved, before round ``number``."""
         for array in arrays:
             self._array(array, "saved", round=number)
 
     def close_all_but(self, arrays: Sequence[ShapeArray]) -> None:
-        """Others than these arrays have ended."""
+        """Log that all arrays except these have finished."""
         names = {array.name for array in arrays}
         for name in [name for name in self._open if name not in names]:
             del self._open[name]

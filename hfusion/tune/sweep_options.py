@@ -9,9 +9,13 @@ from hfusion.tune.population_based_training import PBT
 
 @dataclass(frozen=True)
 class Extent:
-    """Size of a sweep: ``trials``, ``epochs``, the most concurrent ``rows``; and the exceptions that fail a trial only.
+    """The size and limits of a sweep.
 
-    After ``deadline``, of time.monotonic, no more trials are asked. ``processes``: how many train, of a machine.
+    Attributes:
+        rows: the maximum number of concurrent trials; None: as many as lower the time per trial.
+        catch: exceptions that fail their trial only.
+        deadline: the time, by time.monotonic, after which no more trials start.
+        processes: the number of processes of one machine that train.
     """
 
     trials: int

@@ -1,4 +1,4 @@
-"""The trials of a sweep on several devices: in one process, on the largest, or in a process for each of them."""
+"""Choice of processes for a sweep on several devices: one, on the largest device, or one per device."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ _log = logging.getLogger(__name__)
 def choose_sweep_processes(
     machine: Machine, maker: Maker, recipe: SweepRecipe, extent: Extent, here: Sequence[object]
 ) -> tuple[Processes, TrialModel | None]:
-    """Return how many processes train a sweep, by estimates of a trial of the space; and that trial.
+    """Return how many processes train a sweep, by estimates for a sampled trial, and that trial or None.
 
     Args:
         maker: makes models on the CPU.
-        here: what stays in this process, such as callbacks.
+        here: objects that are not sent to other processes, such as callbacks.
     """
     if extent.pbt is not None:
         return Processes(1, "pbt compares the trials of a shape, which are on one device"), None
@@ -56,7 +56,7 @@ def choose_sweep_processes(
         info = DeviceInfo(device.name, device.physical, device.memory, rates, 0.0)
         seconds = _trial_seconds(sample, shapes, info, extent)
     except Exception as error:
-        # The sweep itself meets it again, or another trial.
+        # The sweep raises the error itself, if it occurs there again.
         return Processes(1, f"a trial of the space could not be estimated: {type(error).__name__}: {error}"), None
     one, begin = extent.trials * seconds, begin_seconds(machine)
     several = begin + one / devices_at_once(count, rates, torch.get_num_threads())
@@ -91,7 +91,7 @@ def _quiet(optuna: Any) -> Iterator[None]:
 
 
 def _trial_seconds(sample: TrialModel, shapes: Shapes, device: DeviceInfo, extent: Extent) -> float:
-    """Of all minibatches of a trial, in an array as wide as makes it fastest."""
+    """Return the estimated seconds of a whole trial, in an array of the fastest width."""
     shape = shapes.shape(sample, ())
     rows = shape.fastest(device, max(1, min(extent.trials, extent.rows or extent.trials)))
     return shape.footprint(device).seconds(rows) / rows * (shapes.minibatches(sample) or 1) * sample.suggestion.epochs
@@ -99,7 +99,7 @@ def _trial_seconds(sample: TrialModel, shapes: Shapes, device: DeviceInfo, exten
 
 @dataclass(frozen=True)
 class FirstForward:
-    """Calls the model of a trial in another process: whether it has all that this one has."""
+    """Calls the model of a trial in another process, to check that all its code and data are available there."""
 
     kept: Any
     sample: bytes
@@ -123,10 +123,10 @@ def several_devices(
     known: int | None,
     stack: ExitStack,
 ) -> tuple[ClusterWorkers | None, Processes]:
-    """Return what trains in a process for each device, until ``stack`` ends; None where one process is to train.
+    """Return workers in one process per device, closed by ``stack``, or None if one process is to train; and why.
 
     Args:
-        known: with how many processes a sweep that goes on began.
+        known: the number of processes of the sweep that is resumed, if there is one.
     """
     count = len(machine.devices)
     if known in (1, count):

@@ -1,4 +1,4 @@
-"""Progress of a sweep: a bar as that of study.optimize, and a line in the log after every round."""
+"""Progress of a sweep: a bar like in study.optimize, and a log line after every round."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class SweepProgress:
         self._study = study
         self._bar: Any = None
         if shown:
-            # Optuna itself depends on it.
+            # tqdm is a dependency of Optuna.
             from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
             self._bar = tqdm(total=trials)
 
     def round(self, number: int, finished: int, training: int, arrays: int, seconds: float) -> None:
-        """Note the end of a round, with counts of trials and arrays."""
+        """Log the end of a round, with counts of trials and arrays, and update the bar."""
         best = self._best()
         _log.info(
             "round %d: %d trials finished, %d training in %d arrays, %.2f s. %s",
@@ -44,7 +44,7 @@ class SweepProgress:
             self._bar.update(finished - self._bar.n)
 
     def close(self) -> None:
-        """Remove the bar from the terminal's last line."""
+        """Close the bar, if there is one."""
         if self._bar is not None:
             self._bar.close()
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from hfusion.schedule.plan import Processes
 
-# The printed result fits a screen.
+# The most trials and the width of a printed result.
 _BEST, _WIDTH = 10, 100
 
 
@@ -35,7 +35,7 @@ class SweepResult:
     With population based training, ``params`` of a trial are those it was trained with last. What it suggested first is
     in its user attribute ``hfusion:suggested`` and in the ``study``.
 
-    ``numbers``: the numbers of the trials that this sweep started. ``processes``: which processes trained them on a
+    ``numbers``: the numbers of the trials that this sweep started. ``processes``: how many processes trained them on a
     machine with several devices, and why; else None.
 
     Example:
@@ -122,7 +122,7 @@ class SweepResult:
         return partial(getattr(plots, name), self._as_trained())
 
     def _as_trained(self) -> Study:
-        """The study as one of the sweep's trials alone."""
+        """Return a view of the study that contains only the trials of this sweep."""
         view = copy.copy(self.study)
         storage: Any = _TrainedTrials(self)
         view._storage = storage
@@ -134,7 +134,7 @@ class SweepResult:
         return f"sweep {self.study.study_name!r}  {len(trials)} trials" + (f": {', '.join(counts)}" if counts else "")
 
     def _rows(self, trials: list[FrozenTrial]) -> list[list[str]]:
-        """The columns of the best trials."""
+        """Return the table cells of the best trials, one row per trial."""
         rows = []
         for trial in self._ranked(trials)[:_BEST]:
             values = [f"{value:.6g}" for value in trial.values]
@@ -164,12 +164,12 @@ class SweepResult:
         count = len(self.study.directions)
         if count == 1:
             return ["trial", "value", "epochs", "params"]
-        # As trials_dataframe has them.
+        # The same column names as in trials_dataframe.
         names = self.study.metric_names or range(count)
         return ["trial", *(f"values_{name}" for name in names), "params"]
 
     def _ranked(self, trials: list[FrozenTrial]) -> list[FrozenTrial]:
-        """The complete trials from the best one on; with several objectives those of the Pareto front."""
+        """Return the complete trials, best first; with several objectives, those on the Pareto front."""
         numbers = self.best_models.keys()
         complete = [one for one in trials if one.state.name == "COMPLETE"]
         if len(self.study.directions) > 1:
@@ -179,7 +179,7 @@ class SweepResult:
 
 
 class _TrainedTrials:
-    """A storage that has the trials of a sweep alone, as they were trained last."""
+    """A storage with only the trials of a sweep, and the parameters with which they were trained last."""
 
     def __init__(self, result: SweepResult) -> None:
         self._result = result
@@ -193,7 +193,7 @@ class _TrainedTrials:
 
 
 def _params(trial: FrozenTrial) -> str:
-    """Describe a trial's last parameters, and the suggested ones where they differ."""
+    """Format a trial's last parameters, with the suggested values where they differ."""
     suggested = trial.user_attrs.get(SUGGESTED, trial.params)
     return ", ".join(
         f"{key}={_short(value)}" + (f" (first {_short(suggested[key])})" if suggested.get(key, value) != value else "")

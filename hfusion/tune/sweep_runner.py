@@ -1,4 +1,4 @@
-"""The rounds of a sweep: every array trains an epoch, trials are told, and others get the rows that are free."""
+"""The rounds of a sweep: every array trains an epoch, values are reported, and new trials get the free rows."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 class Conductor:
     """Trains the trials of a sweep on devices, and writes what a resumed sweep needs into a folder.
 
-    A trial is reported in the order of its number, whatever array it is in: so what is decided does not depend on the
-    devices that there are.
+    Trials are reported in the order of their numbers, whatever their array, so that decisions do not depend on the
+    number of devices.
     """
 
     rounds = "together"
-    # Whether the killed sweep had begun more than the reports that were made again.
+    # Whether recorded reports of the killed sweep remain to be repeated.
     _replays = False
 
     def __init__(
@@ -61,14 +61,14 @@ class Conductor:
         self._events = SweepLog(log, workers)
         self.rooms = Rooms(workers, extent.trials, extent.rows, together=extent.pbt is not None)
         self._waiting: tuple[TrialModel, Shape] | None = None
-        # Of the array that reported last, and how many times arrays have reported.
+        # The round of the array that reported last, and how many times arrays have reported.
         self._round = self._reported = 0
         self.best = BestTrials(trials.signs)
         waves = 1.0 if extent.rows is None else max(1.0, extent.trials / extent.rows)
         self._shapes = Shapes(maker.models, recipe, waves, saved=folder is not None, may_be_plain=extent.pbt is None)
 
     def run(self) -> None:
-        """Train until every trial is told."""
+        """Train until every trial has finished."""
         resumed = bool(self.rooms.arrays)
         if not resumed:
             self._refill()
@@ -83,7 +83,7 @@ class Conductor:
         self.save()
 
     def _end_round(self, training: int, seconds: float) -> None:
-        """Tell of a round of ``training`` arrays, and let other trials have the rows that are free."""
+        """Log a round of ``training`` arrays, and give free rows to new trials."""
         live = len(self.trials.live)
         self._progress.round(self._round, len(self.trials.asked) - live, live, training, seconds)
         self._round += 1
@@ -101,12 +101,12 @@ class Conductor:
     def _epoch(self, array: ShapeArray) -> RowsCall:
         """The call that trains an array in its next round."""
         assert array.round is not None
-        # Of several objectives the values after the last epoch alone are told.
+        # With several objectives, only the values after the last epoch are reported.
         evaluates = self._recipe.objectives == 1 or array.any_ends
         return "epoch", (self._extent.seed + array.round, evaluates)
 
     def _report(self, found: Mapping[str, EpochResult], arrays: Sequence[ShapeArray]) -> None:
-        """Report what the members of arrays came to in an epoch, in the order of their numbers."""
+        """Report the values of an epoch to the study, in the order of trial numbers, and remove trials that end."""
         for array in arrays:
             array.save = ""
             self.rooms.note(array, found[array.name])
@@ -130,7 +130,7 @@ class Conductor:
                 self._workers.send(array.name, "collect")
 
     def _move(self) -> None:
-        """Continue arrays whose rounds end sooner, which changes no result."""
+        """Move arrays to devices where rounds end sooner. Results do not change."""
         there = {array.name: array for array in self.rooms.arrays}
         targets = self.rooms.moves(
             lambda array: max(seat.suggestion.epochs - seat.epochs for seat in array.seats.values())
@@ -149,13 +149,13 @@ class Conductor:
         self._events.lost(next(array for array in self.rooms.arrays if array.name == name), reason)
 
     def take_over(self, name: str) -> int:
-        """Return the device that takes over an array. Raises DeviceLost where none has room for it."""
+        """Return the device that takes over a lost array. Raises DeviceLost if none has room for it."""
         device = self.rooms.moved(name)
         self._events.moved(next(array for array in self.rooms.arrays if array.name == name))
         return device
 
     def _promote(self) -> None:
-        """Let plain trials go on as arrays where that pays by now. What was chosen is saved before it trains."""
+        """Continue plain trials as arrays if that is faster by now. The choice is saved before the array trains."""
         for old, array in self.rooms.promoted():
             state = self._workers.ask({old: ("packed", ())})[old]
             self._workers.open(array.name, array.device, array.shape.first.suggestion.choices)
@@ -165,7 +165,7 @@ class Conductor:
             _log.info("%d trials of one shape go on as an array", len(array.seats))
 
     def _leave(self, array: ShapeArray, seat: Seat, best: tuple[float, ...] | None) -> None:
-        """A trial's row is free; its model is kept where its values are among the ``best``."""
+        """Free the row of a trial. Keep its model if it is among the best trials, whose values are then ``best``."""
         del array.seats[seat.tag]
         if best is None:
             self._workers.send(array.name, "discard", seat.tag)
@@ -179,7 +179,7 @@ class Conductor:
         return [self._member(seat) for seat in array.seats.values()]
 
     def _exploit(self, array: ShapeArray, values: Mapping[str, tuple[float, ...]]) -> None:
-        """Population based training among the trials of an array that go on, after their reports."""
+        """Apply population based training to the remaining trials of an array, after their reports."""
         pbt = self._extent.pbt
         if pbt is None:
             return
@@ -199,14 +199,14 @@ class Conductor:
             self._events.copied(array, seat, copied.number)
 
     def _explored(self, seat: Seat, draw: random.Random) -> tuple[dict[str, Any], Suggestion]:
-        """Other suggestions that lead to the same model as those of ``seat``, and to the same array."""
+        """Return perturbed params and their suggestion, with the same model and array as the trial in ``seat``."""
         assert self._extent.pbt is not None
 
         def allowed(params: dict[str, Any]) -> bool:
             try:
                 found = self._fixed(params, seat.number)
             except (ValueError, self.trials.optuna.TrialPruned):
-                # Another branch of the space, or what the optimizer does not take.
+                # Another branch of the space, or a value that the optimizer rejects.
                 return False
             return found.same_but_for_numbers(seat.suggestion)
 
@@ -219,7 +219,7 @@ class Conductor:
         return self._maker.suggestion(self.trials.optuna.trial.FixedTrial(params, number))
 
     def _refill(self) -> None:
-        """Ask for trials while there is room for them, and let them join."""
+        """Ask the study for trials while there is room for them, and let them join arrays."""
         while not self.rooms.full and (found := self._next()) is not None:
             self._waiting = found
             candidate, shape = found
@@ -241,7 +241,7 @@ class Conductor:
         self._events.close_all_but(self.rooms.arrays)
 
     def _next(self) -> tuple[TrialModel, Shape] | None:
-        """The trial that comes next, and its shape; None where all are asked."""
+        """Return the next trial and its shape; None if no more trials start."""
         found, self._waiting = self._waiting, None
         while found is None and len(self.trials.asked) < self._extent.trials and not self._late():
             if self.trials.over:
@@ -281,7 +281,7 @@ class Conductor:
         return candidate, shape
 
     def save(self) -> None:
-        """Write all that a resumed sweep needs; the trials themselves are in the study."""
+        """Save the state that a resumed sweep needs, apart from the study."""
         if self._folder is None:
             return
         attributes = self.trials.attributes()
@@ -335,7 +335,7 @@ class Conductor:
         self._events.saved(changed, self._round)
 
     def resume(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what was written."""
+        """Restore a saved state."""
         assert self._folder is not None
         self._round, self.rooms.opened = body["round"], body["opened"]
         if self._extent.trials <= (body.get("stopped") or -1):
@@ -344,7 +344,7 @@ class Conductor:
         if body["waiting"] is not None:
             epochs[body["waiting"]] = 0
         found = self.trials.resume(epochs)
-        # A trial goes on with the values that it has: nothing is drawn.
+        # Trials keep their suggested values: nothing is sampled again.
         suggestions = {number: self._known(trial.params, number) for number, trial in found.items()}
         for one in body["arrays"]:
             seats = [
@@ -385,7 +385,7 @@ class Conductor:
         self._events.seated(array, seats, "resumed")
 
     def _kept(self, number: int, values: tuple[float, ...], tensors: Mapping[str, Tensor]) -> Best:
-        """A best trial of before, whose model is made again and written over."""
+        """Return a best trial of the saved sweep. Its model is made again, and its saved tensors are loaded."""
         trial = next(one for one in self.trials.study.get_trials(deepcopy=False) if one.number == number)
         copies = trial.user_attrs.get(COPIES)
         suggestion = self._known(copies[-1]["params"] if copies else trial.params, number)

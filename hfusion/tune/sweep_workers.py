@@ -18,58 +18,58 @@ from hfusion.tune.training_setup import SweepRecipe
 if TYPE_CHECKING:
     from hfusion.tune.trial_rows import TrialRows
 
-# A method of `TrialRows`, and what it is given.
+# The name of a method of `TrialRows`, and its arguments.
 RowsCall: TypeAlias = tuple[str, tuple[Any, ...]]
 
 
 class SweepWorkers(Protocol):
-    """Hold the `TrialRows` of every array, by its name, and call their methods."""
+    """Interface of workers, which hold the `TrialRows` of each array by its name, and call their methods."""
 
     @property
     def devices(self) -> Sequence[DeviceInfo]: ...
 
     @property
     def gone(self) -> Collection[int]:
-        """The numbers of the devices that are lost."""
+        """Indices of lost devices."""
 
     @property
     def busy(self) -> Collection[int]:
-        """The numbers of the devices that train."""
+        """Indices of devices that are training."""
 
     @property
     def side_by_side(self) -> int:
         """Number of plain trials that a device trains at the same time."""
 
     def open(self, name: str, device: int, choices: ArrayChoices, plain: bool = False) -> None:
-        """Make rows for an array of trials with these choices, on a device; or for plain trials, without an array."""
+        """Create an empty array, or a holder of plain trials, on a device for trials with these choices."""
 
     def send(self, name: str, method: str, *args: Any) -> None:
-        """Call a method that gives nothing; it may be called later, before the next that gives something."""
+        """Call a method without a result. The call may be deferred until the next one whose result is needed."""
 
     def ask(self, calls: Mapping[str, RowsCall]) -> dict[str, Any]:
-        """Call a method of each array; what they give."""
+        """Call a method of each array, and return the results by array name."""
 
     def start(self, calls: Mapping[str, RowsCall]) -> None:
-        """Begin to call a method of each array, whose results `first` gives."""
+        """Start a method call of each array. `first` returns the results."""
 
     def first(self) -> tuple[str, Any]:
-        """Wait for the first result of those that were started, and return the array's name and it."""
+        """Wait for the first result of a started call. Return the name of its array and the result."""
 
     def leave(self, name: str, member: TrialModel) -> nn.Module:
-        """A member's model, on the CPU; its row is free."""
+        """Free the row of a member, and return its model on the CPU."""
 
     def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
-        """Save each array with these members in a folder; where."""
+        """Save each array into its folder, and return the paths of the saves. ``members``: of each array."""
 
     def move(self, devices: Mapping[str, int], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, int]:
-        """Let arrays with these members go on on other devices; where they are then."""
+        """Move arrays with these members to other devices, and return the devices that they are on afterwards."""
 
     def drop(self, name: str, *, collect: bool) -> None:
-        """Nobody is in an array any more; ``collect`` its memory at once."""
+        """Remove an array without trials. ``collect``: collect garbage, to free its memory now."""
 
 
 class LocalWorkers:
-    """All on the largest device of ``machine``: arrays in this process, plain trials in at most ``processes`` more."""
+    """Trains arrays in this process on the machine's largest device; plain trials in up to ``processes`` more."""
 
     def __init__(self, machine: Machine, recipe: SweepRecipe, processes: int | None = 0) -> None:
         device = largest(machine)
@@ -91,7 +91,7 @@ class LocalWorkers:
         if plain:
             self._rows[name] = self._spread.open(name, choices)
         else:
-            # Arrays need the compiler, which a sweep of plain trials does not import.
+            # Imported late: it imports the compiler, which a sweep of plain trials does not need.
             from hfusion.tune.trial_rows import TrialRows
 
             self._rows[name] = TrialRows(self._recipe, choices, lambda: False)
@@ -135,10 +135,10 @@ class LocalWorkers:
             gc.collect()
 
     def close(self) -> None:
-        """End other processes."""
+        """End the processes of plain trials."""
         self._spread.close()
 
 
 def largest(machine: Machine) -> Any:
-    """The device with the most memory, where the trials of a sweep are."""
+    """Return the device with the most memory."""
     return max(machine.devices, key=lambda one: one.memory)

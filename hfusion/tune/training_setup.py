@@ -1,4 +1,4 @@
-"""The functions and loaders by which the trials of a sweep are trained and evaluated."""
+"""The functions, loaders and options with which the trials of a sweep are trained and evaluated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SweepRecipe:
     """Options that the arrays of a sweep share.
 
     Attributes:
-        objectives: how many values a metric returns.
+        objectives: the number of values that the metric returns.
         scheduler: makes a scheduler from the optimizer of one member and the values that its trial chose.
         every_step: schedulers step after each update, not after each epoch.
     """
@@ -36,11 +36,11 @@ class SweepRecipe:
 
     @property
     def evaluates(self) -> bool:
-        """Whether values need an evaluation, not only the losses of the steps."""
+        """Whether the value of a trial needs an evaluation, instead of its mean training loss."""
         return self.metric is not None or self.eval_loader is not None
 
     def judged(self, choices: ArrayChoices) -> tuple[str, Iterable[Any]]:
-        """Return what values of an array are of, after its name."""
+        """Return the loader to evaluate an array on, after its name in errors."""
         if self.eval_loader is None:
             return "loader", self.loaders.loader(choices.loader)
         return "eval_loader", self.eval_loader

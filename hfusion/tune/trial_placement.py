@@ -24,9 +24,9 @@ class Rooms:
     """The arrays of a sweep on its devices, at most one of a shape on each.
 
     Args:
-        trials: the most that an array could have.
-        rows: the most at once on all devices; None: as many as make members cheaper.
-        together: all trials of a shape are one array.
+        trials: the maximum number of trials in an array.
+        rows: the maximum number of concurrent trials on all devices; None: as many as lower the time per trial.
+        together: keep all trials of a shape in one array.
     """
 
     def __init__(self, workers: SweepWorkers, trials: int, rows: int | None, *, together: bool) -> None:
@@ -37,7 +37,7 @@ class Rooms:
         self.costs = ArrayCosts(workers.devices[0].physical)
 
     def check(self, shape: Shape, what: str) -> None:
-        """Raise PlanError where no device has memory for one trial of a shape."""
+        """Raise PlanError if no device has memory for one trial of a shape. ``what``: the trial, in the message."""
         there = max(self._workers.devices, key=lambda one: one.budget)
         footprint = shape.footprint(there)
         if not fits(there.budget, [(footprint, 1)]):
@@ -48,19 +48,19 @@ class Rooms:
             )
 
     def join(self, array: ShapeArray, candidate: TrialModel) -> None:
-        """Let a trial wait for its row in an array that `room_for` gave."""
+        """Let a trial wait for a row in an array that `room_for` returned."""
         array.joining.append(candidate)
         if array not in self.arrays:
             self.opened += 1
             self.arrays.append(array)
 
     def open(self, array: ShapeArray) -> None:
-        """Choose whether the trials that wait become an array, or are plain; and let a worker hold them."""
+        """Choose whether waiting trials become an array or stay plain, and create it in a worker."""
         array.plain = self._is_plain(array, array.joining, [member.suggestion.epochs for member in array.joining])
         self._workers.open(array.name, array.device, array.shape.first.suggestion.choices, array.plain)
 
     def _is_plain(self, array: ShapeArray, members: Sequence[TrialModel], epochs: Sequence[int]) -> bool:
-        """Return whether trials with so many epochs left run as plain torch; trials that share tensors do not."""
+        """Return whether trials with these remaining epochs run in plain torch; never if they share tensors."""
         seen = [identity for member in members for identity in {id(tensor) for _, tensor in tensors(member.model)}]
         device = self._workers.devices[array.device]
         shared = len(set(seen)) < len(seen)
@@ -68,7 +68,7 @@ class Rooms:
         return array.shape.choose_form(choice, lambda: self._fits(array.device, self._on(array.device)))
 
     def promoted(self) -> list[tuple[str, ShapeArray]]:
-        """Plain trials that are an array from now on, as measured seconds say; each after its old name."""
+        """Turn plain trials into arrays where measured times favour it. Return each array after its old name."""
         promoted = []
         for array in self.arrays:
             if array.plain and array.seats and not array.joining and self._rests(array):
@@ -80,12 +80,12 @@ class Rooms:
         return promoted
 
     def note(self, array: ShapeArray, result: EpochResult) -> None:
-        """An array has trained an epoch."""
+        """Record the result of an epoch of an array."""
         self.seconds.note(array, result)
         array.shape.note(array, result, self._workers.devices[array.device], self.costs)
 
     def restored(self, name: str, shape: Shape, seats: Sequence[Seat], *, plain: bool) -> ShapeArray:
-        """An array of before, on the device where all end soonest, if there is one with room for it."""
+        """Place a saved array on the device whose round ends first, among those with memory for it if there are any."""
         arrays = [ShapeArray(name, shape, device) for device in self._there]
         for one in arrays:
             one.seats, one.plain = {seat.tag: seat for seat in seats}, plain
@@ -97,7 +97,7 @@ class Rooms:
         return array
 
     def give_back(self) -> None:
-        """Free rows, and arrays that nobody is in, give back what they take."""
+        """Drop arrays without trials, and release free rows."""
         crowded = {array.device for array in self.arrays if self.crowded(array.device)}
         for array in self.arrays:
             if not array.taken:
@@ -109,7 +109,7 @@ class Rooms:
         self.seconds.keep(self.arrays)
 
     def _rests(self, array: ShapeArray) -> bool:
-        """Return whether trials may join and leave an array: neither it trains nor another on its device."""
+        """Return whether trials may join and leave an array: neither it nor its device is training."""
         return not array.training and array.device not in self._workers.busy
 
     def _on(self, device: int) -> list[ShapeArray]:
@@ -118,13 +118,13 @@ class Rooms:
     def crowded(self, device: int) -> bool:
         """Return whether arrays need more than half of a device.
 
-        Members that left, arrays and programs hold one another, and so their memory, until Python looks for such
-        cycles. To make it look takes a fifth of a second, and can wait where there is room.
+        Members that left, arrays and programs form reference cycles, which hold memory until Python collects garbage.
+        A collection takes a fifth of a second, so it is only requested when memory is short.
         """
         return not self._fits(device, self._on(device), part=0.5)
 
     def _fits(self, device: int, arrays: Iterable[ShapeArray], more: ShapeArray | None = None, part: float = 1) -> bool:
-        """Return whether arrays, one of them with one more member, fit a part of a device."""
+        """Return whether arrays, with one more member in ``more``, fit into a ``part`` of a device's memory budget."""
         there = self._workers.devices[device]
         sizes = [(one.shape.footprint(there), one.rows(1 if one is more else 0)) for one in arrays]
         return fits(int(there.budget * part), sizes)
@@ -140,13 +140,13 @@ class Rooms:
         return [device for device in range(len(self._workers.devices)) if device not in self._workers.gone]
 
     def room_for(self, shape: Shape) -> ShapeArray | None:
-        """The array that one more trial may join, on the device that ends its round first then, and has the bytes."""
+        """Return the array for one more trial, on the device with memory whose round then ends first; or None."""
         if self.full or not self._pays(shape):
             return None
         own = [array for array in self.arrays if array.shape is shape]
         choices = [array for array in own if self._rests(array)]
         if not own or not self._together:
-            # Else its trials are compared with one another, and copied.
+            # With ``together``, trials are compared and copied, so all of a shape must be in one array.
             have = {array.device for array in own} | set(self._workers.busy)
             new = [device for device in self._there if device not in have]
             choices += [ShapeArray(f"array-{self.opened}", shape, device) for device in new]
@@ -156,7 +156,7 @@ class Rooms:
         return None
 
     def _pays(self, shape: Shape) -> bool:
-        """Whether one more trial makes trials cheaper: by estimates, so that who goes on asks the same trials."""
+        """Return whether one more trial lowers the time per trial, by estimates, so that a resumed sweep agrees."""
         if self._rows is not None:
             return True
         counts = Counter({shape: 1})
@@ -167,7 +167,7 @@ class Rooms:
         return sum(Fraction(count, most[one]) for one, count in counts.items()) <= 1
 
     def _end(self, device: int, array: ShapeArray | None = None, more: int = 0) -> float:
-        """Seconds of the minibatches of a device's arrays; ``array`` among them, with so many more members."""
+        """Return the summed seconds per minibatch of a device's arrays, including ``array`` with ``more`` members."""
         own = self._on(device)
         if array is not None and array not in own:
             own.append(array)
@@ -185,15 +185,15 @@ class Rooms:
                 return True
             self.give_back()
             if array not in self.arrays:
-                # Nobody was in it.
+                # It had no trials, and was dropped.
                 array.widths, array.width = None, 0
         return False
 
     def moves(self, left: Callable[[ShapeArray], int]) -> dict[str, int]:
-        """Where arrays are to go on by what was measured, each once; ``left``: epochs that one is there for at least.
+        """Return the new devices of arrays that should move, by measured times. Each array moves at most once.
 
-        One goes where the longest round of all devices is then shorter by more than what measures differ by, and saves
-        more than it costs.
+        An array moves if this shortens the longest round by more than measurement noise, and saves more time than it
+        costs. ``left``: returns the remaining epochs of an array.
         """
         found: dict[str, int] = {}
         while (move := self._move(found, left)) is not None:
@@ -202,7 +202,7 @@ class Rooms:
         return found
 
     def _move(self, known: Collection[str], left: Callable[[ShapeArray], int]) -> tuple[ShapeArray, int] | None:
-        """An array from the device that ends last to where all end first; it is none of ``known``."""
+        """Return an array to move from the slowest device, and its target. Arrays named in ``known`` stay."""
         ends = {device: self._end(device) for device in self._there}
         source = max(ends, key=ends.__getitem__)
         last = nlargest(3, ends, key=ends.__getitem__)
@@ -224,7 +224,7 @@ class Rooms:
         return None
 
     def moved(self, name: str) -> int:
-        """The device that takes over an array. Raises DeviceLost where none has room for it."""
+        """Move an array of a lost device, and return its new device. Raises DeviceLost if none has room for it."""
         array = next(one for one in self.arrays if one.name == name)
         for device in sorted(self._there, key=lambda each: (self._end(each, array), each)):
             if self._fits(device, [array, *self._on(device)]):

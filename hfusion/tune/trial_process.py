@@ -1,4 +1,4 @@
-"""A process that trains plain trials: a fork of this one, so that it has all functions, loaders and imports already."""
+"""A process that trains plain trials. It is forked, so that it has all functions, loaders and imports already."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hfusion.tune.training_setup import SweepRecipe
 
 @dataclass(frozen=True, eq=False)
 class TrialCargo:
-    """A plain trial on its way to another process; ``state`` as of `PlainTrials.state`, or None before it trained."""
+    """A plain trial sent to another process. ``state``: see `PlainTrials.state`; None before its first epoch."""
 
     number: int
     suggestion: Suggestion
@@ -28,7 +28,7 @@ class TrialCargo:
     state: dict[str, Any] | None
 
     def member(self) -> TrialModel:
-        """The trial with this very model."""
+        """Return the trial with this model, which is not made again."""
         member = TrialModel(self.number, self.suggestion, cast(ModelMaker, None))
         member.__dict__["model"] = self.model
         return member
@@ -36,7 +36,7 @@ class TrialCargo:
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """Let trials of the array ``name`` join, each a pickled `TrialCargo`; ``choices`` are pickled, too."""
+    """Add trials to the array ``name``. ``cargo`` are pickled `TrialCargo`, ``choices`` pickled `ArrayChoices`."""
 
     name: str
     choices: bytes
@@ -45,7 +45,7 @@ class JoinRequest:
 
 @dataclass(frozen=True)
 class EpochRequest:
-    """Train these trials, each ``(name, tag, evaluates)``, for an epoch."""
+    """Train trials ``(array name, tag, evaluates)`` for an epoch."""
 
     seed: int
     trials: tuple[tuple[str, str, bool], ...]
@@ -53,7 +53,7 @@ class EpochRequest:
 
 @dataclass(frozen=True)
 class StatesRequest:
-    """Give the states of these trials, each ``(name, tag)``; those that are ``leaving`` end here."""
+    """Return the states of trials ``(array name, tag)``. If ``leaving``, the worker removes them."""
 
     trials: tuple[tuple[str, str], ...]
     leaving: bool
@@ -61,7 +61,7 @@ class StatesRequest:
 
 @dataclass(frozen=True)
 class DiscardRequest:
-    """Forget the trial ``tag`` of the array ``name``."""
+    """Remove the trial ``tag`` of the array ``name``."""
 
     name: str
     tag: str
@@ -71,7 +71,7 @@ Request: TypeAlias = JoinRequest | EpochRequest | StatesRequest | DiscardRequest
 
 
 class TrialProcess:
-    """One worker, see `ForkedProcess`."""
+    """One worker process that trains plain trials, see `ForkedProcess`."""
 
     def __init__(self, recipe: SweepRecipe, siblings: Sequence[TrialProcess]) -> None:
         self._process: ForkedProcess = ForkedProcess(
@@ -79,14 +79,14 @@ class TrialProcess:
         )
 
     def send(self, request: Request) -> None:
-        """Send what is to be done next; every request is answered."""
+        """Send a request without waiting. The worker answers every request, in order."""
         try:
             self._process.send(request)
         except EndedProcess as error:
             raise _lost(error) from error
 
     def answer(self) -> Any:
-        """Wait for the answer to the oldest request, and raise what that raised."""
+        """Wait for the answer to the oldest request, and return it, or raise the error that it raised."""
         try:
             answer = self._process.answer()
         except EndedProcess as error:
@@ -101,7 +101,7 @@ class TrialProcess:
         return self.answer()
 
     def close(self) -> None:
-        """End it at once: all that it has is of this sweep."""
+        """End the process immediately. It holds nothing that outlives the sweep."""
         self._process.close()
 
 
@@ -114,10 +114,10 @@ def _lost(ended: EndedProcess) -> HFusionError:
 
 
 def packed(value: Any) -> bytes:
-    """Pickle a value, by cloudpickle only where pickle fails: a fork knows classes by their names.
+    """Pickle a value; with cloudpickle only if pickle fails, as a fork can import classes by name.
 
     Raises:
-        Exception: as pickle does, where neither can.
+        Exception: the error of pickle, or of cloudpickle if it is installed.
     """
     try:
         return pickle.dumps(value)
@@ -133,7 +133,7 @@ def packed(value: Any) -> bytes:
 
 
 def _answers(recipe: SweepRecipe, is_orphan: Callable[[], bool]) -> Callable[[Any], Any]:
-    """Return what answers requests in a worker process."""
+    """Return the function that answers requests in a worker process."""
     arrays: dict[str, PlainTrials] = {}
 
     def answer(request: Request) -> Any:

@@ -1,4 +1,4 @@
-"""The rows of an array of trials, in the process that trains them: who joins, an epoch of all, who leaves."""
+"""The rows of an array of trials, in the process that trains them: joining, training an epoch, leaving."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from hfusion.tune.training_setup import SweepRecipe
 
 
 class TrialRows:
-    """Members whose models have one shape, as a population. ``stopping``: whether an epoch is to end at once."""
+    """Trials of one shape as a population. ``stopping``: returns whether to end an epoch immediately."""
 
     def __init__(self, recipe: SweepRecipe, choices: ArrayChoices, stopping: Callable[[], bool]) -> None:
         self._recipe, self._stopping, self._choices = recipe, stopping, choices
         self._loader = recipe.loaders.loader(choices.loader)
         self._loss = recipe.loss_of(choices)
-        # The sweep has processes of its own.
+        # No processes here: the sweep already distributes its arrays over processes.
         self._options: dict[str, Any] = {
             "processes": 0,
             "loss": self._loss,
@@ -55,17 +55,17 @@ class TrialRows:
         return optimizer_with(self._choices.optimizer, self._choices.options, hypers)
 
     def _limits(self, members: Sequence[TrialModel]) -> dict[str, Any]:
-        """The largest norms of members that start, where the array clips."""
+        """Return the maximum gradient norms of new members as a keyword argument; empty if the array does not clip."""
         norms = [member.suggestion.clip_norm for member in members]
         return {"clip_norm": norms} if self._choices.clips else {}
 
     def _schedules(self, members: Sequence[TrialModel]) -> list[Make] | None:
-        """A function for each member that makes its scheduler."""
+        """Return a function for each member that makes its scheduler; None without schedulers."""
         make = self._recipe.scheduler
         return None if make is None else [partial(make, **member.suggestion.scheduler) for member in members]
 
     def join(self, new: Sequence[TrialModel]) -> None:
-        """Give each a row."""
+        """Give a row to each new trial."""
         models, tags = [one.model for one in new], [one.tag for one in new]
         schedules, limits = self._schedules(new), self._limits(new)
         if self._population is None:
@@ -89,7 +89,7 @@ class TrialRows:
             self._check_schedules()
 
     def adopt(self, saved: PackedSave, members: Sequence[TrialModel]) -> None:
-        """Let plain trials that were packed go on as rows of a new array, with all that training has made of them."""
+        """Continue packed plain trials as rows of a new array, with their weights, optimizer and scheduler states."""
         plain = PlainTrials(self._recipe, self._choices, self._stopping)
         plain.restore(saved, members)
         trials = [plain.trial(member.tag) for member in members]
@@ -99,18 +99,18 @@ class TrialRows:
         for row, trial in enumerate(trials):
             if pop.scheduler is not None and trial.scheduler is not None:
                 pairs = zip(pop.scheduler.member_state(row)["groups"], trial.optimizer.param_groups, strict=True)
-                # Such as the initial rate, which schedules keep in param groups.
+                # Schedulers store values in param groups, such as the initial rate.
                 groups = [{key: group.get(key, value) for key, value in fresh.items()} for fresh, group in pairs]
                 state = {"scheduler": trial.scheduler.state_dict(), "groups": groups}
                 pop.scheduler.load_member(row, state)
 
     def _check_schedules(self) -> None:
-        """Raise ValueError for a schedule that watches one value, where there are several."""
+        """Raise ValueError for a scheduler that watches one value, if there are several objectives."""
         if self.population.scheduler is not None and not self._recipe.every_step:
             check_plateaus(self._recipe.objectives, self.population.scheduler.kinds)
 
     def _write(self, tag: str, hypers: dict[str, Any]) -> None:
-        """Give a member hyper-parameters."""
+        """Write hyper-parameters of a member."""
         row, hparams = self.population.row(tag), self.population.hparams
         for key, value in hypers.items():
             vectors = hparams[key]
@@ -119,7 +119,7 @@ class TrialRows:
                 vector[row] = torch.as_tensor(own, dtype=torch.float64, device="cpu")
 
     def exploit(self, pairs: Sequence[tuple[str, str]], suggestions: Sequence[Suggestion]) -> None:
-        """Let each second become a copy of the first, with hyper-parameters and a largest norm of its own."""
+        """Copy members by pairs of tags ``(source, target)``; targets get the hyper-parameters of ``suggestions``."""
         rows = [[self.population.row(pair[place]) for pair in pairs] for place in range(2)]
         self.population.copy(*rows)
         for (_, tag), suggestion in zip(pairs, suggestions, strict=True):
@@ -128,9 +128,9 @@ class TrialRows:
                 limit_norms(self.population, [self.population.row(tag)], suggestion.clip_norm)
 
     def epoch(self, seed: int, evaluates: bool = True) -> EpochResult:
-        """Train all members for an epoch under a seed, and evaluate them: values for each tag; NaN if it went bad.
+        """Train all members for an epoch under a seed, and evaluate them. Values of members that diverged are NaN.
 
-        evaluates: False where no value is needed after this epoch.
+        evaluates: False if no values are needed after this epoch.
         """
         pop, recipe = self.population, self._recipe
         began, steps, judgements = time.perf_counter(), Stopwatch(), Stopwatch()
@@ -167,7 +167,7 @@ class TrialRows:
         return EpochResult(named, time.perf_counter() - began - startup, startup, len(losses))
 
     def _evaluated(self, batches: Iterable[Any]) -> list[tuple[float, ...]]:
-        """The values of each row."""
+        """Return the values of each row; NaN for free rows."""
         metric, count = self._recipe.metric or self._loss, self._recipe.objectives
         if count == 1:
             return [(value,) for value in self.population.evaluate(metric, batches).tolist()]
@@ -177,43 +177,43 @@ class TrialRows:
         return [free if math.isnan(index) else values.noted[int(index)] for index in indices]
 
     def _schedule(self, values: Tensor | None) -> None:
-        """Step the members' schedulers; those that watch a number get ``values``."""
+        """Step the members' schedulers. ``values [B]`` are for ReduceLROnPlateau."""
         if self.population.scheduler is not None:
             rows = [row for row, tag in enumerate(self.population.tags) if tag is not None]
             self.population.scheduler.step(metrics=values, rows=rows)
 
     def leave(self, tag: str) -> nn.Module:
-        """The member's model, on the CPU; its row is free."""
+        """Free the row of a member, and return its model on the CPU."""
         model: nn.Module = self.population.stop(self.population.row(tag))
         return model.cpu()
 
     def discard(self, tag: str) -> None:
-        """Stop a member whose model is not kept."""
+        """Free the row of a member, and drop its model."""
         self.population.stop(self.population.row(tag))
 
     def compact(self) -> None:
-        """Give back what free rows take."""
+        """Release the memory of free rows."""
         self.population.compact()
 
     def collect(self) -> None:
-        """Look for what members that left, arrays and programs hold by holding one another."""
+        """Collect garbage: members that left, arrays and programs form reference cycles."""
         gc.collect()
 
     def save(self, folder: Path) -> Path:
-        """Save all; where."""
+        """Save all rows, and return the path of the save."""
         path: Path = self.population.save(folder, keep=KEEP).result()
         return path
 
     def packed(self) -> PackedSave:
-        """All that a save holds."""
+        """Return the content of a save in memory."""
         return packed(self.population)
 
     def restore(self, saved: Path | PackedSave, members: Sequence[TrialModel]) -> tuple[Widths, int]:
-        """Be what was saved or packed of these; its widths, and its rows."""
+        """Restore the array of ``members`` from a save or its packed content. Return its widths and number of rows."""
         known = {one.tag: one for one in members}
         schedules = self._schedules(members)
         found = saved.saved() if isinstance(saved, PackedSave) else saved
-        # Values that go with the options; those of the members are then written over them.
+        # The first member's values are placeholders that go with the options. Loading overwrites them.
         self._population = Population.load(
             found,
             lambda tag: known[tag].model,

@@ -1,9 +1,9 @@
-"""The trials of a sweep in its study: asked, reported, pruned and told once, however often the sweep is killed.
+"""The trials of a sweep in its study: each is asked, reported, pruned and told once, even if the sweep is killed.
 
-What a study holds may be ahead of what was saved of the arrays: a resumed sweep computes the same values again. A
-report that is there stays, a trial that was told keeps its state, and one that was asked is taken over. Reports and
-decisions come in one order, so whatever is before the last report that is there was decided; only that trial's pruner
-may have been asked or not, and is asked again on what it knew then.
+The study may be ahead of the saved arrays; a resumed sweep then computes the same values again. Reports in the study
+are kept, finished trials keep their state, and trials that were only asked are taken over. Reports and decisions have a
+fixed order, so every report before the last one has been decided. For the last report, the pruner may or may not have
+been asked. It is asked again, on the state that it saw then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.trial import FrozenTrial
 
-# As of study.optimize.
+# A callback as in study.optimize.
 Callback: TypeAlias = "Callable[[Study, FrozenTrial], None]"
 
 RUN, ROUND, COPIES = "hfusion:run", "hfusion:round", "hfusion:copies"
@@ -40,14 +40,14 @@ class Verdict(StrEnum):
 
 
 class Trials:
-    """The trials that a sweep asks of a study.
+    """The trials of a sweep in a study.
 
     Args:
         run: the sweep's name in the study.
-        asked: the numbers of those that were asked when it was saved.
-        attributes: of the trials in training then, the names of what pruners had noted.
-        alone: nobody else asks trials of this study.
-        callbacks: are called with the study and a trial that was told.
+        asked: the numbers of the trials that had been asked when the sweep was saved.
+        attributes: for each trial in training then, the names of its system attributes, where pruners keep notes.
+        alone: no other process asks for trials of this study.
+        callbacks: functions that are called with the study and each finished trial.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Trials:
         self._look_ahead(alone)
 
     def _look_ahead(self, alone: bool) -> None:
-        """Find what the study has that was not saved."""
+        """Find trials and reports that are in the study, but not in the saved sweep."""
         states = self.optuna.trial.TrialState
         known = set(self.asked)
         trials = self.study.get_trials(deepcopy=True)
@@ -88,7 +88,7 @@ class Trials:
         self._ahead = {one.number: one for one in trials if one.number in self._attributes}
 
     def bury(self, dead: set[str]) -> None:
-        """Tell FAIL for what sweeps that died have left in training."""
+        """Mark running trials of the sweeps named in ``dead`` as failed."""
         states = self.optuna.trial.TrialState
         for one in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
             if one.user_attrs.get(RUN) in dead - {self.run}:
@@ -96,17 +96,17 @@ class Trials:
 
     @property
     def base(self) -> int:
-        """The base of the sampler's seeds."""
+        """The base seed from which the sampler is seeded before each trial."""
         return self._draws.base
 
     @property
     def signs(self) -> tuple[int, ...]:
-        """Of the values of each objective: times it, more is better."""
+        """For each objective, 1 if it is maximized and -1 if it is minimized."""
         return tuple(1 if direction.name == "MAXIMIZE" else -1 for direction in self.study.directions)
 
     @property
     def live(self) -> list[int]:
-        """The trials that are asked and not told, as far as this process has them."""
+        """The numbers of the unfinished trials that this process has asked for or resumed."""
         return list(self._live)
 
     @property
@@ -120,7 +120,7 @@ class Trials:
         return not self._adopted and (self.stopped or exhausted(self.study))
 
     def ask(self) -> Trial | None:
-        """The next trial; None for one that was told before the sweep was killed."""
+        """Return the next trial; None if it is one that had finished before the sweep was killed."""
         self._draws.begin(len(self.asked))
         if not self._adopted:
             trial = self.study.ask()
@@ -136,7 +136,7 @@ class Trials:
         return trial
 
     def _take_over(self, found: FrozenTrial) -> Trial:
-        """A trial that was asked before the sweep was killed; its suggestions are drawn again, and dropped."""
+        """Return a trial that was asked before the sweep was killed. Its values are sampled again, but not used."""
         trial: Trial = self.optuna.Trial(self.study, found._trial_id)
         if RUN not in found.user_attrs:
             trial.set_user_attr(RUN, self.run)
@@ -151,7 +151,7 @@ class Trials:
         return trial
 
     def resume(self, epochs: Mapping[int, int]) -> dict[int, Trial]:
-        """The trials that were in training, or waited, after so many ``epochs`` of each, when the sweep was saved."""
+        """Return the trials that were training or waiting in the save. ``epochs``: how many each had trained then."""
         ids = {one.number: one._trial_id for one in self.study.get_trials(deepcopy=False)}
         self._live = {number: self.optuna.Trial(self.study, ids[number]) for number in epochs}
         self._reports = sum(
@@ -160,22 +160,22 @@ class Trials:
         return dict(self._live)
 
     def caught_up(self) -> None:
-        """The round in which the sweep was killed is done: from here on all is new."""
+        """Note that the round in which the sweep was killed is complete, so that all later reports are new."""
         self._ahead.clear()
         self._attributes.clear()
         self._reports = 0
 
     def place(self, number: int, at: int) -> None:
-        """Note in which round of the sweep a trial began."""
+        """Record the round of the sweep in which a trial began."""
         trial = self._live[number]
         if trial.user_attrs.get(ROUND) != at:
             trial.set_user_attr(ROUND, at)
 
     def report(self, number: int, values: Sequence[float], step: int, *, last: bool) -> Verdict:
-        """Report what a trial came to after epoch ``step``, and what becomes of it, which is told.
+        """Report the values of a trial after epoch ``step``. Return its state, and tell the study if it ends.
 
-        With several objectives a trial is told alone, after its last epoch: Optuna knows no reports and no pruning of
-        such.
+        With several objectives trials are only told, after their last epoch: Optuna then supports neither reports nor
+        pruning.
         """
         if len(self.signs) > 1:
             verdict = self._decided(values, last, lambda: False)
@@ -185,7 +185,7 @@ class Trials:
         return verdict
 
     def _reported(self, number: int, value: float, step: int, last: bool) -> Verdict:
-        """Report a value to the pruner, or take the decision that the study has on it."""
+        """Report a value and decide, or return the decision if the study already has the report."""
         found = self._ahead.get(number)
         if found is None or step not in found.intermediate_values:
             self._live[number].report(value, step)
@@ -242,21 +242,21 @@ class Trials:
         trial.set_user_attr(COPIES, [*before, event])
 
     def end(self, number: int, verdict: Verdict) -> None:
-        """Tell a trial that has no value."""
+        """Tell the study that a trial was pruned or failed."""
         states = self.optuna.trial.TrialState
         state = states.PRUNED if verdict is Verdict.PRUNED else states.FAIL
         self._told(number, self.study.tell(number, state=state, skip_if_finished=True))
 
     def attributes(self) -> dict[int, list[str]]:
-        """The names of what pruners have noted on the trials that are not told."""
+        """Return the names of the system attributes of each unfinished trial."""
         trials = self.study.get_trials(deepcopy=False, states=(self.optuna.trial.TrialState.RUNNING,))
         return {one.number: sorted(one.system_attrs) for one in trials if one.number in self._live}
 
 
 def as_trained(trial: FrozenTrial, study: Study) -> FrozenTrial:
-    """Return a trial with the params that it was trained with last; what it suggested is then a user attribute.
+    """Return a trial with the params of its last epochs, and its suggested values as a user attribute if they differ.
 
-    In the study itself a trial keeps what it suggested.
+    In the study itself, trials keep their suggested values.
     """
     copies = trial.user_attrs.get(COPIES)
     if not copies:
@@ -280,12 +280,12 @@ _VERDICTS = {"COMPLETE": Verdict.COMPLETE, "PRUNED": Verdict.PRUNED, "FAIL": Ver
 def _is_ours(one: FrozenTrial, run: str, alone: bool, states: Any) -> bool:
     if RUN in one.user_attrs:
         return bool(one.user_attrs[RUN] == run)
-    # Killed before its name was set.
+    # Killed before the run's name was set on the trial.
     return alone and one.state == states.RUNNING
 
 
 class _Before:
-    """A storage in which one trial has none of what was noted on it since."""
+    """A view of a storage in which one trial has only the system attributes in ``names``."""
 
     def __init__(self, storage: Any, trial_id: int, names: set[str]) -> None:
         self._own, self._trial_id, self._names = storage, trial_id, names

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-# Before a dot and a name: which function takes a value.
+# Prefixes of addresses such as "optimizer.lr": they name the function that takes a value.
 OPTIMIZER, MAKE_MODEL, LOADER, LOSS, SCHEDULER, SWEEP = (
     "optimizer",
     "make_model",
@@ -29,9 +29,9 @@ class Receiver:
     Attributes:
         prefix: its name in an address, as in ``"loss.label_smoothing"``.
         label: its name in errors.
-        names: the parameters that it takes by name, without those that hfusion passes.
-        signature: None where Python knows none, or where the names are all there is to check.
-        positional: how many arguments hfusion passes before them.
+        names: the parameters that it takes by name, except for those that hfusion passes.
+        signature: its signature; None if Python knows none, or if only names are checked.
+        positional: the number of positional arguments that hfusion passes.
         takes_others: it has ``**kwargs`` or no known signature, so that an address may have any name.
     """
 
@@ -44,7 +44,7 @@ class Receiver:
 
     @staticmethod
     def of_names(prefix: str, label: str, names: Sequence[str]) -> Receiver:
-        """Return a receiver of these names alone."""
+        """Return a receiver that takes these names only."""
         return Receiver(prefix, label, tuple(names))
 
     @staticmethod
@@ -59,7 +59,7 @@ class Receiver:
         return Receiver(prefix, f"{prefix}{signature}", tuple(p.name for p in named), signature, positional, others)
 
     def check(self, number: int, values: Mapping[str, Any]) -> None:
-        """Raise ValueError where a call with these values is missing one or has one too many."""
+        """Raise ValueError if a call with these values would miss an argument or have an unexpected one."""
         if self.signature is None:
             return
         try:
@@ -71,10 +71,10 @@ class Receiver:
 def route(number: int, values: Mapping[str, Any], receivers: Sequence[Receiver]) -> dict[str, dict[str, Any]]:
     """Return the values of a trial by the prefix of the function that takes them.
 
-    A name that no function lists goes to ``make_model``, where that has ``**kwargs``.
+    A name that is no parameter of any function goes to ``make_model``, if that has ``**kwargs``.
 
     Raises:
-        ValueError: a name that no function takes, that several take, or that one gets twice.
+        ValueError: no function takes a name, several functions do, or one function gets a name twice.
     """
     by_prefix = {receiver.prefix: receiver for receiver in receivers}
     routed: dict[str, dict[str, Any]] = {prefix: {} for prefix in (*by_prefix, LOADER, LOSS, SCHEDULER)}
@@ -118,7 +118,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return None where Python knows none."""
+    """Return the signature of a function; None if Python knows none, as for some built-in functions."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
