@@ -1,1 +1,1 @@
-"""The words that every room uses."""
+"""Basic definitions and utilities that all other packages of hfusion use."""

@@ -1,7 +1,7 @@
 """Copies of a module's arguments, so that running user code does not change the originals.
 
-Each does what its users need, and no more: `copies` for runs that only write, `aliases` and `contiguous_aliases` for
-tracers, which write nothing but leave marks, `copies_in_like_memory` where the code may see which tensors share memory.
+Use `copies` for runs that write to arguments, `aliases` and `contiguous_aliases` for tracers, which write no values but
+set attributes, and `copies_in_like_memory` for code whose result may depend on which tensors share memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _CONTAINERS = (OrderedDict, dict, list, set)
 
 
 def copies(values: Any) -> Any:
-    """Nested ``values`` with each tensor a leaf in memory of its own, which needs a gradient if the original does.
+    """Return nested ``values`` with each tensor copied to a leaf of its own, with the same ``requires_grad``.
 
-    Strides are those of the originals, as code may ask for them.
+    Strides are kept, since code may read them.
     """
     return pytree.tree_map_only(Tensor, lambda x: _like(_copied(x.detach()), x), values)
 
@@ -36,7 +36,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def aliases(values: Any) -> Any:
-    """Nested ``values`` with each tensor as another object in the same memory."""
+    """Return nested ``values`` with each tensor replaced by another tensor object in the same memory."""
     return pytree.tree_map_only(Tensor, lambda x: _like(x.detach(), x), values)
 
 
@@ -46,15 +46,15 @@ def are_contiguous(values: Any) -> bool:
 
 
 def contiguous_aliases(values: Any) -> Any:
-    """Nested ``values`` with each tensor as another object, contiguous, in the same memory where it was contiguous."""
+    """Return nested ``values`` with other, contiguous tensor objects, in the same memory if they were contiguous."""
     return pytree.tree_map_only(Tensor, lambda x: _like(x.detach().contiguous(), x), values)
 
 
 def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy in the same train and eval modes; ``memo`` as of `copy.deepcopy`.
+    """Return a deep copy in the same train and eval modes; ``memo`` is that of `copy.deepcopy`.
 
-    A module whose ``__setstate__`` calls ``__init__`` is copied in train mode by `copy.deepcopy`, which also loses what
-    users have set on parameters.
+    `copy.deepcopy` alone copies a module whose ``__setstate__`` calls ``__init__`` in train mode, and loses attributes
+    that users have set on parameters.
     """
     memo = {} if memo is None else memo
     # Most attributes of a module are empty tables of hooks, on which deepcopy spends two thirds of its time.
@@ -75,7 +75,7 @@ def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
 
 
 def copies_in_like_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies with the same strides, dtypes and need of a gradient; what shared memory shares memory again."""
+    """Return copies with the same strides, dtypes and ``requires_grad``; copies share memory if the originals do."""
     plain = [k for k, tensor in enumerate(tensors) if is_plain(tensor) and tensor.numel()]
     found = dict(zip(plain, _copied_memory([tensors[k] for k in plain]), strict=True))
     rows = [found[k] if k in found else tensor.detach().clone() for k, tensor in enumerate(tensors)]
@@ -91,7 +91,7 @@ def _like(copied: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _copied_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Every stretch of memory that tensors lie in is copied once; not the whole storage, which may be a data set."""
+    """Copy each range of memory that tensors cover once, but not the whole storage, which may be a data set."""
     spans = [_span(tensor) for tensor in tensors]
     copied: dict[int, Tensor] = {}
     group: list[int] = []
@@ -105,7 +105,7 @@ def _copied_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _span(tensor: Tensor) -> tuple[tuple[int, str], int, int]:
-    """The storage (and dtype) of a tensor, and where in it, in elements, it begins and ends."""
+    """Return the storage and dtype of a tensor, and its start and end in the storage, in elements."""
     last = int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
     start = int(tensor.storage_offset())
     return (tensor.untyped_storage()._cdata, str(tensor.dtype)), start, start + last + 1

@@ -1,4 +1,4 @@
-"""How much tensors differ, computed in float64 in pieces that stay in the processor's cache."""
+"""Differences between tensors, computed in float64 in pieces that stay in the processor's cache."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Elements that are compared at a time in host memory.
+# Number of elements that are compared at a time in host memory.
 PIECE = 1 << 17
 
 
 def norm(tensor: Tensor) -> float:
-    """The norm of the finite numbers of a tensor."""
+    """Return the norm of the finite elements of a tensor."""
     return math.hypot(*map(_finite_norm, map(_widened, _pieces(tensor))))
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """The norm of the difference of two tensors of one shape."""
+    """Return the norm of the difference of two tensors of one shape."""
     pieces = zip(_pieces(ours), _pieces(theirs), strict=True)
     return math.hypot(*(float(torch.linalg.vector_norm(_widened(one) - _widened(other))) for one, other in pieces))
 
 
 def relative_difference(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
-    """The distance over the norm of ``theirs``, which counts as ``least`` if it is smaller.
+    """Return the distance divided by the norm of ``theirs``, or by ``least`` if that is larger.
 
-    Equal non-finite values count as equal. Infinite where only one of two values is finite, or they are different
-    infinities.
+    Equal infinities count as equal, as do two NaNs. The result is infinite if a value that is not finite differs from
+    its counterpart.
     """
     gap = distance(ours, theirs)
     if not math.isfinite(gap):

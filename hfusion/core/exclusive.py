@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from hfusion.torch_private.dynamo_state import compile_lock
 
-# Reentrant, as a trace may call what traces.
+# Reentrant, since traced code may trace, too.
 tracing = threading.RLock()
 
 
@@ -30,9 +30,9 @@ def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> Itera
 
 
 class FairLock:
-    """A reentrant lock that whoever waits for it gets next.
+    """A reentrant lock: once released, it goes to a thread that waits for it.
 
-    A thread that takes one of Python's again and again, as one that trains does, may keep it from others for ever.
+    A training thread, which takes its lock again and again, may keep a lock of Python from other threads for ever.
     """
 
     def __init__(self) -> None:

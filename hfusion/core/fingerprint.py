@@ -1,4 +1,4 @@
-"""The state a function reads besides its arguments; a captured program is valid while that is unchanged."""
+"""The state that a function reads besides its arguments; a captured program is valid while it is unchanged."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _FIXED = ("torch", "numpy", "math", "functools", "operator", "itertools", "built
 
 
 class TooMuch(Exception):
-    """There is more to read than is worth reading on every call, or something that cannot be read."""
+    """The state is too large to read on every call, or has a part that cannot be read."""
 
 
 @dataclass(frozen=True, eq=False)
 class Same:
-    """Equal only to a holder of the very same object, which it keeps alive, so that its id is not used again."""
+    """A strong reference to an object that compares by identity; keeping it alive keeps its id unique."""
 
     held: Any
 
@@ -50,7 +50,7 @@ class Same:
 
 @dataclass(frozen=True, eq=False)
 class _Alive:
-    """Equal only to a holder of the very same tensor while that is there; it does not keep it alive."""
+    """A weak reference to a tensor that compares by identity; unequal to others once the tensor is gone."""
 
     ref: weakref.ref[Tensor]
     number: int
@@ -81,7 +81,7 @@ def read_state(function: Callable[..., Any]) -> Any:
     and version, but not those of a module, which are looked up in it. A state keeps no tensor alive. None if what is
     read is too much, or cannot be compared.
     """
-    # The common case first, as it is read at every step.
+    # The common case comes first, since this runs in every step.
     if type(function) is types.FunctionType and _fixed(function.__module__):
         return Same(function)
     try:
@@ -93,7 +93,7 @@ def read_state(function: Callable[..., Any]) -> Any:
 def read_model(module: nn.Module, *more: Any) -> Any:
     """Return all state that a model's forward can read, including the code of its classes, as `read_state` does.
 
-    With ``more``, such as the arguments of a call. Modules of torch and Python's own are taken to stay as they are.
+    ``more``: further values to read, such as the arguments of a call. Code of torch and Python counts as unchanged.
     """
     try:
         return _ClosureReader(classes=True).read((module, more))
@@ -102,7 +102,7 @@ def read_model(module: nn.Module, *more: Any) -> Any:
 
 
 def tensors_of(state: Any) -> Iterator[Tensor]:
-    """The tensors that count in a state and are still there."""
+    """Yield the tensors in a state that are still alive."""
     if isinstance(state, tuple):
         for item in state:
             yield from tensors_of(item)
@@ -230,7 +230,7 @@ class _ClosureReader:
 
 
 def _outside(variables: Sequence[str], names: CodeNames, space: Mapping[str, Any], met: set[int]) -> Iterator[Any]:
-    """The ``variables`` of a module, and the attributes in ``names`` of the user's modules among them."""
+    """Yield the ``variables`` of a module; of user modules among them, the attributes in ``names`` instead."""
     met.add(id(space))
     for name in variables:
         value = space.get(name)
@@ -241,7 +241,7 @@ def _outside(variables: Sequence[str], names: CodeNames, space: Mapping[str, Any
 
 
 class _Bare:
-    """Of its objects all is in their ``__dict__``."""
+    """A class whose instances have a ``__dict__`` only; its size is that of instances without slots."""
 
 
 _PLAIN_SIZE = _Bare.__basicsize__
@@ -257,9 +257,9 @@ def is_installed(module: str | None) -> bool:
 
 
 def is_user_code(module: str | None) -> bool:
-    """Return whether code of a Python module may read and keep what a capture has to know of.
+    """Return whether code of a Python module may read or keep state that a capture must know.
 
-    That of torch, numpy, Python itself and hfusion does not; that of other packages is taken for the user's own.
+    Modules of torch, numpy, Python and hfusion do not; those of other packages count as user code.
     """
     return module is not None and not is_installed(module) and module.partition(".")[0] != "hfusion"
 
@@ -269,7 +269,7 @@ _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType, types.Wr
 
 
 def _plain_function(value: Any) -> Any:
-    """The functions that a member of a class stands for."""
+    """Return the functions behind a static or class method or a property; other values as they are."""
     if isinstance(value, staticmethod | classmethod):
         return value.__func__
     return [value.fget, value.fset] if isinstance(value, property) else value

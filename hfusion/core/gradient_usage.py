@@ -1,11 +1,11 @@
 """Track which members used a parameter in a step: a model alone has no gradient for an unused parameter.
 
-A looped submodule may branch on values, so that a parameter reaches the losses of some members only. Its gradient is a
-stack all the same, with zeros in the rows of the others, and an optimizer would decay these and count a step. So a run
-of a program with looped submodules watches where gradients arrive: at the members' rows of what these submodules took,
-and at the results of the program. What depends on these follows from the graph. What is found is noted on the gradients
-themselves, where it lasts as long as they do. A program in parts has a run and a backward pass for each: what one pass
-finds of a value that the part took, `never_reached`, the pass of the part that gave it is told by `leave_out`.
+A looped submodule may branch on values, so that a parameter reaches the losses of some members only. Its gradient is
+still a stack, with zeros in the rows of the other members; an optimizer would decay these rows and count a step. A run
+of a program with looped submodules therefore hooks the places where gradients arrive: the members' rows of the inputs
+of these submodules, and the results of the program. The autograd graph tells which parameters lie behind them. Absent
+rows are stored as an attribute of the gradient. A program in parts has a run and a backward pass for each part:
+`never_reached` returns what a pass found for an input of its part, to pass to `leave_out` of the part that computed it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ABSENT = "_hfusion_absent_rows"
 _MISSING = "_hfusion_missing_rows"
 _FROZEN = "_hfusion_frozen_rows"
 _SINK = "_hfusion_sink"
-# A backward pass that breaks off leaves its notes behind.
+# Limits the notes that are left by backward passes which raised an error.
 _MAX_PASSES = 16
 
 
@@ -43,7 +43,7 @@ def absent_rows(grad: Tensor) -> Tensor | None:
 
 
 def mark_absent(grad: Tensor, rows: Tensor | None) -> None:
-    """Note on a gradient what `absent_rows` gives."""
+    """Store on a gradient the members that `absent_rows` returns."""
     if rows is not None and rows.any():
         setattr(grad, _ABSENT, rows)
         _seen.set()
@@ -52,12 +52,12 @@ def mark_absent(grad: Tensor, rows: Tensor | None) -> None:
 
 
 def frozen_rows(param: Tensor) -> Tensor | None:
-    """The members, bool ``[B]``, that do not train a stacked parameter which others train; None if there are none."""
+    """Return the members, bool ``[B]``, that do not train a stacked parameter which others train; None if all do."""
     return getattr(param, _FROZEN, None)
 
 
 def freeze_rows(param: Tensor, rows: Tensor | None) -> None:
-    """Note on a stacked parameter what `frozen_rows` gives."""
+    """Store on a stacked parameter the members that `frozen_rows` returns."""
     if rows is not None and rows.any():
         setattr(param, _FROZEN, rows)
         _seen.set()
@@ -66,14 +66,14 @@ def freeze_rows(param: Tensor, rows: Tensor | None) -> None:
 
 
 def mark_found(leaf: Tensor, grad: Tensor) -> None:
-    """Note on ``grad``, that torch.autograd.grad has just found for ``leaf``, which rows stand for no gradient."""
+    """Mark the absent rows of ``grad``, which torch.autograd.grad has just computed for ``leaf``."""
     missing = vars(leaf).pop(_MISSING, None)
     if missing is not None:
         mark_absent(grad, missing & _zero_rows(grad, missing))
 
 
 def taken(value: Tensor, members: int) -> Tensor:
-    """``value``, a leaf that a part of a program takes from another part, of which `never_reached` may be asked."""
+    """Mark ``value``, a leaf that one part of a program takes from another, for `never_reached`, and return it."""
     return mark(value, Membership("", members, True))
 
 
@@ -91,7 +91,7 @@ def leave_out(output: Tensor, members: Tensor | None) -> None:
 
 
 def _zero_rows(grad: Tensor, asked: Tensor) -> Tensor:
-    """Return which rows ``[B]`` of ``grad`` are zero; reads nothing where none is ``asked`` for."""
+    """Return which rows ``[B]`` of ``grad`` are zero; if ``asked`` is all False, return it without reading ``grad``."""
     # A row that is not zero has a gradient from elsewhere, such as a penalty on the parameter.
     return ~grad.detach().reshape(len(grad), -1).any(1).cpu() if asked.any() else asked
 
@@ -100,7 +100,7 @@ _seen = threading.Event()
 
 
 def any_absent() -> bool:
-    """Return whether any gradient of this process has had absent rows, which is cheaper than checking each gradient."""
+    """Return whether gradients of this process may have absent rows: cheaper than checking each gradient."""
     return _seen.is_set()
 
 
@@ -108,7 +108,7 @@ def any_absent() -> bool:
 class _Sink:
     """A consumer of a value: a looped submodule, row by row, or the caller.
 
-    ``leaves``: the parameters on which it depends past no result of a looped submodule. ``excluded``: the members,
+    ``leaves``: parameters it depends on without a looped submodule in between. ``excluded``: the members,
     as a mask, whose gradients do not count.
     """
 
@@ -143,11 +143,11 @@ class _Pass:
         self.reached[sink] = (self.reached[sink] | members) & ~sink.excluded
 
     def live(self, sinks: Sequence[_Sink]) -> int:
-        """The members, as a mask, of which some sink was reached."""
+        """Return the members, as a mask, for which at least one of ``sinks`` was reached."""
         return functools.reduce(operator.or_, (self.reached.get(sink, 0) for sink in sinks), 0)
 
     def finish(self) -> None:
-        """Note on the gradients that were made or added to which rows were never reached."""
+        """Mark rows that were never reached as absent in the gradients that the pass created or added to."""
         for leaf, (before, version) in self.before.items():
             grad, members = leaf.grad, self.sinks[leaf][0].members
             missing = ((1 << members) - 1) & ~self.live(self.sinks[leaf])
@@ -169,7 +169,7 @@ class _Pass:
     def _absent(
         self, leaf: Tensor, grad: Tensor, before: Tensor | None, missing: Tensor, frozen: Tensor | None
     ) -> Tensor:
-        """The members, bool ``[B]``, that have no gradient after the pass."""
+        """Return the members, bool ``[B]``, that have no gradient after the pass."""
         absent = missing & _zero_rows(grad, missing)
         earlier = absent if before is None else absent_rows(before)
         absent = torch.zeros_like(absent) if earlier is None else absent & earlier
@@ -231,12 +231,12 @@ class ProgramRun:
         return (range(members), members) if self._rows is None else (self._rows, self._total)
 
     def took(self, rows: Sequence[Tensor]) -> None:
-        """A looped submodule takes ``rows``, one for each member."""
+        """Watch the gradients of ``rows``, the inputs of a looped submodule, one for each member."""
         members, total = self._members(len(rows))
         self.took_by(members, rows, total)
 
     def took_by(self, members: Sequence[int], rows: Sequence[Tensor], total: int) -> None:
-        """Each of ``members`` of ``total`` takes its own of ``rows``."""
+        """Watch the gradients of ``rows``, one for each of ``members`` of an array of ``total``."""
         places: dict[Node, list[tuple[int, int]]] = {}
         for member, row in zip(members, rows, strict=True):
             if row.grad_fn is not None:
@@ -244,7 +244,7 @@ class ProgramRun:
         self._watch(_Sink(total), places)
 
     def gave(self, results: Sequence[Any], members: int | None = None) -> None:
-        """The run is over, and the caller gets ``results``: from the graph follows what depends on what.
+        """End the run: watch the gradients of ``results``, and find the parameters behind all watched values.
 
         ``members``: as of `watched`.
         """
@@ -274,7 +274,7 @@ class ProgramRun:
 
 
 def _arrived(sink: _Sink, places: Sequence[tuple[int, int]], grads: Sequence[Tensor | None]) -> None:
-    """Note the members whose gradients have arrived. ``places``: masks of members, each with a result of the node."""
+    """Note the members whose gradients have arrived. ``places``: masks of members, each with an output index."""
     members = 0
     for mask, result in places:
         if grads[result] is not None:
@@ -334,20 +334,20 @@ _active = threading.local()
 
 
 def running() -> ProgramRun | None:
-    """The run that this thread is in."""
+    """Return the run that this thread is in; None outside of runs."""
     return getattr(_active, "run", None)
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:
-    """The members' results as one stack."""
+    """Return the members' results as one stack."""
     watched = running() is not None and any(part.requires_grad for part in parts)
     return Join.apply(*parts) if watched else torch.stack(list(parts))  # type: ignore[no-untyped-call]
 
 
 def watched(run: Callable[..., Any], members: int | None = None) -> Callable[..., Any]:
-    """``run``, the run of a program that may have looped submodules, with an eye on what its members use.
+    """Return ``run``, which runs a program with or without looped submodules, as a function that tracks usage.
 
-    ``members``: of a part of a program, which is watched also where the looped submodules are in other parts.
+    ``members``: B, for a part of a program; its results are watched even if looped submodules are in other parts.
     """
 
     def call(*inputs: Any) -> Any:
@@ -367,7 +367,7 @@ def watched(run: Callable[..., Any], members: int | None = None) -> Callable[...
 
 @contextmanager
 def of_rows(rows: Sequence[int], total: int) -> Iterator[None]:
-    """In which programs run for members ``rows`` of an array of ``total``."""
+    """Context manager: programs run for members ``rows`` of an array of ``total``."""
     outer = getattr(_active, "rows", None), getattr(_active, "total", 0)
     _active.rows, _active.total = rows, total
     try:
@@ -378,7 +378,7 @@ def of_rows(rows: Sequence[int], total: int) -> Iterator[None]:
 
 @contextmanager
 def watching_row(tensors: Sequence[Tensor], member: int, total: int) -> Iterator[None]:
-    """Context manager in which one member of ``total`` runs alone on ``tensors``, rows of stacked parameters."""
+    """Context manager: one member of ``total`` runs alone on ``tensors``, rows of stacked parameters."""
     if not torch.is_grad_enabled() or has_transforms_active():
         yield
         return

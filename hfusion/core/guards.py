@@ -16,10 +16,10 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Guards:
-    """``examples`` are the traced inputs, all of one fake mode; the sizes of tensors are numbers or symbols."""
+    """Guards of a trace. ``examples``: its inputs, all of one fake mode, with sizes that are numbers or symbols."""
 
     examples: tuple[Any, ...]
-    # The assumptions as code, for so many of them: later passes may add some, and writing them takes milliseconds.
+    # The number of guards and their code: later passes may add guards, and writing the code takes milliseconds.
     _code: tuple[int, str | None] = field(default=(-1, None), repr=False)
 
     def hold(self, shapes: Sequence[Sequence[Any]]) -> bool:
@@ -33,13 +33,13 @@ class Guards:
             if isinstance(example, Tensor)
             for a, b in zip(example.shape, shape, strict=True)
         ]
-        # A symbol was never 0 or 1, which ShapeEnv treats apart.
+        # A symbol stands for sizes above 1: ShapeEnv specializes 0 and 1.
         if not all(a == b if isinstance(a, int) else b > 1 for a, b in pairs):
             return False
         symbols: list[tuple[Any, Any]] = [(a, b) for a, b in pairs if isinstance(a, torch.SymInt)]
         if not symbols:
             return True
-        # Strides are no matter: programs are as good for any.
+        # Strides are not compared: programs are valid for any.
         env = symbols[0][0].node.shape_env
         code = self._written([a for a, _ in symbols])
         return code is None or bool(env.evaluate_guards_expression(code, [b for _, b in symbols]))
@@ -53,7 +53,7 @@ class Guards:
         return self._code[1]
 
     def assumptions(self) -> Assumptions:
-        """The same without the trace. Raises ValueError where that cannot be said in numbers and operators alone."""
+        """Return the guards as plain data. Raises ValueError if they need more than numbers and operators."""
         sizes = tuple(
             tuple(map(fixed, example.shape)) if isinstance(example, Tensor) else None for example in self.examples
         )
@@ -69,10 +69,10 @@ class Guards:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """`Guards` as plain data: for each input its ``sizes``, None where one is open; None for what is no tensor.
+    """`Guards` as plain data. ``sizes``: of each input, with None for a dynamic size; None for other values.
 
-    ``code`` is what is asked of the open sizes, ``L["t0"]`` and so on, in Python; None if nothing is.
-    Raises ValueError for code that does more than reckon with them.
+    ``code``: a Python condition on the dynamic sizes, ``L["t0"]`` and so on; None if there is none.
+    Raises ValueError for code that does more than compute with them.
     """
 
     sizes: tuple[tuple[int | None, ...] | None, ...]
@@ -84,11 +84,11 @@ class Assumptions:
 
     @staticmethod
     def read(sizes: Sequence[Sequence[int | None] | None], code: str | None) -> Assumptions:
-        """With lists for tuples, as JSON has them."""
+        """Return assumptions from lists, as JSON has them, in place of tuples."""
         return Assumptions(tuple(None if one is None else tuple(one) for one in sizes), code)
 
     def hold(self, shapes: Sequence[Sequence[Any]]) -> bool:
-        """As `Guards.hold`."""
+        """Return whether the assumptions hold for inputs of ``shapes``, as `Guards.hold`."""
         pairs = [
             (known, size)
             for sizes, shape in zip(self.sizes, shapes, strict=True)
@@ -109,7 +109,7 @@ class Assumptions:
         return self
 
     def of_inputs(self, positions: Sequence[int]) -> Assumptions | None:
-        """Return the same of the inputs at ``positions`` alone; None if something is assumed of another one."""
+        """Return the assumptions on the inputs at ``positions`` alone; None if there are any on another input."""
         if any(sizes is not None and position not in positions for position, sizes in enumerate(self.sizes)):
             return None
         return Assumptions(tuple(self.sizes[position] for position in positions), self.code)
@@ -117,7 +117,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class InputGuards:
-    """What a trace has assumed of its inputs, which are those at ``positions`` of ``count``."""
+    """Guards of a trace whose inputs are those at ``positions`` of ``count`` inputs."""
 
     guards: Any
     positions: tuple[int, ...]
@@ -127,13 +127,13 @@ class InputGuards:
         return bool(self.guards([shapes[position] for position in self.positions]))
 
     def of_inputs(self, positions: Sequence[int]) -> InputGuards | None:
-        """As of `Assumptions`."""
+        """Return the guards for the inputs at ``positions`` alone; None if they concern another input."""
         if not set(self.positions) <= set(positions):
             return None
         return InputGuards(self.guards, tuple(map(positions.index, self.positions)), len(positions))
 
     def assumptions(self) -> Assumptions:
-        """As of `Guards`."""
+        """Return the guards as plain data, as `Guards.assumptions`."""
         assumed = self.guards.assumptions()
         sizes = dict(zip(self.positions, assumed.sizes, strict=True))
         return Assumptions(tuple(sizes.get(position) for position in range(self.count)), assumed.code)
@@ -149,7 +149,7 @@ class AllHold:
         return all(part(shapes) for part in self.parts)
 
     def of_inputs(self, positions: Sequence[int]) -> AllHold:
-        """Return what is assumed of the inputs at ``positions`` alone."""
+        """Return the guards of those traces that concern only inputs at ``positions``."""
         parts = [part.of_inputs(positions) for part in self.parts]
         return AllHold(tuple(part for part in parts if part is not None))
 
@@ -163,7 +163,7 @@ _RECKONING = {"math": math, "torch": torch, "max": max, "min": min}
 
 @cache
 def _checked(code: str) -> CodeType:
-    """``code`` compiled, if it reckons with sizes and does nothing else."""
+    """Return ``code`` compiled. Raises ValueError if it does more than compute with sizes."""
     tree = ast.parse(code, mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _NODES):
@@ -176,14 +176,14 @@ def _checked(code: str) -> CodeType:
 
 
 def _is_reckoning(node: ast.Attribute) -> bool:
-    """Such as ``math.floor`` and ``torch.sym_max``."""
+    """Return whether an attribute is a function such as ``math.floor`` or ``torch.sym_max``."""
     if not isinstance(node.value, ast.Name) or node.value.id not in ("math", "torch"):
         return False
     return node.value.id == "math" or node.attr.startswith("sym_") or node.attr.startswith("_sym_")
 
 
 def fixed(size: Any) -> int | None:
-    """A size that a trace has fixed, perhaps while it went on; None if it is open."""
+    """Return a size that a trace has specialized, perhaps later in the trace; None if it is dynamic."""
     if isinstance(size, int):
         return size
     known = size.node.maybe_as_int()

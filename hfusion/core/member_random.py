@@ -5,7 +5,7 @@ All random operators of a fused program draw through `draw`. While `recording` i
 members draw (`DrawnBy`), a draw has their rows.
 
 A program that is compiled for a CPU draws from a seed of each member instead (`MemberSeeds`): the numbers of a member
-then hang neither on how many others there are nor on which of them a program computes.
+then depend neither on the number of other members nor on which of them a program computes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _active = _Recording()
 
 @contextmanager
 def recording() -> Iterator[list[Tensor]]:
-    """Collect every draw that this thread makes inside, in order; each is ``[B, *S]``. Not for nested use."""
+    """Context manager: collect every draw of this thread, in order; each is ``[B, *S]``. Not for nested use."""
     outer, draws = _active.draws, list[Tensor]()
     _active.draws = draws
     try:
@@ -66,7 +66,7 @@ _ROWS = "_hfusion_rows"
 
 
 def draws_of(draws: Sequence[Tensor], member: int) -> list[Tensor]:
-    """Return one member's rows of recorded draws, those in which it has one."""
+    """Return one member's rows of recorded draws, without draws that it did not make."""
     found = []
     for drawn in draws:
         rows = getattr(drawn, _ROWS, None)
@@ -78,7 +78,7 @@ def draws_of(draws: Sequence[Tensor], member: int) -> list[Tensor]:
 
 
 class DrawnBy:
-    """Calls ``fn``, which draws, for members ``rows`` only: from their seeds, where there are some."""
+    """Calls ``fn``, which draws random numbers, for members ``rows`` only, from their seeds if seeds are active."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
@@ -119,10 +119,10 @@ Keys: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(eq=False)
 class MemberSeeds:
-    """Random numbers of neighbouring members, computed from ``seeds``, an integer for each, and their place alone.
+    """Random numbers of members, computed only from ``seeds``, an integer for each, and from the numbers' positions.
 
-    ``count``: how many draws there were; each has numbers of its own. ``more``: how many more each member has made than
-    ``count``, where members differ in that.
+    ``count``: the number of draws so far; each gives different numbers. ``more``: further draws of each member, if
+    members differ in their number of draws.
     """
 
     seeds: Tensor
@@ -130,12 +130,12 @@ class MemberSeeds:
     more: tuple[int, ...] = ()
 
     def of_rows(self, rows: Sequence[int]) -> MemberSeeds:
-        """Return the numbers of some of the members, which go on where these are."""
+        """Return a source for some of the members, which continues after the draws made so far."""
         seeds = torch.cat([self.seeds[row : row + 1] for row in rows])
         return MemberSeeds(seeds, self.count, tuple(self.more[row] for row in rows) if self.more else ())
 
     def count_rows(self, rows: Sequence[int], own: MemberSeeds) -> None:
-        """Note what members ``rows`` have drawn from ``own``, that `of_rows` gave."""
+        """Count the draws that members ``rows`` have made from ``own``, which `of_rows` returned."""
         more = list(self.more or (0,) * self.seeds.shape[0])
         for row in rows:
             more[row] += own.count - self.count
@@ -157,7 +157,7 @@ class MemberSeeds:
         return low, _stored(_hashed(((self.seeds >> 32) & _WORD) ^ low))
 
     def uniform(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """Numbers from 0 up to 1, ``shape`` is ``[B, *S]``; of float64 53 bits, of other types 24."""
+        """Return uniform numbers in [0, 1), ``shape`` is ``[B, *S]``; 53 bits for float64, 24 for other dtypes."""
         size = 1
         for length in shape[1:]:
             size = size * length
@@ -165,7 +165,7 @@ class MemberSeeds:
         return uniform_at(self.keys(), places, dtype)
 
     def normal(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """Normal numbers, ``[B, *S]``: where a uniform one lies in their distribution."""
+        """Return normal numbers ``[B, *S]``, the inverse of the distribution function at uniform numbers."""
         bits = 53 if dtype is torch.float64 else 24
         found: Tensor = torch.special.ndtri(self.uniform(shape, dtype) + 0.5 * 2.0**-bits)
         return found
@@ -175,7 +175,7 @@ def uniform_at(keys: Keys, places: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute some of the numbers of a draw.
 
     Args:
-        keys: of the draw, as `MemberSeeds.keys` returns them.
+        keys: the keys of the draw, from `MemberSeeds.keys`.
         places: indices ``[1, *S]`` into a member's numbers.
     """
     low, high = (key.view(-1, *[1] * (places.dim() - 1)) for key in keys)
@@ -191,7 +191,7 @@ def _stored(keys: Tensor) -> Tensor:
     """Return ``keys`` such that Inductor stores them in memory, as it does with concatenated tensors.
 
     Otherwise it inlines the hash of a key into that of each number: compiling a step with one dropout in float64
-    takes 8 s of Python in place of 4.
+    takes 8 s of Python instead of 4.
     """
     return torch.cat([keys, keys])[: keys.shape[0]]
 
@@ -227,7 +227,7 @@ def member_seeds() -> MemberSeeds | None:
 
 @contextmanager
 def seeded(seeds: Tensor | Callable[[], Tensor] | None) -> Iterator[None]:
-    """In which operators that can draw from ``seeds``, an integer for each member; a function is called if one does."""
+    """Context manager: operators that can draw from ``seeds``, an integer per member, or a function that makes them."""
     outer = _seeded.source, _seeded.make
     _seeded.source = MemberSeeds(seeds) if isinstance(seeds, Tensor) else None
     _seeded.make = None if isinstance(seeds, Tensor) else seeds
@@ -239,7 +239,7 @@ def seeded(seeds: Tensor | Callable[[], Tensor] | None) -> Iterator[None]:
 
 @contextmanager
 def seeds_of_rows(rows: Sequence[int]) -> Iterator[None]:
-    """In which some of the members draw what they would draw among all of them."""
+    """Context manager: members ``rows`` draw the numbers that they would draw among all members."""
     source = member_seeds()
     if source is None:
         yield
@@ -250,7 +250,7 @@ def seeds_of_rows(rows: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def keyed(keys: Tensor | None) -> Iterator[None]:
-    """In which `new_seeds` of members hang on these ``keys``, an integer for each, and not on their number."""
+    """Context manager: `new_seeds` depends on ``keys``, an integer per member, not on the number of members."""
     outer, _seeded.keys = _seeded.keys, keys
     try:
         yield
@@ -259,7 +259,7 @@ def keyed(keys: Tensor | None) -> Iterator[None]:
 
 
 def new_seeds(members: int) -> Tensor:
-    """One for each member, from torch's generator."""
+    """Return a seed for each member, from torch's generator and the keys of `keyed`, if any."""
     keys = _seeded.keys
     if keys is None:
         return torch.empty(members, dtype=torch.int64, device="cpu").random_()

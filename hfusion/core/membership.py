@@ -28,9 +28,9 @@ class Membership:
     """The mark of a fused module's tensor: ``name`` is its key in the state dict, ``members`` is B.
 
     ``stacked``: the first dimension is the member; otherwise the tensor is one object for all members. ``padded``:
-    members' own may be smaller, and are filled up with zeros. ``alone``: the tensor is that of one model, which is in
-    no array; ``members`` is 1, and there is no dimension for it. ``shapes``: those of the members' own where members
-    differ in that, None for a member that has no such tensor; empty where all fill their rows.
+    members' tensors may be smaller than a row, which is padded with zeros. ``alone``: the tensor is of a single model
+    outside of arrays; ``members`` is 1, and there is no dimension for it. ``shapes``: shapes of the members' tensors if
+    they differ, None for a member that has no such tensor; empty if all fill their rows.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Membership:
 
 
 def member_rows(tensor: torch.Tensor, mark: Membership) -> torch.Tensor:
-    """A tensor, or a state or gradient of it, as ``[B, *shape]``: that of a model in no array as its only row."""
+    """Return a tensor, or its state or gradient, as ``[B, *shape]``; B is 1 if one model or all members own it."""
     return tensor if mark.stacked else tensor.unsqueeze(0)
 
 
 def own_row(tensor: torch.Tensor, mark: Membership, member: int) -> torch.Tensor | None:
-    """The part of a stack, or of a gradient or state of it, that one member fills, a view; None if it has none.
+    """Return the part of a stack, or of its gradient or state, that a member fills, a view; None if it has none.
 
     A state whose rows are not of the stack's shape, such as a count, is returned as a whole row.
     """
@@ -96,7 +96,7 @@ def has_rows(tensor: torch.Tensor) -> bool:
     return found is not None and found.stacked
 
 
-# A remedy of `check_whole_stack`.
+# A remedy to pass to `check_whole_stack`.
 TAKE_BEFORE = "take members, fused[i] and fused.unfuse(), before fully_shard"
 
 
@@ -140,7 +140,7 @@ def added_after(stack: torch.Tensor, number: int) -> bool:
 
 
 def own_hook(hook: Any) -> Any:
-    """Mark a hook as one that an array puts on its members."""
+    """Mark a hook as registered by an array on its members, not by the user, and return it."""
     setattr(hook, _OWN_HOOK, True)
     return hook
 

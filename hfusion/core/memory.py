@@ -44,7 +44,7 @@ def has_address(tensor: Tensor) -> bool:
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Equal in value, shape and dtype; a number that is none equals itself."""
+    """Return whether two tensors are equal in value, shape and dtype; NaN equals NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     one, other = one.detach(), other.detach()
@@ -61,7 +61,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     if (one.is_contiguous() and other.is_contiguous()) or one.dtype != other.dtype or not same:
         return True
-    # Stretches that interleave, as columns of one matrix do.
+    # Ranges of memory may interleave without an overlap, as columns of a matrix do.
     begin = min(one.storage_offset(), other.storage_offset())
     met = torch.zeros((max(end, last) - min(first, start)) // one.element_size(), dtype=torch.bool, device="cpu")
     met.as_strided(one.size(), one.stride(), one.storage_offset() - begin).fill_(True)

@@ -15,7 +15,7 @@ from hfusion.core.errors import FusionError
 
 # Attributes of tensors that belong to this package and to Dynamo.
 _PRIVATE = ("_hfusion_", "_dynamo_")
-# Of a stack: what `mark_stack` has set on it.
+# Attribute of a stack: the values that `mark_stack` has set on it.
 _OURS = "_hfusion_marks"
 
 
@@ -32,7 +32,7 @@ class DifferingMark:
         )
 
     def __getattr__(self, name: str) -> Any:
-        # copy and pickle look for methods.
+        # copy and pickle look for special methods, which must not raise a FusionError.
         if name.startswith("__") or name == "_text":
             raise AttributeError(name)
         return self._refuse()
@@ -62,7 +62,7 @@ def user_class(parameter: Tensor) -> type[nn.Parameter] | None:
 def keep_marks(copied: Tensor, original: Tensor, memo: dict[int, Any] | None = None) -> Tensor:
     """Give ``copied``, a parameter as nn.Parameter makes them, the class and the attributes of ``original``.
 
-    memo: that of the copy.deepcopy in which values are copied; without it they are the same objects.
+    memo: the memo of copy.deepcopy, to copy the values with; None: the values are not copied.
     """
     kind = user_class(original)
     if kind is not None and type(copied) is nn.Parameter:
@@ -76,8 +76,8 @@ def keep_marks(copied: Tensor, original: Tensor, memo: dict[int, Any] | None = N
 def mark_stack(stack: Tensor, name: str, rows: Sequence[Tensor], same: Container[str]) -> None:
     """Give a stack the class and attributes on which its members agree, and a `DifferingMark` for the others.
 
-    rows: a parameter of each variant of members. same: names of attributes that all have with equal values, each after
-    the ``name`` of the parameter. Attributes that the user has given to the stack stay.
+    rows: a parameter of each variant of members. same: attributes with equal values in all members, as ``name``, a dot
+    and the attribute. Attributes that the user has given to the stack stay.
     """
     classes = {user_class(row) for row in rows}
     if type(stack) is nn.Parameter and len(classes) == 1 and (kind := classes.pop()) is not None:
@@ -86,7 +86,7 @@ def mark_stack(stack: Tensor, name: str, rows: Sequence[Tensor], same: Container
     ours: dict[str, Any] = getattr(stack, _OURS, {})
     for key in dict.fromkeys(key for found in values for key in found):
         if key not in vars(stack) or (key in ours and vars(stack)[key] is ours[key]):
-            # References to parts of a model are different objects in each member.
+            # References to tensors or modules of a model are different objects in each member.
             agreed = f"{name}.{key}" in same and not isinstance(values[0][key], Tensor | nn.Module)
             ours[key] = values[0][key] if agreed else DifferingMark(key, name)
             setattr(stack, key, ours[key])

@@ -42,10 +42,10 @@ class Capture:
     """One member's forward as a graph of ATen operators without in-place writes.
 
     ``slots`` describe the placeholders in order; ``constants`` are tensors that belong to the graph.
-    ``guards`` tells whether the graph holds for inputs of other shapes, empty for what is no tensor; ``modes`` are the
-    submodules whose train or eval mode forward changes, by path. ``calls`` are the operators that the code called, and
-    ``meta["call"]`` of a node its place there; ``size_uses`` the numbers that met sizes that vary. ``needs_strides``:
-    the graph holds for inputs whose dims have the same order in memory only.
+    ``guards`` tells whether the graph is valid for inputs of other shapes, empty for what is no tensor; ``modes`` are
+    the submodules whose train or eval mode forward changes, by path. ``calls`` are the operators that the code called,
+    and ``meta["call"]`` of a node its index there; ``size_uses`` the numbers that met sizes that vary.
+    ``needs_strides``: the graph is valid only for inputs whose dims have the same order in memory.
     """
 
     graph: fx.Graph

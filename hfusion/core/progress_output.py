@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn, TextColumn
     from rich.table import Table
 
-# Seconds from one drawing of the bars to the next; a notebook sends each to a browser.
+# Minimum seconds between two redraws of the bars; a notebook sends each redraw to a browser.
 _REDRAW, _REDRAW_NOTEBOOK = 0.1, 0.5
 
 
@@ -26,10 +26,10 @@ def redraws(console: Console) -> bool:
 
 
 class ProgressBars:
-    """Bars of rich that are drawn over, or not drawn at all where nothing can be; their text is no markup.
+    """Progress bars of rich, redrawn in place, or not drawn where output cannot be redrawn.
 
-    In a notebook rich would draw by ipywidgets, of which the notebook's file, and a page made of it, keep nothing; here
-    it is an output like others, that is replaced.
+    In a notebook rich would draw with ipywidgets, which the notebook's file, and a page made of it, do not keep; here
+    the bars are an ordinary output that is replaced.
     """
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
@@ -38,7 +38,7 @@ class ProgressBars:
 
         self.draws = redraws(console)
         self._notebook = self.draws and console.is_jupyter
-        # rich's own thread, which would draw them, is not awaited in the end.
+        # No auto_refresh: rich does not wait for its drawing thread at the end.
         self.progress = Progress(
             *columns, console=console, auto_refresh=False, disable=self._notebook or not self.draws
         )
@@ -61,7 +61,7 @@ class ProgressBars:
             self.progress.stop()
 
     def draw(self) -> None:
-        """Show what was updated, if it is not just drawn."""
+        """Redraw the bars, unless they were drawn a moment ago."""
         if perf_counter() - self._drawn > self._pause:
             self._draw()
 
@@ -91,7 +91,7 @@ class Tenths:
         self._told = _tenths(done, total)
 
     def reached(self, done: int, total: int) -> bool:
-        """``total`` may have become less meanwhile."""
+        """Return whether another tenth of the steps is done. ``total`` may have decreased in the meantime."""
         before, self._told = self._told, max(self._told, _tenths(done, total))
         return self._told > before
 

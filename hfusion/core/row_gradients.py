@@ -1,9 +1,9 @@
-"""Gradients of a stack and of its members as one memory, so that changes on either side are seen on the other.
+"""Gradients of a stack and of its members in shared memory, so that a change of either is seen in the other.
 
 ``stack.grad`` is ``[B, *shape]``; the parameters of a member are leaves of their own, in the memory of its row, with a
-``grad`` of their own. These are tied: a member's is a view of its row of the stack's. A row of which a member has no
-gradient (never computed, or cleared by zero_grad) is zero and noted as absent, see `usage.absent_rows`. Autograd is
-watched where it accumulates; what is assigned or cleared by hand is seen at the next backward, call or step.
+``grad`` of their own. These are tied: a member's gradient is a view of its row of the stack's gradient. If a member has
+no gradient (never computed, or cleared by zero_grad), its row is zero and marked as absent, see `absent_rows`. Hooks
+run where autograd accumulates; gradients assigned or cleared by hand are noticed at the next backward, call or step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NONE = (None, None)
 
 
 def settle(params: Iterable[Tensor]) -> None:
-    """Let the gradients of ``params``, stacks or members' parameters, be those that were last computed or assigned."""
+    """Synchronise the gradients of ``params``, stacks or members' parameters: the latest change counts."""
     if _used.is_set():
         for param in params:
             tie = _tied.get(id(param))
@@ -46,7 +46,7 @@ class RowGradients:
         self.stack = stack
         self._watched = watched
         self.rows: dict[int, Tensor] = {}
-        # The gradients of stack and row as they were left.
+        # The gradients of the stack and of each row as last synchronised.
         self._left: dict[int, tuple[Tensor | None, Tensor | None]] = {}
         self._whole: Tensor | None = None
         self._absent: Tensor | None = None
@@ -58,7 +58,7 @@ class RowGradients:
         _tied[id(param)] = weakref.ref(self, partial(_tied_gone, id(param)))
 
     def tie(self, row: int, param: Tensor) -> None:
-        """Let ``param`` be the parameter of member ``row``; where it replaces one, its gradient counts."""
+        """Make ``param`` the parameter of member ``row``; if it replaces one, the gradient of ``param`` counts."""
         if self.rows.get(row) is not param:
             left = self._left.get(row)
             self.untie(row)
@@ -76,7 +76,7 @@ class RowGradients:
         self._left.pop(row, None)
 
     def untie(self, row: int) -> None:
-        """Let go of the parameter of member ``row``."""
+        """Stop tracking the parameter of member ``row``."""
         before = self.rows.pop(row, None)
         self._left.pop(row, None)
         if before is not None:
@@ -84,12 +84,12 @@ class RowGradients:
             self._unwatch(id(before))
 
     def untie_all(self) -> None:
-        """Let go of all members' parameters."""
+        """Stop tracking all members' parameters."""
         for row in list(self.rows):
             self.untie(row)
 
     def watch(self) -> None:
-        """Look on where autograd accumulates; again after a conversion, which makes other nodes."""
+        """Hook the nodes at which autograd accumulates; needed again after a conversion, which creates new nodes."""
         for param in (self.stack, *self.rows.values()):
             self._watch(param)
 
@@ -120,7 +120,7 @@ class RowGradients:
         return grad if frozen is None else grad.index_fill(0, frozen.nonzero().reshape(-1).to(grad.device), 0)
 
     def after(self) -> None:
-        """The stack has accumulated: all members have a gradient, but those that do not train it."""
+        """Update absent rows after the stack has accumulated, and call the hooks of members' parameters."""
         whole, live = self.stack.grad, reached(self.stack)
         if whole is not None and (self._absent is not None or absent_rows(whole) is not None):
             absent = torch.zeros(len(whole), dtype=torch.bool, device="cpu") if self._absent is None else self._absent
@@ -143,7 +143,7 @@ class RowGradients:
                 self.settle([row])
 
     def settle(self, rows: Iterable[int] | None = None) -> None:
-        """Let both sides be what changed last, for ``rows``, or for those that are watched."""
+        """Synchronise both sides, for ``rows`` or for the watched rows; the latest change counts."""
         stack, whole = self.stack, self.stack.grad
         if self._moved():
             return
@@ -172,12 +172,12 @@ class RowGradients:
         self._whole = stack.grad
 
     def _moved(self) -> bool:
-        """Whether the stack is on another device during a run; its members follow afterwards."""
+        """Return whether the stack is on another device during a run; its members follow afterwards."""
         stack, row = self.stack, next(iter(self.rows.values()), None)
         return row is not None and (stack.device != row.device or not fits_row(row, stack))
 
     def _let_agree(self, whole: Tensor | None, gone: list[bool], changed: Sequence[Any]) -> None:
-        """Of ``changed``, rows with their parameters, and the gradients as they were left, let the newer side hold."""
+        """Copy the newer side over the other. ``changed``: rows, parameters, and the last synchronised gradients."""
         stack, views = self.stack, None
         cleared = all(param.grad is None and left is not None and whole is before for _, param, before, left in changed)
         if cleared and len(changed) == len(stack):
@@ -202,7 +202,7 @@ class RowGradients:
         self._left |= {row: (stack.grad, param.grad) for row, param, _, _ in changed}
 
     def _write(self, whole: Tensor, row: int, param: Tensor, gone: list[bool]) -> None:
-        """The gradient of the member, or none, into the row."""
+        """Write the member's gradient, or zeros if it has none, into its row."""
         target = leading(whole.detach()[row], param.shape)
         gone[row] = param.grad is None
         if param.grad is None:
@@ -231,7 +231,7 @@ def _tied_gone(key: int, _: Any) -> None:
 
 
 def _before(tie: RowGradients, whole: bool) -> Any:
-    """A hook that does not keep the tie alive, which keeps the hooked node."""
+    """Return a hook with a weak reference to the tie, which itself keeps the hooked node alive."""
     found = weakref.ref(tie)
 
     def hook(grads: tuple[Tensor | None, ...]) -> Any:

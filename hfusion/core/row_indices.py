@@ -1,4 +1,4 @@
-"""Rows of a stack that move: which member goes where, and the stacks after it."""
+"""Row indices of members, and stacks whose rows are moved, copied, cut or padded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def leading(row: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the part of a member's ``row`` of a stack that its own tensor of ``shape`` fills, a view."""
+    """Return the leading part of a member's ``row`` of a stack that its tensor of ``shape`` fills, a view."""
     return row if row.shape == tuple(shape) else row[tuple(slice(size) for size in shape)]
 
 
 def cut_rows(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the part of ``rows [n, ...]`` that rows of ``shape`` have, a view.
+    """Return the leading part of ``rows [n, ...]`` that rows of ``shape`` fill, a view.
 
-    All is returned of rows with another number of dims.
+    Rows with another number of dims are returned whole.
     """
     if rows.dim() != len(shape) + 1 or rows.shape[1:] == tuple(shape):
         return rows
@@ -26,7 +26,7 @@ def cut_rows(rows: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def padded_rows(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``rows [n, ...]`` with rows of ``shape``: cut, and filled up with zeros; themselves if they are so."""
+    """Return ``rows [n, ...]`` cut and zero-padded to rows of ``shape``; the same tensor if they have that shape."""
     if rows.shape[1:] == tuple(shape):
         return rows
     padded, common = rows.new_zeros(len(rows), *shape), _common(shape, rows.shape[1:])
@@ -35,22 +35,22 @@ def padded_rows(rows: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _common(shape: Sequence[int], other: Sequence[int]) -> tuple[slice, ...]:
-    """The leading part that rows of both shapes have."""
+    """Return slices of the leading part that rows of both shapes have."""
     return tuple(map(slice, map(min, zip(shape, other, strict=True))))
 
 
 def write_rows(stack: Tensor, rows: Sequence[int], values: Tensor) -> None:
     """Write ``values [len(rows), ...]`` into ``rows`` of a stack.
 
-    Where rows have another size, as padding is of another length, the common leading part is written, and the rest of
-    these rows is zero.
+    If the rows differ in size, as with different padding, the common leading part is written, and the rest of these
+    rows is set to zero.
     """
     index = torch.tensor(list(rows), device=stack.device)
     stack.index_copy_(0, index, padded_rows(values, stack.shape[1:]).to(stack.device, stack.dtype))
 
 
 def kept(rows: Sequence[int], members: int) -> list[int]:
-    """The sources of an array of ``rows`` alone. Raises ValueError."""
+    """Return the source rows of an array that keeps only ``rows``. Raises ValueError."""
     found = [row_of(row, members) for row in rows]
     if not found:
         raise ValueError(f"keep got no rows of an array of {members} members: an array has one member at least")
@@ -59,7 +59,7 @@ def kept(rows: Sequence[int], members: int) -> list[int]:
 
 
 def copied(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> list[int]:
-    """The sources where ``src`` are written over ``dst``. Raises ValueError."""
+    """Return the source row of each member if ``src`` is copied over ``dst``. Raises ValueError."""
     sources = list(range(members))
     for one, other in pairs(src, dst, members):
         sources[other] = one
@@ -67,7 +67,7 @@ def copied(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> 
 
 
 def pairs(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> list[tuple[int, int]]:
-    """``(src, dst)`` of each copy. Raises ValueError."""
+    """Return the pairs ``(src, dst)`` of rows to copy. Raises ValueError."""
     targets = rows_of(dst, members)
     origins = [row_of(src, members)] * len(targets) if is_row(src) else rows_of(src, members)
     if len(origins) != len(targets):
@@ -79,14 +79,14 @@ def pairs(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> l
 
 
 def rows_of(rows: int | Sequence[int], members: int) -> list[int]:
-    """One row, or several. Raises ValueError."""
+    """Return one or several rows as a list of numbers from 0 on. Raises ValueError."""
     if is_row(rows) or not isinstance(rows, Iterable):
         return [row_of(rows, members)]
     return [row_of(row, members) for row in rows]
 
 
 def row_of(row: Any, members: int) -> int:
-    """A row as a number from 0 on. Raises ValueError."""
+    """Return a row, which may be negative, as a number from 0 on. Raises ValueError."""
     try:
         found = operator.index(row)
     except TypeError as error:
@@ -97,7 +97,7 @@ def row_of(row: Any, members: int) -> int:
 
 
 def is_row(rows: Any) -> bool:
-    """Return whether the argument is a single row. Arrays of one number have ``__index__``, too."""
+    """Return whether the argument is a single row. Arrays with one element have ``__index__``, too."""
     return hasattr(rows, "__index__") and getattr(rows, "ndim", 0) == 0
 
 
@@ -111,11 +111,11 @@ def check_once(rows: Sequence[int]) -> None:
 def moved_rows(
     stack: Tensor, sources: Sequence[Any], given: Mapping[int, Tensor | None], shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Return ``stack`` with rows ``sources``; in place if it keeps its width and the shape of a row.
+    """Return ``stack`` with rows ``sources``; in place if neither the number nor the shape of rows changes.
 
     Args:
-        given: the rows that join, by index; None is zeros. One that is smaller than a row is filled up with zeros.
-        shape: of a row afterwards, filled up with zeros or cut; None: as before.
+        given: the rows that join, by index; None for zeros. Smaller ones are padded with zeros.
+        shape: the new shape of a row, which is padded with zeros or cut; None: unchanged.
     """
     moves = [(index, source) for index, source in enumerate(sources) if isinstance(source, int)]
     if shape is not None and stack.shape[1:] != tuple(shape):
@@ -140,13 +140,13 @@ def moved_rows(
     return target
 
 
-# Bytes of a row from which on rows are copied one by one. Memory for all of them at once is fresh, and to get it from
-# the system took fifty times as long as to copy eight rows of 4 MiB (two cores).
+# Rows of at least this many bytes are copied one by one. Copying all at once needs fresh memory; getting it from the
+# system took fifty times as long as copying eight rows of 4 MiB (two cores).
 _LARGE_ROW = 1 << 16
 
 
 def _move(stack: Tensor, changed: Sequence[tuple[int, int]]) -> None:
-    """Write rows over rows ``(index, source)`` of one stack, all read before one is written."""
+    """Copy rows ``(index, source)`` within a stack, as if all were read before one is written."""
     indices, origins = zip(*changed, strict=True)
     if stack[0].numel() * stack.element_size() < _LARGE_ROW:
         place = torch.tensor(indices, device=stack.device)
@@ -158,7 +158,7 @@ def _move(stack: Tensor, changed: Sequence[tuple[int, int]]) -> None:
 
 
 def _runs(moves: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Rows that stay neighbours: ``(start, stop, source)``."""
+    """Yield runs of consecutive rows with consecutive sources: ``(start, stop, source)``."""
     start = 0
     for k in range(1, len(moves) + 1):
         if k == len(moves) or moves[k] != (moves[k - 1][0] + 1, moves[k - 1][1] + 1):
@@ -167,5 +167,5 @@ def _runs(moves: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 
 def blocks_of(members: int, size: int) -> list[range]:
-    """Neighbouring members, ``size`` of them; the last block has those that are left."""
+    """Return blocks of ``size`` consecutive members; the last block has the rest."""
     return [range(start, min(start + size, members)) for start in range(0, members, size)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def process_start(number: int) -> str | None:
-    """Return when a process was started, in clock ticks since the machine was; None where that is not known.
+    """Return when a process was started, in clock ticks since the machine started; None if that is not known.
 
-    Numbers of processes are given again; a number together with its start is not.
+    Process ids are reused; an id together with its start time is unique.
     """
     try:
         # The name, in parentheses, may have spaces.
@@ -20,7 +20,7 @@ def process_start(number: int) -> str | None:
 
 
 def is_running(number: int, start: str | None) -> bool | None:
-    """Return whether the process that was started at ``start`` runs; None where this system does not tell."""
+    """Return whether the process that was started at ``start`` runs; None if the system does not report it."""
     if os.name != "posix":
         return None
     try:

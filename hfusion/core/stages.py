@@ -1,4 +1,4 @@
-"""Every stage between a model and its programs: looked at by a checker, and written down as text.
+"""Stages between a model and its programs, which can be checked, and written to files as text.
 
 ``HFUSION_DUMP=folder`` writes each stage to a file of its own, ``0007-Net-batched.txt``, in the order in which they
 came about, and checks it; ``HFUSION_CHECK=1`` checks alone, as all tests do.
@@ -14,11 +14,11 @@ from pathlib import Path
 
 
 class BrokenProgram(AssertionError):
-    """A pass gave a graph that does not hold what graphs of its kind must: a bug of hfusion, never of a model."""
+    """A pass returned a graph that violates the rules for its kind: a bug of hfusion, never of a model."""
 
 
 def stage(subject: str, name: str, text: Callable[[], str], check: Callable[[], None]) -> None:
-    """One stage of ``subject``. It is written before it is checked, so that one that is broken can be read.
+    """Write and check one stage of ``subject``, if enabled. It is written first, so that a broken stage can be read.
 
     Raises BrokenProgram if the ``check`` does.
     """

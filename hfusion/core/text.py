@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from urllib.parse import quote
 
-# Of a name in a folder; most file systems take 255.
+# Length to which a file name is cut before its hash; most file systems allow 255.
 MAX_FILE_NAME = 200
 
 
 def readable(count: float) -> str:
-    """Bytes with binary prefixes.
+    """Return a number of bytes with a binary prefix.
 
     >>> readable(3 * 1024**3)
     '3.0GiB'
@@ -24,9 +24,9 @@ def readable(count: float) -> str:
 
 
 def file_name(name: str, safe: str = "") -> str:
-    """A name as that of a file or folder: another for every name, which stays in the folder where it is made.
+    """Return a file name for ``name``: a different one for each name, and never a path to another folder.
 
-    Letters of ASCII, digits, ``_-.~`` and those of ``safe`` stay as they are.
+    ASCII letters, digits, ``_-.~`` and characters in ``safe`` stay as they are, except for a leading dot.
 
     >>> file_name("../a_b"), file_name("a b", safe=" ")
     ('%2E.%2Fa_b', 'a b')
@@ -36,12 +36,12 @@ def file_name(name: str, safe: str = "") -> str:
         found = f"%2E{found[1:]}"
     if 0 < len(found) <= MAX_FILE_NAME:
         return found
-    # Only these names have a percent sign before a character that is no digit.
+    # Only these names have a percent sign that is not followed by a hexadecimal digit.
     return f"{found[:MAX_FILE_NAME]}%~{blake2b(name.encode(), digest_size=16).hexdigest()}"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """A line for each row, columns of one width: so many begin at the left, the others end at the right.
+    """Return a line for each row, in aligned columns: the first ``left`` at the left, the others at the right.
 
     >>> aligned([("a", "1"), ("bc", "10")], left=1)
     ['a    1', 'bc  10']

@@ -1,4 +1,4 @@
-"""Settings of torch and of the process that code can ask for: a program of that code holds while they stay the same."""
+"""Settings of torch and the process that code can read: a program of such code is valid while they are unchanged."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ SETTINGS: Mapping[str, Callable[[], Any]] = {
     "environ": _environment,
     "getenv": _environment,
 }
-"""By the name by which code asks for it, how a setting is read."""
+"""Functions that read settings, by the name that code uses for them."""
 
 
 RANDOM_STATE = frozenset({"initial_seed", "get_rng_state"})
-"""Functions that tell the state of random numbers, which is another at every call."""
+"""Functions that return the state of random numbers, which differs at every call."""
 
 
 def asked_settings(names: Collection[str]) -> tuple[Callable[[], Any], ...]:
-    """The settings that code with these ``names`` in it may ask for."""
+    """Return functions that read the settings which code with these ``names`` in it may read."""
     return tuple(dict.fromkeys(read for name, read in SETTINGS.items() if name in names))
 
 
 def read_settings(settings: Collection[Callable[[], Any]]) -> tuple[Any, ...]:
-    """The present values, hashable."""
+    """Return the present values of ``settings``, hashable."""
     return tuple([read() for read in settings])

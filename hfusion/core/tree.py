@@ -9,7 +9,7 @@ Kind: TypeAlias = type | tuple[type, ...]
 
 
 def leaves(tree: Any, kind: Kind) -> Iterator[Any]:
-    """The items of ``kind`` in a tree, in order."""
+    """Yield the items of ``kind`` in a tree, in order."""
     if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, list | tuple):
@@ -26,7 +26,7 @@ def holds(tree: Any, kind: Kind) -> bool:
 
 
 def change(tree: Any, kind: Kind, fn: Callable[[Any], Any]) -> Any:
-    """The tree with ``fn`` applied to every item of ``kind``; lists and tuples keep their class."""
+    """Return the tree with ``fn`` applied to every item of ``kind``; lists and tuples keep their class."""
     if isinstance(tree, kind):
         return fn(tree)
     if isinstance(tree, list | tuple):

@@ -1,1 +1,1 @@
-"""Arrays whose members come and go while they train, with all that belongs to them."""
+"""Populations: members that join, leave and are copied while they train, with all of their state."""

@@ -16,15 +16,15 @@ from hfusion.population.update_guard import Buffers
 
 @dataclass
 class Accumulation:
-    """The members' updates.
+    """Progress of the members' updates.
 
     Attributes:
         calls: how many calls make an update, int64 ``[rows]``.
-        begun: the number that all members began with, which holds for those that join; None if theirs differed.
+        begun: the number that all members began with, the default for joining members; None if they differed.
         done: how many calls of the present update were made, int64 ``[rows]``.
-        spoilt: whose present update has a loss that is not finite, bool ``[rows]``.
+        spoilt: members whose present update has a loss that is not finite, bool ``[rows]``.
         sums: the gradients of the present updates.
-        buffers: what forward writes to, as it was before the present updates; None where nobody needs it.
+        buffers: copies of what forward writes to, from before the present updates; None if not needed.
     """
 
     calls: Tensor
@@ -36,7 +36,7 @@ class Accumulation:
 
     @staticmethod
     def of(calls: int | Sequence[int] | Tensor, members: int) -> Accumulation:
-        """Members before their first call. Raises ValueError for numbers that are none, or too few."""
+        """Return the state of members before their first call. Raises ValueError for invalid or too few ``calls``."""
         counts = _counts(calls, members)
         begun = int(counts[0]) if bool((counts == counts[0]).all()) else None
         nothing = torch.zeros(members, dtype=torch.int64, device="cpu")
@@ -59,7 +59,7 @@ class Accumulation:
         return self.calls.double().reciprocal()
 
     def hold_buffers(self, fused: FusedModule) -> None:
-        """Note what forward may write to, of members that begin an update."""
+        """Save the tensors that forward may write to, for members that begin an update."""
         if not self.sums_gradients:
             self.buffers = Buffers(fused)
             return
@@ -70,7 +70,7 @@ class Accumulation:
             self.buffers.renew(begins)
 
     def count(self, training: Tensor) -> Tensor:
-        """Count a call of members ``training``; return who is in the midst of no update any more, bool ``[rows]``."""
+        """Count a call of members ``training``. Return, bool ``[rows]``, who completes an update or does not train."""
         self.done = self.done + training
         return (self.done == self.calls) | ~training
 
@@ -81,7 +81,7 @@ class Accumulation:
             self.buffers, self.sums = None, GradientSums(len(self.done))
 
     def restart(self, rows: Sequence[int], calls: int | Sequence[int] | Tensor | None) -> Accumulation:
-        """Return it with members that start in ``rows``. Raises ValueError where nobody said their ``calls``."""
+        """Return it with ``calls`` of members that start in ``rows``. Raises ValueError for None if members differ."""
         if calls is None and self.begun is None:
             raise ValueError("accumulate differs between the members: give it for those that join, accumulate=...")
         counts = self.calls.clone()
@@ -89,14 +89,14 @@ class Accumulation:
         return replace(self, calls=counts)
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Forget what members ``rows`` were in the midst of."""
+        """Discard the unfinished updates of members ``rows``."""
         mask = torch.zeros_like(self.spoilt)
         mask[list(rows)] = True
         self.sums.clear(rows)
         self.end(mask)
 
     def of_rows(self, rows: Sequence[int], part: FusedModule) -> Accumulation:
-        """A copy of that of members ``rows``, for an array ``part`` of them."""
+        """Return a copy of the state of members ``rows``, for an array ``part`` of them."""
         places = list(rows)
         buffers = None if self.buffers is None else self.buffers.of_rows(places, part)
         return replace(
@@ -109,7 +109,7 @@ class Accumulation:
         )
 
     def put_rows(self, rows: Sequence[int], part: Accumulation, fused: FusedModule) -> None:
-        """Let members ``rows`` of ``fused`` be where the first members of ``part`` are."""
+        """Copy the progress of the first members of ``part`` to members ``rows`` of ``fused``."""
         count, places = len(rows), list(rows)
         if part.underway or self.underway:
             self.sums.put_rows(places, part.sums, fused)
@@ -127,7 +127,7 @@ class Accumulation:
         return self.rearranged(range(len(fused)), fused) if fused._array.has_variants and self.underway else self
 
     def rearranged(self, sources: Sequence[int], fused: FusedModule) -> Accumulation:
-        """That of members ``sources`` of before, of an array ``fused`` whose rows have moved already."""
+        """Return it with row b taken from row ``sources[b]``, for an array ``fused`` whose rows have moved already."""
         return self.of_rows(sources, fused)
 
 

@@ -14,7 +14,7 @@ from hfusion.population.best import marked_tensors
 
 
 def checked_weights(weights: Tensor | Sequence[float] | None, rows: Sequence[int]) -> dict[int, float]:
-    """The share of each row in a mean, those above 0; they sum to 1. Raises ValueError."""
+    """Return each row's share of a mean, without shares of 0; they sum to 1. Raises ValueError for invalid weights."""
     if not rows:
         raise ValueError("average of no rows: give at least one member")
     if weights is None:
@@ -31,10 +31,10 @@ def checked_weights(weights: Tensor | Sequence[float] | None, rows: Sequence[int
 
 @torch.no_grad()
 def mean_tensors(fused: FusedModule, shares: dict[int, float]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The stacks by key, each with the mean ``[*shape]`` of the rows in ``shares``, which have the same tensors.
+    """Yield key, stack and mean ``[*shape]`` of each tensor over the rows in ``shares``, which have the same tensors.
 
-    Of what is no floating-point number, such as BatchNorm's count of batches, there is no mean: it is that of the last
-    row, as `torch.optim.swa_utils.AveragedModel` has the buffers of the model that it got last.
+    Integer tensors, such as BatchNorm's count of batches, are not averaged but copied from the last row, as
+    `torch.optim.swa_utils.AveragedModel` copies the buffers of its latest model.
     """
     rows = list(shares)
     share = torch.tensor(list(shares.values()), dtype=torch.float64, device="cpu")
@@ -50,7 +50,7 @@ def mean_tensors(fused: FusedModule, shares: dict[int, float]) -> Iterator[tuple
 
 
 def weighted_mean(values: Tensor, shares: Tensor) -> Tensor:
-    """The mean over the first dim, whose ``shares`` sum to 1; halves are averaged in float32."""
+    """Return the mean over the first dim, weighted by ``shares``. Half precision is averaged in float32."""
     wide = values.float() if values.dtype.itemsize < 4 else values
     mean: Tensor = torch.tensordot(shares.to(wide), wide, 1)
     return mean.to(values.dtype)

@@ -28,13 +28,13 @@ _SAVED = "population/best"
 
 @dataclass(frozen=True)
 class BestRecord:
-    """The best that a member has been. A copy of a member has the record of its source, and the same tensors.
+    """A member's best state so far. A copy of a member has the record of its source, and the same tensors.
 
     Attributes:
-        score: the metric then; NaN while no metric was a number.
-        age: the updates that the member had had; -1 while there is no score.
-        waited: the metrics since then that were no improvement.
-        weights: parameters and buffers then, by key, on the device of the array; empty while there is no score.
+        score: the best metric; NaN while no metric was a number.
+        age: the member's number of updates at that time; -1 while there is no score.
+        waited: the number of metrics since then, none of which was an improvement.
+        weights: parameters and buffers at that time, by key, on the array's device; None while there is no score.
     """
 
     score: float = math.nan
@@ -44,19 +44,19 @@ class BestRecord:
 
 
 def member_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor]]:
-    """The stacks ``[B, *shape]`` of the members' parameters and buffers by key, tied ones once."""
+    """Yield the stacks ``[B, *shape]`` of the members' parameters and buffers with their keys, tied ones once."""
     for name, tensor, mark in marked_tensors(fused):
         yield name, member_rows(tensor, mark)
 
 
 def tensors_of_member(fused: FusedModule, row: int) -> dict[str, Tensor]:
-    """A member's own parameters and buffers by key, tied ones once: views of the array's."""
+    """Return a member's parameters and buffers by key, as views of the array's tensors; tied ones once."""
     rows = {name: own_row(tensor, mark, row) for name, tensor, mark in marked_tensors(fused)}
     return {name: own for name, own in rows.items() if own is not None}
 
 
 def marked_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor, Membership]]:
-    """The members' parameters and buffers by key, tied ones once, as the array holds them, with their marks."""
+    """Yield key, tensor of the array and mark of the members' parameters and buffers, tied ones once."""
     visited: set[int] = set()
     fused._views.update(fused)
     for name, tensor in tensors(fused):
@@ -114,7 +114,7 @@ class BestMembers:
     def update(
         self, metrics: Tensor | Sequence[float], *, mode: Literal["min", "max"] = "min", least: float = 0.0
     ) -> list[int]:
-        """Keep the weights of members whose metric has improved by more than ``least``: the rows of these.
+        """Keep the weights of members whose metric has improved by more than ``least``, and return their rows.
 
         ``metrics`` has a number for each row; NaN is no improvement.
 
@@ -142,7 +142,7 @@ class BestMembers:
 
     @torch.no_grad()
     def restore(self, rows: int | Sequence[int] | None = None) -> list[int]:
-        """Write the best weights into their members, all or those in ``rows``: the rows that were written.
+        """Write the best weights into their members, all or those in ``rows``, and return the written rows.
 
         A member without a record stays as it is, and so do all optimizers and schedules.
         """
@@ -157,14 +157,14 @@ class BestMembers:
         return list(written)
 
     def clear(self, rows: int | Sequence[int] | None = None) -> None:
-        """Forget the records of all members, or of those in ``rows``, and give their memory back."""
+        """Remove the records of all members, or of members in ``rows``, and free their memory."""
         pop = self._population
         for row in range(len(pop)) if rows is None else rows_of(rows, len(pop)):
             self._records.pop(pop.tags[row] or "", None)
 
     @torch.no_grad()
     def __getitem__(self, row: int) -> nn.Module:
-        """A copy of the member in ``row`` as it was at its best. Raises ValueError where there is no record."""
+        """Return a copy of the member in ``row`` with its best weights. Raises ValueError if there is no record."""
         pop = self._population
         with pop._lock:
             (index,) = rows_of(row, len(pop))
@@ -180,7 +180,7 @@ class BestMembers:
 
 
 def no_best(tag: str, row: int) -> ValueError:
-    """The error for a member without a record."""
+    """Return the error for a member without a record."""
     return ValueError(f"{tag!r} in row {row} has no best weights: call pop.best.update(metrics) before")
 
 
@@ -198,7 +198,7 @@ def copy_records(records: dict[str, BestRecord], pairs: Sequence[tuple[str, str]
 
 
 def write_records(writer: SaveWriter, records: Mapping[str, BestRecord], roll: Roll) -> None:
-    """Let a save hold the records of its members, as stacks on the CPU; nothing if there are none."""
+    """Add the members' records to a save, as stacks on the CPU; nothing if there are none."""
     rows = [records.get(roll.tag(row), BestRecord()) for row in roll.live]
     if not any(record.weights is not None or record.waited for record in rows):
         return
@@ -221,7 +221,7 @@ def write_records(writer: SaveWriter, records: Mapping[str, BestRecord], roll: R
 
 
 def read_records(wide: SaveReader, rows: Sequence[str | None], fused: FusedModule) -> dict[str, BestRecord]:
-    """The records of the members in ``rows`` by name; saves may have none. Raises CheckpointError for other shapes."""
+    """Return the records of the members in ``rows`` by name, if any. Raises CheckpointError if shapes differ."""
     differ = isinstance(fused, FusedModule) and fused._array.has_variants
     records, start = {}, 0
     for saved, places in wide.parts:

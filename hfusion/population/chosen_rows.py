@@ -1,4 +1,4 @@
-"""A step of some members of a population: that of a small population of these, whose state is then written back."""
+"""Steps of some members of a population: a small population makes them, and its state is written back."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from hfusion.population.population import ArrayGroup
 
 
-# Sets of structures for which a small population is kept; the oldest go first.
+# Number of small populations that are cached, by set of structures; the least recently used is evicted.
 MAX_STRUCTURES = 8
 
 
 @dataclass(eq=False)
 class ChosenRows:
-    """The small population ``part`` that computes for some members of ``whole``, filled again at each step."""
+    """A small population ``part`` that steps some members of ``whole``; `load` fills it before each step."""
 
     whole: ArrayGroup
     part: ArrayGroup
@@ -38,7 +38,7 @@ class ChosenRows:
 
     @staticmethod
     def of(whole: ArrayGroup, places: Sequence[int]) -> ChosenRows:
-        """Raises FusionError where rows cannot be stepped apart."""
+        """Create it for the rows ``places``. Raises FusionError if they cannot be stepped separately."""
         array = GatheredRows.of(whole.fused, places)
         small, large = dict(array.array.named_parameters()), dict(whole.fused.named_parameters())
         params: dict[Tensor, Tensor] = {large[name]: param for name, param in small.items()}
@@ -53,13 +53,13 @@ class ChosenRows:
         return ChosenRows(whole, part, array, state)
 
     def fits(self) -> bool:
-        """Whether the population still has the tensors that this was made for."""
+        """Return whether the population still has the tensors for which this was created."""
         whole, part = self.whole, self.part
         same = part._function is whole._function and part._compiles == whole._compiles
         return same and self.state.whole is whole.optimizer and self.array.fits() and self.state.fits()
 
     def load(self, rows: Sequence[int], width: int) -> None:
-        """Be members ``rows`` as they are now, and free rows up to ``width``."""
+        """Copy the present state of members ``rows`` to ``part``, followed by free rows up to ``width``."""
         whole, part = self.whole, self.part
         part._roll = whole._roll.of_rows(rows, width)
         places = part._roll.places
@@ -82,7 +82,7 @@ class ChosenRows:
         part._step.at_once = None if whole._common else whole._widths.at_once(width)
 
     def store(self, rows: Sequence[int]) -> None:
-        """Let members ``rows`` be what the first members here are."""
+        """Write the state of the first members of ``part`` back to members ``rows`` of ``whole``."""
         whole, part = self.whole, self.part
         whole._updates.put_rows(rows, part._updates, whole.fused)
         self.array.store(len(rows))
@@ -93,7 +93,7 @@ class ChosenRows:
 
 
 def step_rows(pop: ArrayGroup, rows: Any, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-    """The step of members ``rows``; see `Population.step`."""
+    """Make a step of members ``rows``; see `Population.step`."""
     check_keyword(pop, "rows")
     chosen = rows_of(rows, len(pop))
     check_once(chosen)
@@ -154,7 +154,7 @@ def check_stacked(given: Any, rows: Sequence[int]) -> None:
 
 
 def _filled(leaf: Any, width: int) -> Any:
-    """A stacked argument of ``width`` members: those of free rows are as the first."""
+    """Return a stacked argument with ``width`` entries; those of free rows repeat the first."""
     if isinstance(leaf, Ragged):
         return Ragged([*leaf, *[leaf[0]] * (width - len(leaf))])
     if not is_stacked(leaf) or len(leaf.tensor) == width:

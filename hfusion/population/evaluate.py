@@ -16,7 +16,7 @@ from hfusion.population.member_metrics import check_metric, joined_batches, memb
 def evaluate(
     fused: FusedModule, metric: Callable[..., Any], loader: Iterable[Any], members: Mapping[int, str]
 ) -> dict[int, float]:
-    """``metric`` of each of ``members`` by row, over all batches ``(inputs, target)`` of ``loader``, in eval mode."""
+    """Return the ``metric`` of each of ``members``, by row, over all batches of ``loader``, in eval mode."""
     check_metric(metric)
     return member_metrics(_batches(fused, loader), metric, members)
 
@@ -31,7 +31,7 @@ def outputs(fused: FusedModule, loader: Iterable[Any]) -> tuple[Any, Any]:
 
 
 def _batches(fused: FusedModule, loader: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The members' outputs and the target of each batch."""
+    """Return the members' outputs and the target of each batch."""
     batches = []
     with fused.evaluating():
         for batch in loader:
@@ -42,7 +42,7 @@ def _batches(fused: FusedModule, loader: Iterable[Any]) -> list[tuple[Any, Any]]
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Inputs and target of a batch. Raises ValueError."""
+    """Return the inputs and the target of a batch. Raises ValueError if it is not a pair."""
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Gradients of a population between its program and its update: of scaled losses, and of several calls."""
+"""Gradients of a population between backward and update: weighted, and summed over several calls."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hfusion.optim.group import membership_of
 
 
 def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss with the values of ``loss`` and gradients times a weight, for targets of `weighed`."""
+    """Return ``loss`` for targets of `weighed`: with the same values, and gradients multiplied by the weight."""
 
     @wraps(loss, updated=())
     def found(output: Any, target: Any) -> Any:
         value = loss(output, target["target"])
         held = value.detach()
-        # Nothing is added, whatever the weight; where there is no finite value, no finite one comes out.
+        # The added term is zero for every finite weight; a value that is not finite stays so.
         weight = target["weight"].to(torch.promote_types(value.dtype, torch.float32))
         return held + (value - held) * weight
 
@@ -34,14 +34,14 @@ def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def weighed(target: Any, weights: Tensor, scaler: GradScaler | None, device: torch.device) -> dict[str, Any]:
-    """A target with a weight of each member, float64 ``[B]``, times its scale, on ``device``."""
+    """Return ``target`` with each member's weight, float64 ``[B]``, times its loss scale, on ``device``."""
     return {"target": target, "weight": stacked(sent(weights if scaler is None else scaler.scale(weights), device))}
 
 
 class GradientSums:
-    """The sums of the gradients of several calls, which a compiled step would write over.
+    """Gradients summed over several calls, kept outside of ``grad``, which a compiled step overwrites.
 
-    Members are at different places in their updates: a row without a call so far is zero, and noted as absent.
+    Members may have made different numbers of calls: a row without a call so far is zero, and marked as absent.
 
     Attributes:
         sums: by the key of a parameter, ``[rows, ...]``.
@@ -55,13 +55,13 @@ class GradientSums:
 
     @torch.no_grad()
     def add(self, fused: FusedModule) -> None:
-        """Add those of one call."""
+        """Add the gradients of one call."""
         for name, param in fused.named_parameters():
             if param.grad is None:
                 continue
             grad, absent = member_rows(param.grad, membership_of(param)), absent_rows(param.grad)
             if name not in self.sums:
-                # A step that is replayed has its gradients in the same memory again.
+                # Cloned, since a replayed step writes its gradients to the same memory again.
                 self.sums[name], self.absent[name] = grad.clone(), absent
                 continue
             before = self.absent[name]
@@ -70,7 +70,7 @@ class GradientSums:
 
     @torch.no_grad()
     def take(self, fused: FusedModule, due: Tensor) -> None:
-        """Let the parameters have those of members ``due``, bool ``[rows]``, whose next call is the first again."""
+        """Write the sums of members ``due``, bool ``[rows]``, to the parameters' ``grad``, and begin new sums."""
         everybody = bool(due.all())
         for name, param in fused.named_parameters():
             param.grad = None
@@ -95,7 +95,7 @@ class GradientSums:
             self.sums, self.absent = {}, {}
 
     def of_rows(self, rows: Sequence[int], module: nn.Module) -> GradientSums:
-        """Copies of those of members ``rows``, which are the members of ``module``."""
+        """Return copies of the sums of members ``rows``, which are the members of ``module``."""
         part, shapes = GradientSums(len(rows)), _row_shapes(module) if self.sums else {}
         for name in self.sums.keys() & shapes.keys():
             absent = self.absent[name]
@@ -104,7 +104,7 @@ class GradientSums:
         return part
 
     def put_rows(self, rows: Sequence[int], part: GradientSums, module: nn.Module) -> None:
-        """Write those of the first members of ``part`` over those of members ``rows`` of ``module``."""
+        """Write the sums of the first members of ``part`` over those of members ``rows`` of ``module``."""
         count, places, shapes = len(rows), list(rows), _row_shapes(module) if part.sums else {}
         for name in [*self.sums, *(name for name in part.sums if name not in self.sums)]:
             theirs, gone = part.sums.get(name), part.absent.get(name)
@@ -122,7 +122,7 @@ class GradientSums:
             self.absent[name] = absent
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Forget those of members ``rows``."""
+        """Discard the sums of members ``rows``."""
         for name, value in self.sums.items():
             value[list(rows)] = 0
             absent = self.absent[name]
@@ -132,5 +132,5 @@ class GradientSums:
 
 
 def _row_shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """The shape of a row of each trained stack, by key; of a plain model's parameters themselves."""
+    """Return the shape of a row of each stacked parameter, by key; for a plain model, the parameter's own shape."""
     return {name: member_rows(p, membership_of(p)).shape[1:] for name, p in module.named_parameters()}

@@ -14,7 +14,7 @@ _WORD = (1 << 63) - 1
 
 
 def seeded(device: str, number: int, key: int) -> Tensor:
-    """Return the state of a generator with which group ``key`` begins the step that drew ``number``."""
+    """Return the generator state with which group ``key`` begins the step that drew ``number``."""
     seed = (number * 0x5851F42D4C957F2D + key) & _WORD
     return torch.Generator(device).manual_seed(seed).get_state()
 
@@ -22,11 +22,11 @@ def seeded(device: str, number: int, key: int) -> Tensor:
 class GroupDraws:
     """Seeds the generators of torch for each group of a step, from one number that the step draws.
 
-    A step in which nobody draws leaves the generators as they were before it.
+    A step in which no group draws leaves the generators as they were before it.
 
     Attributes:
-        number: what the step drew.
-        used: whether a group has drawn.
+        number: the random number that the step drew.
+        used: whether a group has drawn random numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class GroupDraws:
 
     @contextmanager
     def of_group(self, key: int) -> Iterator[None]:
-        """Inside, torch draws what depends on the step and ``key`` alone."""
+        """Context manager: torch's random numbers depend only on the step and ``key``."""
         states = {kind: seeded(kind, self.number, key) for kind in self._before}
         self._backend.set_random_states(states)
         try:
@@ -52,5 +52,5 @@ class GroupDraws:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put the generators where the next step finds them."""
+        """Restore the generators; if a group has drawn, the CPU's stays advanced by the draw of ``number``."""
         self._backend.set_random_states({**self._before, "cpu": self._drawn} if self.used else self._before)

@@ -30,13 +30,13 @@ class GroupOptions:
     """The arguments of a population of any models.
 
     Attributes:
-        total: how many members it began with; what the optimizer has a value of for each has so many.
-        schedules: what makes the scheduler of each of these; None for a population without.
-        scaler: with the scales that they began with.
-        limits: the bounds of gradients that they began with.
-        updates: of how many calls their updates began to be.
-        begun: the hyper-parameters of each param group that members began with before a save was loaded; None: those
-            that ``optimizer`` gives.
+        total: the number of initial members, which is the length of optimizer options with a value per member.
+        schedules: the function that makes each initial member's scheduler; None without schedulers.
+        scaler: the scaler, with the scales of the initial members; None without one.
+        limits: the gradient limits of the initial members.
+        updates: the numbers of calls per update of the initial members.
+        begun: after a load, the hyper-parameters of each param group that the saved members once began with; None:
+            those that ``optimizer`` sets.
         others: see `hfusion.Population`.
     """
 
@@ -69,7 +69,7 @@ class GroupOptions:
         memory: str | int | None = None,
         processes: int | None = None,
     ) -> GroupOptions:
-        """Raises ValueError for a list of another length than ``total``, or a loss that is per member already."""
+        """Create options. Raises ValueError for a list without ``total`` values, or a loss of `hfusion.per_model`."""
         check_loss_function(loss)
         if processes is not None and (not is_row(processes) or processes < 0):
             raise ValueError(f"processes={processes!r}: a whole number of processes, or None for one for each core")
@@ -83,7 +83,7 @@ class GroupOptions:
         return GroupOptions(total, *given)
 
     def with_begun(self, group: ArrayGroup) -> GroupOptions:
-        """Return the options of a population whose members began with what those of ``group`` did."""
+        """Return the options with the initial values of ``group``, which joining members get by default."""
         limits = self.limits
         for name in ("norm", "value"):
             ours, theirs = getattr(limits, name), getattr(group._limits, name)
@@ -97,7 +97,7 @@ class GroupOptions:
         return replace(self, limits=limits, scaler=scaler, updates=updates, begun=begun)
 
     def _begin(self, group: ArrayGroup) -> None:
-        """Let a group know what members began with."""
+        """Set the values that a group uses as defaults of joining members: those that all members began with."""
         group._updates.begun = self.updates.begun
         if self.begun is not None and len(self.begun) == len(group.optimizer.begun):
             group.optimizer.begun = [dict(values) for values in self.begun]
@@ -113,7 +113,7 @@ class GroupOptions:
         return given or self.schedules[0]
 
     def array(self, models: Sequence[nn.Module] | PlainModule, rows: Sequence[int]) -> ArrayGroup:
-        """A group of models that the population begins with in ``rows``."""
+        """Create a group of the models that the population begins with in ``rows``."""
         kind = PlainMember if isinstance(models, PlainModule) else ArrayGroup
         group = kind(
             cast(Any, models),
@@ -145,7 +145,7 @@ class GroupOptions:
         accumulate: int | None,
         hypers: Mapping[str, Any],
     ) -> PlainMember:
-        """A member that joins later. Raises ValueError where a value is wrong, or is missing as members differ."""
+        """Create a member that joins later. Raises ValueError if a value is invalid, or missing if members differ."""
         limits = self.limits.with_rows([0], *clips).rearranged([0])
         calls = self.updates.restart([0], accumulate).calls[:1]
         scaler = copy.deepcopy(self.scaler)
@@ -169,7 +169,7 @@ class GroupOptions:
         return member
 
     def group_of(self, members: Sequence[MemberState], shared: Collection[int]) -> ArrayGroup:
-        """A group of members that have trained: an array, or one plain member. Raises FusionError."""
+        """Create a group of members that have trained: an array, or one plain member. Raises FusionError."""
         models = [member.model for member in members]
         placeholders = [0] * len(members)
         group = self.array(PlainModule(models[0], shared) if len(models) == 1 else models, placeholders)

@@ -1,4 +1,4 @@
-"""The updates of a step of several groups, made where the gradients of all are finite."""
+"""Updates of several groups in one step: immediate, or deferred until the gradients of all are checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GroupUpdates:
-    """Updates of groups, each right after its gradients; ``together``: all after the gradients of the last group."""
+    """Makes each group's update right after its gradients; ``together``: all after the gradients of the last group."""
 
     def __init__(self, together: bool) -> None:
         self._together = together
@@ -26,9 +26,9 @@ class GroupUpdates:
 
     @contextmanager
     def of_group(self, members: ArrayGroup, rows: Sequence[int | None], whole: bool = True) -> Iterator[None]:
-        """Inside, a group makes its step, or some of its members do.
+        """Context manager: a group, or some of its members, make a step.
 
-        ``rows``: the population's row of each of its own.
+        ``rows``: the population's row of each row of the group.
         """
         if not self._together:
             yield
@@ -42,15 +42,15 @@ class GroupUpdates:
             members._deferred = None
 
     def add(self, members: ArrayGroup, losses: Tensor, due: Tensor) -> None:
-        """Let an update wait: of a group, or of some of its members that compute apart for this step."""
+        """Defer an update of a group, or of some of its members that are stepped separately."""
         self._waiting.append((self._rows, members, losses, due))
 
     def finish(self, write: Callable[[], object]) -> None:
-        """Let what is done after an update wait, too."""
+        """Defer ``write``, which runs after the deferred updates."""
         self._finishing.append(write)
 
     def make(self) -> None:
-        """Make the updates that wait. Raises NonFiniteError before the first of them, for all that went bad."""
+        """Make the deferred updates. If values of members are not finite, raise a NonFiniteError before the first."""
         bad: list[tuple[int, str]] = []
         for rows, members, losses, due in self._waiting:
             places = members._roll.places or range(len(rows))

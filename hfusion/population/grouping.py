@@ -12,7 +12,7 @@ from hfusion.capture.compare_models import check_alone, check_models, check_pair
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import FusionError
 
-# Characters of a reason; the messages of a capture name all attributes in which members differ.
+# Maximum length of a reason: the messages of a capture name all attributes in which members differ.
 _LONGEST = 300
 
 
@@ -37,7 +37,7 @@ class PopulationGroup:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Models, by index, that nothing but their forwards keeps apart, or one model."""
+    """Indices of models that may share an array unless their forwards differ, or of one model."""
 
     models: tuple[int, ...]
     why: str
@@ -45,7 +45,7 @@ class Candidates:
 
 UNIQUE = "no other member has its modules and shapes"
 TWINS = "members of the same modules and shapes"
-# By whether the members of an array may differ in submodules.
+# Reasons, by whether the members of an array may differ in submodules.
 TOGETHER = {False: TWINS, True: "members that were fused as variants, as they differ in submodules"}
 
 
@@ -56,7 +56,7 @@ def signature(model: nn.Module) -> Any:
 
 
 def shortened(reason: str) -> str:
-    """A reason that fits in a line."""
+    """Return a reason as one line, cut to the maximum length."""
     text = " ".join(reason.split())
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
@@ -65,7 +65,7 @@ def grouped(models: Sequence[nn.Module]) -> list[Candidates]:
     """Divide models into those that may share an array.
 
     Raises:
-        FusionError: what is no model, or models in different groups that train one tensor together.
+        FusionError: no or invalid models, or models in different groups that train one tensor together.
     """
     if len(models) == 0:
         raise FusionError("a population got an empty list; give it at least one model")
@@ -79,7 +79,7 @@ def grouped(models: Sequence[nn.Module]) -> list[Candidates]:
 
 
 def _of_bucket(models: Sequence[nn.Module], bucket: Sequence[int]) -> list[Candidates]:
-    """Models of one signature, by what an array can honour."""
+    """Divide models of one signature into groups that can each be an array."""
     if len(bucket) == 1:
         return [Candidates((bucket[0],), _why_alone(models[bucket[0]]) or UNIQUE)]
     groups: list[Candidates] = []
@@ -104,7 +104,7 @@ def _of_bucket(models: Sequence[nn.Module], bucket: Sequence[int]) -> list[Candi
 
 
 def _why_alone(model: nn.Module) -> str:
-    """Why a model can be in no array; empty if it can."""
+    """Return why a model cannot be part of any array; empty if it can."""
     try:
         check_alone(0, model)
     except FusionError as error:
@@ -113,7 +113,7 @@ def _why_alone(model: nn.Module) -> str:
 
 
 def _why_apart(model: nn.Module, other: nn.Module) -> str:
-    """Why two models cannot share an array; empty if their structure allows it."""
+    """Return why two models cannot share an array; empty if their structure allows it."""
     try:
         check_pair(model, 1, other)
     except FusionError as error:
@@ -141,7 +141,7 @@ def _check_trained(models: Sequence[nn.Module], groups: Sequence[Candidates]) ->
 
 
 def trained_memory(model: nn.Module) -> Mapping[str, Any]:
-    """Return the memory of each trained parameter of a model."""
+    """Return the device and address of each trained parameter of a model, by name."""
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel())
     return {name: (parameter.device, _address(parameter)) for name, parameter in trained}
 
@@ -151,7 +151,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def shared_frozen(models: Sequence[nn.Module], others: Sequence[nn.Module] = ()) -> frozenset[int]:
-    """The ids of frozen parameters of ``models`` that lie where one of another model lies, also of ``others``."""
+    """Return the ids of frozen parameters of ``models`` whose memory another model, also of ``others``, shares."""
     owners: dict[Any, set[int]] = {}
     for number, model in enumerate([*models, *others]):
         for parameter in model.parameters():

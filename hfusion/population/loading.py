@@ -1,4 +1,4 @@
-"""Populations from what was saved of one, or of several."""
+"""Populations loaded from one save or from several."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def loaded_members(
     random: bool,
     options: dict[str, Any],
 ) -> tuple[ArrayGroup | MixedMembers, GroupOptions]:
-    """The members of the latest saves, and the options of their population; see `hfusion.Population.load`.
+    """Return the members of the latest saves and the population's options; see `hfusion.Population.load`.
 
-    options: the arguments of the population that were given; a scheduler also by name.
+    options: the population's arguments that the user has passed; ``scheduler`` may be a dict by name.
     """
     saves = saves_of(root)
     wanted = [names] if isinstance(names, str) else names
@@ -67,7 +67,7 @@ def loaded_members(
 
 
 def _agreed(saves: Sequence[Saved], name: str) -> Any:
-    """An option of the populations that were saved; None in saves of before. Raises CheckpointError."""
+    """Return an option on which all saves agree; None for saves of older versions. Raises CheckpointError."""
     values = {saved.body["population"].get(name) for saved in saves}
     if len(values) > 1:
         raise CheckpointError(

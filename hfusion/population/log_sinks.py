@@ -23,9 +23,9 @@ class LogSink(Protocol):
 
 
 class Csv:
-    """A file with the columns step, member, name, value; an existing one goes on.
+    """A file with the columns step, member, name, value; rows are appended to an existing file.
 
-    What was written is in the file, also where the process is killed. ``purge_step``: rows of this step and later are
+    Written rows are in the file even if the process is killed. ``purge_step``: rows of this step and later are
     removed first. Raises ValueError for a file of other columns.
     """
 
@@ -43,7 +43,7 @@ class Csv:
             self._file.flush()
 
     def _go_on(self, path: Path, purge_step: int | None) -> None:
-        """Leave whole rows only, of steps before ``purge_step``."""
+        """Remove an unfinished last row, and rows of ``purge_step`` and later, from an existing file."""
         with path.open("rb") as content:
             content.seek(-1, os.SEEK_END)
             torn = content.read() != b"\n"
@@ -57,7 +57,7 @@ class Csv:
                 return
             kept = [*rows]
         if torn:
-            # The machine went down in the middle of it; its number may have lost digits.
+            # The last row was not written to its end, and its number may have lost digits.
             kept.pop()
         aside = path.with_name(f"{path.name}.part")
         with aside.open("w", newline="", encoding="utf-8") as after:
@@ -74,9 +74,9 @@ class Csv:
 
 
 class TensorBoard:
-    """A run for each member, in a folder of its name, where what is no letter of ASCII is written as in a URL.
+    """A run for each member, in a folder of its name, with special characters escaped as in a URL.
 
-    ``purge_step``: what folders show of this step and later from before is hidden. Needs the package tensorboard.
+    ``purge_step``: earlier values of this step and later ones are hidden. Needs the package tensorboard.
     """
 
     def __init__(self, folder: str | os.PathLike[str], purge_step: int | None = None) -> None:
@@ -101,7 +101,7 @@ class TensorBoard:
 class Wandb:
     """A run for each member of the service Weights & Biases. Needs the package wandb; ``options`` go to its init.
 
-    With ``id`` each member's run has an id made of it and the member's name, and goes on where there is one.
+    With ``id``, the id of each member's run is made of it and the member's name, and an existing run is resumed.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ class Wandb:
 class Mlflow:
     """A run for each member of an experiment of MLflow. Needs the package mlflow.
 
-    Inside of a run that is active in this experiment they are its children; where that one goes on, so do they.
+    If a run is active in this experiment, they are its children; if it is resumed, so are its children.
     """
 
     def __init__(self, experiment: str) -> None:
@@ -148,7 +148,7 @@ class Mlflow:
         self._begun: set[str] = set()
 
     def _children(self) -> dict[str, str]:
-        """The runs that are in the active one already."""
+        """Return the ids of the active run's children, by name."""
         found: dict[str, str] = {}
         for key, parent in self._parent.items():
             token: Any = None
@@ -178,7 +178,7 @@ class Mlflow:
 
 
 def _imported(module: str, package: str) -> Any:
-    """Raises ImportError that says how to install what is missing."""
+    """Return a module. Raises an ImportError that says how to install it."""
     try:
         return import_module(module)
     except ImportError as error:

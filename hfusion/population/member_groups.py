@@ -26,7 +26,7 @@ class MemberGroups(nn.Module):
 
     Args:
         groups: fused modules, and models of one member.
-        rows: of each group, the rows of its members, as errors name them. Outputs are in the order of rows.
+        rows: for each group, the rows of its members, which errors name. Outputs are in ascending order of rows.
     """
 
     order: Tensor | None
@@ -45,7 +45,7 @@ class MemberGroups(nn.Module):
         return sum(len(of_group) for of_group in self._rows)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments as of one member; stacked ones have an entry for each. Raises ValueError for other outputs."""
+        """Arguments are those of one member, or stacked. Raises ValueError if outputs differ in structure or shape."""
         check_entries((args, kwargs), len(self))
         outputs = []
         for group, entries in zip(self.groups, self._entries, strict=True):
@@ -58,7 +58,7 @@ class MemberGroups(nn.Module):
 
 
 def selected_members(groups: Sequence[Group], rows: Sequence[int]) -> FusedModule | MemberGroups:
-    """Return the members of ``rows`` as one module, in this order: the groups themselves if all members take part.
+    """Return the members of ``rows``, which ascend, as one module: of the groups themselves if all take part.
 
     Otherwise members are copied: to an array for each group, or as a plain model where a group has one member.
     """
@@ -85,12 +85,12 @@ def joined_rows(outputs: Sequence[Any], rows: Sequence[Sequence[int | None]], or
     """Join the outputs of groups, each a nest with a leading dim of members, to one of all members.
 
     Args:
-        outputs: of each group.
-        rows: of each group the rows of its members, for errors.
-        order: what picks the members, in their order, from the groups one after the other; None if they are in order.
+        outputs: the outputs of each group.
+        rows: for each group, the rows of its members, for errors.
+        order: index of each member into the concatenated groups; None if they are in order.
 
     Raises:
-        ValueError: outputs of groups that are different nests, or of other shapes or dtypes.
+        ValueError: outputs of groups differ in structure, shape or dtype.
     """
     flat = [pytree.tree_flatten_with_path(output) for output in outputs]
     spec = flat[0][1]

@@ -23,10 +23,10 @@ class PlacedGroup:
 
     Attributes:
         members: an array, or one plain member.
-        rows: the population's row of each row of ``members``; None where nobody is.
-        number: of this group, never used again.
+        rows: the population's row of each row of ``members``; None for a free row.
+        number: the number of this group, never used again.
         why: why it is a group of its own.
-        key: what its random numbers depend on.
+        key: determines the random numbers of the group.
     """
 
     members: ArrayGroup
@@ -45,7 +45,7 @@ class PlacedGroup:
         return isinstance(self.members, PlainMember)
 
     def may_take(self, model: nn.Module, known: Any) -> bool:
-        """Return whether the structure of a model, ``known`` by its signature, allows it to join."""
+        """Return whether the structure of a model, whose signature is ``known``, allows it to join."""
         if self.members.takes_variants:
             return may_join(self.members.fused, model)
         return bool(self.signature == known) and may_share(self.model, model)
@@ -72,7 +72,7 @@ class PlacedGroup:
 
 
 def check_entries(values: Any, rows: int) -> None:
-    """Raise a ValueError unless what is stacked in ``values``, any nest, has an entry for each row."""
+    """Raise a ValueError unless each stacked tensor in nested ``values`` has ``rows`` entries."""
     for entries in entry_counts(values):
         if entries != rows:
             raise ValueError(
@@ -82,12 +82,12 @@ def check_entries(values: Any, rows: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class MemberLayout:
-    """The places of all rows.
+    """The group of each row of the population, and the row there.
 
     Attributes:
-        places: of each row of the population the group and the row there; None where nobody is.
-        order: what picks the rows of the population from those of all groups, one group after the other, and a last
-            one for the free.
+        places: for each row of the population, its group and the row there; None for a free row.
+        order: for each row of the population, its index into the concatenated rows of all groups; free rows have the
+            index after the last.
     """
 
     places: tuple[tuple[PlacedGroup, int] | None, ...]
@@ -128,7 +128,7 @@ class MemberLayout:
         return place
 
     def collected(self, values: Sequence[Tensor]) -> Tensor:
-        """``[rows]`` from one tensor ``[rows of the group]`` of each group; NaN, or 0, where nobody is."""
+        """Return ``[rows]``, gathered from a tensor ``[rows of the group]`` of each group; NaN or 0 for free rows."""
         first = values[0]
         dtype = first.dtype
         for value in values[1:]:

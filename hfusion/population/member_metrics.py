@@ -24,7 +24,7 @@ def member_metrics(
     members: Mapping[int, str],
     rows: Mapping[int, int] | None = None,
 ) -> dict[int, float]:
-    """``metric`` of each of ``members`` by row, from the outputs of all batches, ``[rows, ...]``, and the targets.
+    """Return the ``metric`` of each of ``members``, by row, from outputs ``[rows, ...]`` and targets of all batches.
 
     ``rows``: the row that errors name for each; by default the row of the outputs.
     """
@@ -46,12 +46,12 @@ def member_metrics(
 
 
 def is_updated(metric: object) -> bool:
-    """Return whether a metric gets batch by batch, as those of torchmetrics."""
+    """Return whether a metric is updated batch by batch, as those of torchmetrics."""
     return all(hasattr(metric, name) for name in ("reset", "update", "compute"))
 
 
 def check_metric(metric: object) -> None:
-    """Raise a ValueError for what is no metric, such as a loader in its place."""
+    """Raise a ValueError if ``metric`` is not a metric, such as a loader in its place."""
     if not callable(metric) and not is_updated(metric):
         raise ValueError(
             f"the metric is a {type(metric).__name__}: evaluate takes first a function of a member's outputs and "
@@ -60,19 +60,19 @@ def check_metric(metric: object) -> None:
 
 
 def joined_batches(batches: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Outputs ``[rows, N, ...]`` and targets of all batches. Raises ValueError."""
+    """Return the concatenated outputs ``[rows, N, ...]`` and targets of all batches. Raises ValueError."""
     check_batches(batches)
     return _joined([output for output, _ in batches], 1), _joined([target for _, target in batches], 0)
 
 
 def check_batches(batches: Sequence[Any]) -> None:
-    """Raise a ValueError where there is none."""
+    """Raise a ValueError if there are no batches."""
     if not batches:
         raise ValueError("the loader gave no batch, so that there is nothing to evaluate")
 
 
 def _updated(metric: Any, batches: Sequence[tuple[Any, Any]]) -> Any:
-    """A metric that keeps a state, such as those of torchmetrics: a copy of its own for each member."""
+    """Compute a metric that keeps a state, such as those of torchmetrics, on a copy, so that members share none."""
     own = copy.deepcopy(metric)
     own.reset()
     for output, target in batches:
@@ -92,7 +92,7 @@ def _any_ragged(batches: Sequence[tuple[Any, Any]]) -> bool:
 
 
 def _joined(parts: Sequence[Any], dim: int) -> Any:
-    """The batches as one, along ``dim``; along the next one where members have their own."""
+    """Return the batches concatenated along ``dim``, or along dim 1 for stacked values."""
     flat = [pytree.tree_flatten(part, is_leaf=is_stacked) for part in parts]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return pytree.tree_unflatten([_cat(column, dim) for column in columns], flat[0][1])

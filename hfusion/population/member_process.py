@@ -35,10 +35,10 @@ class SharedLeaf:
 class StepRequest:
     """Compute the loss and the gradients of one member, and make its update.
 
-    ``place``: of the member among those that the process knows; ``entry``: its entry in stacked arguments.
-    ``arguments``: inputs and target, with a `SharedLeaf` for each tensor; None: those of the request before.
-    ``draws``: what the step drew. ``updates``: whether to make the update if all is finite. ``vectors``: new values of
-    hyper-parameters; None if they are those of the fork.
+    ``place``: index of the member among those of the process; ``entry``: its index in stacked arguments.
+    ``arguments``: inputs and target, with a `SharedLeaf` for each tensor; None: those of the previous request.
+    ``draws``: the random number that the step drew. ``updates``: whether to make the update if all is finite.
+    ``vectors``: new values of hyper-parameters; None if the fork has them already.
     """
 
     place: int
@@ -51,9 +51,9 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class ComputedStep:
-    """What a member's step gave.
+    """The result of a member's step.
 
-    ``has_gradient``: which of its parameters have one; ``random_state``: that of torch afterwards, if the step drew.
+    ``has_gradient``: whether each parameter has one; ``random_state``: torch's state afterwards, if the step drew.
     """
 
     loss: float
@@ -69,7 +69,7 @@ class RemoteMember:
     """A plain member as its processes see it.
 
     Attributes:
-        key: what its random numbers depend on.
+        key: determines its random numbers.
         vectors: the hyper-parameters that an update reads.
         gradients: where its gradients are written, in the order of its parameters.
         progress: 1 while a process makes its update, and 2 from then on until the next step.
@@ -87,7 +87,7 @@ class RemoteMember:
 
 
 def argument_bytes(arguments: Any) -> int:
-    """The most bytes of an arena that the tensors in ``arguments`` take."""
+    """Return the maximum number of bytes of an arena that the tensors in ``arguments`` take."""
     leaves = pytree.tree_leaves(arguments, is_leaf=is_stacked)
     held = (leaf.tensor if isinstance(leaf, StackedInput) else leaf for leaf in leaves)
     return sum(arena_bytes(leaf) for leaf in held if isinstance(leaf, Tensor))
@@ -125,9 +125,9 @@ def _placed(arena: SharedArena, leaf: Any) -> Any:
 def answers(
     members: Sequence[RemoteMember], arena: SharedArena, is_orphan: Callable[[], bool]
 ) -> Callable[[StepRequest], ComputedStep | None]:
-    """Return what computes steps in a fork. One that fails is None, and is computed by the parent."""
+    """Return a function that computes steps in a fork. It returns None for a step that the parent must compute."""
     for member in members:
-        # Updates are made where a request says so.
+        # The step itself makes no update: each request says whether to make one.
         member.step.update = _nothing
 
     checked: set[int] = set()
@@ -161,17 +161,17 @@ def _read(arena: SharedArena, leaf: Any) -> Any:
 
 
 def _computed(member: RemoteMember, request: StepRequest, inputs: Any, target: Any, before: Any) -> ComputedStep | None:
-    """Compute a step. ``before``: the fingerprint of the model, if it is to be looked at."""
+    """Compute a step; None if it fails. ``before``: the model's fingerprint, if changes of it are to be detected."""
     state = seeded("cpu", request.draws, member.key)
     torch.set_rng_state(state)
     began = time.perf_counter()
     try:
         losses = member.step(inputs, target)
     except Exception:
-        # The parent computes the same, and raises the same.
+        # The parent computes the step again, and raises the same error.
         return None
     if before is not None and modeless_fingerprint(member.step.model) != before:
-        # Nobody here would see what forward has changed.
+        # The parent would not see what forward has changed in this process.
         return None
     pairs = [
         (parameter.grad, shared) for parameter, shared in zip(member.step.parameters, member.gradients, strict=True)
@@ -187,7 +187,7 @@ def _computed(member: RemoteMember, request: StepRequest, inputs: Any, target: A
         member.progress.fill_(2)
     for grad, shared in pairs:
         if grad is not None:
-            # As the update has clipped it.
+            # Copied after the update, which may have clipped it.
             shared.copy_(grad)
     has_gradient = [grad is not None for grad, _ in pairs]
     seconds = time.perf_counter() - began

@@ -37,7 +37,7 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """At which step of the population something happened to member ``tag``; ``source`` is who it was copied from."""
+    """An event of member ``tag`` at a step of the population; ``source`` is the member it was copied from."""
 
     step: int
     tag: str
@@ -50,11 +50,11 @@ class Event:
 
 @dataclass
 class Roll:
-    """The members by row: ``tags[row]`` is None where a row is free; ``ages`` counts the steps that they have made.
+    """The members by row: ``tags[row]`` is None where a row is free; ``ages`` counts the members' updates.
 
-    ``frozen`` marks those that make none, as they went bad. On ``keys`` hangs what compiled steps draw for a member: it
-    comes from its name, and a copy has that of who it was copied from. ``places``: the rows of the population of which
-    these are some; None where they are all.
+    ``frozen`` marks members that make no steps, since a loss or gradient was not finite. ``keys`` determine the random
+    numbers of compiled steps: a member's key is computed from its name, and a copy has the key of its source.
+    ``places``: the population's rows, if these are only some of them; None if they are all.
     """
 
     tags: list[str | None]
@@ -69,7 +69,7 @@ class Roll:
 
     @staticmethod
     def of(count: int, tags: Sequence[str] | None) -> Roll:
-        """Rows of ``count`` members that start. Raises ValueError for names that are no names, or not theirs alone."""
+        """Return the rows of ``count`` new members. Raises ValueError for invalid or repeated names."""
         ages = torch.zeros(count, dtype=torch.int64, device="cpu")
         frozen = torch.zeros(count, dtype=torch.bool, device="cpu")
         roll = Roll([None] * count, ages, frozen, ages.clone())
@@ -111,7 +111,7 @@ class Roll:
         return found
 
     def label(self, row: int) -> str:
-        """The member in ``row``, and where it is in the whole population."""
+        """Return the name of the member in ``row``, with its row in the whole population."""
         return f"{self.tag(row)!r} (row {row if self.places is None else self.places[row]})"
 
     def row(self, tag: str) -> int:
@@ -122,7 +122,7 @@ class Roll:
             raise KeyError(f"{tag!r} is no member; members are {[t for t in self.tags if t is not None]}") from None
 
     def check_tag(self, tag: str) -> None:
-        """Raise a ValueError for a name that is none, or another member's."""
+        """Raise a ValueError for a name that is invalid or in use."""
         if not isinstance(tag, str) or not tag:
             raise ValueError(f"tag={tag!r}: a member's name is a string with something in it")
         if not tag.isprintable() and any(0xD800 <= ord(letter) < 0xE000 for letter in tag):
@@ -131,7 +131,7 @@ class Roll:
             raise ValueError(f"tag={tag!r} is the name of the member in row {self.tags.index(tag)}: give another")
 
     def check_start(self, rows: Sequence[int], tags: Sequence[str | None], models: int) -> None:
-        """Raise a ValueError unless members of these names, None where they are to get one, can start in these rows."""
+        """Raise a ValueError unless members of these names can start in these rows; None stands for a new name."""
         check_once(rows)
         if not len(rows) == models == len(tags):
             raise ValueError(f"{models} models with {len(tags)} tags for {len(rows)} rows: give one for each")
@@ -153,7 +153,7 @@ class Roll:
             )
 
     def enter(self, row: int, tag: str | None, source: int | None = None) -> None:
-        """A member starts in a free row, or is made there by copying that of row ``source``."""
+        """Record a new member in a free row; with ``source``, a copy of the member in that row."""
         if tag is None:
             tag = self._new_tag()
         self.check_tag(tag)
@@ -187,7 +187,7 @@ class Roll:
         self.lineage.append(Event(self.step, self.tag(row), what, source))
 
     def of_rows(self, rows: Sequence[int], width: int) -> Roll:
-        """Of the members in ``rows``, followed by free rows up to ``width``."""
+        """Return the roll of the members in ``rows``, followed by free rows up to ``width``."""
         free = width - len(rows)
         places = [*rows, *[rows[0]] * free]
         ages, frozen, keys = (values[places] for values in (self.ages, self.frozen, self.keys))
@@ -195,14 +195,14 @@ class Roll:
         return Roll(tags, ages, frozen, keys, self.step, [], self.made, places)
 
     def put_rows(self, rows: Sequence[int], part: Roll) -> None:
-        """Take over what happened to the members in ``rows``, the first ones of ``part``."""
+        """Copy ages, frozen flags and new events of the first members of ``part`` to the members in ``rows``."""
         places, count = list(rows), len(rows)
         self.ages[places], self.frozen[places] = part.ages[:count], part.frozen[:count]
         self.step = part.step
         self.lineage += part.lineage
 
     def rearrange(self, sources: Sequence[int | None]) -> None:
-        """Let row b be row ``sources[b]`` of before; None gives a free row."""
+        """Let row b be the former row ``sources[b]``; None makes a free row."""
         rows = [0 if source is None else source for source in sources]
         empty = torch.tensor([source is None for source in sources], device="cpu")
         self.tags = [None if source is None else self.tags[source] for source in sources]
@@ -226,12 +226,12 @@ def freeze(roll: Roll, bad: Tensor, raises: bool) -> None:
 
 
 def key_of(tag: str) -> int:
-    """On which the random numbers of a member of this name hang, in every process."""
+    """Return the key for the random numbers of a member of this name, the same in every process."""
     return int.from_bytes(blake2b(tag.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class Models(Sequence[nn.Module | None]):
-    """The members as modules by row: live views of an array's, a plain member itself; None where a row is free."""
+    """The members as modules, by row: live views of an array, or a plain member itself; None where a row is free."""
 
     def __init__(self, rows: Sized, member: Callable[[int], nn.Module | None]) -> None:
         self._rows, self._member = rows, member
@@ -282,7 +282,7 @@ class Enrolled:
 
     @property
     def frozen(self) -> list[int]:
-        """The rows of members that went bad and wait; see ``on_nonfinite``."""
+        """The rows of members left out of steps after a loss or gradient was not finite; see ``on_nonfinite``."""
         found: list[int] = self._roll.frozen.nonzero().reshape(-1).tolist()
         return found
 
@@ -302,7 +302,7 @@ class Enrolled:
 
 
 def listed(name: str, given: Any, kind: type) -> list[Any]:
-    """One of a kind, or several. Raises ValueError."""
+    """Return ``given`` as a list; a single value of type ``kind`` gives a list of one. Raises ValueError."""
     if isinstance(given, kind):
         return [given]
     if not isinstance(given, Iterable):
@@ -311,9 +311,9 @@ def listed(name: str, given: Any, kind: type) -> list[Any]:
 
 
 def apart(fused: FusedModule | PlainModule, row: int) -> nn.Module:
-    """A copy of a member, around the frozen base that all members have."""
+    """Return a copy of a member that shares the frozen parameters of all members."""
     if isinstance(fused, PlainModule):
-        # Also if the user has changed the model to one that its optimizer does not fit.
+        # This works even if the user has changed the model to one that its optimizer does not fit.
         return fused.copied()
     known = fused._views.members.get(row)
     model = fused._member(row) if known is None else known.model

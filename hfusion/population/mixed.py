@@ -43,15 +43,15 @@ class MixedMembers:
     Attributes:
         groups: in the order in which they are stepped.
         size: the number of rows, free ones too.
-        lineage: what happened to whom, of all groups.
-        steps: how many updates there were.
-        made: how many names were made up.
-        apart: pairs of numbers of groups whose members look alike, and whose forwards differ.
+        lineage: the history of the members of all groups.
+        steps: the number of updates.
+        made: the number of names that were generated.
+        apart: pairs of groups, by number, whose members look alike but whose forwards differ.
         best: the best weights that members have had, by name; of all groups.
         hooks: functions of the gradients, of all groups.
         pairs: hyper-parameters that are pairs, such as betas.
-        spread: lets other processes compute plain members.
-        unsettled: plain members that came of a group, and may join another before the next step.
+        spread: computes plain members in other processes.
+        unsettled: plain members that were split off a group, and may join another before the next step.
     """
 
     def __init__(self, options: GroupOptions) -> None:
@@ -85,9 +85,9 @@ class MixedMembers:
         options: GroupOptions,
         tags: Sequence[str] | None,
     ) -> MixedMembers:
-        """The members that a population begins with."""
+        """Create the members that a population begins with."""
         mixed = MixedMembers(options)
-        # Checks the names, and makes up those that are not given.
+        # Checks the names, and generates those that are not given.
         roll = Roll.of(len(models), tags)
         shared = shared_frozen(models)
         mixed.size, mixed.made, mixed.lineage = len(models), roll.made, roll.lineage
@@ -102,7 +102,7 @@ class MixedMembers:
 
     @staticmethod
     def of_array(array: ArrayGroup, options: GroupOptions) -> MixedMembers:
-        """The members of a population that was one array so far."""
+        """Create the members of a population that was one array so far."""
         mixed = MixedMembers(options.with_begun(array))
         if array._gradient_hooks is not None:
             mixed.hooks = array._gradient_hooks
@@ -114,7 +114,7 @@ class MixedMembers:
         return mixed
 
     def add(self, members: ArrayGroup, rows: list[int | None], why: str, index: int | None = None) -> PlacedGroup:
-        """Let a group that was made be one of the population's."""
+        """Add a group to the population, at ``index`` or at the end of its groups, and return it."""
         members._roll.lineage, members._roll.step = self.lineage, self.steps
         self.best |= members._best
         members._best, members._gradient_hooks = self.best, self.hooks
@@ -126,7 +126,7 @@ class MixedMembers:
         return group
 
     def changed(self) -> None:
-        """Look again where the members are; groups without any are gone."""
+        """Remove groups without members, and compute the layout again when it is needed."""
         self.groups = [group for group in self.groups if group.live]
         self._layout = None
 
@@ -140,19 +140,19 @@ class MixedMembers:
         return self.size
 
     def model_of(self, row: int) -> nn.Module | None:
-        """The member in a row; None where it is free."""
+        """Return the member in a row; None if the row is free."""
         place = self.layout.places[row]
         return None if place is None else place[0].members.fused[place[1]]
 
     def collected(self, of_group: Callable[[ArrayGroup], Tensor], empty: Tensor) -> Tensor:
-        """A number of every member; ``empty`` where there is none at all."""
+        """Return a number of every member by row; ``empty`` if there are no groups."""
         return self.layout.collected([of_group(group.members) for group in self.groups]) if self.groups else empty
 
     @in_turn
     def step(
         self, inputs: Any, target: Any, *, rows: Sequence[int] | None = None, weights: Any = None, **keywords: Any
     ) -> Tensor:
-        """One step of every group in its turn: losses ``[rows]``, see `hfusion.Population.step`."""
+        """Make a step of the groups, one after another. Return losses ``[rows]``, see `hfusion.Population.step`."""
         self._settle()
         stepping = self._stepping(rows, (inputs, target, keywords))
         if weights is not None:
@@ -186,14 +186,14 @@ class MixedMembers:
         return self.layout.collected([losses.get(g.number, nobody.expand(len(g.rows))) for g in self.groups])
 
     def _note_memory(self) -> None:
-        """Let each group know what the others take of the memory of a step."""
+        """Set for each group the bytes that the state of the other groups takes, if memory is limited."""
         if self.options.memory is not None:
             sizes = [state_bytes(group.members.fused, group.members.optimizer) for group in self.groups]
             for group, size in zip(self.groups, sizes, strict=True):
                 group.members.elsewhere = sum(sizes) - size
 
     def _stepping(self, rows: Sequence[int] | None, given: Any) -> list[int]:
-        """The rows that have entries in stacked arguments, in their order. Raises ValueError."""
+        """Return the rows that have entries in stacked arguments, in the order of the entries. Raises ValueError."""
         if rows is None:
             check_entries(given, self.size)
             return list(range(self.size))
@@ -210,7 +210,7 @@ class MixedMembers:
 
     @contextmanager
     def updates(self) -> Iterator[GroupUpdates]:
-        """Inside, groups make updates; those that wait for all are made at the end, and all count as one."""
+        """Context manager: groups make updates, which count as one. Deferred updates are made at the end."""
         updates = GroupUpdates(self.options.on_nonfinite == "raise")
         for group in self.groups:
             group.members._roll.step = self.steps
@@ -277,7 +277,7 @@ class MixedMembers:
         return rows[0] if row is None or is_row(row) else rows
 
     def names_of(self, rows: Sequence[int], tags: Sequence[str | None], models: int) -> list[str]:
-        """The names of members that start. Raises ValueError, as for an array."""
+        """Return the names of members that start in ``rows``. Raises ValueError, as for an array."""
         nobody = torch.zeros(max(self.size, *(row + 1 for row in rows)), dtype=torch.int64, device="cpu")
         known = [*self.layout.tags, *[None] * (len(nobody) - self.size)]
         roll = Roll(known, nobody, nobody.bool(), nobody.clone(), made=self.made)
@@ -316,7 +316,7 @@ class MixedMembers:
         self._replace(across, records)
 
     def _replace(self, copies: Sequence[tuple[int, MemberState]], records: dict[str, BestRecord]) -> None:
-        """Let members of other groups, or nobody, be copies: each with its own name, or a new one.
+        """Replace members of other groups, or fill free rows, with copies: each keeps its row's name or gets a new one.
 
         ``records``: the best weights of the members that are copied.
         """
@@ -376,7 +376,7 @@ class MixedMembers:
         self.changed()
 
     def check_between(self) -> None:
-        """Raise a ValueError in the midst of an update."""
+        """Raise a ValueError if members that train a parameter together have an unfinished update."""
         for group in self.groups:
             group.members._check_between()
 
@@ -390,5 +390,5 @@ class MixedMembers:
 
     @in_turn
     def outputs(self, loader: Iterable[Any]) -> tuple[Any, Any]:
-        """Outputs of all members in eval mode, ``[rows, N, ...]``, and the targets; the loader is read once."""
+        """Return all members' outputs in eval mode, ``[rows, N, ...]``, and the targets; reads the loader once."""
         return mixed_outputs(self, loader)

@@ -29,7 +29,7 @@ Outputs = list[tuple[Any, Any]]
 
 @torch.no_grad()
 def evaluate_mixed(mixed: MixedMembers, metric: Callable[..., Any], loader: Iterable[Any]) -> dict[int, float]:
-    """``metric`` of each member by its row of the population; every batch is read once."""
+    """Return the ``metric`` of each member by its row of the population; every batch is read once."""
     check_metric(metric)
     outputs = _group_outputs(mixed, loader)
     values: dict[int, float] = {}
@@ -56,7 +56,7 @@ def mixed_outputs(mixed: MixedMembers, loader: Iterable[Any]) -> tuple[Any, Any]
 
 
 def _group_outputs(mixed: MixedMembers, loader: Iterable[Any]) -> dict[int, Outputs]:
-    """The outputs in eval mode and the targets of each batch, by the number of the group; every batch is read once."""
+    """Return the outputs in eval mode and targets of each batch, by number of the group; reads every batch once."""
     outputs: dict[int, Outputs] = {group.number: [] for group in mixed.groups}
     modes: dict[int, ExitStack] = {}
     try:
@@ -73,7 +73,7 @@ def _group_outputs(mixed: MixedMembers, loader: Iterable[Any]) -> dict[int, Outp
                 try:
                     output = group.members.fused(*args, **kwargs)
                 except ForwardsDiffer as error:
-                    # Members are copied in the modes that they train in.
+                    # The group leaves eval mode, since splitting it copies members with their modes.
                     modes.pop(group.number).close()
                     queue.extendleft(reversed(_parted(mixed, group, error, outputs)))
                     continue
@@ -87,7 +87,7 @@ def _group_outputs(mixed: MixedMembers, loader: Iterable[Any]) -> dict[int, Outp
 def _parted(
     mixed: MixedMembers, group: PlacedGroup, error: ForwardsDiffer, outputs: dict[int, Outputs]
 ) -> list[PlacedGroup]:
-    """The groups that come of one, with what its rows gave for the batches before."""
+    """Split a group, divide its earlier outputs among the new groups, and return these."""
     rows, before = list(group.rows), outputs.pop(group.number)
     parts = part(mixed, group, error)
     for new in parts:
@@ -96,7 +96,7 @@ def _parted(
 
 
 def _rows_of(batch: tuple[Any, Any], rows: list[int]) -> tuple[Any, Any]:
-    """Rows of the outputs, and of what is stacked of the target."""
+    """Return ``rows`` of the outputs, and of stacked tensors of the target."""
     outputs, target = batch
     chosen = pytree.tree_map(lambda leaf: _leaf_rows(leaf, rows), outputs)
     return chosen, pytree.tree_map(

@@ -47,7 +47,7 @@ def save_mixed(
 
 
 def gathered_mixed(mixed: MixedMembers, loader: Any, extra: Any) -> SaveWriter:
-    """Copies of all that a save holds. Raises CheckpointError in the midst of an update, or where nobody is."""
+    """Return copies of all that a save holds. Raises CheckpointError during an update, or if all rows are free."""
     if not mixed.groups:
         raise CheckpointError("every row of the population is free: there is nobody to save")
     bodies: list[Any] = []
@@ -55,7 +55,7 @@ def gathered_mixed(mixed: MixedMembers, loader: Any, extra: Any) -> SaveWriter:
     names: list[str] = []
     for number, group in enumerate(mixed.groups):
         group.members.check_saved()
-        # The lineage is of all groups, and is saved once.
+        # All groups have one lineage, which is saved once.
         lineage, group.members._roll.lineage = group.members._roll.lineage, []
         try:
             writer = gathered(group.members, None if number else loader, None if number else extra)
@@ -91,9 +91,9 @@ class SavedGroup:
     """A group of a save, as if it had been saved by itself.
 
     Attributes:
-        save: the place of the save among those that are loaded.
-        number: of the group in it.
-        apart: numbers of groups of the save that look alike, and whose forwards differ.
+        save: the index of its save among those that are loaded.
+        number: the index of the group in that save.
+        apart: pairs of groups of the save, by number, that look alike but whose forwards differ.
     """
 
     saved: Saved
@@ -103,7 +103,7 @@ class SavedGroup:
 
 
 def groups_of(saves: Sequence[Saved]) -> list[SavedGroup]:
-    """The groups of some saves; what is of one array is one group."""
+    """Return the groups of some saves; a save of one array is one group."""
     found = []
     for place, saved in enumerate(saves):
         if not is_mixed(saved):
@@ -150,7 +150,7 @@ def load_mixed(
     random: bool,
     counted: bool,
 ) -> MixedMembers:
-    """Members of saves, each in its row of ``rows`` with a model of ``models``; ``counted``: see `restore`.
+    """Return members of saves, each in its row of ``rows`` with a model of ``models``; ``counted``: see `restore`.
 
     Raises CheckpointError.
     """
@@ -186,7 +186,7 @@ def load_mixed(
 
 
 def history(mixed: MixedMembers, saves: Iterable[Saved]) -> None:
-    """Let the members have the past that was saved. Raises CheckpointError."""
+    """Restore the saved lineage and step count. Raises CheckpointError."""
     bodies = []
     for saved in saves:
         with told(saved.path):
@@ -204,7 +204,7 @@ def holds_variants(group: SavedGroup) -> bool:
 
 
 def _candidates(models: Sequence[nn.Module], holders: Sequence[SavedGroup]) -> list[Candidates]:
-    """The groups that models are to form: the arrays of variants as they were saved, of the others those that fit."""
+    """Divide models into groups: arrays of variants as they were saved, other models by structure."""
     arrays: dict[SavedGroup, list[int]] = {}
     for index, holder in enumerate(holders):
         if holds_variants(holder):
@@ -218,7 +218,7 @@ def _candidates(models: Sequence[nn.Module], holders: Sequence[SavedGroup]) -> l
 
 
 def _as_saved(candidate: Candidates, holders: Sequence[SavedGroup]) -> list[Candidates]:
-    """Models that look alike, without those that were found to do something else in forward before the save."""
+    """Divide models that look alike by the differences in forward that were known when they were saved."""
     by_group: dict[tuple[int, int], list[int]] = {}
     for index in candidate.models:
         holder = holders[index]

@@ -59,7 +59,7 @@ class MixedBest:
     def update(
         self, metrics: Tensor | Sequence[float], *, mode: Literal["min", "max"] = "min", least: float = 0.0
     ) -> list[int]:
-        """Keep the weights of members whose metric has improved by more than ``least``: the rows of these."""
+        """Keep the weights of members whose metric has improved by more than ``least``, and return their rows."""
         with self._mixed._lock:
             values = numbers(metrics, len(self._mixed))
             improved: list[int] = []
@@ -70,7 +70,7 @@ class MixedBest:
         return sorted(improved)
 
     def restore(self, rows: int | Sequence[int] | None = None) -> list[int]:
-        """Write the best weights into their members, all or those in ``rows``: the rows that were written."""
+        """Write the best weights into their members, all or those in ``rows``, and return the written rows."""
         with self._mixed._lock:
             chosen = rows_of(list(range(len(self._mixed))) if rows is None else rows, len(self._mixed))
             written: set[int] = set()
@@ -79,13 +79,13 @@ class MixedBest:
         return [row for row in chosen if row in written]
 
     def clear(self, rows: int | Sequence[int] | None = None) -> None:
-        """Forget the records of all members, or of those in ``rows``, and give their memory back."""
+        """Remove the records of all members, or of members in ``rows``, and free their memory."""
         chosen = rows_of(list(range(len(self._mixed))) if rows is None else rows, len(self._mixed))
         for group, local in self._by_group(chosen):
             BestMembers(group.members).clear(local)
 
     def __getitem__(self, row: int) -> nn.Module:
-        """A copy of the member in ``row`` as it was at its best. Raises ValueError where there is no record."""
+        """Return a copy of the member in ``row`` with its best weights. Raises ValueError if there is no record."""
         (index,) = rows_of(row, len(self._mixed))
         group, local = self._mixed.layout.place(index)
         tag = group.members._roll.tag(local)
@@ -94,7 +94,7 @@ class MixedBest:
         return BestMembers(group.members)[local]
 
     def _by_group(self, rows: Sequence[int]) -> list[tuple[PlacedGroup, list[int]]]:
-        """The rows in each group of the members in ``rows``."""
+        """Return each group of members in ``rows``, with their rows in the group."""
         places = [place for row in rows if (place := self._mixed.layout.places[row]) is not None]
         groups = [(group, [local for other, local in places if other is group]) for group in self._mixed.groups]
         return [(group, local) for group, local in groups if local]
@@ -111,7 +111,7 @@ def average_mixed(
     """See `hfusion.population.weights.MemberWeights.average`; members have the same keys and shapes.
 
     Raises:
-        ValueError: members of other keys or shapes, too.
+        ValueError: also if members differ in keys or shapes.
     """
     if optimizer not in ("keep", "reset"):
         raise ValueError(f'optimizer={optimizer!r}: it is "keep" or "reset"')
@@ -150,7 +150,7 @@ def average_mixed(
 
 
 def _members(mixed: MixedMembers, rows: Any) -> list[int]:
-    """Rows with members; None for all. Raises ValueError."""
+    """Return ``rows`` as a list, or all rows with members for None. Raises ValueError for free or repeated rows."""
     chosen = mixed.layout.live if rows is None else rows_of(rows, len(mixed))
     check_once(chosen)
     for row in chosen:
@@ -159,13 +159,13 @@ def _members(mixed: MixedMembers, rows: Any) -> list[int]:
 
 
 def _tensors(mixed: MixedMembers, row: int) -> dict[str, Tensor]:
-    """A member's tensors by key, tied ones once, as views of what its group holds; without what is shared frozen."""
+    """Return a member's tensors by key, as views of its group's tensors, without shared ones; tied ones once."""
     group, local = mixed.layout.place(row)
     return tensors_of_member(group.members.fused, local)
 
 
 def active_mixed(mixed: MixedMembers) -> list[int]:
-    """The rows of members that train."""
+    """Return the rows of members that train."""
     return sorted(row for g in mixed.groups for local in g.members.active_rows if (row := g.rows[local]) is not None)
 
 

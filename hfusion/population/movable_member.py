@@ -34,7 +34,7 @@ from hfusion.torch_private.storages import has_views
 _log = logging.getLogger(__name__)
 _END = object()
 
-# What reaches beyond a process, or what a search by names does not follow.
+# Names of functions with effects beyond a process, or that a search by names cannot follow.
 _BEYOND = frozenset(
     {"print", "input", "open", "exec", "eval", "globals", "vars", "setattr", "delattr", "__dict__", "random", "logging"}
 )
@@ -47,11 +47,11 @@ _VALUES = (*SCALARS, torch.dtype, torch.device, torch.Size, type, types.Function
 
 
 class MovableMember:
-    """What a fork knows of a plain member from the moment at which it was forked.
+    """What a forked process knows of a plain member: the member's state at the time of the fork.
 
     Attributes:
         why_not: why the member is computed in this process; empty if a fork may compute it.
-        stays: whether it is computed here nevertheless, as was found later.
+        stays: whether this process computes it nevertheless, for a reason that was found later.
     """
 
     def __init__(self, member: PlainMember) -> None:
@@ -71,7 +71,7 @@ class MovableMember:
         self._tables = ModuleTables(model)
         self._contents = [(value, content(value)) for _, value in _attributes(model) if isinstance(value, CONTAINERS)]
         self._parameters, self._buffers = list(model.parameters()), list(model.buffers())
-        # Where tensors lie that forks share.
+        # Addresses of tensors in memory that forks share, by id.
         self._shared: dict[int, int] = {}
         self._updating: list[Any] = []
         self._note_tensors()
@@ -98,12 +98,12 @@ class MovableMember:
 
     @property
     def shared_bytes(self) -> int:
-        """The most bytes of its tensors and gradients in memory that forks share."""
+        """The maximum number of bytes of its tensors and gradients in memory that forks share."""
         held = [*self._parameters, *self._parameters, *self._buffers, *_state_tensors(self.member)]
         return sum(map(arena_bytes, held)) + arena_bytes(torch.zeros((), dtype=torch.uint8, device="cpu"))
 
     def move(self, arena: SharedArena) -> bool:
-        """Move its tensors to memory that forks share; False if somebody holds a view of one, which would not see."""
+        """Move its tensors to memory that forks share. Return False if a view of one exists, which would not follow."""
         state = _state_tensors(self.member)
         held = [*self._parameters, *self._buffers, *state]
         held = [tensor for tensor in held if self._shared.get(id(tensor)) != tensor.data_ptr()]
@@ -118,7 +118,7 @@ class MovableMember:
         return True
 
     def stay(self, why: str) -> None:
-        """Let the member be computed in this process from now on."""
+        """Compute the member in this process from now on, and log the reason."""
         self.stays = True
         _log.info("a %s is computed in this process: %s", type(self._model).__name__, why)
 

@@ -23,17 +23,17 @@ from hfusion.population.population import ArrayGroup
 
 @dataclass(frozen=True)
 class MemberState:
-    """All of a member that training has made, apart from any group.
+    """A member's model and training state, independent of any group.
 
     Attributes:
-        model: with its tensors.
+        model: the member's model, with its tensors.
         tag, age, key, frozen: as in `hfusion.population.members.Roll`.
-        state: of its optimizer, by parameter and entry.
+        state: its optimizer state, by name of parameter and entry.
         hypers: its hyper-parameters, by number of the param group and label.
-        make, schedule: what made its scheduler, and the state of it; None without one.
-        scale: its numbers of the GradScaler by name.
-        limits: its bounds of gradients by name.
-        updates: where it is in its updates, of one row.
+        make, schedule: the function that made its scheduler, and the scheduler's state; None without one.
+        scale: its values of the GradScaler, by name.
+        limits: its gradient limits, by name.
+        updates: its progress in an update, with one row.
     """
 
     model: nn.Module
@@ -51,7 +51,7 @@ class MemberState:
 
 
 def taken(group: ArrayGroup, row: int) -> MemberState:
-    """Copy a member out of a group."""
+    """Return a copy of the member in ``row`` of a group, with its training state."""
     roll, optimizer, scheduler = group._roll, group.optimizer, group.scheduler
     state: dict[tuple[str, str], Tensor] = {}
     hypers: dict[tuple[int, str], float] = {}
@@ -92,7 +92,7 @@ def taken(group: ArrayGroup, row: int) -> MemberState:
 
 @torch.no_grad()
 def put(group: ArrayGroup, row: int, member: MemberState, *, tensors_too: bool = False) -> None:
-    """Let the member of a row be ``member``, but for its model, which the group was given; see ``tensors_too``."""
+    """Write the training state of ``member`` to a row of a group; its model's tensors only with ``tensors_too``."""
     optimizer = group.optimizer
     if tensors_too:
         given = dict(tensors(member.model))
@@ -128,14 +128,14 @@ def put(group: ArrayGroup, row: int, member: MemberState, *, tensors_too: bool =
 
 
 def enter(group: ArrayGroup, row: int, member: MemberState) -> None:
-    """Write who is in a row, without an event: to move is none."""
+    """Write a member's name, age, key and frozen flag to a row, without an event in its history."""
     roll = group._roll
     roll.tags[row], roll._alive = member.tag, None
     roll.ages[row], roll.keys[row], roll.frozen[row] = member.age, member.key, member.frozen
 
 
 def _put_state(group: ArrayGroup, row: int, state: Mapping[tuple[str, str], Tensor]) -> None:
-    """Write the optimizer's state of a member; what it has none of is as before its first step."""
+    """Write a member's optimizer state; entries that it lacks are as before the first step."""
     optimizer = group.optimizer
     optimizer.restart(row)
     if not state:
@@ -153,7 +153,7 @@ def _put_state(group: ArrayGroup, row: int, state: Mapping[tuple[str, str], Tens
         if entry in entries:
             write_rows(member_rows(entries[entry], membership_of(param)), [row], value[None])
         elif entry not in optimizer.numbers:
-            # An entry that no settings ask for any more, such as a momentum that was set to 0 later.
+            # An entry that the present settings do not use, such as a momentum that was set to 0 later.
             if not membership_of(param).stacked:
                 optimizer.state[param][entry] = value.clone()
                 continue
@@ -166,8 +166,8 @@ def _put_state(group: ArrayGroup, row: int, state: Mapping[tuple[str, str], Tens
 def group_optimizer(make: Callable[[Any], Any], total: int, rows: Iterable[int] | None) -> Callable[[Any], Any]:
     """Return ``make`` for a group of a population that began with ``total`` members.
 
-    What it gives for each of ``total`` members, such as a list of learning rates, is then that of ``rows``; None: of a
-    member that joins, which has what all began with alike and is given the rest.
+    Of options with a value for each of ``total`` members, such as learning rates, the group gets the values of
+    ``rows``. None: for a joining member, which gets the first values; the caller sets those in which members differ.
     """
 
     def made(parameters: Any) -> Any:
@@ -183,7 +183,7 @@ def group_optimizer(make: Callable[[Any], Any], total: int, rows: Iterable[int] 
         if hasattr(optimizer, "hypers"):
             chosen = [0] * marks[0].members if rows is None else list(rows)
             for param_group in optimizer.param_groups:
-                # Lets the group hold a vector of each.
+                # Makes the param group hold a vector of each hyper-parameter.
                 read(param_group, optimizer.hypers, total)
                 for hyper in optimizer.hypers:
                     held = param_group[hyper.key]

@@ -1,4 +1,4 @@
-"""Updates of a population at the end of an epoch, and other limits of its members' gradients, between two steps."""
+"""Early updates of accumulated gradients, and new gradient limits, between two steps of a population."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hfusion.population.population import ArrayGroup
 
 
 def flush(population: Population) -> bool:
-    """Make the update of calls of `step` that are fewer than ``accumulate``; whether there were any.
+    """Update members that have made fewer than ``accumulate`` calls of `step`. Return whether there were any.
 
     Their gradients stay divided by ``accumulate``, as in the last group of an epoch of `hfusion.Task`.
     """

@@ -1,4 +1,4 @@
-"""Models that take rows of an array of a population."""
+"""Placement of models in rows of an array of a population."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def place_models(array: ArrayGroup, rows: Sequence[int], models: Sequence[nn.Module]) -> None:
-    """Let ``models`` be in ``rows`` of an array, and its optimizer hold the parameters that they bring.
+    """Put ``models`` in ``rows`` of an array, and add the parameters that they bring to its optimizer.
 
     Raises:
-        FusionError: a model that cannot join, or it is not clear which param group takes its parameters. The array is
-            as it was.
+        FusionError: a model cannot join, or it is not clear which param group takes its parameters. The array is
+            unchanged then.
     """
     if not array.takes_variants:
         check_one_kind(array.fused, rows, models)

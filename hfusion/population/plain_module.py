@@ -31,7 +31,7 @@ class _NoViews:
         """Do nothing: there are no views with gradients of their own."""
 
     def update(self, module: PlainModule) -> None:
-        """Take over what the user has put in the place of parameters."""
+        """Copy parameters that the user has replaced into the trained ones."""
         module.settle()
 
 
@@ -39,8 +39,8 @@ class PlainModule:
     """A copy of ``model`` with the interface of a `FusedModule` of one member; its own code runs, nothing is captured.
 
     Args:
-        model: stays as it is.
-        shared: ids of the frozen parameters that other members hold, too. They stay in the memory in which they lie.
+        model: the model to copy; it is not changed.
+        shared: ids of the frozen parameters that other members hold, too. Their memory is shared, not copied.
     """
 
     def __init__(self, model: nn.Module, shared: Collection[int] = ()) -> None:
@@ -55,17 +55,17 @@ class PlainModule:
         self._list_tensors()
 
     def _list_tensors(self) -> None:
-        """Note the tensors: a step asks for them five times, and to walk the modules took half its overhead."""
+        """Cache the tensors: a step reads them five times, and walking the modules took half its overhead."""
         self._named = tuple(self.model.named_parameters())
         self._all_names = tuple(self.model.named_parameters(remove_duplicate=False))
         self._buffers = tuple(self.model.named_buffers())
         self._tables = ModuleTables(self.model)
 
     def settle(self) -> None:
-        """Take over what the user has put in the place of parameters: their values go into those that are trained.
+        """Copy parameters that the user has replaced into the original ones, which the optimizer trains.
 
         Raises:
-            FusionError: parameters of another shape, dtype or device; more or fewer of them.
+            FusionError: a shape, dtype or device differs, a parameter is new or missing, or it is shared.
         """
         if self._tables.same():
             return
@@ -84,12 +84,12 @@ class PlainModule:
         self._list_tensors()
 
     def _take_over(self, held: nn.Parameter | None, name: str, given: nn.Parameter) -> None:
-        """Write ``given`` into the parameter ``held``, which takes its place; its memory becomes that of ``held``."""
+        """Copy ``given`` into ``held``, which takes its place in the model; ``given`` becomes an alias of it."""
         if held is None:
             raise self._unfit(f"the parameter {name} is new, and the optimizer does not have it")
         table, key, _ = holder_of(self.model, name)
         if table[key] is held:
-            # Tied to one that was taken over.
+            # This name is tied to a parameter that was copied already.
             return
         for what in ("shape", "dtype", "device"):
             before, now = getattr(held, what), getattr(given, what)
@@ -130,7 +130,7 @@ class PlainModule:
         return method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Outputs of the member with a leading dim of 1."""
+        """Return the outputs of the member with a leading dim of 1."""
         return with_row(self.model(*of_row(args), **of_row(kwargs)))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class PlainModule:
         self._list_tensors()
 
     def copied(self) -> nn.Module:
-        """A copy of the model as it is, around the frozen parameters that other members have, too."""
+        """Return a copy of the model that shares the frozen parameters that other members have, too."""
         return module_copy(self.model, {id(p): p for p in self.model.parameters() if is_shared(p)})
 
     def _member(self, row: int) -> nn.Module:
@@ -176,7 +176,7 @@ class PlainModule:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, the model is in eval mode."""
+        """Context manager: the model is in eval mode."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
@@ -193,12 +193,12 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def of_row(value: Any) -> Any:
-    """The only row of what is stacked in ``value``, any nest; the rest as it is."""
+    """Return nested ``value`` with each stacked tensor replaced by its only row."""
     return pytree.tree_map(lambda leaf: row_of_leaf(leaf, 0), value, is_leaf=is_stacked)
 
 
 def with_row(value: Any) -> Any:
-    """``value`` with a leading dim of 1 in every tensor."""
+    """Return nested ``value`` with a leading dim of 1 added to every tensor."""
     if isinstance(value, torch.Tensor):
         return value.unsqueeze(0)
     return pytree.tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, value)

@@ -1,4 +1,4 @@
-"""An array that lives: its optimizer, loss, schedules, scales and limits as one thing whose rows come and go."""
+"""An array with its optimizer, loss, schedules, scales and limits, whose rows join and leave together."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
     """
 
     _samples = False  # whether the loss weighs samples
-    _deferred: GroupUpdates | None = None  # makes the updates, where they wait for those of other groups
+    _deferred: GroupUpdates | None = None  # makes the updates if they are deferred until all groups have gradients
     elsewhere = 0  # bytes that members of other groups take
 
     def __init__(
@@ -94,7 +94,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         self._prepare(())
 
     def _prepare(self, known: Iterable[str]) -> None:
-        """Create the step. ``known``: calls whose programs an earlier step had."""
+        """Create the step. ``known``: calls for which an earlier step had programs."""
         self._lock, self._finite = FairLock(), FiniteCheck()
         self._weighs = self.scaler is not None or self._updates.sums_gradients
         self._make_step(known)
@@ -148,12 +148,12 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         return torch.where(self._roll.alive.to(losses.device), losses, math.nan) if self._roll.free else losses
 
     def hold_buffers(self) -> None:
-        """Note what forward may write to, where it may have to be put back."""
+        """Save the tensors that forward may write to, if they may have to be restored."""
         if self._on_nonfinite != "ignore":
             self._updates.hold_buffers(self.fused)
 
     def _computed(self, losses: Tensor) -> None:
-        """The gradients of a call are there; those of the last one of an update make it."""
+        """Handle the gradients of a call; make the update if it is the last call of one."""
         self.fused._views.settle()
         if not (self._weighs or self._updates.sums_gradients or self._deferred is not None):
             self._update_all(losses)
@@ -173,7 +173,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
             self._updates.buffers.put_back(~training)
 
     def _update_all(self, losses: Tensor) -> None:
-        """Update all members where each call is an update: in few operators, if all of them are healthy."""
+        """Update all members if each call is an update; takes few operators if all members are healthy."""
         if not self.are_healthy(losses):
             self._update(losses, ~self._none())
             return
@@ -185,24 +185,24 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         self.count_update()
 
     def are_healthy(self, losses: Tensor) -> bool:
-        """Return whether no member is frozen, and all that an update reads is finite."""
+        """Return whether no member is frozen, and losses and gradients are finite or need not be."""
         healthy = self._on_nonfinite == "ignore" or gradients_finite(self.fused, losses, self._finite)
         return healthy and not bool(self._roll.frozen.any())
 
     def make_update(self) -> None:
-        """Update all members by their gradients."""
+        """Update all members with their gradients."""
         if self._gradient_hooks:
             self._run_gradient_hooks(self._none())
         self._limits.clip(self.fused)
         self.optimizer.step()
 
     def count_update(self) -> None:
-        """Count an update that all members have made, when nothing else is underway."""
+        """Count an update that all members have made, if no member has an unfinished one."""
         self._roll.count_step()
         self._updates.buffers = None
 
     def _update(self, losses: Tensor, due: Tensor) -> None:
-        """Update members ``due``; where that fails, the next step begins an update of all from scratch."""
+        """Update members ``due``; if that fails, the next step begins a new update of all members."""
         if self._deferred is not None:
             self._deferred.add(self, losses, due)
             return
@@ -214,7 +214,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         self._updates.end(due)
 
     def _give_up(self) -> None:
-        """Let the next step begin an update of all from scratch, with buffers as before this one."""
+        """Discard the present updates and restore buffers; the next step begins a new update of all members."""
         everybody = ~self._none()
         if self._updates.buffers is not None:
             self._updates.buffers.put_back(everybody)
@@ -224,14 +224,14 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
 
     def _bad(self, losses: Tensor, due: Tensor) -> Tensor:
         """Return the members of ``due`` that are not finite in this update, bool ``[rows]``."""
-        # A member that overflows under a scaler skips a step, and gets a smaller scale.
+        # With a scaler, a member whose gradients overflow skips a step and gets a smaller scale.
         bad = self._updates.spoilt | (
             self._none() if self.scaler is not None else bad_rows(self.fused, losses, self._finite)
         )
         return bad & due & self._roll.alive & ~self._roll.frozen
 
     def _apply(self, losses: Tensor, due: Tensor) -> None:
-        """Unscale, look at the gradients, clip, update."""
+        """Unscale gradients, freeze members with gradients that are not finite, clip and update."""
         roll = self._roll
         overflown = self._none() if self.scaler is None else self.scaler.unscale_(self.optimizer)
         if self._on_nonfinite != "ignore":
@@ -305,7 +305,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
 
     @contextmanager
     def _room(self, row: int | Sequence[int] | None) -> Iterator[list[int]]:
-        """Rows for members that start; those that were made for them are given back where they cannot."""
+        """Context manager: rows for members that start; rows that were added for them are removed on an error."""
         before = len(self)
         if row is None and not self._roll.free:
             self.grow(1)
@@ -317,7 +317,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
             raise
 
     def _drop_gradients(self) -> None:
-        """Between updates nobody needs them, and to move them takes time."""
+        """Release gradients: they are not needed between updates, and moving them takes time."""
         for param in self.fused.parameters():
             param.grad = None
 
@@ -353,7 +353,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
     def compact(self) -> list[int]:
         """See `hfusion.Population.compact`.
 
-        Rows come in blocks, so that no program is compiled for every number of members.
+        Rows come in blocks, so that not every number of members needs its own compiled program.
         """
         live, free = self._roll.live, self._roll.free
         width = self._widths.of(len(live))
@@ -363,14 +363,14 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
 
     @in_turn
     def grow(self, count: int) -> None:
-        """Make room for ``count`` members more at least, in free rows at the end."""
+        """Add free rows at the end, for at least ``count`` more members."""
         if not is_row(count) or isinstance(count, bool) or count < 1:
             raise ValueError(f"grow by {count!r}: a whole number of rows, one at least")
         rows = len(self)
         self._resize([*range(rows), *[0] * (self._widths.of(rows + count) - rows)], rows)
 
     def _resize(self, sources: Sequence[int], taken: int) -> None:
-        """Other rows; what is not ``taken`` of them is free."""
+        """Rearrange rows by ``sources``; rows from index ``taken`` on are free."""
         self._rearrange(sources)
         self._roll.rearrange([source if row < taken else None for row, source in enumerate(sources)])
         self._step.at_once = self._widths.at_once(len(sources))

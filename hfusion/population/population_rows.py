@@ -98,7 +98,7 @@ class PopulationRows:
 
     @property
     def frozen(self) -> list[int]:
-        """The rows of members that went bad and wait; see ``on_nonfinite``."""
+        """The rows of members left out of steps after a loss or gradient was not finite; see ``on_nonfinite``."""
         if isinstance(self._members, ArrayGroup):
             return self._members.frozen
         rows = self._members.collected(

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from hfusion.population.mixed import MixedMembers
 
 
-# Members of a group that are compared with those of another.
+# Maximum number of members of a group that are compared with those of another.
 _COMPARED = 8
 
 
 def settle(mixed: MixedMembers, new: Sequence[PlacedGroup]) -> None:
-    """Let plain members that have just come join those that they are like, with their state."""
+    """Move plain members that have just been added, with their state, into groups of members like them."""
     joining: dict[int, tuple[PlacedGroup, list[PlacedGroup]]] = {}
     # Groups in this set join another one, so no group joins them.
     moving = {group.number for group in new}
@@ -40,7 +40,7 @@ def settle(mixed: MixedMembers, new: Sequence[PlacedGroup]) -> None:
 
 
 def _target(mixed: MixedMembers, group: PlacedGroup, moving: set[int]) -> PlacedGroup | None:
-    """The group that a plain member joins: of several that it looks like, one with a member that reads the same."""
+    """Return the group that a plain member may join, preferably one with a member that reads the same state."""
     model = group.model
     candidates = [
         other
@@ -61,7 +61,7 @@ def _fingerprints(group: PlacedGroup) -> list[object]:
 
 
 def _unite(mixed: MixedMembers, target: PlacedGroup, groups: Sequence[PlacedGroup]) -> None:
-    """Make one array of a group and plain members; where that fails they stay as they are, and say why."""
+    """Make one array of a group and plain members. If that fails, they stay separate, with the reason in ``why``."""
     rows = [group.live[0] for group in groups]
     states = [taken(group.members, 0) for group in groups]
     try:
@@ -83,7 +83,7 @@ def _unite(mixed: MixedMembers, target: PlacedGroup, groups: Sequence[PlacedGrou
 
 
 def _receive(target: PlacedGroup, states: Sequence[MemberState], rows: Sequence[int]) -> None:
-    """Let members join an array, in its free rows or in new ones. Raises FusionError; they are in no row then."""
+    """Add members to an array, in free or new rows. Raises FusionError, and then adds none."""
     array = target.members
     missing = len(states) - len(array._roll.free)
     if missing > 0:
@@ -101,11 +101,11 @@ def _receive(target: PlacedGroup, states: Sequence[MemberState], rows: Sequence[
 def part(
     mixed: MixedMembers, group: PlacedGroup, error: ForwardsDiffer, chosen: Sequence[int] | None = None
 ) -> list[PlacedGroup]:
-    """Make a group of each set of members that do the same in forward; these groups, in the place of the one.
+    """Split a group into one group for each set of members that do the same in forward, and return these.
 
-    ``chosen``: the rows of the group that were called; None: all. Members of which the error does not tell go with one
-    that reads the same: they were not called, or have batches of another size. Raises the error itself where it does
-    not say who is who.
+    ``chosen``: the rows of the group that were called; None: all. Members that the error does not name were not called,
+    or have batches of another size; they stay with a member that reads the same state. Raises the error itself if it
+    does not tell the members apart.
     """
     group.members._check_between()
     live = [local for local, row in enumerate(group.rows) if row is not None]
@@ -137,7 +137,7 @@ def part(
 
 
 def _with_others(group: PlacedGroup, parts: Sequence[list[int]], others: Sequence[int]) -> list[list[int]]:
-    """The parts of a group with its other members, each where a member reads the same in forward."""
+    """Return the parts with ``others`` added: each to a part with a member that reads the same, or to a new part."""
     by_content: dict[object, list[int]] = {}
     for rows in parts:
         for local in rows:
@@ -155,7 +155,7 @@ def _with_others(group: PlacedGroup, parts: Sequence[list[int]], others: Sequenc
 def _reasons(
     group: PlacedGroup, parts: Sequence[Sequence[int]], error: ForwardsDiffer, chosen: Sequence[int] | None
 ) -> list[str]:
-    """Why each part is a group of its own: the attributes in which its members differ from those of another part."""
+    """Return why each part is a group: the attributes in which its members differ from those of another part."""
     if len(parts) == 1:
         # A member that differs has left: its row is free.
         return [group.why]
@@ -171,7 +171,7 @@ def _reasons(
 
 
 def _message(error: ForwardsDiffer, group: PlacedGroup, chosen: Sequence[int] | None) -> str:
-    """The error with the population's rows for those of the array that was called."""
+    """Return the error's message with rows of the population in place of model indices."""
 
     def row(match: re.Match[str]) -> str:
         place = int(match[1])
@@ -183,6 +183,6 @@ def _message(error: ForwardsDiffer, group: PlacedGroup, chosen: Sequence[int] | 
 
 
 def _inherit(mixed: MixedMembers, old: PlacedGroup, new: PlacedGroup) -> None:
-    """Let a group be apart from those that the group before it was apart from."""
+    """Keep group ``new`` apart from all groups that ``old`` was kept apart from."""
     others = [next(iter(pair - {old.number})) for pair in mixed.apart if old.number in pair]
     mixed.apart |= {frozenset((other, new.number)) for other in others}

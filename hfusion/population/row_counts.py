@@ -1,22 +1,22 @@
 """Number of rows of an array for a number of members.
 
-Every number of rows wants compiled programs of its own, so that an array which lost a member at a time would compile at
-each. Rows come in blocks of an eighth of the first number instead: one program for all rows as they were first, one for
-a block, called once for each, and one for a single member, for fewer than a block. An array that loses one of 64
-members at a time so computes 1.11 rows for each member, on average.
+Each number of rows needs its own compiled programs, so an array that loses one member at a time would compile every
+time. Rows therefore come in blocks of an eighth of the first number. There is one program for the first number of rows,
+one for a block, called once per block, and one for a single member, for fewer members than a block. An array that loses
+one of 64 members at a time then computes 1.11 rows for each member, on average.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Blocks of the first number of rows; more would waste less and call more often.
+# Number of blocks in the first number of rows; more blocks would waste fewer rows, and need more calls.
 BLOCKS = 8
 
 
 @dataclass(frozen=True)
 class Widths:
-    """``first``: the number of rows that the array began with."""
+    """Numbers of rows of an array that began with ``first`` rows."""
 
     first: int
 
@@ -25,7 +25,7 @@ class Widths:
         return max(1, -(-self.first // BLOCKS))
 
     def of(self, members: int) -> int:
-        """The number of rows for ``members``."""
+        """Return the number of rows for ``members`` members."""
         if members >= self.block:
             return -(-members // self.block) * self.block if members != self.first else self.first
         return max(1, members)

@@ -70,7 +70,7 @@ def _model_class(fused: FusedModule | PlainModule) -> type[nn.Module]:
 
 
 def rows_of_weights(weights: Any) -> Any:
-    """Weights that are marked as one row per member, unless they are ``[N]`` for all. Raises ValueError."""
+    """Return weights marked as one row per member, unless they are ``[N]`` for all. Raises ValueError."""
     if isinstance(weights, StackedInput | Ragged):
         return weights
     if not isinstance(weights, Tensor) and isinstance(weights, list | tuple) and len(weights):
@@ -190,7 +190,7 @@ def _class_counts(each: Tensor, target: Tensor, weight: Tensor | None, ignore_in
 
 
 def _without(output: Any, removed: Tensor) -> Any:
-    """``output`` with zeros for the samples that are removed, so that no NaN of theirs reaches a gradient."""
+    """Return ``output`` with zeros for removed samples, so that their NaNs reach no gradient."""
 
     def clear(leaf: Any) -> Any:
         if (
@@ -206,5 +206,5 @@ def _without(output: Any, removed: Tensor) -> Any:
 
 
 def _like(values: Tensor, other: Tensor) -> Tensor:
-    """``values [N]`` as ``[N, 1, ...]`` with the dims of ``other``."""
+    """Return ``values [N]`` as ``[N, 1, ...]`` with as many dims as ``other``."""
     return values.reshape(-1, *[1] * (other.dim() - 1))

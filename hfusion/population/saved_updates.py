@@ -1,4 +1,4 @@
-"""Updates that members are in the midst of, in a save."""
+"""Unfinished updates of members in a save."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SUM, _ABSENT, _BEFORE = (f"population/{name}/" for name in ("sums", "absent", "
 
 
 def save_updates(writer: SaveWriter, pop: ArrayGroup) -> None:
-    """Keep where the members are in their updates, with sums of gradients where they are in the midst of one."""
+    """Save the members' progress in their updates, with sums of gradients if an update is unfinished."""
     updates = pop._updates
     writer.own(_CALLS, updates.calls)
     if not updates.underway:
@@ -45,10 +45,10 @@ def save_updates(writer: SaveWriter, pop: ArrayGroup) -> None:
 def load_updates(wide: SaveReader, pop: ArrayGroup, free: Sequence[int], given: bool) -> Accumulation:
     """Restore the members' progress in their updates, for a population whose tensors are loaded.
 
-    ``given``: whether the user says how many calls make an update.
+    ``given``: whether the user has passed ``accumulate``.
 
     Raises:
-        CheckpointError: other numbers of calls than members in the midst of an update have had.
+        CheckpointError: ``accumulate`` differs from the save for a member whose update is unfinished.
     """
     calls = pop._updates.calls
     done = _own(wide, _DONE, torch.zeros_like(calls))
@@ -83,7 +83,7 @@ def _sums(wide: SaveReader, pop: ArrayGroup, members: int) -> GradientSums:
 
 
 def _own(wide: SaveReader, key: str, otherwise: Tensor) -> Tensor:
-    """The members' rows of a tensor; of saves that do not hold it, those of ``otherwise``."""
+    """Return the members' rows of a saved tensor; for saves that do not hold it, the rows of ``otherwise``."""
     rows, start = [], 0
     for saved, places in wide.parts:
         stack = saved.tensors.get(OWN + key)

@@ -38,7 +38,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def in_turn(method: Method) -> Method:
-    """One thread at a time: whoever saves a population that another thread trains sees it between two calls."""
+    """Decorate a method to hold the population's lock, so that a save from another thread sees no unfinished call."""
 
     @wraps(method)
     def called(population: Any, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class Saving:
         cast("ArrayGroup", self)._prepare(state["known"])
 
     def check_saved(self) -> None:
-        """Raise a CheckpointError in the midst of an update that members make together."""
+        """Raise a CheckpointError during an update of members that train a parameter together."""
         pop = cast("ArrayGroup", self)
         if pop._common and pop._updates.underway:
             raise CheckpointError("members train a parameter together, and are amid an update: save after it")
@@ -82,8 +82,8 @@ class Saving:
     ) -> Future[Path]:
         """Save everything in a new folder under ``root``; see `hfusion.save` for the arguments, and what is raised.
 
-        ``wait=False``: only the copies are made now, and another thread writes them; the result of what is returned is
-        the folder, or the error. A save waits for the one before, and tells its error where nobody asked for it.
+        ``wait=False``: copies are made now, and a background thread writes them; ``result()`` of the returned future is
+        the folder, or raises. A save waits for the previous one, and raises its error if nothing else has.
         """
         pop = cast("ArrayGroup", self)
         keep, score = files.checked(keep, score)
@@ -101,7 +101,7 @@ class Saving:
 
 
 def gathered(pop: ArrayGroup, loader: Any, extra: Any) -> SaveWriter:
-    """Copies of all that a save of ``pop`` holds."""
+    """Return copies of all that a save of ``pop`` holds. Raises CheckpointError if all rows are free."""
     roll, limits = pop._roll, pop._limits
     if not roll.live:
         raise CheckpointError("every row of the population is free: there is nobody to save")
@@ -147,17 +147,17 @@ def rows_of(reader: SaveReader, tags: str | Sequence[str] | None) -> list[str | 
 
 
 def makes_of(schedules: Mapping[str, Make], rows: Sequence[str | None]) -> list[Make]:
-    """The functions that make the members' schedules, row by row. Raises CheckpointError."""
+    """Return the functions that make the members' schedules, by row. Raises CheckpointError if one is missing."""
     missing = [tag for tag in rows if tag is not None and tag not in schedules]
     if missing:
         raise CheckpointError(f"scheduler has none for {missing[0]!r}: give one for each of {[t for t in rows if t]}")
-    # A member that starts in a free row brings its own, or gets the common one.
+    # Free rows get any: a member that starts there brings its own, or gets the common one.
     other = next(schedules[tag] for tag in rows if tag is not None)
     return [other if tag is None else schedules[tag] for tag in rows]
 
 
 def models_of(make_model: Callable[..., nn.Module], rows: Sequence[str | None]) -> list[nn.Module]:
-    """A model for every row, by name where ``make_model`` takes one."""
+    """Return a model for every row; ``make_model`` is called with the member's name if it takes an argument."""
     named = any(
         one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.default is one.empty
         for one in inspect.signature(make_model).parameters.values()
@@ -171,7 +171,7 @@ def models_of(make_model: Callable[..., nn.Module], rows: Sequence[str | None]) 
 
 
 def _another(model: nn.Module, known: Sequence[nn.Module]) -> nn.Module:
-    """``model``, or a copy where it is one of ``known``; the copy has what members share."""
+    """Return ``model``, or a copy if it is one of ``known``; the copy keeps tensors that the others share."""
     if all(model is not one for one in known):
         return model
     others = {id(tensor) for one in known if one is not model for tensor in _tensors(one)}
@@ -185,13 +185,13 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 def restore(
     pop: ArrayGroup, reader: SaveReader, rows: Sequence[str | None], loader: Any, random: bool, counted: bool
 ) -> None:
-    """Let ``pop``, just made of models for ``rows``, be what was saved; ``counted``: but for its ``accumulate``.
+    """Load a save into ``pop``, created of models for ``rows``; ``counted``: ``pop`` keeps its ``accumulate``.
 
     Raises CheckpointError.
     """
     with told(reader.path):
         live = [row for row, tag in enumerate(rows) if tag is not None]
-        # Free rows hold what the first member is.
+        # Free rows get the tensors of the first member.
         places = {row: place for place, row in enumerate(live)}
         free = [row for row, tag in enumerate(rows) if tag is None]
         wide = reader.at([places.get(row, 0) for row in range(len(rows))], free)
@@ -220,7 +220,7 @@ def restore(
 
 
 def _limit(reader: SaveReader, name: str, given: Limit | None) -> Limit:
-    """A limit as it was saved; what a save of before does not hold is as it is ``given`` now, or of all members."""
+    """Return a saved limit. Saves of older versions lack ``begun``: it is that of ``given``, or of the members."""
     saved = Limit.of(f"clip_{name}", reader.own(f"population/clip_{name}"), len(reader.tags))
     begun = reader.begun("limits begun")
     if name in begun:
@@ -242,7 +242,7 @@ def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> R
 
 def _keys(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Tensor:
     made = torch.tensor([0 if tag is None else key_of(tag) for tag in rows], device="cpu")
-    # Saves of before have none.
+    # Saves of older versions have none.
     found = wide.own("population/keys") if wide.has("members/population/keys") else made
     if (found.dtype, found.shape) != (made.dtype, made.shape):
         raise CheckpointError(f"{reader.path}: keys are {found.dtype} {list(found.shape)}")

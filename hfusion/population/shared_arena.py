@@ -7,17 +7,17 @@ import mmap
 import torch
 from torch import Tensor
 
-# Kernels take other paths, and round otherwise, where tensors begin elsewhere in a line of the cache.
+# Kernels may take other paths, and round differently, if a tensor begins at another offset in a cache line.
 _LINE = 64
 
 
 def arena_bytes(tensor: Tensor) -> int:
-    """The most bytes of an arena that a tensor takes."""
+    """Return the maximum number of bytes of an arena that a tensor takes."""
     return _extent(tensor) * tensor.itemsize + 2 * _LINE
 
 
 class SharedArena:
-    """``size`` bytes that are given away from the beginning on. They are freed with the last tensor in them."""
+    """``size`` bytes of shared memory, allocated in order. They are freed with the last tensor in them."""
 
     def __init__(self, size: int) -> None:
         self.size = max(size, _LINE)
@@ -26,11 +26,11 @@ class SharedArena:
         self._used = 0
 
     def clear(self) -> None:
-        """Give everything away anew."""
+        """Allocate from the beginning again."""
         self._used = 0
 
     def place(self, tensor: Tensor) -> int:
-        """Return where a tensor like ``tensor`` has room, aligned like it, and take it. Raises MemoryError."""
+        """Allocate room for a tensor like ``tensor``, aligned like it, and return its offset. Raises MemoryError."""
         start = -(-(self._first + self._used) // _LINE) * _LINE + tensor.data_ptr() % _LINE - self._first
         self._used = start + _extent(tensor) * tensor.itemsize
         if self._used > self.size:
@@ -38,22 +38,22 @@ class SharedArena:
         return start
 
     def at(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """Return the tensor of this kind that begins at ``start``, in a storage of its own."""
+        """Return a tensor on the memory at offset ``start``, with a storage of its own."""
         count = _count(shape, stride)
         if not count:
             return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).as_strided(shape, stride)
 
     def put(self, tensor: Tensor) -> int:
-        """Take room for a tensor like ``tensor``, with its values; return where it is. Raises MemoryError."""
+        """Copy ``tensor`` to newly allocated room, and return its offset. Raises MemoryError."""
         start, count = self.place(tensor), _extent(tensor)
         if count:
-            # The memory as it is: elements of an expanded tensor share theirs.
+            # Copy memory rather than elements: those of an expanded tensor share memory.
             self.at(start, tensor.dtype, (count,), (1,)).copy_(tensor.detach().as_strided((count,), (1,)))
         return start
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return a tensor like ``tensor``, with its values."""
+        """Return a copy of ``tensor`` in the arena, with its strides. Raises MemoryError."""
         return self.at(self.put(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 

@@ -1,4 +1,4 @@
-"""A step of members who train a parameter together: its gradient is the sum over those that are there."""
+"""A step of members that train a parameter together: its gradient is the sum over the members that train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def step_together(pop: ArrayGroup, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-    """Make a step eagerly, with the losses of members that are in no free or frozen row; losses ``[rows]``."""
+    """Make an eager step with the losses of rows that are neither free nor frozen. Return losses ``[rows]``."""
     updates = pop._updates
     if not updates.underway:
         pop.optimizer.zero_grad()

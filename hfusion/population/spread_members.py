@@ -64,9 +64,9 @@ class _Forks:
 
     Attributes:
         members: what they know of each group, by number, with the versions of its hyper-parameters. A request names a
-            member by its place here.
-        arguments: where arguments of a step are written.
-        setting: what they know besides members, as of `_setting`.
+            member by its index in this dict.
+        arguments: memory to which the arguments of a step are written.
+        setting: the value of `_setting` at the fork.
         walls: seconds of the first steps with them, by the size of the arguments.
     """
 
@@ -84,34 +84,34 @@ def _end(shares: list[_Share]) -> None:
 
 
 class MemberSpread:
-    """Lets forks of this process compute plain members, each as this process would: what comes out is the same.
+    """Lets forks of this process compute plain members, with the same results as in this process.
 
     A member stays here if code that it runs may have effects that a fork would keep to itself, or has changed since
-    the fork. Members that may move are computed by one thread each, here and there.
+    the fork. Members that may move are computed by one thread each, in any process.
 
     Args:
         most: the most processes, this one included; None: one for each core.
-        loss: that of the population.
+        loss: the population's loss.
     """
 
     def __init__(self, most: int | None, loss: Callable[..., Any]) -> None:
         self._most = cores() if most is None else most
         self._loss = loss
-        # Whether processes were measured to be slower. Members keep their one thread, so that no time shows in bits.
+        # Whether processes were measured to be slower. Members keep one thread, so that results do not depend on time.
         self._alone = False
         self._began = False
         self._known: weakref.WeakKeyDictionary[PlainMember, MovableMember] = weakref.WeakKeyDictionary()
         self._forks: _Forks | None = None
         self._finalizer: Callable[[], object] = partial(_end, [])
-        # Of each group: seconds of its last steps, wherever they were made.
+        # Seconds of each group's last steps, in any process, by number.
         self._seconds: dict[int, deque[float]] = {}
-        # By the size of the arguments: seconds of the last steps without other processes.
+        # Seconds of the last steps without other processes, by size of the arguments.
         self._walls: dict[int, deque[float]] = {}
-        # Seconds of the last steps without those of movable members.
+        # Seconds of the last steps, without the time of movable members.
         self._rest: deque[float] = deque(maxlen=_STEPS)
-        # Seconds that a fork costs; None: not asked for since the last one.
+        # Seconds that a fork costs; None: not measured since the last fork.
         self._cost: float | None = None
-        # Seconds in this process of members that could be elsewhere, since the last fork.
+        # Seconds that this process spent on members that a new fork could compute, since the last fork.
         self._spent = 0.0
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ class MemberSpread:
     def step(
         self, groups: Sequence[PlacedGroup], device: torch.device, arguments: tuple[Any, Any] | None
     ) -> Iterator[SpreadStep]:
-        """Inside, groups make a step. ``arguments``: those of the step; None if it is not one of all members."""
+        """Context manager: groups make a step. ``arguments``: of the step; None if not all members step."""
         movable = {} if arguments is None else self._movable(groups, arguments)
         began = time.perf_counter()
         with GroupDraws(device) as draws:
@@ -142,7 +142,7 @@ class MemberSpread:
             self._learn(spread, argument_bytes(arguments), time.perf_counter() - began)
 
     def _movable(self, groups: Sequence[PlacedGroup], arguments: tuple[Any, Any]) -> dict[int, PlacedGroup]:
-        """The groups that another process may compute, by number; none where few large ones have all threads."""
+        """Return the groups that other processes may compute, by number; none if there are few, to use all threads."""
         if not self._began:
             self._began = True
             why = why_never_fork(torch.device("cpu")) or why_not_loss(self._loss)
@@ -170,7 +170,7 @@ class MemberSpread:
         return known
 
     def _begin(self, spread: SpreadStep, arguments: Any) -> None:
-        """Let processes begin the step, if there are any, or if they pay now."""
+        """Let processes begin the step, if there are any; start them first if that pays now."""
         if self._pays(spread.movable):
             self._fork(spread.movable, arguments)
         forks = self._forks
@@ -187,13 +187,13 @@ class MemberSpread:
                 spread.send(share.process, written, [(n, places[n], *forks.members[n]) for n in numbers])
 
     def _is_known(self, group: PlacedGroup) -> bool:
-        """Return whether the forks, if there are any, know a member as it is, or it stays here anyway."""
+        """Return whether the forks know the present state of a member, or it stays in this process anyway."""
         known = self._known[cast(PlainMember, group.members)]
         held = None if self._forks is None else self._forks.members.get(group.number)
         return known.stays if held is None else held[0] is known and not known.stays
 
     def _pays(self, movable: dict[int, PlacedGroup]) -> bool:
-        """Return whether forks would have saved more than they cost, had they been there since the last change."""
+        """Return whether a fork after the last change would have saved more time than it costs."""
         if self._alone or not self._spent:
             return False
         if self._cost is None:
@@ -202,7 +202,7 @@ class MemberSpread:
         return self._spent * (1 - 1 / count) > self._cost
 
     def _setting(self) -> Any:
-        """What steps depend on besides members and arguments."""
+        """Return all that steps depend on besides members and arguments."""
         return read_state(self._loss), torch.get_default_dtype(), [read() for read in dict.fromkeys(SETTINGS.values())]
 
     def _fork(self, movable: dict[int, PlacedGroup], arguments: Any) -> None:
@@ -229,10 +229,10 @@ class MemberSpread:
     def _divide(self, forks: _Forks) -> None:
         """Divide members among this process and others, the longest first."""
         seconds = {number: median(self._seconds[number]) for number in forks.members if number in self._seconds}
-        # Results are taken over here, and all steps of the other groups are made here.
+        # This process also takes over results, and makes the steps of all other groups.
         loads = [median(self._rest), *[0.0] * len(forks.shares)]
         shares: list[list[int]] = [[] for _ in loads]
-        # Of members that have joined just now it is not known how long they take.
+        # Members that have just joined are left out: how long they take is not known.
         for number in sorted(seconds, key=lambda n: -seconds[n]):
             least = loads.index(min(loads))
             loads[least] += seconds[number]
@@ -255,7 +255,7 @@ class MemberSpread:
             self._walls.setdefault(size, deque(maxlen=_STEPS)).append(wall)
         elif len(walls := self._forks.walls.setdefault(size, [])) < 2 * _STEPS:
             walls.append(wall)
-            # The first steps of a process are slow, and those before there were any may have been.
+            # The first steps of a process are slow, and steps before the fork may have been slow.
             if len(walls) in (_STEPS // 4, _STEPS // 2, _STEPS):
                 self._divide(self._forks)
             self._judge(walls[_STEPS:], self._walls.get(size))
@@ -269,7 +269,7 @@ class MemberSpread:
 
 
 def _is_observed() -> bool:
-    """Return whether somebody follows operators or modules of this thread, or changes what they compute."""
+    """Return whether modes, hooks or a profiler observe this thread's operators or modules, or change their results."""
     if active_autocast() or torch.is_inference_mode_enabled() or has_global_hooks():
         return True
     return is_profiling() or in_dispatch_mode() or bool(function_modes())
@@ -280,7 +280,7 @@ def _remote(groups: dict[int, PlacedGroup], known: dict[int, MovableMember]) -> 
     sizes = [known[number].shared_bytes for number in groups]
     arena, remote = SharedArena(sum(sizes)), {}
     for number, group in groups.items():
-        # Its views of parameters are no user's.
+        # The optimizer's own views of parameters would keep them from being moved.
         group.members.optimizer.forget(counts=True)
         if known[number].move(arena):
             member = known[number].member

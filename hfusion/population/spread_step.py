@@ -25,11 +25,11 @@ class SpreadStep:
     """One step of a population whose plain members may be computed elsewhere.
 
     Attributes:
-        movable: the groups that may be, by number.
-        here: seconds of those that were computed here, by number.
-        elsewhere: of those that other processes have computed.
+        movable: the groups that other processes may compute, by number.
+        here: seconds of each of these groups that this process computed, by number.
+        elsewhere: seconds of each group that another process computed, by number.
         waited: seconds in which this process waited for others.
-        failed: the numbers of those that a process could not compute.
+        failed: numbers of the groups that a process could not compute.
     """
 
     def __init__(self, movable: dict[int, PlacedGroup], draws: GroupDraws) -> None:
@@ -50,11 +50,11 @@ class SpreadStep:
         written: Any,
         members: Sequence[tuple[int, int, MovableMember, RemoteMember, list[int]]],
     ) -> None:
-        """Let a process compute members: of each the number of its group, its place there, and what is known of it."""
+        """Send members to a process: of each the number of its group, its index there, and what is known of it."""
         for number, place, known, remote, versions in members:
             member = known.member
             member.hold_buffers()
-            # A process that ends in the midst of a step leaves some of them written.
+            # A process that ends during a step may have written to some of them.
             self._buffers[number] = [(buffer, buffer.clone()) for _, buffer in member.fused.named_buffers()]
             self._sent[number] = process, remote
             remote.progress.zero_()
@@ -63,12 +63,12 @@ class SpreadStep:
             given = self.draws.number, member.updates_anywhere, vectors
             entry = self.movable[number].live[0]
             waiting.append(number)
-            # A process that has ended says so where its answer is waited for.
+            # That a process has ended is reported when its answer is awaited.
             with suppress(EndedProcess):
                 process.send(StepRequest(place, entry, written if len(waiting) == 1 else None, *given))
 
     def settle(self) -> None:
-        """Let members that the step did not get to be as they were, or as their processes leave them."""
+        """Wait for the processes. For members that the step did not reach, count a made update or restore buffers."""
         for process, waiting in self._waiting.items():
             while waiting and process not in self._gone:
                 self._receive(process, waiting)
@@ -80,7 +80,7 @@ class SpreadStep:
                 _put_back(before)
 
     def _receive(self, process: ForkedProcess, waiting: deque[int]) -> None:
-        """Wait for what a process computes next. Raises HFusionError if it has ended in the midst of an update."""
+        """Wait for the next result of a process. Raises HFusionError if it has ended during an update."""
         try:
             self._computed[waiting.popleft()] = process.answer()
         except EndedProcess as error:
@@ -100,7 +100,7 @@ class SpreadStep:
         return bool(self._gone)
 
     def ordered(self, groups: Sequence[PlacedGroup]) -> deque[PlacedGroup]:
-        """The groups, those last that other processes compute meanwhile, unless hooks may tell the order."""
+        """Return the groups, those that other processes compute last; in given order if there are gradient hooks."""
         if any(group.members._gradient_hooks for group in groups):
             return deque(groups)
         answered = {number: rank for numbers in self._waiting.values() for rank, number in enumerate(numbers)}
@@ -108,7 +108,7 @@ class SpreadStep:
 
     @contextmanager
     def of_group(self, group: PlacedGroup) -> Iterator[None]:
-        """Inside, a group makes its step, with what another process has computed if it has."""
+        """Context manager: a group makes its step, with the result of another process if there is one."""
         if group.number not in self.movable:
             with self.draws.of_group(group.key):
                 yield
@@ -123,7 +123,7 @@ class SpreadStep:
             self.here[group.number] = time.perf_counter() - began
 
     def _taken(self, group: PlacedGroup) -> ComputedStep | None:
-        """Give the step of a group what a process has computed for it; None if none has."""
+        """Write a process's result to the step of a group, and return it; None if there is none."""
         if group.number not in self._sent:
             return None
         step = cast(PlainStep, group.members._step)

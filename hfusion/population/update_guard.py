@@ -24,7 +24,7 @@ from hfusion.optim.scaler import overflowing
 
 OnNonfinite = Literal["freeze", "raise", "ignore"]
 
-# Elements that one thread looks at as fast as several do.
+# Number of elements up to which one thread checks as fast as several.
 _ONE_THREAD = 1 << 20
 
 
@@ -34,7 +34,7 @@ class Limit:
 
     Attributes:
         values: float64 ``[rows]``.
-        begun: the bound that all members began with, which holds for those that join; None if theirs differed.
+        begun: the bound that all members began with, the default for joining members; None if they differed.
     """
 
     values: Tensor
@@ -42,7 +42,7 @@ class Limit:
 
     @staticmethod
     def of(name: str, value: HyperValue, rows: int) -> Limit:
-        """Raises ValueError for a wrong number of values, or one below 0."""
+        """Create a limit. Raises ValueError for a wrong number of values, or a value below 0."""
         values = _checked(name, value, rows)
         return Limit(values, float(values[0]) if bool((values == values[0]).all()) else None)
 
@@ -67,23 +67,23 @@ class Limits:
 
     @staticmethod
     def of(norm: HyperValue | None, value: HyperValue | None, rows: int) -> Limits:
-        """Raises ValueError as `Limit.of`."""
+        """Create limits. Raises ValueError as `Limit.of`."""
         return Limits(
             None if norm is None else Limit.of("clip_norm", norm, rows),
             None if value is None else Limit.of("clip_value", value, rows),
         )
 
     def rearranged(self, sources: Sequence[int]) -> Limits:
-        """Let member b have the limits of member ``sources[b]`` of before."""
+        """Return limits in which member b has those of the former member ``sources[b]``."""
         rows = list(sources)
         return Limits(
             *(None if limit is None else replace(limit, values=limit.values[rows]) for limit in (self.norm, self.value))
         )
 
     def with_rows(self, rows: Sequence[int], norm: HyperValue | None, value: HyperValue | None) -> Limits:
-        """Return them with those of members that start in ``rows``: where no value is given, what all began with.
+        """Return limits with those of members that start in ``rows``; None stands for what all members began with.
 
-        Raises ValueError where members began with different limits, or for a population without.
+        Raises ValueError for None if members began with different limits, or for a limit that the population lacks.
         """
         changed = self
         for name, given in (("norm", norm), ("value", value)):
@@ -97,7 +97,7 @@ class Limits:
         return changed
 
     def clip(self, fused: FusedModule) -> None:
-        """First by value, then by norm. Parameters that all members share are left as they are."""
+        """Clip gradients, first by value, then by norm; those of parameters that all members share are not clipped."""
         if self.value is None and self.norm is None:
             return
         params = [p for p in fused.parameters() if p.grad is not None and is_per_member(p)]
@@ -117,7 +117,7 @@ def _checked(name: str, value: HyperValue | None, rows: int) -> Tensor:
 
 
 def bad_rows(fused: FusedModule, losses: Tensor, check: FiniteCheck) -> Tensor:
-    """The members whose loss or gradients are not all finite: bool ``[rows]``, on the CPU."""
+    """Return the members whose loss or gradients are not all finite: bool ``[rows]``, on the CPU."""
     grads = [param.grad for param in fused.parameters() if param.grad is not None and is_per_member(param)]
     if all_finite(grads, losses.detach(), check):
         return torch.zeros(len(fused), dtype=torch.bool, device="cpu")
@@ -131,18 +131,18 @@ def gradients_finite(fused: FusedModule, losses: Tensor, check: FiniteCheck) -> 
 
 
 def all_finite(grads: Sequence[Tensor], losses: Tensor, check: FiniteCheck) -> bool:
-    """Return whether every value is finite, by one call; False also if that call cannot tell: tensors of several
-    kinds, or squares that overflow.
+    """Return whether all values are finite. Also False if one call cannot tell, for tensors of different dtypes,
+    devices or layouts, or if squares overflow.
     """
     found = [*grads, losses]
-    # Threads read more than this faster.
+    # Several threads check more elements than this faster.
     if sum(map(Tensor.numel, grads)) < _ONE_THREAD and (answer := check(found)) is not None:
         return answer
     if len({(tensor.dtype, tensor.device, tensor.layout) for tensor in found}) > 1:
         return False
     if losses.layout is not torch.strided or not all(tensor.numel() for tensor in found):
         return False
-    # The largest magnitude takes five times as long.
+    # Computing the largest magnitude would take five times as long.
     return math.isfinite(float(torch.stack(torch._foreach_norm(found, 2)).sum()))
 
 
@@ -157,7 +157,7 @@ def check_common(fused: FusedModule) -> None:
 
 
 class Buffers:
-    """The buffers of an array and what else forward writes to, to be put back where a step does not count."""
+    """Copies of an array's buffers and other tensors that forward writes to, to restore where a step does not count."""
 
     def __init__(self, fused: FusedModule) -> None:
         self._fused = fused
@@ -170,7 +170,7 @@ class Buffers:
             if (buffers := held()) is not None:
                 buffers._keep_written(compiled.written)
 
-        # Programs that this step makes, before they run. The array does not keep the buffers beyond the update.
+        # Called with programs that this step creates, before they run. The array holds only a weak reference.
         fused._on_program = on_program
 
     def _keep_written(self, keys: frozenset[str]) -> None:
@@ -178,7 +178,7 @@ class Buffers:
             self._keep((name, tensor) for name, tensor in tensors(self._fused) if name in further)
 
     def _keep(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        # A view of each, in which writing writes to the tensor itself.
+        # ``rows`` is a view: writing to it writes to the tensor itself.
         for name, tensor in named:
             if (mark := membership(tensor)) is not None and mark.is_own:
                 rows = member_rows(tensor.detach(), mark)
@@ -186,17 +186,17 @@ class Buffers:
 
     @property
     def before(self) -> dict[str, Tensor]:
-        """The held buffers, by key."""
+        """The saved values, by key."""
         return {name: before for name, (_, before) in self._before.items()}
 
     def renew(self, rows: Tensor) -> None:
-        """Hold what members ``rows``, bool ``[rows]``, have now."""
+        """Save the present values of members ``rows``, bool ``[rows]``."""
         for tensor, before in self._before.values():
             places = rows.nonzero().reshape(-1).to(tensor.device)
             before[places] = tensor[places]
 
     def of_rows(self, rows: Sequence[int], part: FusedModule) -> Buffers:
-        """Return the held buffers of members ``rows``, for an array ``part`` of them."""
+        """Return the saved values of members ``rows``, for an array ``part`` of them."""
         made = Buffers(part)
         for name, (_, before) in self._before.items():
             if name in made._before:
@@ -205,7 +205,7 @@ class Buffers:
         return made
 
     def put_rows(self, rows: Sequence[int], part: Buffers) -> None:
-        """Hold of members ``rows`` what ``part`` holds of its first ones."""
+        """Replace the saved values of members ``rows`` by those of the first members of ``part``."""
         named = dict(tensors(self._fused))
         self._keep((name, named[name]) for name in part._before.keys() - self._before.keys())
         for name, (_, before) in part._before.items():
