@@ -1,4 +1,4 @@
-"""Devices that are alike, for which one estimate holds: of a thousand nodes, a few kinds."""
+"""Group similar devices into kinds, so that a cost is estimated once per kind and not once per device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hfusion.cluster.rates import DIFFERS
 from hfusion.device.calibrate import Rates
 from hfusion.tasks.array_plan import Room
 
-# Of which estimates of seconds consist.
+# The rates from which seconds are estimated.
 _COMPARED = ("flops", "memory", "calls", "load", "evict")
 
 
@@ -18,9 +18,9 @@ class DeviceKinds:
         self.rooms: list[Room] = []
 
     def kind(self, device: DeviceInfo) -> int:
-        """Return the index of a device's kind in ``rooms``; it may be a new one, at the end."""
+        """Return the index of a device's kind in ``rooms``. A device of a new kind appends one."""
         for kind, room in enumerate(self.rooms):
-            # Arrays that are placed by the memory of a kind must fit each of its devices.
+            # Arrays are placed by the budget of the kind, so no device of the kind may have less.
             fits = room.budget <= device.budget <= room.budget * (1 + DIFFERS)
             if room.device == device.physical and fits and _alike(room.rates, device.rates):
                 return kind

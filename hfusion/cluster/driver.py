@@ -1,4 +1,4 @@
-"""The driver of a run on a cluster: it sends arrays, hears what becomes of them, and puts the report together."""
+"""The driver of a run on a cluster: it sends arrays to devices, handles their messages, and assembles the report."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from hfusion.tasks.training_report import Report, TaskReport, joined
 
 _log = logging.getLogger(__name__)
 
-# Seconds from one look at the devices to the next while none tells anything.
+# Seconds between two checks of the devices while no message arrives.
 GLANCE = 1.0
 
 
 class Drive:
-    """One run. ``show`` is told how many minibatches an array has had.
+    """One run. ``show(index, minibatches)`` is called when an array has been trained on more minibatches.
 
     Args:
-        log: where what happens to arrays is written.
-        on_result: asked who stops, as of `hfusion.train`.
-        ends_at_failure: the run ends where a task fails; else the others are trained to their end.
-        clock: seconds, by which rates are measured.
+        log: the log of the arrays' events.
+        on_result: decides which members stop, see `hfusion.train`.
+        ends_at_failure: end the run when an array fails. Otherwise the other arrays are trained to their end.
+        clock: returns seconds; rates are measured with it.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Drive:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_result, self._ends_at_failure = on_result, ends_at_failure
-        # Whether a callback, or who decides, was called.
+        # Whether a callback or ``on_result`` was called.
         self.heard = False
         self._run, self._tasks, self._arrays, self._executor = arrays, arrays.tasks, arrays.arrays, executor
         self._logs = ArrayLogs(log, [(one.load.name, one.task, one.members) for one in arrays.arrays])
-        # How many minibatches and evaluations of an array callbacks have heard of.
+        # How many minibatches and evaluations of each array were passed to callbacks.
         self._counts: Counter[tuple[int, type]] = Counter()
-        # The same of ``on_result``, and the members that it stopped at each of them.
+        # How many were passed to ``on_result``, and the members that it stopped at each result.
         self._asked: Counter[tuple[int, type]] = Counter()
         self._stops: dict[tuple[int, type, int], list[int]] = {}
         loads = [one.load for one in arrays.arrays]
@@ -74,18 +74,18 @@ class Drive:
         self._failed: dict[int, BaseException] = {}
         self._told: set[int] = set()
         self._began = time.time()
-        # Since when arrays wait for a device to join, and why the last device was lost.
+        # When arrays began to wait for a device to join, and why the last device was lost.
         self._stranded_since: float | None = None
         self._last_loss = ""
         self.show: Callable[[int, int], None] = lambda index, steps: None
 
     @property
     def unstarted(self) -> bool:
-        """Whether the first failed array reported no minibatch, and none has been trained."""
+        """Whether the first failed array reported no minibatch, and no array has finished."""
         return not self._done and min(self._failed, default=-1) not in self._told
 
     def run(self) -> Report:
-        """Train all. Raises TrainError in the end for what failed."""
+        """Train all arrays and return the report. Raises TrainError at the end if an array failed."""
         placement = self._placement
         while not placement.over and not (self._failed and self._ends_at_failure):
             for device in placement.moves():
@@ -157,7 +157,7 @@ class Drive:
         if isinstance(result, Step):
             self.show(number, count)
         if count <= self._counts[number, type(result)]:
-            # A process trains again what another had trained before it was lost.
+            # An array that lost its process repeats minibatches: callbacks have already received this result.
             return
         self._counts[number, type(result)] = count
         self._note(device, number, result)
@@ -166,23 +166,23 @@ class Drive:
             for callback in one.task.callbacks:
                 callback(result)
         except Exception as error:
-            # What the node makes of it from here on is not looked at.
+            # From here on, results that the node sends for this array are ignored.
             self._give_up(device, number, error)
 
     def _count(self, number: int, result: Step | Evaluation) -> int:
-        """Return how many minibatches, or evaluations, an array has had with this result."""
+        """Return the number of minibatches, or of evaluations, up to and including this result."""
         if isinstance(result, Evaluation):
             return result.epoch + 1
         return result.epoch * self._arrays[number].task.epoch + result.step + 1
 
     def _answer(self, device: int, result: Step | Evaluation) -> list[int]:
-        """Return the members that stop; where that fails, none."""
+        """Return the members that ``on_result`` stops. If it raises, give up the array and return no members."""
         number = self._now.get(device)
         if number is None or number in self._failed or self._on_result is None:
             return []
         key, count = (number, type(result)), self._count(number, result)
         if count <= self._asked[key]:
-            # As above: a function that counts would count twice, and stop others.
+            # A repeated result gets its earlier answer: a stateful ``on_result`` could stop other members now.
             return self._stops.get((*key, count), [])
         self._asked[key], self.heard = count, True
         try:
@@ -195,7 +195,7 @@ class Drive:
         return members
 
     def _give_up(self, device: int, number: int, error: BaseException) -> None:
-        """Note that an array has failed; its first error counts."""
+        """Mark an array as failed. Only its first error is kept."""
         if number not in self._failed:
             self._failed[number] = error
             self._note(device, number, ArrayNote("failed", None, error=first_line(error)))
@@ -256,7 +256,7 @@ class Drive:
         return Report(tasks, self._plan(), self._timeline(), self._peak())
 
     def _part(self, one: PlacedArray, done: ArrayDone) -> tuple[tuple[int, ...], TaskReport]:
-        """Return the report of an array, and write its state into the user's, as if trained here."""
+        """Return the members and report of an array, and copy its state into the user's objects."""
         found = done.report[one.task.name]
         for generator, state in zip(loader_generators(one.task), done.generators, strict=True):
             generator.set_state(state)
@@ -297,7 +297,7 @@ class Drive:
         return peak
 
     def _ran(self) -> Iterator[tuple[int, float, Timeline, Mapping[str, int]]]:
-        """Yield the runs of trained arrays: device, start by its clock, timeline and peak."""
+        """Yield the device, start by the device's clock, timeline and peak of each run of an array."""
         for device, left in self._left:
             yield device, left.begun, left.timeline, left.peak
         for device, done in self._done.values():

@@ -10,9 +10,9 @@ from hfusion.cluster.node import ArrayJob, CallJob, Message
 
 
 class Executor(Protocol):
-    """Processes that live as long as the run, one for each device. Devices are numbers, indices of ``devices``.
+    """One worker process per device, for the whole run. A device is identified by its index in ``devices``.
 
-    ``timeout``: for how many seconds an array waits while no device can train it.
+    ``timeout``: how many seconds an array waits if no device can train it.
     """
 
     timeout: float
@@ -26,19 +26,19 @@ class Executor(Protocol):
 
     @property
     def starting(self) -> bool:
-        """Whether a device will join soon, as its process starts."""
+        """Whether the process of another device is starting, so that the device will join soon."""
 
     def put(self, value: Any) -> Any:
-        """Keep a part for all processes, once per node: what finds it, for ``job.parts``."""
+        """Store an object once per node for all processes. Return a reference to it, for ``job.parts``."""
 
     def begin(self, device: int, job: ArrayJob | CallJob) -> None:
-        """Let a device do something that does nothing now, such as to train an array."""
+        """Start a job, such as training an array, on an idle device."""
 
     def leave(self, device: int, name: str) -> None:
-        """Ask the array of this name to leave the device that trains it, where it is saved next to go on elsewhere."""
+        """Ask the array ``name`` to leave its device at its next save, so that it can continue on another device."""
 
     def answer(self, device: int, members: list[int]) -> None:
-        """Answer what an array asked: who of its members stops."""
+        """Answer the `StopQuery` of the array on a device with the members that stop."""
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         """Wait up to ``seconds`` for messages; return each with the index of its device, or an empty list.
@@ -50,4 +50,4 @@ class Executor(Protocol):
         """Restart the lost process of a device; return whether it runs again."""
 
     def close(self) -> None:
-        """Nothing is left of it: neither processes nor files."""
+        """End all processes and remove their files."""

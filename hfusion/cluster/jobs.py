@@ -1,4 +1,4 @@
-"""From tasks to the arrays that are sent to devices: planned here, by what each device said of itself."""
+"""Plan tasks as arrays that are sent to devices, from the memory and rates that each device reported."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class RunOptions:
 
     Attributes:
         checkpoint: the folder of the run.
-        every: the most minibatches that are lost.
-        policy: the name of one.
-        asks: somebody decides who stops.
+        every: the most minibatches that a crash can cost; None: those of an epoch.
+        policy: the name of a policy.
+        asks: whether the driver has an ``on_result`` that decides which members stop.
     """
 
     checkpoint: Path | None
@@ -50,13 +50,14 @@ class RunOptions:
 
 @dataclass(frozen=True, eq=False)
 class PlacedArray:
-    """An array: whose task and members, and its seconds on each kind of device.
+    """An array of a task, as the driver knows it.
 
     Attributes:
-        sent: the task as it goes there.
-        plan: as it is trained; None: the process plans.
-        array: of this process, for the results; None: it is fused for them.
-        cost: for estimates on devices that join.
+        load: its estimated seconds on each kind of device.
+        sent: a copy of the task, as it is sent to the worker.
+        plan: the plan to train it by; None: the worker process plans.
+        array: the fused array of this process that receives the results; None: it is fused when they arrive.
+        cost: estimates its seconds on devices that join later.
     """
 
     task: Task
@@ -97,9 +98,9 @@ class PlacedArray:
 
 @dataclass(frozen=True, eq=False)
 class ClusterArrays:
-    """All arrays of a run; ``kinds``: of each device, the index of its seconds in the loads.
+    """All arrays of a run. ``kinds``: for each device, the index of its kind in ``Load.seconds``.
 
-    ``rooms``: the kinds themselves, if devices may join.
+    ``rooms``: the kinds of devices; None if no device can join.
     """
 
     tasks: tuple[Task, ...]
@@ -109,7 +110,7 @@ class ClusterArrays:
     rooms: DeviceKinds | None = None
 
     def kind_of(self, device: DeviceInfo) -> tuple[int, list[float | None] | None]:
-        """Return the kind of a device that joins, and if it is a new one the seconds of each array on it."""
+        """Return the kind of a device that joins and, if the kind is new, the estimated seconds of each array on it."""
         assert self.rooms is not None
         before, kind = len(self.rooms.rooms), self.rooms.kind(device)
         if kind < before:
@@ -121,11 +122,11 @@ class ClusterArrays:
 def arranged(
     tasks: Sequence[Task], devices: Sequence[DeviceInfo], options: RunOptions, *, resume: bool
 ) -> ClusterArrays:
-    """The arrays that the largest device would have, as `hfusion.train` on a machine of these devices.
+    """Group the members of tasks into arrays that fit the largest device, and estimate their seconds on each kind.
 
     Raises:
-        PlanError, FusionError: as `hfusion.plan`.
-        CheckpointError: the folder cannot be made, or holds what is not to go on.
+        PlanError, FusionError: see `hfusion.plan`.
+        CheckpointError: the folder cannot be created, or holds saves that this run must not continue.
     """
     check_every(options.every)
     check_schedulers(tasks)
@@ -149,7 +150,7 @@ def arranged(
 def planned(
     arrangements: Sequence[Arrangement], plan: Plan, devices: Sequence[DeviceInfo], options: RunOptions
 ) -> ClusterArrays:
-    """The arrays of a plan of one machine, each to be trained as that says on the device of its process."""
+    """Return the arrays of an existing plan for one machine; worker processes train them by that plan."""
     kinds = tuple(range(len(devices)))
     arrays = []
     for one, task_plan in zip(arrangements, plan.tasks, strict=True):
@@ -163,7 +164,7 @@ def planned(
 
 
 def check_schedulers(tasks: Iterable[Task]) -> None:
-    """Raise PlanError for a scheduler that drives an optimizer of this process."""
+    """Raise PlanError if a task has a scheduler object, which is bound to an optimizer of this process."""
     for task in tasks:
         if isinstance(task.scheduler, lr_scheduler.LRScheduler):
             raise PlanError(
@@ -173,7 +174,7 @@ def check_schedulers(tasks: Iterable[Task]) -> None:
 
 
 def sent_task(task: Task, members: Sequence[int]) -> Task:
-    """The task with the models of one array, as it goes to another process."""
+    """Return a copy of the task for another process: without callbacks, and only with the models of ``members``."""
     models = task.models
     if not isinstance(models, nn.Module):
         own, absent = set(members), nn.Identity()
@@ -182,7 +183,7 @@ def sent_task(task: Task, members: Sequence[int]) -> Task:
 
 
 def seeded_task(task: Task) -> Task:
-    """The task with the seed that a run on one machine would draw, which draws in the order of the arrays."""
+    """Return the task with a seed: its own, or one drawn from torch's generator, in the order of the calls."""
     return replace(task, seed=int(torch.randint(1 << 62, (), device="cpu")) if task.seed is None else task.seed)
 
 
@@ -192,7 +193,7 @@ class SharedParts:
     def __init__(self, arrays: Iterable[PlacedArray], executor: Executor) -> None:
         self.keys: dict[int, str] = {}
         self.kept: dict[str, Any] = {}
-        # Ids stay theirs as long as they live.
+        # References keep the objects alive, so that their ids are not reused.
         self._alive: list[object] = []
         found = list(arrays)
         for one in found:

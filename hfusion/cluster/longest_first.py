@@ -15,7 +15,7 @@ from hfusion.core.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An array of a task: its estimated seconds on each kind of device, None where it does not fit; its minibatches."""
+    """An array: estimated seconds on each kind of device (None if it does not fit), its task, and its minibatches."""
 
     name: str
     seconds: tuple[float | None, ...]
@@ -24,7 +24,7 @@ class Load:
 
     @property
     def least(self) -> float:
-        """Seconds on the fastest kind. Raises PlanError where it fits none."""
+        """Seconds on the fastest kind of device. Raises PlanError if the array fits no kind."""
         fitting = [each for each in self.seconds if each is not None]
         if not fitting:
             raise PlanError(
@@ -40,16 +40,16 @@ def place(
     busy: Sequence[float | None],
     slow: Sequence[float],
 ) -> list[list[int]]:
-    """The arrays of every device, in the order in which it trains them.
+    """Return the arrays of every device, in the order in which the device trains them.
 
     Args:
-        waiting: how many times what was estimated each array takes that is to be placed.
-        kinds: of each device.
-        busy: for how many seconds each device has work already; None where it is gone.
-        slow: how many times what was estimated each device takes.
+        waiting: the arrays to place, each with a factor by which its estimated seconds are multiplied.
+        kinds: the kind of each device, an index into ``Load.seconds``.
+        busy: for how many seconds each device already has work; None for a lost device.
+        slow: for each device, a factor by which all estimated seconds are multiplied.
 
     Raises:
-        PlanError: an array fits no device that is there.
+        PlanError: an array fits none of the remaining devices.
     """
     heaps: dict[tuple[int, float], list[tuple[float, int]]] = {}
     for device, (kind, free) in enumerate(zip(kinds, busy, strict=True)):
@@ -75,9 +75,10 @@ def place(
 
 
 def lower_bound(loads: Sequence[Load], kinds: Sequence[int]) -> float:
-    """Seconds that no placement beats: the longest array on its fastest device, and all work at the best speeds.
+    """Return a lower bound, in seconds, for the time that any placement takes.
 
-    The speed of a kind of device is that which it has for the array that it suits best.
+    It is the larger of two: the longest array on its fastest kind of device; and all work shared by all devices, each
+    with the speed, relative to the fastest kind, that it reaches on the array that suits it best.
     """
     least = [load.least for load in loads]
     speeds = [

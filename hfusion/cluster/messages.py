@@ -18,7 +18,7 @@ from hfusion.device.calibrate import Rates
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device as its process found it; ``now``: seconds on its clock; ``node`` and ``process``: where that runs."""
+    """A device, as its process reports it. ``now``: the time on its clock; ``node``, ``process``: host name and pid."""
 
     name: str
     physical: torch.device
@@ -30,7 +30,7 @@ class DeviceInfo:
 
     @property
     def place(self) -> dict[str, object]:
-        """Return it for a line of a log."""
+        """Return the process, node and device as fields for a log line."""
         return {"process": self.process, "node": self.node, "device": self.name}
 
 
@@ -45,8 +45,8 @@ class Answered:
 class Raised:
     """Training raised ``error``.
 
-    In the driver it has the traceback as a note, and is a RuntimeError if it cannot be sent, or its class is not found
-    there.
+    The driver receives it with the traceback as a note. If it cannot be pickled or unpickled, the driver receives a
+    RuntimeError with the same text.
     """
 
     error: BaseException
@@ -61,7 +61,7 @@ class Raised:
 
 def _raised(data: bytes | None, kind: str, text: str, lines: list[str]) -> Raised:
     error: BaseException = RuntimeError(f"{kind}: {text}")
-    # Classes may be read by other arguments than they were made with.
+    # An exception class may fail, or change its text, when it is unpickled.
     with suppress(Exception):
         found = None if data is None else unpack_message(data)
         if isinstance(found, BaseException) and type(found).__name__ == kind and str(found) == text:
@@ -78,4 +78,4 @@ class Lost:
 
 
 class DeviceLost(HFusionError):
-    """The processes of an array were lost more often than its cluster allows."""
+    """An array lost its processes more often than the cluster allows, or no remaining device has room for it."""

@@ -1,4 +1,4 @@
-"""The far side: a process that trains arrays on one device, one after the other, and tells how it goes."""
+"""The worker process of a device: it trains one array at a time and reports results to the driver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hfusion.tasks.task import Evaluation, Step, Task
 from hfusion.tasks.train import TrainError, train_array
 from hfusion.tasks.training_report import Report
 
-# Seconds from one telling of results to the next, and from one look at whether it ends to the next.
+# Seconds between two messages with results, and between two checks whether training is to stop.
 _TELL, _LOOK = 0.2, 1.0
 
 
@@ -37,11 +37,11 @@ class ArrayJob:
     """An array to train.
 
     Attributes:
-        parcel: its task.
-        parts: where what the task leaves out is kept, by key.
-        plan: as it is trained; None: the process plans.
-        asks: every result is answered, see `StopQuery`.
-        tells: the driver wants every result, and not the latest alone, and those that end an epoch.
+        parcel: the pickled task.
+        parts: references to the shared objects that ``parcel`` omits, by key.
+        plan: the plan to train by; None: this process plans.
+        asks: wait for the driver's answer to every result, see `StopQuery`.
+        tells: send every step; otherwise only the latest one and the last one of each epoch.
     """
 
     name: str
@@ -57,17 +57,17 @@ class ArrayJob:
 
 
 class CallJob(Protocol):
-    """Another request to a process of a cluster. It is pickled."""
+    """A request to a worker process other than to train an array. It is pickled."""
 
     def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> Any:
-        """Return the answer; ``part`` gives stored objects by key. ``trainer.kept`` persists between calls."""
+        """Return the answer. ``part(reference)`` returns a stored object; ``trainer.kept`` persists between calls."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """Results of minibatches and evaluations, in order; ``at``: when the last one was there, see `time.monotonic`.
+    """Results of minibatches and evaluations, in order; ``at``: the `time.monotonic` at which they were sent.
 
-    ``notes``: what else has happened to the array, if that is logged.
+    ``notes``: other events of the array, if they are logged.
     """
 
     results: tuple[Step | Evaluation, ...]
@@ -75,7 +75,7 @@ class Told:
     notes: tuple[ArrayNote, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All losses as one tensor, as to pickle each takes a tenth of a small minibatch."""
+        """Return a state with all losses in one tensor: pickling each takes a tenth of a small minibatch."""
         losses = [result.losses for result in self.results]
         if len({each.dtype for each in losses}) != 1:
             return vars(self)
@@ -94,21 +94,21 @@ class Told:
 
 @dataclass(frozen=True)
 class StopQuery:
-    """A result for which an array waits: the driver answers with the members that stop, see `ArrayTrainer.answers`."""
+    """A result that the driver must answer with the members that stop, see `ArrayTrainer.answers`. Training waits."""
 
     told: Told
 
 
 @dataclass(frozen=True, eq=False)
 class ArrayDone:
-    """An array is trained. The driver writes what it has become into its own array and optimizer.
+    """The result of a trained array. The driver copies it into its own array and optimizer.
 
     Attributes:
-        report: without the array.
-        tensors: of the array, by name, but frozen ones, which the driver has.
-        optimizer: the state dict of the task's optimizer, if that came as an object.
-        begun: when its timeline begins, on the clock of its process.
-        generators: the states of those that the loaders draw from, after the training.
+        report: the report, without the array itself.
+        tensors: the tensors of the array that training changed, by name.
+        optimizer: the state dict of the task's optimizer, if the task has an optimizer object.
+        begun: when the timeline begins, by the clock of this process.
+        generators: states, after training, of the generators that the loaders draw from.
     """
 
     report: Report
@@ -120,32 +120,32 @@ class ArrayDone:
 
 @dataclass(frozen=True, eq=False)
 class ArrayLeft:
-    """An array has left its device, as it was asked to, and is saved. ``begun``: as of `ArrayDone`."""
+    """An array was saved and has left its device, as requested. ``begun``: see `ArrayDone`."""
 
     timeline: Timeline
     peak: Mapping[str, int]
     begun: float
 
 
-# What a job ends with.
+# The last message of a job.
 End: TypeAlias = ArrayDone | ArrayLeft | Answered | Raised
 Message: TypeAlias = Told | StopQuery | End | Lost | DeviceInfo
 
 
 class _Stopped(Exception):
-    """The driver does not want this any more."""
+    """Raised inside training to end it when the driver has asked this process to stop."""
 
 
 class _Outbox:
-    """Results and notes of an array, which go to the driver together, a few times a second.
+    """Collects the results and notes of an array, and sends them to the driver a few times a second.
 
-    ``epoch``: its minibatches, where of others than the last of an epoch the latest result alone is sent; else None.
+    ``epoch``: None to send every step. Minibatches per epoch to send only the latest step and the last of each epoch.
     """
 
     def __init__(self, tell: Callable[[Message], None], epoch: int | None) -> None:
         self._tell, self._epoch = tell, epoch
         self._results: list[Step | Evaluation] = []
-        # Threads that save add to it, too.
+        # The threads that write checkpoints append to it, too.
         self._notes: deque[ArrayNote] = deque()
         self._sent = time.monotonic()
 
@@ -159,7 +159,7 @@ class _Outbox:
 
     def note(self, index: int, event: ArrayEvent, device: str | None) -> None:
         if isinstance(event, ArrayNote) and event.event == "copied":
-            # An array that goes on from this save gives these results no more.
+            # An array that resumes from this save does not repeat these results.
             self.send()
         elif isinstance(event, ArrayNote):
             self._notes.append(event)
@@ -179,16 +179,16 @@ class ArrayTrainer:
     """Trains arrays on one device.
 
     Args:
-        name: of the device in the cluster.
-        machine: of one device.
+        name: the name of the device in the cluster.
+        machine: a machine with this one device.
     """
 
     def __init__(self, name: str, machine: Machine) -> None:
         self._name, self._machine = name, machine
         self.stopping = Event()
-        # The name of an array that is to leave; another thread sets it.
+        # The name of an array that is to leave this device; set by another thread.
         self.leaving: str | None = None
-        # What another thread got for an `StopQuery`.
+        # The driver's answers to `StopQuery` messages, received by another thread.
         self.answers: SimpleQueue[list[int]] = SimpleQueue()
         self.kept: dict[str, Any] = {}
 
@@ -203,9 +203,9 @@ class ArrayTrainer:
         return DeviceInfo(self._name, device.physical, device.memory, rates, time.time())
 
     def run(self, job: ArrayJob | CallJob, part: Callable[[Any], Any], tell: Callable[[Message], None]) -> None:
-        """Train an array, or do what is asked; the last that is told is how it ended.
+        """Run a job. The last message passed to ``tell`` is its result or error.
 
-        ``part`` gives what is kept somewhere.
+        ``part(reference)`` returns a stored object.
         """
         try:
             tell(self._trained(job, part, tell) if isinstance(job, ArrayJob) else Answered(job.call(self, part)))
@@ -216,7 +216,7 @@ class ArrayTrainer:
     def _trained(
         self, job: ArrayJob, part: Callable[[Any], Any], tell: Callable[[Message], None]
     ) -> ArrayDone | ArrayLeft:
-        # A copy for each array: reading changes what a loader is.
+        # Each array unpacks its own copies, since iterating over a loader changes its state.
         parts: dict[str, Any] = {}
 
         def get(key: str) -> Any:
@@ -233,7 +233,7 @@ class ArrayTrainer:
             outbox.add(result)
 
         def ask(result: Step | Evaluation) -> list[int]:
-            # First what came before, so that the driver hears all in order.
+            # Send earlier results first, so that the driver receives all in order.
             if job.tells:
                 outbox.send()
             tell(StopQuery(Told((result,), time.monotonic())))

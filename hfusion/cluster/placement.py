@@ -1,7 +1,7 @@
 """Assign arrays to devices from cost estimates, without contacting any worker.
 
-Arrays are placed longest first, and a device without work takes of what waits for another. Where what is measured
-differs from what was estimated the plan is made anew (introspection, as in Saturn: K. Nagrecha and A. Kumar, 2023).
+Arrays are placed longest first, and an idle device takes arrays that wait for another device. If measured times differ
+from the estimates, waiting arrays are placed again (introspection, as in Saturn: K. Nagrecha and A. Kumar, 2023).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from hfusion.cluster.longest_first import Load, lower_bound, place
 from hfusion.cluster.rates import DIFFERS, ArrayProgress, Ratios
 
-# All is looked at anew when as much has happened as a 16th of what waits or runs, or anything where less does: with
-# 10,000 arrays on 1,000 devices a decision costs less than a millisecond then.
+# Placement is reconsidered after news of a 16th of the arrays that wait or run, so after any news if these are few.
+# With 10,000 arrays on 1,000 devices a decision then costs less than a millisecond.
 _OFTEN = 16
 
 
 @dataclass(eq=False)
 class _OnDevice:
-    """An array on a device. ``heard``: when it was last told how far it is, at first when it ``begun``.
+    """An array on a device. ``heard``: the time of its last progress report; before the first one, ``begun``.
 
-    ``startup``: seconds from then to its first minibatch.
+    ``startup``: seconds from ``begun`` to its first progress report.
     """
 
     number: int
@@ -35,26 +35,26 @@ class _OnDevice:
 
 @dataclass(frozen=True)
 class _Leaving:
-    """The destination of an array that was ``asked`` to leave its device."""
+    """A running array that moves to the device ``target``. ``asked``: when it was asked to leave its device."""
 
     target: int
     asked: float
 
 
 class Placement:
-    """The array that every device trains, and the next ones.
+    """The array that each device trains, and the queue of arrays that wait for it.
 
-    What is measured replaces what was estimated, see `Ratios`. What waits is placed anew where that ends sooner by
-    it; and an array that would make all others wait goes on where it ends sooner, if that saves more than it costs.
+    Measured times correct the estimates, see `Ratios`. Waiting arrays are placed again if the run then ends sooner.
+    The running array that ends last moves to an idle device if the run ends sooner, with the cost of moving counted.
 
     Args:
-        kinds: of each device; an index into ``load.seconds``.
+        kinds: the kind of each device, an index into ``Load.seconds``.
         max_failures: how often the device of an array may be lost before the array is given up.
-        clock: seconds.
-        saved: the arrays that go on, where they begin again, from where they were.
+        clock: returns the time in seconds.
+        saved: indices of the arrays that have checkpoints, so that they resume on another device.
 
     Raises:
-        PlanError: an array that fits no device.
+        PlanError: an array fits no device.
     """
 
     def __init__(
@@ -70,34 +70,34 @@ class Placement:
         self._ratios = Ratios([load.task for load in loads])
         self._steps = [0] * len(loads)
         self._queues: list[deque[int]] = []
-        # Seconds of each array that waits, where it waits.
+        # Estimated seconds of each waiting array on the device that it waits for.
         self._planned: dict[int, float] = {}
         self._waiting = [0.0] * len(kinds)
         self._running: dict[int, _OnDevice] = {}
         self._leaving: dict[int, _Leaving] = {}
         self._handover = 0.0
         self._gone: set[int] = set()
-        # The idle devices that were not asked since what waits, or what is known of it, has changed.
+        # Idle devices for which `begin` was not called since the queues, or the estimates, last changed.
         self._unasked: set[int] = set()
-        # The kinds and speeds of devices for which no array of another was found since then.
+        # Kinds and speeds of devices for which, since then, no other queue had a suitable array.
         self._fruitless: set[tuple[int, float]] = set()
-        # How much was measured since all of them were asked.
+        # Number of new measurements since all idle devices were last marked as not asked.
         self._unheeded = 0
-        # How much was measured since all was placed, and how much has happened since moves were looked for.
+        # Number of new measurements since the last placement, and of events since the last search for moves.
         self._news = self._stirs = 0
         self.failures = [0] * len(loads)
-        # The arrays that fit no device which is there.
+        # The arrays that fit none of the remaining devices.
         self.stranded: list[int] = []
         self._arrange(range(len(loads)))
 
     @property
     def idle(self) -> list[int]:
-        """The devices that are there and train nothing, and that no array is to come to."""
+        """The devices that are not lost, train no array, and are no target of a move."""
         busy = self._gone.union(self._running, (move.target for move in self._leaving.values()))
         return [device for device in range(len(self._kinds)) if device not in busy]
 
     def to_ask(self) -> list[int]:
-        """Return the idle devices for which `begin` may find an array: of many that find none, each is asked once."""
+        """Return the idle devices for which `begin` may return an array; those that got None are not listed again."""
         self._arrange_by_news()
         if not self._planned:
             return []
@@ -112,27 +112,27 @@ class Placement:
 
     @property
     def lower_bound(self) -> float:
-        """Seconds that no placement on all devices that were there beats, by estimates; see `lower_bound`."""
+        """A lower bound for the seconds of the run, by estimates for all devices, lost ones included."""
         return lower_bound(self._loads, self._kinds)
 
     def _whole(self, number: int, device: int) -> float | None:
-        """Seconds of all of an array as they were estimated."""
+        """Return the estimated seconds of a whole array on a device; None if it does not fit."""
         return self._loads[number].seconds[self._kinds[device]]
 
     def _seconds(self, number: int, device: int) -> float | None:
-        """Of what is left of an array."""
+        """Return the seconds for the rest of an array, corrected by measurements; None if it does not fit."""
         whole, left = self._whole(number, device), 1 - self._steps[number] / self._loads[number].steps
         return None if whole is None else whole * left * self._ratios.factor(number, device)
 
     def _left(self, device: int) -> float:
-        """Seconds until what runs there will have ended."""
+        """Return the seconds until the array that runs on a device ends; 0 for an idle device."""
         if device not in self._running:
             return 0.0
         run = self._running[device]
         return max(0.0, run.heard + (self._seconds(run.number, device) or 0.0) - self._clock())
 
     def _lefts(self) -> list[float | None]:
-        """Seconds until each device has trained what it does now, or what is on its way to it; None: it is gone."""
+        """Return the seconds until each device ends its array, or one that moves to it; None for a lost device."""
         found = [None if device in self._gone else self._left(device) for device in range(len(self._kinds))]
         for source, move in self._leaving.items():
             if move.target not in self._gone:
@@ -148,7 +148,7 @@ class Placement:
         return place(self._loads, left, self._kinds, busy, slow)
 
     def _end(self, placed: Sequence[Collection[int]], busy: Sequence[float | None]) -> float:
-        """Seconds until all will have ended that is placed so."""
+        """Return the seconds until all arrays end with this placement; ``busy`` as in `place`."""
         return max(
             (free or 0.0) + math.fsum(self._seconds(number, device) or 0.0 for number in own)
             for device, (own, free) in enumerate(zip(placed, busy, strict=True))
@@ -173,14 +173,14 @@ class Placement:
         self._fruitless.clear()
 
     def _ask(self, device: int) -> None:
-        """Ask a device that may have become idle."""
+        """Mark a device as not asked if it is idle."""
         self._fruitless.clear()
         busy = device in self._running or device in self._gone
         if not busy and all(device != move.target for move in self._leaving.values()):
             self._unasked.add(device)
 
     def _arrange_by_news(self) -> None:
-        """Place anew what waits, if enough is known better and it will all end sooner."""
+        """Place waiting arrays again if there are enough new measurements and the run then ends clearly sooner."""
         if self._news * _OFTEN <= max(len(self._planned), len(self._running)) or not self._planned:
             return
         busy = self._lefts()
@@ -189,7 +189,7 @@ class Placement:
         self._settle(placed if better else self._queues)
 
     def begin(self, device: int) -> int | None:
-        """The array that an idle device trains next; None: nothing that is left would end there sooner."""
+        """Return the array that an idle device trains next; None if no waiting array would end earlier there."""
         self._unasked.discard(device)
         owner = device if self._queues[device] else self._taken_from(device)
         if owner is None:
@@ -200,7 +200,7 @@ class Placement:
         return number
 
     def _taken_from(self, device: int) -> int | None:
-        """Return the device with most work whose last array would end here no later than there."""
+        """Return the device with most waiting work whose last array would end on ``device`` no later; else None."""
         speed = self._kinds[device], self._ratios.of_device(device)
         if speed in self._fruitless:
             return None
@@ -228,7 +228,7 @@ class Placement:
             self._news, self._stirs, self._unheeded = self._news + 1, self._stirs + 1, self._unheeded + 1
 
     def moves(self) -> list[int]:
-        """The devices whose arrays are to leave now, each once: they go on elsewhere when they have left."""
+        """Return the devices whose arrays are to leave now, each once. After `left` they wait for their target."""
         found: list[int] = []
         if self._stirs * _OFTEN <= len(self._running):
             return found
@@ -241,9 +241,9 @@ class Placement:
         return found
 
     def _move(self) -> tuple[int, int] | None:
-        """The array that ends last, from where it runs to an idle device, if all ends sooner then.
+        """Return the source and target of a move of the array that ends last, if the run then ends sooner; else None.
 
-        As long as much waits, what is placed anew does the same and costs nothing.
+        While many arrays wait, no array is moved: placing the waiting ones again balances the load at no cost.
         """
         if len(self._planned) >= len(self._kinds) or not (idle := self.idle):
             return None
@@ -269,7 +269,7 @@ class Placement:
         return source, target
 
     def left(self, device: int) -> None:
-        """An array that was to leave has left, and waits: first where it is to go on, if that is still there."""
+        """Note that an array has left its device: it waits first in the queue of its target, if that is not lost."""
         number, move = self._running.pop(device).number, self._leaving.pop(device)
         self._handover = max(self._handover, self._clock() - move.asked)
         self._stirs += 1
@@ -283,7 +283,7 @@ class Placement:
         self._ask(move.target)
 
     def end(self, device: int) -> int:
-        """The array that a device has trained, or failed to."""
+        """Note that the array on a device has ended or failed, and return its index."""
         move, number = self._leaving.pop(device, None), self._running.pop(device).number
         self._stirs += 1
         self._ask(device)
@@ -292,9 +292,9 @@ class Placement:
         return number
 
     def lose(self, device: int, *, back: bool) -> list[int]:
-        """A device is lost, or was and is ``back``; the arrays that were lost too often, which are given up.
+        """Note that a device was lost; ``back``: it was restarted. Return its array if it must be given up.
 
-        The array that ran there waits again, and all that waits is placed anew.
+        Otherwise that array waits again. All waiting arrays are placed again.
         """
         waiting, lost = [*self._planned, *self.stranded], list[int]()
         if device in self._running:
@@ -309,9 +309,9 @@ class Placement:
         return lost
 
     def join(self, kind: int, seconds: Sequence[float | None] | None = None) -> None:
-        """A device joins, the last from now on; if its kind is new, with the estimated seconds of each array on it.
+        """Append a device of this kind; if the kind is new, ``seconds`` are the estimates of each array on it.
 
-        All that waits is placed anew.
+        All waiting arrays are placed again.
         """
         if seconds is not None:
             pairs = zip(self._loads, seconds, strict=True)
@@ -321,12 +321,12 @@ class Placement:
         self._arrange_fitting([*self._planned, *self.stranded])
 
     def give_up_stranded(self) -> list[int]:
-        """Return the arrays that fit no device, which do not wait any more."""
+        """Return the stranded arrays and forget them."""
         stranded, self.stranded = self.stranded, []
         return stranded
 
     def _arrange_fitting(self, waiting: Collection[int]) -> None:
-        """Place the arrays that fit a device which is there; the others are stranded."""
+        """Place the arrays that fit a device that is not lost. The others become stranded."""
         there = {kind for device, kind in enumerate(self._kinds) if device not in self._gone}
         fitting = [n for n in waiting if any(self._loads[n].seconds[kind] is not None for kind in there)]
         self.stranded = sorted(set(waiting).difference(fitting))

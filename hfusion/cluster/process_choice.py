@@ -1,4 +1,4 @@
-"""One process for all devices of a machine, or one for each: by what Python takes of a minibatch. Numbers only."""
+"""Choose one process for all devices of a machine or one per device, from the estimated time spent in Python."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hfusion.schedule.plan import Processes, TaskPlan, Unit
 from hfusion.tasks.arrange import Arrangement
 from hfusion.tasks.compile_choice import eager_reason
 
-# How often the process of an array may be lost, as of a cluster.
+# How often the process of an array may be lost, see `Cluster`.
 MAX_FAILURES = 3
-# Seconds per operator call, FLOP and byte that count for nothing.
+# A rate per second so high that operator calls, FLOPs or bytes cost nothing.
 _FREE = 1e30
 
 
 @dataclass(frozen=True)
 class ArraySeconds:
-    """Seconds of an array on a device of its own.
+    """Estimated seconds of an array that has a device to itself.
 
     Attributes:
-        python: of a minibatch, in which no other array of the process has Python: calls of operators, and the engine.
-        computing: of a minibatch, on the device.
-        overlaps: the device computes while Python goes on.
+        python: seconds per minibatch that hold the interpreter lock: operator calls and the engine.
+        computing: seconds per minibatch on the device.
+        overlaps: whether the device computes while Python continues.
     """
 
     python: float
@@ -63,17 +63,18 @@ class ArraySeconds:
 
 
 def devices_at_once(devices: int, rates: Rates, threads: int) -> int:
-    """Return how many devices compute at the same time: a processor has cores for some, accelerators are their own."""
+    """Return how many devices compute at the same time: all accelerators, or as many CPU devices as have cores."""
     return devices if rates.device != "cpu" else max(1, min(devices, cores() // threads))
 
 
 def choose_processes(arrays: Sequence[ArraySeconds], devices: int, at_once: int, begin: float) -> Processes:
     """Return the processes that end soonest, by estimates.
 
-    In one process, all Python goes through one interpreter lock. Processes begin after ``begin`` seconds.
+    In one process, all Python code shares one interpreter lock.
 
     Args:
         at_once: how many of the devices compute at the same time.
+        begin: seconds that several processes need to start.
     """
     if len(arrays) == 1:
         return Processes(1, "one array trains on one device at a time")

@@ -27,7 +27,7 @@ from hfusion.device.calibrate import describe
 from hfusion.device.machine import Device, Machine
 from hfusion.device.measured_records import RecordFile, TimeRecord
 
-# Seconds that a process has to end by itself.
+# Seconds that a process has to end before it is killed.
 _GRACE = 5.0
 # Seconds until processes have imported torch and have their devices, where that was not measured yet.
 _BEGIN = 10.0
@@ -59,7 +59,7 @@ class ProcessExecutor:
         count = len(machine.devices)
         self._pipes: list[Connection | None] = [None] * count
         self._processes: list[BaseProcess | None] = [None] * count
-        # They tell a process which array is to leave, and answers; closed, as by the end of this one, to end.
+        # Control pipes: they carry the array to leave, and answers. A process ends when its pipe is closed.
         self._stops: list[Connection | None] = [None] * count
         self.offsets: list[float] = [0.0] * count
         self.devices: list[DeviceInfo] = []
@@ -172,7 +172,7 @@ class ProcessExecutor:
         return True
 
     def close(self) -> None:
-        # All of them have their time to end at once.
+        # The time limit runs for all of them at the same time.
         for stop in self._stops:
             if stop is not None:
                 stop.close()
@@ -190,7 +190,7 @@ def _send(pipe: Connection, message: Any) -> None:
 
 @contextmanager
 def _main_left_out() -> Iterator[None]:
-    """Inside, processes that are started do not import the main module: multiprocessing reads it from sys.modules."""
+    """Context manager: started processes do not import the main module, which multiprocessing finds in sys.modules."""
     with _swaps:
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:
@@ -200,10 +200,10 @@ def _main_left_out() -> Iterator[None]:
 
 
 def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Path, settings: ProcessSettings) -> None:
-    """The process of a device: jobs come, and what happens to them goes back."""
-    # What starts processes here, such as a DataLoader, does so as in any other program.
+    """Run the process of a device: receive jobs, and send their messages back."""
+    # Code that starts processes here, such as a DataLoader, must work as in any other program.
     set_start_method(get_all_start_methods()[0], force=True)
-    # Ctrl-C is the driver's, which tells what is to end.
+    # Ctrl-C is handled by the driver, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         settings.apply()
@@ -217,7 +217,7 @@ def _work(pipe: Connection, end: Connection, device: Device, host: int, disk: Pa
     def part(path: Path) -> Any:
         return unpack(path.read_bytes())
 
-    # The driver may be gone.
+    # The driver may have ended.
     with suppress(EOFError, OSError):
         while (job := unpack_message(pipe.recv_bytes())) is not None:
             trainer.run(job, part, partial(_send, pipe))

@@ -18,9 +18,9 @@ class ProcessSettings:
     """Settings of torch, and the states of the generators of Python and numpy.
 
     Attributes:
-        threads: of torch's operators.
+        threads: the number of threads of torch's operators.
         deterministic: whether only deterministic algorithms are used, and whether others warn only.
-        flags: of ``torch.backends``, by holder and name.
+        flags: values of flags of ``torch.backends``, by module and name.
     """
 
     threads: int
@@ -33,7 +33,7 @@ class ProcessSettings:
 
     @staticmethod
     def current() -> ProcessSettings:
-        """Return those of this process."""
+        """Return the settings of this process."""
         return ProcessSettings(
             torch.get_num_threads(),
             torch.get_default_dtype(),
@@ -45,7 +45,7 @@ class ProcessSettings:
         )
 
     def apply(self) -> None:
-        """Set this process so."""
+        """Apply the settings to this process."""
         torch.set_num_threads(self.threads)
         torch.set_default_dtype(self.dtype)
         if torch.get_float32_matmul_precision() != self.matmul_precision:
@@ -58,7 +58,7 @@ class ProcessSettings:
         np.random.set_state(self.numpy_state)
 
 
-# Of names in one row the first that can be read: torch refuses to read the older one once the newer one was set.
+# The first readable name of each row is used: torch refuses to read the older one once the newer one was set.
 _FLAGS: tuple[tuple[tuple[str, str], ...], ...] = (
     (("cudnn", "enabled"),),
     (("cudnn", "benchmark"),),

@@ -66,7 +66,7 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
 
 
 def _taken(pop: ArrayGroup, row: int) -> dict[str, Any]:
-    """All that is the member's own. A free or frozen row gives what says so."""
+    """Return the state of the member in a row; for a free or frozen row, a dict with an ``error`` message."""
     roll = pop._roll
     if roll.tags[row] is None or bool(roll.frozen[row]):
         state = "is free" if roll.tags[row] is None else f"holds {roll.tag(row)!r}, which went bad and is frozen"
@@ -100,7 +100,7 @@ def _put(pop: ArrayGroup, row: int, member: dict[str, Any]) -> None:
         for key, value in member["tensors"].items():
             stacks[key][row].copy_(value)
     if pop.scaler is not None:
-        # What it tells are copies.
+        # state_dict() returned copies, so the changed ones must be loaded.
         pop.scaler.load_state_dict({name: stacks[f"scaler/{name}"] for name in pop.scaler.state_dict()})
     if pop.scheduler is not None:
         pop.scheduler.load_member(row, member["scheduler"])
@@ -112,7 +112,7 @@ def _put(pop: ArrayGroup, row: int, member: dict[str, Any]) -> None:
 
 
 def _stacks(pop: ArrayGroup) -> dict[str, Tensor]:
-    """The tensors with a row for each member, which can be written."""
+    """Return the tensors with a row for each member, by key. The scaler's are copies."""
     pop.optimizer.initialise()
     found = member_stacks(pop.fused, pop.optimizer)
     for name, value in ({} if pop.scaler is None else pop.scaler.state_dict()).items():

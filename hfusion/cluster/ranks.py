@@ -68,7 +68,7 @@ def gather_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tenso
         said = ", ".join(f"rank {rank}: {[count, *shape]} {dtype}" for rank, (count, shape, dtype) in enumerate(kinds))
         raise ValueError(f"gather_rows got {said}: all but the first dim are the same on all ranks")
     most = max(count for count, _, _ in kinds)
-    # Collectives want one size on all ranks.
+    # all_gather needs tensors of the same size on all ranks.
     padded = values.new_zeros(most, *values.shape[1:])
     padded[: len(values)] = values
     found = [torch.empty_like(padded) for _ in kinds]
@@ -81,7 +81,7 @@ def _running() -> bool:
 
 
 def _here() -> tuple[int, int]:
-    """The rank of this process, and how many there are."""
+    """Return the rank of this process and the number of ranks."""
     if _running():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -7,19 +7,19 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Rates that differ by less are the same: as much lies between two runs of one thing where other programs run beside it.
+# Smaller relative differences are ignored: repeated runs differ as much on a machine that runs other programs.
 DIFFERS = 0.1
-# Seconds: a rate is that of the last one or two windows, so that a device that has become slow is seen to be.
+# Seconds. A rate covers the last one or two windows, so that a device that becomes slow is noticed.
 _WINDOW = 30.0
-# Minibatches that make a rate: one may have been an odd one.
+# Minibatches needed to measure a rate, since a single one may be an outlier.
 _LEAST = 3
-# Of fitting; each halves what is left to explain.
+# Iterations of the fit; each halves the remaining error.
 _ROUNDS = 8
 
 
 @dataclass(eq=False)
 class ArrayProgress:
-    """Progress of an array on its device: ``steps`` minibatches at time ``at`` of the device's clock."""
+    """Progress of an array on its device: ``steps`` minibatches were done at time ``at`` of the device's clock."""
 
     steps: int
     at: float
@@ -28,40 +28,40 @@ class ArrayProgress:
         self._since = self._middle = (self.steps, self.at)
 
     def reach(self, steps: int, at: float) -> None:
-        """It is further."""
+        """Record that ``steps`` minibatches were done at time ``at``."""
         self.steps, self.at = steps, at
         if at - self._middle[1] >= _WINDOW and steps - self._middle[0] >= _LEAST:
             self._since, self._middle = self._middle, (steps, at)
 
     @property
     def seconds(self) -> float | None:
-        """Of a minibatch, of late; None as long as too few were told."""
+        """Recent seconds per minibatch; None until enough minibatches were reported."""
         steps, at = self._since
         return (self.at - at) / (self.steps - steps) if self.steps - steps >= _LEAST and self.at > at else None
 
 
 class Ratios:
-    """Measured over estimated time of arrays: a factor of the device times one of the task.
+    """Ratios of measured to estimated time of arrays, as the product of a factor of the device and one of the task.
 
-    A ratio that is measured is explained by the devices and tasks of all that was measured, in equal parts as long as
-    nothing else tells which of both it is: the least squares of the logarithms that lie nearest to the estimates.
+    The logarithms of the factors are a least-squares fit to all measurements, the solution nearest to 0. So a ratio
+    counts half for the device and half for the task, until other measurements distinguish the two.
     """
 
     def __init__(self, tasks: Sequence[str]) -> None:
         self._tasks = tasks
         self._of_device: dict[int, float] = defaultdict(float)
-        # The same as factors, in steps.
+        # The same as factors, rounded to steps of DIFFERS.
         self._speeds: dict[int, float] = {}
         self._of_task: dict[str, float] = defaultdict(float)
         self._on_device: dict[int, dict[str, float]] = defaultdict(dict)
         self._on_task: dict[str, dict[int, float]] = defaultdict(dict)
-        # The sums of what is measured of each task, less what its devices explain: it may be on thousands of these.
+        # For each task, the sum of its log ratios less its devices' log factors; updated as devices may be many.
         self._left_to_tasks: dict[str, float] = defaultdict(float)
         self._measured: dict[tuple[int, int], float] = {}
         self._latest: dict[int, int] = {}
 
     def note(self, number: int, device: int, ratio: float) -> bool:
-        """An array takes ``ratio`` times what was estimated on a device; whether that is news."""
+        """Record that an array takes ``ratio`` times its estimate on a device. Return whether that is a surprise."""
         value, before = math.log(ratio), self._measured.get((number, device))
         if before is not None and abs(value - before) < math.log1p(DIFFERS):
             return False
@@ -75,7 +75,7 @@ class Ratios:
         return news
 
     def _fit(self, device: int, task: str) -> None:
-        """Only this device and this task: the others have their turn when they are measured."""
+        """Fit the factors of this device and this task only. The others are fitted at their own measurements."""
         on_device, count, began = self._on_device[device], len(self._on_task[task]), self._of_device[device]
         for _ in range(_ROUNDS):
             here = sum(value - self._of_task[name] for name, value in on_device.items()) / len(on_device)
@@ -93,14 +93,14 @@ class Ratios:
         return self.of_array(number) * self.of_device(device) if measured is None else math.exp(measured)
 
     def of_array(self, number: int) -> float:
-        """Of an array, on a device that takes what was estimated."""
+        """Return the ratio of an array on a device with factor 1."""
         device = self._latest.get(number)
         if device is None:
             return math.exp(self._of_task[self._tasks[number]])
         return math.exp(self._measured[number, device]) / self.of_device(device)
 
     def forget(self, number: int) -> None:
-        """An array and its task are no more; what they told of devices stays as long as nothing else tells of these."""
+        """Drop the measurements of an array and its task. Device factors change only with later measurements."""
         task = self._tasks[number]
         for device in self._on_task.pop(task, {}):
             del self._on_device[device][task]
@@ -110,5 +110,5 @@ class Ratios:
         self._latest.pop(number, None)
 
     def of_device(self, device: int) -> float:
-        """Of a device, in steps of what differs, so that devices that are alike are so here."""
+        """Return the factor of a device, rounded so that similar devices have equal factors."""
         return self._speeds.get(device, 1.0)

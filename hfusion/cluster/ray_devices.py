@@ -1,4 +1,4 @@
-"""The devices of a Ray cluster, each with an actor: those that are free at the start, and those of nodes that join."""
+"""The devices of a Ray cluster, one actor each: devices that are free at the start, and those of nodes that join."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hfusion.core.errors import PlanError
 
 _log = logging.getLogger(__name__)
 
-# Seconds that an actor has to begin, with its imports and the measuring of its rates; that the first devices wait for
-# others that begin; until devices that others use are named; and from one look at the nodes to the next.
+# Seconds: the limit for an actor to start, import and measure its rates; how long the first devices wait for others
+# that are starting; until devices in use by other jobs are reported; and between two checks of the nodes.
 _BEGIN = 300.0
 _STRAGGLE = 60.0
 _PATIENCE = 10.0
@@ -29,14 +29,14 @@ _NAMESPACE = "hfusion"
 
 @dataclass(frozen=True, eq=False)
 class ActorOptions:
-    """What the actors of a run are made with.
+    """Options of the actors of a run.
 
     Attributes:
-        resources: as of ray.remote.
-        environment: their own runtime_env; None: that of the cluster.
-        machine: bytes of a device and of host memory, None for what is found, and the folder for what is spilled.
+        resources: resources as in ray.remote.
+        environment: a runtime_env for the actors; None: the one of the cluster.
+        machine: bytes of device and of host memory, each None to detect it, and the folder for spilled tensors.
         timeout: seconds to wait for a device while there is none.
-        devices: how many an autoscaler is asked for.
+        devices: how many devices to request from an autoscaler; None: no request.
     """
 
     resources: Mapping[str, Any]
@@ -48,7 +48,7 @@ class ActorOptions:
 
 @dataclass(eq=False)
 class ActorDevice:
-    """A device and its actor, which begins as long as ``info`` is None; without an actor, others use the device."""
+    """A device and its actor. ``info`` is None while the actor starts; ``actor`` is None while other jobs use it."""
 
     node: Mapping[str, Any]
     name: str
@@ -56,16 +56,16 @@ class ActorDevice:
     actor: Any = None
     answer: Any = None
     info: DeviceInfo | None = None
-    # Seconds by which the actor's clock is ahead.
+    # Seconds by which the actor's clock is ahead of the driver's.
     offset: float = 0.0
 
 
 class RayDevices:
-    """Creates the actors of a run. Devices that others use, or that nodes which join bring, get theirs later."""
+    """Creates the actors of a run. Devices in use by other jobs, and devices of new nodes, get actors later."""
 
     def __init__(self, ray: Any, options: ActorOptions) -> None:
         self._ray, self._options = ray, options
-        # Actors of this run, in Ray's dashboard.
+        # The prefix of the actor names of this run in Ray's dashboard.
         self._run = f"hfusion {uuid.uuid4().hex[:8]}"
         self._known: set[str] = set()
         self._waiting: list[ActorDevice] = []
@@ -102,7 +102,7 @@ class RayDevices:
 
     @property
     def beginning(self) -> bool:
-        """Whether an actor begins."""
+        """Whether an actor is starting."""
         return any(device.actor is not None for device in self._waiting)
 
     def started(self) -> list[ActorDevice]:
@@ -139,8 +139,8 @@ class RayDevices:
             self._ray.kill(device.actor)
 
     def _look(self) -> None:
-        """Note the devices of new nodes, and create actors on those that nobody uses."""
-        # Ray has no public function that tells what is free on a node.
+        """Add the devices of new nodes, and create actors on free devices."""
+        # Ray has no public function that returns the free resources of a node.
         from ray._private import state
 
         available: Any = state.available_resources_per_node
@@ -165,7 +165,7 @@ class RayDevices:
     def _create(self, device: ActorDevice) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        # One thread trains, the other hears that it is to stop. Name and namespace are for Ray's dashboard.
+        # One thread trains, the other receives the request to stop. Name and namespace are for Ray's dashboard.
         options = {
             **self._wanted(device.node),
             "scheduling_strategy": NodeAffinitySchedulingStrategy(device.node["NodeID"], soft=False),
@@ -182,14 +182,14 @@ class RayDevices:
         """Restart the actor of a device on its node; return whether it runs again."""
         with suppress(Exception):
             self._ray.kill(device.actor)
-        # That a node is gone may be known only once an actor fails there.
+        # Ray may notice that a node is lost only when an actor fails to start there.
         if all(node["NodeID"] != device.node["NodeID"] for node in self._alive()):
             return False
         self._create(device)
         return self._begun(device)
 
     def close(self) -> None:
-        """End what begins, and ask an autoscaler for nothing any more."""
+        """End actors that are still starting, and withdraw the request to the autoscaler."""
         for device in self._waiting:
             with suppress(Exception):
                 self._ray.kill(device.actor)
@@ -229,7 +229,7 @@ class RayDevices:
         return wanted
 
     def _bundle(self, node: Mapping[str, Any]) -> dict[str, float]:
-        """Return them by the names that nodes have for them; without a node, those that the options ask for."""
+        """Return an actor's resources by Ray's names (CPU, GPU); without a node, those of the options."""
         wanted = self._wanted(node) if node else dict(self._options.resources)
         named = {"CPU": wanted.get("num_cpus"), "GPU": wanted.get("num_gpus"), **(wanted.get("resources") or {})}
         return {name: value for name, value in named.items() if value}
@@ -238,12 +238,12 @@ class RayDevices:
         """Return the number of actors for a node: without GPUs one, as the CPU is one device."""
         asked = self._bundle(node)
         if not asked and not self._options.resources:
-            # Such as a head that is to run no tasks.
+            # For example a head node that runs no tasks.
             return 0
         found = _slots(node["Resources"], asked, 1)
         return found if asked.get("GPU") else min(found, 1)
 
 
 def _slots(there: Mapping[str, float], wanted: Mapping[str, float], most: int) -> int:
-    """Return how often the wanted resources are available; ``most`` if none is wanted."""
+    """Return how many times the wanted resources fit into the available ones; ``most`` if none are wanted."""
     return min((int(there.get(name, 0) // value) for name, value in wanted.items() if value), default=most)

@@ -17,7 +17,7 @@ from hfusion.core.errors import PlanError
 
 _log = logging.getLogger(__name__)
 
-# Seconds that an actor has to end by itself.
+# Seconds that an actor has to end before it is killed.
 _GRACE = 5.0
 
 
@@ -25,12 +25,13 @@ class RayExecutor:
     """Actors on the nodes of a Ray cluster.
 
     Args:
-        options: of the actors.
-        runtime_env: as of ray.init; of the actors alone if this process is connected already.
+        address: the address of the cluster, as in ray.init.
+        options: options of the actors.
+        runtime_env: as in ray.init; for the actors only if this process is connected already.
 
     Raises:
         ImportError: Ray is not installed.
-        PlanError: no node has what the options ask for, or none begins; this process is connected to another cluster.
+        PlanError: no node has the wanted resources, no actor starts, or this process uses another cluster.
     """
 
     def __init__(self, address: str | None, options: ActorOptions, runtime_env: Mapping[str, Any] | None) -> None:
@@ -136,7 +137,7 @@ class RayExecutor:
             return
         self._nodes.close()
         if self._running:
-            # What trains gives back its files and processes.
+            # Arrays that are training release their files and processes.
             stops = [self._there[device].actor.stop.remote() for device in self._running]
             with suppress(Exception):
                 self._ray.wait(stops, num_returns=len(stops), timeout=_GRACE)

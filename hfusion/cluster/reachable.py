@@ -28,14 +28,14 @@ _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 class TooManyObjects(Exception):
-    """There is more to look through than is looked through."""
+    """More objects are reachable than the search visits."""
 
 
 def shared_object(here: Iterable[object], sent: Iterable[object]) -> str | None:
-    """Return what ``here`` can change of what ``sent`` reaches, in words; None where nothing was found.
+    """Describe an object that ``here`` can change and ``sent`` reaches; return None if there is none.
 
-    Looks through attributes, closures, defaults, and the global variables that functions name. Functions of installed
-    packages are taken to keep no state that both use. Raises TooManyObjects.
+    Follows attributes, closures, defaults, and the global variables that functions name. Functions of installed
+    packages are assumed to share no state. Raises TooManyObjects.
     """
     changeable = dict(_reached(here, writes=True))
     return next((text for key, text in _reached(sent, writes=False) if key in changeable), None) if changeable else None
@@ -44,11 +44,12 @@ def shared_object(here: Iterable[object], sent: Iterable[object]) -> str | None:
 def copy_obstacle(
     here: Sequence[object], sent: Sequence[object], parcels: Iterable[tuple[str, object]], machine: Machine
 ) -> str:
-    """Return why a process for each device cannot train with copies of what is sent; empty where it can.
+    """Return why worker processes cannot train with copies of ``sent``; empty if they can.
 
     Args:
-        here: what is called in this process, such as callbacks.
-        parcels: what goes to a process, each with what it is called in errors.
+        here: functions that are called in this process, such as callbacks.
+        sent: the user's objects that training reads.
+        parcels: objects to pickle, one per array, each with its name for error messages.
     """
     if current_process().daemon:
         return "this is a daemonic process, which may start none"
@@ -67,9 +68,9 @@ def copy_obstacle(
 
 
 def _reached(roots: Iterable[object], *, writes: bool) -> Iterator[tuple[Hashable, str]]:
-    """Keys of what can change: of objects, and of global variables that are written, or else read."""
+    """Yield a key and a description of each mutable object, and of each global written (``writes``) or named."""
     seen: set[int] = set()
-    # What is looked at is kept, so that no id stands for two.
+    # Visited objects are kept alive, so that no id is reused.
     kept: list[object] = []
     waiting = list(roots)
     while waiting:
@@ -99,7 +100,7 @@ def _installed(function: FunctionType) -> bool:
 
 
 def _globals_of(function: FunctionType) -> tuple[set[str], set[str]]:
-    """The global variables that a function names, and those of them that it writes; none of installed packages."""
+    """Return the global variables that a function names, and those it writes; none for installed packages."""
     if _installed(function):
         return set(), set()
     reads: set[str] = set()

@@ -1,4 +1,4 @@
-"""Serialization for other processes, without the parts that these already have."""
+"""Serialization for other processes, without the objects that these already have."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def _cloudpickle() -> Any:
 
 
 def pack(what: str, value: Any, parts: Mapping[int, str]) -> bytes:
-    """``value`` as bytes; an object whose id is in ``parts`` as its key there. Raises PlanError with ``what``."""
+    """Pickle ``value``, with objects whose id is in ``parts`` replaced by their key. PlanErrors name it ``what``."""
     return pack_with_keys(what, value, parts)[0]
 
 
 def pack_with_keys(what: str, value: Any, parts: Mapping[int, str]) -> tuple[bytes, set[str]]:
-    """Return what `pack` returns, and the keys of the parts that it left out."""
+    """Return the bytes as from `pack`, and the keys of the parts that were left out."""
     target = io.BytesIO()
     keys = _dump(what, value, parts, target)
     return target.getvalue(), keys
@@ -72,19 +72,19 @@ def _is_plain(value: object) -> bool:
 
 
 def _as_bytes(tensor: Tensor) -> tuple[Any, ...]:
-    """Reduce a plain tensor: torch's own way takes ten times as long for small ones."""
+    """Reduce a plain tensor to its bytes. torch's own reduction takes ten times as long for small ones."""
     data = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
     return _of_bytes, (data, tensor.dtype, tensor.shape, tensor.requires_grad, type(tensor) is nn.Parameter)
 
 
 def _of_bytes(data: bytes, dtype: torch.dtype, shape: torch.Size, trained: bool, is_parameter: bool) -> Tensor:
-    # A copy in memory of torch's own, which is aligned as that of any other tensor.
+    # The clone is in memory allocated by torch, with the usual alignment of tensors.
     tensor = torch.frombuffer(bytearray(data), dtype=dtype).clone().reshape(shape)
     return nn.Parameter(tensor, trained) if is_parameter else tensor.requires_grad_(trained)
 
 
 class _Counter:
-    """A file that only counts what is written."""
+    """A file that discards what is written and counts its bytes."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -96,7 +96,7 @@ class _Counter:
 
 
 def packed_bytes(what: str, value: Any) -> int:
-    """Return how many bytes ``value`` is packed. Raises as `pack`."""
+    """Return the number of bytes that `pack` produces for ``value``. Raises PlanError like `pack`."""
     counter = _Counter()
     _dump(what, value, {}, counter)
     return counter.count
@@ -107,7 +107,7 @@ def _no_parts(key: str) -> Any:
 
 
 def unpack(data: bytes, part: Callable[[str], Any] = _no_parts) -> Any:
-    """Return the unpacked object; ``part`` gives omitted parts by key."""
+    """Unpickle the bytes of `pack`; ``part(key)`` returns the objects that were left out."""
 
     class Unpacker(pickle.Unpickler):
         def persistent_load(self, key: str) -> Any:
@@ -117,10 +117,10 @@ def unpack(data: bytes, part: Callable[[str], Any] = _no_parts) -> Any:
 
 
 def pack_message(message: Any) -> bytes:
-    """A message of one process to another as bytes: numbers, tensors, and objects of classes that the other one has.
+    """Pickle a message for another process, which must have the classes of its objects.
 
-    Classes and functions that are not found here by their names, as cloudpickle recreates those of a script, are
-    looked up by name where the message is read.
+    Classes and functions that cloudpickle recreated from a script cannot be imported here. They are pickled by name,
+    and looked up in the process that reads the message.
     """
     target = io.BytesIO()
     _MessagePickler(target).dump(message)
@@ -128,7 +128,7 @@ def pack_message(message: Any) -> bytes:
 
 
 def unpack_message(data: bytes) -> Any:
-    """The message of `pack_message`. Raises AttributeError or ImportError for names that this process lacks."""
+    """Unpickle the bytes of `pack_message`. Raises AttributeError or ImportError for names that are not found here."""
     return pickle.loads(data)
 
 

@@ -1,4 +1,4 @@
-"""Plan and train many tasks on many devices: the front door of the runtime."""
+"""`hf.plan` and `hf.train`: plan and train many tasks on many devices."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def train(
     chosen, tasks, root = named(policy), listed(tasks), None if checkpoint is None else Path(checkpoint)
     with ExitStack() as stack:
         stack.enter_context(claimed(tasks))
-        # Tasks that take turns would load and evict what they keep at every turn.
+        # If tasks alternate on a device, a kept shard would be loaded and evicted at every switch.
         keep = chosen.patient or len(tasks) <= len(machine.devices)
         arrangements, made = _arranged(tasks, machine, keep=keep, on_result=on_result)
         if plan is not None:
@@ -167,7 +167,7 @@ def train(
 
 
 class _ProcessRun:
-    """Arrays that are trained in a process for each device. ``trouble``: why they could not begin."""
+    """A run with one process per device. ``trouble``: why the processes could not start; empty before."""
 
     def __init__(
         self, arrangements: Sequence[Arrangement], plan: Plan, machine: Machine, options: RunOptions, log: EventLog
@@ -178,9 +178,10 @@ class _ProcessRun:
         self._machine = Machine(devices, machine.host, machine.disk)
 
     def train(self, on_result: OnResult | None, *, progress: bool) -> Report | None:
-        """Return the report; None, with a warning, where an array failed before anybody heard of any.
+        """Return the report; None, with a warning, if processes do not start or an array fails before any result.
 
-        Such as code that only this process has. What failed for another reason fails here again.
+        The caller then trains in this process, since the cause may be code that only this process has. An error with
+        another cause occurs again there.
         """
         states, drive = torch.get_rng_state(), None
         try:
@@ -205,7 +206,7 @@ class _ProcessRun:
 def _arranged(
     tasks: Sequence[Task], machine: Machine, *, keep: bool, on_result: OnResult | None = None
 ) -> tuple[list[Arrangement], Plan]:
-    """The arrays of tasks, and the plan, which says in which processes they are trained."""
+    """Return the arrays of tasks and their plan; with several devices, the plan includes the choice of processes."""
     began = time.monotonic()
     arrangements, made = arrange(tasks, machine, keep=keep)
     if len(machine.devices) == 1:
@@ -217,7 +218,7 @@ def _arranged(
 def _with_processes(
     given: Plan, made: Plan, arrangements: Sequence[Arrangement], machine: Machine, on_result: OnResult | None
 ) -> Plan:
-    """The plan given, with the processes of the other where it names none, and one where there cannot be more."""
+    """Return ``given`` with the processes of ``made`` if it has none, and one process if more are impossible."""
     processes = given.processes or made.processes
     if processes is not None and processes.count > 1 and (why := _obstacle(arrangements, machine, on_result)):
         processes = Processes(1, f"{processes.reason}; but {why}")
@@ -231,7 +232,7 @@ def _processes(
     seconds: float,
     on_result: OnResult | None,
 ) -> Processes:
-    """``seconds``: what it took to arrange, which processes do again."""
+    """Choose the number of processes. ``seconds``: how long arranging took, which every process repeats."""
     largest = max(machine.devices, key=lambda device: device.memory)
     rates, count = machine.calibrate()[largest.name], len(machine.devices)
     arrays = [ArraySeconds.of(one, task_plan, rates) for one, task_plan in zip(arrangements, made.tasks, strict=True)]
@@ -244,7 +245,7 @@ def _processes(
 
 
 def _obstacle(arrangements: Sequence[Arrangement], machine: Machine, on_result: OnResult | None) -> str:
-    """Why arrays cannot be trained in other processes as they are here; empty where they can."""
+    """Return why arrays cannot be trained in other processes with the same results; empty if they can."""
     tasks = list({id(one.task): one.task for one in arrangements}.values())
     for task in tasks:
         for model in [task.models] if isinstance(task.models, FusedModule) else ():
@@ -262,6 +263,6 @@ def _obstacle(arrangements: Sequence[Arrangement], machine: Machine, on_result: 
 
 
 def _read_while_training(task: Task) -> list[object]:
-    """Return the user's objects that a run reads; models of a list are copied before."""
+    """Return the user's objects that training reads. Listed models are left out, since they are copied first."""
     found: list[object] = [task.loader, task.eval_loader, task.loss, task.optimizer, task.scheduler]
     return [*found, task.models] if isinstance(task.models, FusedModule) else found

@@ -1,6 +1,6 @@
-"""The values that cross the cuts of a minibatch: on the device while its task is there, on the host for the backward.
+"""The values that cross the cuts of a minibatch: kept on the device, and copied to the host until the backward.
 
-Memory is taken for them once and used again by the minibatches that follow.
+Later minibatches reuse the host memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from hfusion.runtime.cut_values import Bundle, detached, restore, spill
 
 
 class BoundaryStore:
-    """The values that parts exchange. One thread may load for a shard while another computes.
+    """Stores the values that parts exchange. One thread may load values for a shard while another computes.
 
-    ``pinned``: the host memory is page-locked. ``resident``: all stays on the device until its task leaves.
+    ``pinned``: use page-locked host memory. ``resident``: keep all values on the device until the task leaves it.
     """
 
     def __init__(self, *, pinned: bool, resident: bool) -> None:
@@ -32,37 +32,37 @@ class BoundaryStore:
         self._fresh: dict[int, dict[str, Any]] = {}
         self._bundles: dict[int, Bundle] = {}
         self._entries: dict[int, dict[str, Any]] = {}
-        # Host memory of minibatches before, by the part that gave the values.
+        # Host memory of earlier minibatches for reuse, by the part that computed the values.
         self._old: dict[int, Bundle] = {}
 
     def begin(self, given: Mapping[str, Any], makers: Mapping[str, int]) -> None:
-        """A minibatch; ``given``: its inputs, ``makers``: the part that gives each other value."""
+        """Begin a minibatch. ``given``: its inputs; ``makers``: the part, by index, that computes each other value."""
         self._given, self._makers = given, makers
 
     def take(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
-        """The values named, as new leaves on the device."""
+        """Return the values ``names`` on the device, as new autograd leaves."""
         found, moves = self._find(names, device)
         copy_now(moves)
         return detached(found)
 
     def load(self, shard: int, names: Sequence[str], device: torch.device) -> list[Move]:
-        """Bring the values named to the device for the backward of ``shard``; what must be copied for that."""
+        """Allocate the values ``names`` for the backward of ``shard``. Return the copies that fill them."""
         kept = [name for name in names if name not in self._given]
         self._entries[shard], moves = self._find(kept, device)
         return moves
 
     def entry(self, shard: int, names: Sequence[str], device: torch.device) -> dict[str, Any]:
-        """Return the values loaded for a backward, or else the named ones, as new leaves."""
+        """Return the values ``names`` as new leaves: those that `load` prepared for a backward, if it was called."""
         loaded = self._entries.pop(shard, None)
         if loaded is None:
             return self.take(names, device)
         for tensor in leaves(loaded, Tensor):
             backend(device).share(tensor)
-        # The minibatch is copied by whoever computes: memory belongs to the queue under which it was taken.
+        # Inputs are copied here and not by `load`: memory belongs to the queue in which it was allocated.
         return detached({name: loaded[name] if name in loaded else self._of_batch(name, device) for name in names})
 
     def keep(self, shard: int, outputs: Mapping[str, Any], later: frozenset[str]) -> None:
-        """Keep what parts after ``shard``, which take ``later``, need here, and, where it is put away, for the host."""
+        """Store the outputs of ``shard``. ``later``: names that later parts take, which stay on the device."""
         results = detached(outputs)
         if results and not self._resident:
             self._fresh[shard] = results
@@ -71,7 +71,7 @@ class BoundaryStore:
 
     def put_away(self, shard: int) -> list[Move]:
         """Return the copies to the host when a shard leaves the device."""
-        # Of a backward that the shard was loaded for, should another task come first.
+        # Values loaded for a backward are unused if another task runs first.
         self._entries.pop(shard, None)
         fresh = self._fresh.pop(shard, None)
         return [] if fresh is None else self._spill(shard, fresh)
@@ -85,7 +85,7 @@ class BoundaryStore:
         return moves
 
     def clean(self, shard: int) -> None:
-        """Forget what ``shard`` gave."""
+        """Forget the values that ``shard`` computed. Their host memory is kept for reuse."""
         self._entries.pop(shard, None)
         if shard in self._bundles:
             self._old[shard] = self._bundles.pop(shard)
@@ -96,7 +96,7 @@ class BoundaryStore:
         return moves
 
     def _find(self, names: Sequence[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
-        """The values named, on the device when what must be copied has been."""
+        """Return the values ``names`` on the device, and the copies that must be made before they are used."""
         # Read once: a unit may replace it while the next one is loaded.
         values = self._values
         found: dict[str, Any] = {}
@@ -116,5 +116,5 @@ class BoundaryStore:
         return {name: found[name] for name in names}, moves
 
     def _of_batch(self, name: str, device: torch.device) -> Any:
-        """An input of the minibatch on the device."""
+        """Return an input of the minibatch on the device."""
         return change(self._given[name], Tensor, lambda tensor: tensor.to(device, non_blocking=True))

@@ -1,4 +1,4 @@
-"""Copies of memory: between two storages, or two contiguous tensors of one dtype, and to the host."""
+"""Memory copies between two storages, or two contiguous tensors of one dtype, and waiting for copies to the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Move(NamedTuple):
 
 
 def copy_now(moves: Iterable[Move]) -> None:
-    """Copy here and now; on an accelerator, in the queue of this thread."""
+    """Make the copies. On an accelerator they are queued in this thread's stream."""
     for target, source in moves:
         target.copy_(source, non_blocking=True)
 

@@ -1,6 +1,6 @@
 """Values that cross cuts: nests of tensors and numbers, moved storage by storage so that strides and sharing survive.
 
-Bit for bit the same training needs the same strides: a product reads a transposed operand by another kernel.
+Results that are equal bit for bit need equal strides: a matmul uses another kernel for a transposed operand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hfusion.runtime.copying import Move
 
 
 class StorageView(NamedTuple):
-    """A tensor within the storage number ``storage`` of a bundle."""
+    """A tensor as a view of a bundle's storage. ``storage``: the index of that storage."""
 
     storage: int
     dtype: torch.dtype
@@ -31,7 +31,7 @@ class StorageView(NamedTuple):
 
 @dataclass(frozen=True)
 class Bundle:
-    """Values at rest on the host: their storages, and the values with a `StorageView` for every tensor."""
+    """Values on the host: their storages, and nested values with a `StorageView` in place of each tensor."""
 
     storages: tuple[torch.UntypedStorage, ...]
     values: Mapping[str, Any]
@@ -48,10 +48,10 @@ class Bundle:
 
 
 def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> tuple[Bundle, list[Move]]:
-    """A place for ``values`` on the host, and what must be copied there.
+    """Allocate host memory for ``values``. Return the bundle, and the copies that fill it.
 
-    Tensors that share a storage share it again when restored. ``before``: values that are needed no more; if these are
-    alike they are put in their place, and it is the same bundle.
+    Tensors that share a storage share it again when restored. ``before``: a bundle that is not needed any more. If its
+    layout is the same, it is reused and returned.
     """
     numbers: dict[int, int] = {}
     sources: list[torch.UntypedStorage] = []
@@ -78,7 +78,7 @@ def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> 
 
 
 def restore(bundle: Bundle, names: Sequence[str], device: torch.device) -> tuple[dict[str, Any], list[Move]]:
-    """Some values of a bundle on a device, detached, and what must be copied to fill them."""
+    """Allocate some values of a bundle on a device, detached. Return them, and the copies that fill them."""
     moved: dict[int, torch.UntypedStorage] = {}
 
     def tensor(view: StorageView) -> Tensor:
@@ -94,7 +94,7 @@ def restore(bundle: Bundle, names: Sequence[str], device: torch.device) -> tuple
 
 
 def detached(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values without their graph, still telling which tensors need a gradient: new leaves."""
+    """Return values with tensors detached from their graph, as new leaves with the same ``requires_grad``."""
 
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad)
@@ -103,7 +103,7 @@ def detached(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tracked(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors that need a gradient, by the name of their value and their place in it."""
+    """Return the tensors that require a gradient, by the name of their value and their index in it."""
     return {
         f"{name} #{index}": leaf
         for name, value in values.items()
@@ -113,7 +113,7 @@ def tracked(values: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def forgetting() -> saved_tensors_hooks:
-    """In which autograd saves nothing: a graph that is made inside will not be walked."""
+    """Context manager: autograd saves no tensors, since no backward will follow."""
     return saved_tensors_hooks(lambda tensor: None, _never)
 
 

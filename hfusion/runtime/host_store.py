@@ -21,7 +21,7 @@ from hfusion.core.errors import SpillError
 from hfusion.runtime.copying import Move
 from hfusion.schedule.actions import Section
 
-# As torch aligns its own allocations: kernels must not see another alignment than in plain training.
+# The alignment of torch's own allocations, so that kernels see the same alignment as in plain training.
 _ALIGNMENT = 64
 
 
@@ -49,13 +49,13 @@ class Field:
 
     @cached_property
     def room(self) -> int:
-        """Its bytes, and those up to where the next one may begin."""
+        """The bytes of the tensor, rounded up to the alignment."""
         return -(-self.bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Offsets of a shard's tensors; ``sizes`` are the bytes of the sections."""
+    """The offsets of a shard's tensors. ``sizes``: the bytes of each section, in the order of `STATE`."""
 
     fields: tuple[Field, ...]
     sizes: tuple[int, ...]
@@ -72,18 +72,19 @@ class BufferLayout:
 
     @cached_property
     def _neighbours(self) -> list[tuple[Section, list[Field]]]:
-        """Fields one after the other, of one section and dtype."""
+        """Runs of consecutive fields with the same section and dtype."""
         grouped = groupby(self.fields, key=lambda field: (field.section, field.dtype))
         return [(section, list(fields)) for (section, _), fields in grouped]
 
     def buffers(self, buffer: Tensor) -> dict[Section, Tensor]:
-        """The sections in a buffer that holds them one after the other."""
+        """Split a buffer that holds all sections one after the other."""
         return dict(zip(STATE, buffer.split(self.sizes), strict=True))
 
     def views(self, buffers: Mapping[Section, Tensor]) -> dict[Section, dict[str, Tensor]]:
-        """The tensors by name in buffers of sections.
+        """Return the tensors that lie in the buffers of sections, by section and name.
 
-        They are no views of one another for autograd, which would take a write to one for a write to all.
+        For autograd they are unrelated tensors, not views of a buffer: otherwise an in-place write to one would count
+        as a write to all.
         """
         found: dict[Section, dict[str, Tensor]] = {section: {} for section in buffers}
         for section, fields in self._neighbours:
@@ -98,7 +99,7 @@ class BufferLayout:
 
 
 class HostStore:
-    """A shard at rest. ``views`` are the tensors by section and name."""
+    """A shard in host memory or in a file. ``views``: its tensors by section and name."""
 
     def __init__(self, tensors: Mapping[Section, Mapping[str, Tensor]], *, pinned: bool, file: Path | None) -> None:
         self.layout = BufferLayout.of(tensors)
@@ -115,11 +116,11 @@ class HostStore:
                 self.views[section][name].copy_(tensor.detach())
 
     def load(self, sections: Collection[Section], device: torch.device) -> Copy:
-        """Memory for ``sections`` on ``device``; the ``moves`` of the copy fill it."""
+        """Allocate ``sections`` on ``device``. The ``moves`` of the result must be made to fill them."""
         return Copy(self.layout, {section: self._buffers[section] for section in STATE if section in sections}, device)
 
     def save(self, copy: Copy, section: Section, names: Sequence[str]) -> list[Move]:
-        """Return the copies that write tensors of ``copy`` back: a single one for a whole section."""
+        """Return the moves that write tensors of ``copy`` back: a single one if they are the whole section."""
         if names and len(names) == len(self.views[section]):
             return [Move(self._buffers[section], copy.buffers[section])]
         return [Move(self.views[section][name], copy.views[section][name]) for name in names]
@@ -136,7 +137,7 @@ class Copy:
 
 
 def _mapped(file: Path, size: int) -> Tensor:
-    """``size`` bytes of a new safetensors file, memory-mapped: writing to the tensor writes to the file.
+    """Return ``size`` bytes of a new safetensors file, memory-mapped: writing to the tensor writes to the file.
 
     All blocks are allocated immediately, so a disk that fills up later cannot break a mapping. Format:
     https://github.com/safetensors/safetensors#format

@@ -1,4 +1,4 @@
-"""Losses on their way from a device to the host, which goes on meanwhile."""
+"""Asynchronous copies of losses from a device to the host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hfusion.device.backend import backend
 from hfusion.device.device_queues import Mark, MarkClock
 
 _SLOTS = 16
-# Minibatches that a device may be behind Python. Python needs well under a millisecond for each, so that more slots
-# would keep no device busier, and callbacks would hear later.
+# Minibatches that a device may be behind Python. Python needs well under a millisecond for each, so more slots would
+# not keep a device busier, but would delay callbacks.
 
 
 class Arrived(NamedTuple):
@@ -25,9 +25,9 @@ class Arrived(NamedTuple):
 
 
 class LossRing:
-    """The losses of the last minibatches, in slots of pinned memory that are used in turn.
+    """A ring buffer of pinned memory for the losses of the last minibatches.
 
-    A device that copies nothing beside its computing is waited for, as is a full ring for its oldest losses.
+    On a device without asynchronous copies, `put` waits for the losses. If the ring is full, it waits for the oldest.
     """
 
     def __init__(self) -> None:
@@ -55,11 +55,11 @@ class LossRing:
         return arrived
 
     def drain(self) -> list[Arrived]:
-        """Wait for all, and return them."""
+        """Wait for all pending losses and return them, the oldest first."""
         return [self._pop() for _ in range(len(self._pending))]
 
     def _make_room(self, losses: Tensor) -> list[Arrived]:
-        """Free a slot for losses like these."""
+        """Ensure that a slot for such losses is free. Return the losses that left the ring for it."""
         kind = losses.device, losses.shape, losses.dtype
         if kind != self._kind:
             arrived = self.drain()

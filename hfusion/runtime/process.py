@@ -8,7 +8,7 @@ from threading import Condition
 
 
 class Gate:
-    """Many threads compute, or one captures: what torch.export patches is the process's."""
+    """A lock: either many threads compute, or one captures, as torch.export patches state of the whole process."""
 
     def __init__(self) -> None:
         self._changed = Condition()

@@ -1,4 +1,4 @@
-"""Minibatches, recipes to compute those of one kind, and the source of both."""
+"""Minibatches, recipes that compute minibatches of one kind, and the source of both."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ from hfusion.device.backend import backend
 
 @dataclass(frozen=True)
 class Batch:
-    """One minibatch on the host: the flat inputs of the program, and the target of the loss.
+    """One minibatch on the host.
 
-    ``call``: the same as whoever made it calls the whole array with it.
+    Attributes:
+        inputs: the flat inputs of the program.
+        target: the target of the loss.
+        key: batches with equal keys share a recipe.
+        call: the minibatch in the form of its source, for `WholeStep.prepare`.
     """
 
     inputs: tuple[Any, ...]
@@ -32,9 +36,12 @@ class Batch:
 class Recipe:
     """A recipe to compute batches of one kind.
 
-    ``inputs``: the names of the program's inputs. ``losses(outputs, target)``: flat outputs of the last part to the
-    losses ``[B]``. ``random``: it draws random numbers. ``branching``: the number of members, if they may use different
-    parameters.
+    Attributes:
+        parts: the parts of the program, one per shard.
+        inputs: the names of the program's inputs.
+        losses: ``losses(outputs, target)`` returns the losses ``[B]`` from the flat outputs of the last part.
+        random: whether it may draw random numbers.
+        branching: the number of members if they may use different parameters, otherwise None.
     """
 
     parts: tuple[Part, ...]
@@ -49,7 +56,7 @@ class Recipe:
         return {}
 
     def constant(self, name: str, device: torch.device, *, stays: bool) -> Tensor:
-        """A constant on a device, where it ``stays``; else it is copied at each call, from pinned memory."""
+        """Return a constant on a device. ``stays``: keep it there; otherwise each call copies it from the host."""
         kept = device if stays else torch.device("cpu")
         key = name, kept
         if key not in self._placed:
@@ -60,12 +67,12 @@ class Recipe:
 
     @cached_property
     def makers(self) -> dict[str, int]:
-        """The part that gives each value."""
+        """The index of the part that computes each value."""
         return {name: index for index, part in enumerate(self.parts) for name in part.gives}
 
     @cached_property
     def later(self) -> tuple[frozenset[str], ...]:
-        """For each part the values that those after it take."""
+        """For each part, the values that later parts take."""
         return tuple(
             frozenset(name for after in self.parts[index:] for name in after.takes)
             for index in range(1, len(self.parts) + 1)
@@ -73,39 +80,39 @@ class Recipe:
 
 
 class WholeStep(Protocol):
-    """Forward and backward of a whole array, on its own tensors."""
+    """Computes forward and backward of a whole array on the array's own tensors."""
 
     @property
     def known_calls(self) -> list[str]:
-        """The kinds of calls that are compiled already, or at their next."""
+        """The kinds of calls that are compiled, or will be at their next call."""
 
     def expect(self, calls: Sequence[str]) -> None:
-        """Go on where these are known, before anything was computed."""
+        """Set the kinds of calls that were compiled in the run that this one resumes. Call it before the first step."""
 
     def prepare(self, batch: Batch, device: torch.device) -> Any:
-        """Prepare the argument of `run`, once; may compile."""
+        """Return the argument for one call of `run`; may compile."""
 
     def rest(self, rows: frozenset[int]) -> None:
         """Mark members whose results are no longer needed: they may get losses of NaN and gradients of 0."""
 
     def run(self, prepared: Any, update: Callable[[], object]) -> Tensor:
-        """The losses ``[B]``; ``update`` is called when the gradients are those of the parameters."""
+        """Compute a minibatch and return its losses ``[B]``. ``update`` is called once all ``param.grad`` are set."""
 
     def release(self) -> None:
-        """Free what its programs keep on the device, which the array leaves."""
+        """Free the memory of its programs on the device, because the array leaves it."""
 
 
 class Source(Protocol):
     """A source of batches and their recipes."""
 
     def next(self, drawing: AbstractContextManager[None]) -> Batch:
-        """The next minibatch. Within ``drawing``, in any thread, it may draw from torch's random numbers."""
+        """Return the next minibatch. It may draw torch's random numbers, in any thread, inside ``drawing``."""
 
     def stop(self) -> None:
         """Cancel the wait for the next minibatch, by a CancelledError."""
 
     def find(self, batch: Batch) -> Recipe | None:
-        """The recipe for a batch like this one, if there is one already."""
+        """Return the recipe for a batch like this one; None if there is none yet."""
 
     def make(self, batch: Batch) -> Recipe:
-        """Make the recipe. Must run while no other thread computes."""
+        """Create the recipe for the latest batch. Must run while no other thread computes."""

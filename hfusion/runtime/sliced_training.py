@@ -16,7 +16,7 @@ from hfusion.schedule.timeline import Span
 
 
 class SlicedTraining(Training):
-    """As `Training`, of one shard on a CPU. Its units are those of slices, which are computed in their backwards."""
+    """`Training` of one shard on a CPU. A scheduled unit is a slice, all computed in the slice's backward unit."""
 
     def __init__(self, *args: Any, slices: Slices) -> None:
         super().__init__(*args)
@@ -41,7 +41,7 @@ class SlicedTraining(Training):
                 self.save(unit)
 
     def spans(self, spans: Sequence[Span], began: float) -> Iterator[Span]:
-        """What ran of slices, by minibatches; ``began``: the run did, by `time.perf_counter`."""
+        """Yield the spans of slices split into minibatches. ``began``: the start of the run, by `time.perf_counter`."""
         times = [Ran(*(time - began for time in each)) for each in self._measured()]
         saved = {step: time - began for step, time in self._saved_at.items()}
         return self.slices.spans(spans, times, self._first, saved)
@@ -59,7 +59,7 @@ class SlicedTraining(Training):
                 self._minibatch(device, gate)
 
     def update(self, unit: Unit, gate: Gate) -> None:
-        """Nothing: it was made in the backward of the slice."""
+        """Do nothing: the backward unit of the slice includes the optimizer steps."""
 
     def _minibatch(self, device: torch.device, gate: Gate) -> None:
         unit, began = self.slices.unit(self.minibatches, Phase.BACKWARD), perf_counter()
@@ -75,7 +75,7 @@ class SlicedTraining(Training):
         self._after(unit, began, between, computed)
 
     def _after(self, unit: Unit, began: float, read: float, computed: float) -> None:
-        """Let callbacks and schedules follow a minibatch, and save the task where that is due."""
+        """Handle the end of a minibatch: callbacks and scheduler steps, and the save if one is due."""
         self.ended(unit)
         if self.plan.clipped and self.plan.closes(unit.step):
             unit = self.slices.unit(unit.step, Phase.UPDATE)

@@ -21,7 +21,7 @@ class SpillFolder:
         self._folder: ClaimedFolder | None = None
 
     def file(self, name: str) -> Path:
-        """The path of a new file. Raises SpillError where the folder cannot be made."""
+        """Return the path of a new file. Raises SpillError if the folder cannot be created."""
         if self._folder is None:
             try:
                 self._folder = self._make()
@@ -33,7 +33,7 @@ class SpillFolder:
         return self._folder.path / f"{name}.safetensors"
 
     def close(self) -> None:
-        """Remove the folder and all in it."""
+        """Remove the folder and its files."""
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.remove()

@@ -1,7 +1,7 @@
 """The tensors of one task while it is trained: in host memory, or copied to a device shard by shard.
 
-A tensor that several shards use (tied weights) is at home in the first of them, whose backward comes last; the others
-borrow it.
+A tensor that several shards use (tied weights) is owned by the first of them, whose backward comes last. The others
+borrow it. The home of a shard is its host memory or file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BORROWED = frozenset({Kind.PARAMETER, Kind.BUFFER})
 
 @dataclass(frozen=True)
 class Holding:
-    """The tensors of one shard by name: its own, those it borrows (with the shard that owns them), those it trains."""
+    """The names of one shard's tensors: owned, borrowed (with the index of the owner), and trained ones it owns."""
 
     own: tuple[str, ...]
     borrowed: Mapping[str, int]
@@ -37,14 +37,14 @@ class Holding:
 
     @property
     def all(self) -> frozenset[str]:
-        """Its own and those it borrows."""
+        """The names of owned and borrowed tensors."""
         return frozenset(self.own).union(self.borrowed)
 
 
 def holdings(parts: Sequence[Sequence[Slot]], names: Mapping[str, str], trained: frozenset[str]) -> tuple[Holding, ...]:
-    """Return the tensors of each shard, given the ``keys`` of its parts.
+    """Return the tensors of each shard. ``parts``: the ``keys`` of each part.
 
-    ``names`` maps these to one key per tensor, ``trained`` are among them.
+    ``names`` maps slot names to one key per tensor, so that tied names are equal; ``trained``: keys that are trained.
     """
     owner: dict[str, int] = {}
     found = []
@@ -60,10 +60,13 @@ def holdings(parts: Sequence[Sequence[Slot]], names: Mapping[str, str], trained:
 
 @dataclass
 class _LoadedShard:
-    """A shard's tensors on a device, and which of them ``changed`` there. ``filled``: they are there.
+    """The tensors of a shard on a device.
 
-    ``updated``: the trained ones that the optimizer changed, of which all that changes is among ``changed``.
-    ``bound``: the trained ones are the array's own meanwhile; ``whole``: the others, too.
+    Attributes:
+        changed: tensors, with their section, to be written back to the host.
+        updated: trained tensors that the optimizer has stepped; they and their state are in ``changed``.
+        bound: the array's trained tensors of this shard lie in the copy; ``whole``: the other owned tensors, too.
+        filled: set when the copies to the device are done.
     """
 
     copy: Copy
@@ -79,11 +82,11 @@ class TaskTensors:
     """The parameters, buffers and optimizer state of a task. One thread may load a shard while another computes.
 
     Args:
-        tensors: by key, each once; the optimizer's parameters are among them.
-        files: where a shard is at home, None for host memory.
-        pinned: the host memory is page-locked.
-        carried: gradients outlive units.
-        together: all shards are loaded together, so that one uses the tensors of another in place.
+        tensors: the tensors by key, each once, including the optimizer's parameters.
+        files: for each shard the file that stores it, None for host memory.
+        pinned: whether host memory is page-locked.
+        carried: whether gradients outlive units, so that they are stored with the shard.
+        together: whether all shards are loaded together, so that they use borrowed tensors in place.
     """
 
     def __init__(
@@ -104,12 +107,12 @@ class TaskTensors:
         self._tensors = tensors
         self._trained = frozenset(name for shard in shards for name in shard.trained)
         self._lock = Lock()
-        # Held while a shard is loaded, and while another one writes what that may read.
+        # Held while a shard is loaded, and while another shard writes tensors that the load may read.
         self._crossing = Lock()
         self._loading: int | None = None
         self._here: dict[int, _LoadedShard] = {}
         self._leaving: dict[int, tuple[_LoadedShard, Event]] = {}
-        # Tensors that training does not change keep their memory, for afterwards.
+        # The original memory of tensors that training does not change, restored by `close`.
         self._frozen = {
             name: tensors[name].data
             for shard in shards
@@ -140,7 +143,7 @@ class TaskTensors:
 
     @cached_property
     def _stacks(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """Optimizer state that moves with a trained parameter, with its name in the host store."""
+        """For each trained parameter, the names of its state tensors and their keys in the host store."""
         found = {}
         for name in self._trained:
             entry = self.optimizer.state.get(self._tensors[name], {})
@@ -153,7 +156,7 @@ class TaskTensors:
         return found
 
     def _bind(self, name: str, views: Mapping[Section, Mapping[str, Tensor]]) -> None:
-        """Let a trained parameter, and its optimizer state, lie in ``views``."""
+        """Point a trained parameter and its optimizer state to the memory of ``views``."""
         tensor = self._tensors[name]
         tensor.data = views[Section.WEIGHTS][name]
         for kind, key in self._stacks[name]:
@@ -165,7 +168,7 @@ class TaskTensors:
         return tuple(name for name in self._tensors if name in self._trained)
 
     def parameter(self, name: str) -> Tensor:
-        """The array's own."""
+        """Return the array's parameter of this key."""
         return self._tensors[name]
 
     def trains(self, name: str) -> bool:
@@ -173,7 +176,7 @@ class TaskTensors:
         return name in self._trained
 
     def leaf(self, name: str, tensor: Tensor) -> Tensor:
-        """``tensor``, a parameter where it lies now, as the leaf of a graph of its own."""
+        """Return a new autograd leaf for a parameter; ``tensor`` is its current memory."""
         found = tensor.detach().requires_grad_(self.trains(name))
         known = membership(self._tensors[name])
         return found if known is None else mark(found, known)
@@ -181,10 +184,9 @@ class TaskTensors:
     def load(
         self, shard: int, sections: Collection[Section], device: torch.device, borrows: frozenset[Kind] = _BORROWED
     ) -> list[Move]:
-        """Take memory for a shard on a device; the shards it borrows from must be there or at home.
+        """Allocate a shard on a device. Return the copies to make before it is used; call `loaded` afterwards.
 
-        ``borrows``: kinds of tensors that are fetched from these. Returns the copies that must end before it is used;
-        call `loaded` afterwards.
+        ``borrows``: the kinds of borrowed tensors to copy from their owners, which must be loaded or at home.
         """
         self._crossing.acquire()
         self._loading = shard
@@ -211,7 +213,7 @@ class TaskTensors:
             self._crossing.release()
 
     def _source(self, name: str, owner: int) -> Tensor:
-        """A tensor of another shard, where it lies now."""
+        """Return a tensor of another shard: on the device if that is loaded, otherwise at home."""
         with self._lock:
             here = self._here.get(owner)
             if here is not None and here.filled.is_set():
@@ -220,13 +222,13 @@ class TaskTensors:
         return self._homes[owner].views[Section.WEIGHTS][name]
 
     def _wait_for(self, shard: int) -> None:
-        """Until a shard that left is at home."""
+        """Wait until the eviction of a shard, if one is in progress, has ended."""
         leaving = self._leaving.get(shard)
         if leaving is not None:
             leaving[1].wait()
 
     def tensor(self, shard: int, name: str) -> Tensor:
-        """A parameter or buffer, as the loaded shard sees it."""
+        """Return a parameter or buffer for a loaded shard: owned, or the borrowed copy."""
         here = self._here[shard]
         own = here.copy.views[Section.WEIGHTS]
         if name in own:
@@ -234,14 +236,14 @@ class TaskTensors:
         return here.borrowed[name] if name in here.borrowed else self._source(name, self.shards[shard].borrowed[name])
 
     def refresh(self, shard: int, names: Sequence[str]) -> None:
-        """Fetch borrowed tensors that other shards wrote to since this one was loaded."""
+        """Copy borrowed tensors again from their owners, which may have changed since this shard was loaded."""
         here = self._here[shard]
         for name in names:
             if name in here.borrowed:
                 here.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name]))
 
     def wrote(self, shard: int, buffers: Sequence[str]) -> None:
-        """Note that the loaded shard changed ``buffers`` or parameters; borrowed ones go to their owner now."""
+        """Note that a loaded shard wrote to ``buffers``. Borrowed ones are copied to their owner immediately."""
         here = self._here[shard]
         for name in self._frozen.keys() & set(buffers):
             del self._frozen[name]
@@ -256,7 +258,7 @@ class TaskTensors:
                     there = self._here.get(owner)
                 if there is not None:
                     there.copy.views[Section.WEIGHTS][name].copy_(here.borrowed[name])
-                # The last one: with it the host waits for both.
+                # Last, since this copy to the host is synchronous: both copies have then ended.
                 self._homes[owner].views[Section.WEIGHTS][name].copy_(here.borrowed[name])
 
     def gradient(self, shard: int, name: str) -> Tensor:
@@ -264,11 +266,11 @@ class TaskTensors:
         return self._here[shard].copy.views[Section.GRADIENTS][name]
 
     def keep_gradient(self, shard: int, name: str) -> None:
-        """The gradient of a parameter changed and must outlive the unit."""
+        """Note that the gradient of a parameter changed, so that an eviction writes it back."""
         self._here[shard].changed.add((Section.GRADIENTS, name))
 
     def bind(self, shard: int) -> None:
-        """Let all tensors of the array that a loaded shard holds be those there, until it is evicted."""
+        """Point all array tensors that a loaded shard owns to its device memory, until it is evicted."""
         here = self._here[shard]
         if not here.whole:
             self._bind_trained(shard, here)
@@ -287,7 +289,7 @@ class TaskTensors:
                 self._tensors[name].data = views[Section.WEIGHTS][name]
 
     def update(self, shard: int, gradients: Mapping[str, Tensor]) -> None:
-        """One step of the optimizer for the parameters of a loaded shard."""
+        """Do an optimizer step for the parameters of a loaded shard that have ``gradients``."""
         here = self._here[shard]
         self._bind_trained(shard, here)
         params = [self._tensors[name] for name in gradients]
@@ -302,7 +304,7 @@ class TaskTensors:
             here.changed.update((Section.OPTIMIZER, key) for _, key in self._stacks[name])
 
     def evict(self, shard: int) -> list[Move]:
-        """Let a shard go; what must be copied to write back what changed, until `left`."""
+        """Evict a shard. Return the copies that write its changes back; call `left` when they are done."""
         with self._lock:
             here, home = self._here.pop(shard), self._homes[shard]
             self._leaving[shard] = here, Event()
@@ -318,15 +320,15 @@ class TaskTensors:
         return [move for section, names in changed.items() for move in home.save(here.copy, section, names)]
 
     def left(self, shard: int) -> None:
-        """All copies of the shard that was evicted are done: its memory is free."""
+        """Note that all copies of an evicted shard are done, and release its device memory."""
         leaving = self._leaving.pop(shard, None)
         if leaving is not None:
             leaving[1].set()
 
     def settle(self) -> None:
-        """Let the array's tensors and the optimizer's state be what the units so far have made of them.
+        """Bring the array's tensors and the optimizer's state up to date with all units so far.
 
-        Only between units. A trained parameter lies where it was updated; of buffers the home is brought up to date.
+        Only between units. Updated parameters already lie in device memory. Changed buffers are copied to their home.
         """
         for shard, home in enumerate(self._homes):
             self._wait_for(shard)
@@ -341,9 +343,9 @@ class TaskTensors:
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """Context manager: the array's tensors are those at home, all in host memory, as capture needs them.
+        """Context manager: the array's tensors are in host memory, as capture needs them.
 
-        Values of buffers are up to date there, as forward may read them in Python; those of parameters may be older.
+        Buffers are up to date there, since forward may read them in Python. Parameters may be outdated.
         """
         self.settle()
         with self._lock:

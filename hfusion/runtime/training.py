@@ -1,10 +1,10 @@
-"""The units of one task: forward, backward and update of a shard on a device, bit for bit as the whole array does it.
+"""The units of one task: forward, backward and update of a shard on a device, bit for bit as for the whole array.
 
-- A forward runs with gradients on, as in plain training, since kernels are chosen by it; a shard that will be computed
-  again keeps nothing of it (activation checkpointing, Chen et al., arXiv:1604.06174).
+- A forward runs with gradients enabled, as in plain training, since kernels are chosen by it. A shard that will be
+  recomputed keeps no activations (activation checkpointing, Chen et al., arXiv:1604.06174).
 - Recomputation starts from the same values, random state and buffers; what it writes into buffers is dropped.
-- Gradients of a value are summed in autograd's order, latest use first: what later shards have gathered enters the
-  backward of an earlier one as a root, and roots come first.
+- Gradients of a value are summed in autograd's order, latest use first: the sum from later shards enters the backward
+  of an earlier shard as a root, and roots come first.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hfusion.runtime.task_state import TaskTensors
 from hfusion.schedule.actions import Section
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
 
-# What is brought along of other shards, which may be written to at the same time: an update uses nothing of it, and a
-# forward fetches buffers when it begins.
+# The kinds of borrowed tensors that are loaded for a unit. An update needs none. A forward copies borrowed buffers when
+# it begins, since other shards may write to them while it is loaded.
 _BORROWED = {
     Phase.FORWARD: frozenset({Kind.PARAMETER}),
     Phase.BACKWARD: frozenset({Kind.PARAMETER, Kind.BUFFER}),
@@ -42,7 +42,7 @@ _BORROWED = {
 
 @dataclass(frozen=True)
 class _PartGraph:
-    """A computed part with its graph: leaves by name, and the results; of the last part, only its ``losses [B]``."""
+    """A computed part with its autograd graph: leaves by name, and outputs; for the last part only ``losses [B]``."""
 
     inputs: Mapping[str, Any]
     params: Mapping[str, Tensor]
@@ -51,9 +51,10 @@ class _PartGraph:
 
 
 class Training:
-    """The execution of a task's units. One unit runs at a time; loads and evictions run concurrently.
+    """Executes the units of a task. One unit runs at a time; loads and evictions run concurrently.
 
-    ``losses [B]`` and ``evaluations [B]`` come one by one, per minibatch. ``over``: no more units are computed.
+    ``losses``, ``evaluations``: a tensor ``[B]`` per trained, or evaluated, minibatch so far. ``over``: the task has
+    ended early, so that no more units are computed.
     """
 
     def __init__(
@@ -91,17 +92,17 @@ class Training:
         self._norms: dict[str, Tensor] = {}
         self._arrivals = Arrivals()
         self._factors: Tensor | None = None
-        # Called when a unit of a minibatch has ended, and to save the task with one where that is due.
+        # Called when a unit of a minibatch has ended, and to save the task after a unit if that is due.
         self.ended: Callable[[Unit], None] = lambda unit: None
         self.save = self.ended
 
     @property
     def scheduled(self) -> TaskPlan:
-        """The plan whose units run."""
+        """The plan whose units the engine schedules."""
         return self.plan
 
     def begun(self, steps: int) -> int:
-        """Return the number of units that have run after so many minibatches."""
+        """Return the number of scheduled units that have run after ``steps`` minibatches."""
         return self.plan.after(steps)
 
     def ran(self, unit: Unit) -> None:
@@ -112,7 +113,7 @@ class Training:
 
     @property
     def minibatches(self) -> int:
-        """How many have been computed; the last ones' losses may be on their way to the host."""
+        """The number of minibatches computed so far. The latest losses may not be on the host yet."""
         return len(self.losses)
 
     def arrive(self) -> None:
@@ -120,28 +121,28 @@ class Training:
 
     @property
     def generators(self) -> Generators:
-        """Of the task's random numbers. Between units only."""
+        """The generators of the task's random numbers. Use them between units only."""
         return self._generators
 
     @property
     def known_calls(self) -> list[str]:
-        """The kinds of minibatches that are compiled already, or at their next."""
+        """The kinds of minibatches that are compiled, or will be at the next one."""
         return []
 
     def expect(self, calls: Sequence[str]) -> None:
-        """Go on where ``calls`` are known."""
+        """Set the kinds of minibatches that were compiled in the run that this one resumes."""
 
     def rest(self, rows: frozenset[int]) -> None:
-        """Members in ``rows`` have stopped, and are computed only where the others need it."""
+        """Note that the members in ``rows`` have stopped, so that they need not be computed."""
 
     def stop(self) -> None:
-        """Wait for no minibatch any longer."""
+        """Cancel the waiting for minibatches."""
         for source in (self._source, self._evaluation):
             if source is not None:
                 source.stop()
 
     def load(self, unit: Unit, shard: int, sections: Collection[Section], device: torch.device) -> list[Move]:
-        """Allocate a shard on a device, with its forward's inputs for a backward; return the copies to make."""
+        """Allocate a shard on a device; for a backward, also the inputs to recompute. Return the copies to make."""
         moves = self.state.load(shard, sections, device, _BORROWED[unit.phase])
         again = unit.phase is Phase.BACKWARD and unit.shard == shard and not self.plan.resident
         if again and shard not in self._saved:
@@ -164,12 +165,12 @@ class Training:
                 self._evaluate(unit.shard, device)
 
     def recompute(self, unit: Unit, device: torch.device, gate: Gate) -> None:
-        """Compute the forward of a shard again, for the backward that comes next."""
+        """Recompute the forward of a shard for the backward that follows."""
         with gate.computing():
             self._saved[unit.shard] = self._recomputed(unit.shard, device)
 
     def update(self, unit: Unit, gate: Gate) -> None:
-        """The optimizer's step of the unit's shard."""
+        """Do the optimizer step of the unit's shard."""
         with gate.computing():
             shard = unit.shard
             names = [name for name in self.state.shards[shard].trained if name in self._started]
@@ -187,12 +188,12 @@ class Training:
                 self._norms, self._factors = {}, None
 
     def put_away(self, shard: int, *, leave: bool) -> list[Move]:
-        """Take a shard off its device, and to ``leave`` all else of the task; what must be copied, until `left`."""
+        """Evict a shard; ``leave``: also all else that the task has on the device. Return the copies to make."""
         moves = self._boundary.put_away(shard)
         return moves + (self._leave() if leave else []) + self.state.evict(shard)
 
     def _leave(self) -> list[Move]:
-        """Take what lives between units off the device; what only its graph knows is computed again."""
+        """Move values that live between units to the host. Saved graphs are dropped and will be recomputed."""
         self._saved.clear()
         moves = self._boundary.leave()
         for shard, before in self._before.items():
@@ -237,7 +238,7 @@ class Training:
         self._boundary.keep(shard, saved.outputs, self._recipe.later[shard])
 
     def _refresh(self, shard: int) -> None:
-        """Fetch what other shards may have changed of the tensors it borrows since it was loaded."""
+        """Copy borrowed tensors again that other shards may have changed since this one was loaded."""
         kinds = (Kind.BUFFER, Kind.PARAMETER) if shard in self.plan.pinned else (Kind.BUFFER,)
         self.state.refresh(shard, [self._names[s.name] for s in self._recipe.parts[shard].keys if s.kind in kinds])
 
@@ -257,7 +258,7 @@ class Training:
     def _compute(
         self, shard: int, inputs: dict[str, Any], buffers: Mapping[str, Tensor], device: torch.device
     ) -> _PartGraph:
-        """Run a part on new leaves, with ``buffers`` in place of the shard's own."""
+        """Run a part on new leaves. ``buffers``: used in place of the shard's buffers of the same name."""
         part, params, keys = self._recipe.parts[shard], {}, []
         for slot in part.keys:
             if slot.kind is Kind.CONSTANT:
@@ -312,13 +313,13 @@ class Training:
         self._clean(shard)
 
     def _note_norms(self, unit: Unit) -> None:
-        """Keep the norms of a shard's gradients, where they are all there and will be clipped."""
+        """Keep the norms of a shard's gradients, if they are complete and will be clipped."""
         shard = unit.shard
         if self.plan.closes(unit.step) and self._clip is not None:
             for name in self.state.shards[shard].trained:
                 if name in self._started and self._gradient(shard, name).numel():
                     norms = grad_norms(self._gradient(shard, name), len(self._clip))
-                    # `Arrivals` knows when they are there: the host does not wait for each.
+                    # `Arrivals` waits once for all of these copies.
                     self._norms[name] = norms.to("cpu", non_blocking=True)
                     self._arrivals.note("norms", norms.device)
 
@@ -332,7 +333,7 @@ class Training:
             return self._compute(shard, inputs, before, device)
 
     def _collect(self, shard: int, grads: Mapping[str, Tensor]) -> None:
-        """Sort gradients: the shard's own parameters', and what earlier shards go on with."""
+        """Store gradients: those of parameters that the shard owns, and those that earlier shards continue with."""
         added: dict[str, Tensor] = {}
         copied: dict[str, Tensor] = {}
         for name in self.state.shards[shard].trained:
@@ -354,9 +355,9 @@ class Training:
         self._grads |= {place: grad for place, grad in grads.items() if place not in own}
 
     def _note_left_out(self, place: str, leaf: Tensor, later: bool, before: Tensor | None) -> None:
-        """Note the members without a gradient for a part's input, in this part and in ``later`` ones.
+        """Note which members get no gradient for a part's input.
 
-        ``before``: the mask of the later ones.
+        ``later``: whether later parts have a gradient for it; ``before``: the mask of members without one there.
         """
         rows = never_reached(leaf)
         if later:
@@ -365,7 +366,7 @@ class Training:
             self._left_out[place] = rows
 
     def _note_absent(self, name: str, grad: Tensor) -> None:
-        """Note the rows without a gradient in any minibatch so far, since gradients change their memory."""
+        """Note the rows that had no gradient in any minibatch since the last optimizer step."""
         absent = absent_rows(grad)
         if name in self._started:
             before = self._absent.pop(name, None)
@@ -377,7 +378,7 @@ class Training:
         return self.state.gradient(shard, name) if self._carried else self._grads[f"own {name}"]
 
     def _clip_by_norm(self, grads: Mapping[str, Tensor], limits: Tensor) -> None:
-        """Clip by the norms over all shards."""
+        """Scale gradients in place so that the norms over all shards keep the limits."""
         if self._factors is None:
             if not self._norms:
                 return
@@ -390,7 +391,7 @@ class Training:
             scale(grad, factors)
 
     def _clean(self, shard: int) -> None:
-        """Forget what only this minibatch's backward of the shard needed."""
+        """Forget what was kept for this minibatch's backward of the shard."""
         self._boundary.clean(shard)
         self._drawn.pop(shard, None)
         self._before.pop(shard, None)

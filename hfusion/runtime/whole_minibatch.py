@@ -1,4 +1,4 @@
-"""A resident task whose minibatches are steps of its whole array, forward and backward as one program."""
+"""A resident task whose minibatches are steps of the whole array, with forward and backward in one program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hfusion.schedule.plan import Phase, Unit
 
 
 class WholeTraining(SlicedTraining):
-    """As `SlicedTraining`, on any device, by steps that may be compiled."""
+    """`SlicedTraining` on any device, with steps that may be compiled."""
 
     def __init__(self, *args: Any, step: WholeStep, slices: Slices) -> None:
         super().__init__(*args, slices=slices)
@@ -57,7 +57,7 @@ class WholeTraining(SlicedTraining):
             super().run(unit, device, gate)
             return
         self.state.bind(0)
-        # To trace or compile, which a step does before it computes, nobody else may compute.
+        # A step may trace or compile before it computes; no other thread may compute meanwhile.
         with compiling_within(gate.exclusive):
             super().run(unit, device, gate)
 
@@ -97,20 +97,22 @@ class WholeTraining(SlicedTraining):
         self._after(unit, began, read, computed)
 
     def _clip_by_norm(self, grads: Mapping[str, Tensor], limits: Tensor) -> None:
-        """Clip by the norms over these gradients, which are all, in a few launches on their device."""
+        """Clip all gradients by their norms, in a few kernel launches on their device."""
         used = [grads[name] for name in self.state.order if name in grads and grads[name].numel()]
         if used:
             clip_stacks(used, limits)
 
     def _sum(self, grads: dict[str, Tensor]) -> None:
-        """Add to the gradients that outlive the minibatch."""
+        """Add gradients to the ones that outlive the minibatch."""
         if self.plan.accumulate > 1 and grads:
             torch._foreach_div_(list(grads.values()), self.plan.accumulate)
         self._collect(0, {f"param {name}": grad for name, grad in grads.items()})
 
 
 def computed(asked: Sequence[Ran], had: Sequence[float]) -> list[Ran]:
-    """When minibatches ran on their device, from when Python asked for them, and when their losses were there.
+    """Return when minibatches ran on the device.
+
+    ``asked``: when Python queued them; ``had``: when the device had computed their losses.
 
     >>> computed([Ran(0, 1, 2, 3, 3), Ran(3, 4, 5, 6, 6)], [3, 10])[1]
     Ran(began=3, read=4, computed=5, ended=10, saved=10)

@@ -1,9 +1,8 @@
 """Execution of the engine's actions, by a thread for each lane of a device.
 
-A lane does one action after the other, and tells the engine of each when the device has done it. What is computed is
-asked for while the device does what was asked for before, so that it never waits for Python; copies are asked for one
-by one. What an eviction takes off a device is settled in the compute lane, between two units; only the copies of it are
-made beside the computing.
+A lane runs one action at a time, and reports each to the engine when the device has done it. The compute lane queues an
+action while the device still computes the previous one, so that the device does not wait for Python. Copies are queued
+one by one. An eviction is prepared in the compute lane, between two units; only its copies overlap with computing.
 """
 
 from __future__ import annotations
@@ -29,17 +28,22 @@ from hfusion.schedule.plan import Phase, Unit
 from hfusion.schedule.worker_protocol import TaskFailed, Ticket
 
 _GLANCE_SECONDS = 0.1
-# Actions that a device may have been asked to compute and not have done: one that it does, and the one after it.
+# Actions that may be queued on a device and not done: the one that it computes, and the next one.
 _IN_FLIGHT = 2
 
 
 @dataclass(eq=False)
 class _Job:
-    """Work for a lane, once ``after`` have ended, and what is to be done when the device has done it.
+    """An action for a lane.
 
-    ``ready``: when the last of all ended that it was to wait for, but for its lane. ``told``: the engine waits for it.
-    ``always``: also when the run ends by an error elsewhere, so that a task that has finished is at home. ``failed``:
-    it raised, or never began since the run ends. ``done``: the engine knows that it has ended, and all went well.
+    Attributes:
+        work: queues the action on the device. It is called once all jobs in ``after`` have ended.
+        ready: when the last job ended that it had to wait for, other than earlier jobs of its lane.
+        then: called when the device has done it.
+        told: whether its end is reported to the engine.
+        always: run it also after an error elsewhere, so that the state of finished tasks is back in host memory.
+        done: whether the engine has received its end, without an error.
+        failed: whether it raised an error, or did not run because of one.
     """
 
     task: int
@@ -63,7 +67,7 @@ class _Job:
 
 
 class _Lane(Thread):
-    """The thread of a lane, with a queue of the device for itself."""
+    """The thread of a lane, with its own queue on the device."""
 
     def __init__(self, name: str, device: torch.device, worker: DeviceWorker, copies: bool) -> None:
         super().__init__(name=name)
@@ -72,12 +76,12 @@ class _Lane(Thread):
         self.ended = Event()
         self._free = 0.0
         self._worker = worker
-        # Threads that mostly wait keep none from those that compute.
+        # Lanes that copy mostly wait, so they release their team of threads to those that compute.
         self._copies = copies
         self._threads = torch.get_num_threads()
         self._queue = backend(device).queue(copies)
         self._asked: deque[_Job] = deque()
-        # Who waits for an accelerator to have computed: this thread may wait for others.
+        # The thread that waits for the accelerator, since this one may be waiting for other jobs.
         self._reporter = None if copies or isinstance(self._queue, HostQueue) else _Reporter(self)
         self._clock = MarkClock(worker.now)
 
@@ -100,11 +104,11 @@ class _Lane(Thread):
             self.ended.set()
 
     def _do(self, job: _Job) -> None:
-        """Ask the device for a job, as soon as it may begin."""
+        """Queue a job on the device as soon as the jobs that it depends on have ended."""
         while len(self._asked) >= _IN_FLIGHT:
             self._asked.popleft().over.wait()
         for each in job.after:
-            # Its own come one after the other.
+            # Jobs of this lane run in order on the device's queue, so no wait is needed.
             if self._reporter is None or each.lane is not self:
                 each.over.wait()
         job.failed = any(each.failed for each in job.after) or (self._worker.stopping and not job.always)
@@ -123,13 +127,13 @@ class _Lane(Thread):
 
     def _fail(self, job: _Job, error: BaseException) -> None:
         job.error, job.failed = error, True
-        # Nothing that was asked for after it begins.
+        # Later jobs do not begin.
         self._worker.stopping = True
 
     def finish(self, job: _Job, mark: Mark | None) -> None:
-        """Wait until the device has done a job, and tell of it."""
+        """Wait until the device has done a job, and report it."""
         try:
-            # Also after an error: nothing writes to what is read then, and nobody waits for ever.
+            # Wait also after an error: then no copy is in progress any more, and other lanes can go on.
             ended = self._wait(mark)
         except BaseException as error:
             ended = self._worker.now()
@@ -138,19 +142,19 @@ class _Lane(Thread):
         job.then()
         for each in job.after:
             job.ready = max(job.ready, each.ended if each.told else each.ready)
-        # What it takes until a thread goes on, and what is settled before, is its time, too: no other action's.
+        # The time until a thread wakes up, and preparations that are not reported, count as time of this job.
         job.started = max(job.ready, self._free)
         job.ended = max(job.started, ended)
         self._free = job.ended if job.told else self._free
-        # The engine keeps jobs, which must not keep what they copied.
+        # The engine keeps jobs, so they must not keep references to what they copied.
         job.after, job.work, job.then = (), _nothing, _nothing
-        # The engine hears of it before whatever another lane does after it.
+        # Report before `over` is set, so that the engine receives it before jobs that depend on it.
         if job.told or job.error is not None:
             self._worker.ended.put(job)
         job.over.set()
 
     def _wait(self, mark: Mark | None) -> float:
-        """When the device had done what ``mark`` marks, or all of the queue."""
+        """Wait for ``mark``, or without one for the whole queue. Return the time at which the device was done."""
         if mark is None:
             self._queue.wait()
             self._clock.forget()
@@ -163,7 +167,7 @@ def _nothing() -> None:
 
 
 class _Reporter(Thread):
-    """Tells of what a lane has asked for, in the order in which the device has done it."""
+    """Waits for the jobs that a lane has queued, in order, and reports them."""
 
     def __init__(self, lane: _Lane) -> None:
         super().__init__(name=f"{lane.name} ends")
@@ -177,10 +181,10 @@ class _Reporter(Thread):
 
 
 class DeviceWorker:
-    """The worker of `hfusion.train`, which ``began`` by `time.perf_counter`.
+    """The worker of `hfusion.train`. ``began``: its start, by `time.perf_counter`.
 
-    In the compute lane ``after(task, unit)`` is called when a unit has ended; ``save(task, unit)`` saves the task then,
-    where that is due.
+    In the compute lane, ``after(task, unit)`` is called when a unit has ended, and ``save(task, unit)`` if a save is
+    due then.
     """
 
     def __init__(
@@ -192,7 +196,7 @@ class DeviceWorker:
     ) -> None:
         self.ended: SimpleQueue[_Job] = SimpleQueue()
         self.stopping = False
-        # The name of the device that computes a task now, or did last.
+        # For each task, the name of the device that computes it or did so last.
         self.computing: dict[int, str] = {}
         self._devices, self._names = [device for _, device in devices], [name for name, _ in devices]
         self._trainings = trainings
@@ -251,11 +255,11 @@ class DeviceWorker:
 
     def _hear(self, job: _Job) -> None:
         job.done = not job.failed
-        # Two lanes may tell in another order than they ended in; what begins now has heard of both.
+        # Lanes may report in another order than their jobs ended in, so keep the latest end.
         self._heard = max(self._heard, job.ended)
 
     def close(self) -> None:
-        """End the run: no thread is left, and none uses the user's tensors. A Ctrl-C meanwhile is raised afterwards."""
+        """End all threads, so that none uses the user's tensors. A Ctrl-C meanwhile is raised afterwards."""
         pressed: KeyboardInterrupt | None = None
         over = False
         while not over:
@@ -292,7 +296,7 @@ class DeviceWorker:
         def settle() -> None:
             moves.extend(training.put_away(action.shard, leave=Section.SAVED in action.sections))
 
-        # Of a task that waits, or runs elsewhere by now, nothing is computed meanwhile.
+        # If this device's compute lane is not at this task, no unit of it runs now, so any lane will do.
         lane = lanes["compute" if lanes["compute"].task == task else "out"]
         settled = self._submit(lane, _Job(task, settle, after, self._heard, told=False, always=True))
         left, copies = partial(training.state.left, action.shard), partial(copy_now, moves)
@@ -301,7 +305,7 @@ class DeviceWorker:
     def save(self, task: int, unit: Unit) -> None:
         """Save a task, in its compute lane."""
         self._trainings[task].state.settle()
-        # What was leaving a device may not have arrived where a run breaks off.
+        # If the run is being aborted, evictions may be incomplete.
         if not self.stopping:
             self._save(task, unit)
 

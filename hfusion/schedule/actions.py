@@ -9,7 +9,7 @@ from hfusion.core.errors import HFusionError
 
 
 class ActionError(HFusionError):
-    """A text is no action."""
+    """Raised for a text that cannot be parsed as an action."""
 
 
 class Act(StrEnum):
@@ -26,7 +26,7 @@ class Act(StrEnum):
 
     @property
     def lane(self) -> str:
-        """The part of a device that works: ``in``, ``compute`` or ``out``. They work at the same time."""
+        """The lane of a device that does this action: ``in``, ``compute`` or ``out``. Lanes work concurrently."""
         return _LANES.get(self, "compute")
 
 
@@ -70,7 +70,7 @@ class Action:
 
     @classmethod
     def parse(cls, line: str) -> Action:
-        """The action that prints as ``line``. Raises ActionError."""
+        """Parse the printed form of an action. Raises ActionError."""
         try:
             act, shard, sections, *rest = line.split()
             names, (takes, frees, moves, seconds, after) = rest[::2], rest[1::2]
@@ -92,12 +92,12 @@ class Action:
 
 
 def estimate(action: Action, load_rate: float, evict_rate: float) -> float:
-    """Seconds of an action, where links copy so many bytes per second."""
+    """Return the estimated seconds of an action. Rates are in bytes per second."""
     if action.act is Act.LOAD:
         return action.moves / load_rate
     if action.act is Act.SAVE:
         return action.moves / evict_rate
-    # No more leaves than is there.
+    # An eviction copies at most the bytes that it frees.
     return min(action.moves, action.frees) / evict_rate if action.act is Act.EVICT else action.seconds
 
 

@@ -1,4 +1,4 @@
-"""Choice of the next task: the view of the tasks that a policy gets.
+"""Choose the next task of a device, and keep the state of tasks that a policy sees.
 
 A task is in one of three states: it waits; a device runs a unit of it, or has chosen it for its next one; it is
 done. Tasks are identified by their index in the plan. The measured time of a unit replaces the estimate for its kind.
@@ -16,7 +16,7 @@ from hfusion.schedule.policy import Candidate, Policy, State, Waiting
 
 
 def _sort(unit: Unit) -> tuple[Phase, int, bool]:
-    """Units of one sort compute the same."""
+    """Return the kind of a unit. Units of one kind do the same computation."""
     return unit.phase, unit.shard, unit.updates
 
 
@@ -36,7 +36,7 @@ class _Progress:
 
 
 def _begun(number: int, task: TaskPlan, first: int) -> _Progress:
-    """A task of which ``first`` units ran before."""
+    """Return the progress of a task of which ``first`` units ran in an earlier run."""
     left = task.counts
     seconds = {sort: task.unit_seconds(Unit(task.name, 0, *sort)) for sort in left}
     for unit in map(task.unit, range(first)):
@@ -49,7 +49,7 @@ def _begun(number: int, task: TaskPlan, first: int) -> _Progress:
 class Dispatcher:
     """Chooses tasks for devices, and counts the units that began. At first every task waits.
 
-    ``first``: how many units of each task ran before; None: nothing did.
+    ``first``: how many units of each task ran in an earlier run; None for a new run.
     """
 
     def __init__(self, plan: Plan, policy: Policy, first: Sequence[int] | None = None) -> None:
@@ -91,7 +91,7 @@ class Dispatcher:
         return chosen.task
 
     def begin(self, task: int) -> Unit:
-        """The next unit of a task that was chosen; it begins. Raises IndexError if the task is done."""
+        """Begin the next unit of a chosen task and return it. Raises IndexError if the task is done."""
         state = self._tasks[task]
         unit = state.next
         if unit is None:
@@ -107,7 +107,7 @@ class Dispatcher:
         return unit
 
     def measured(self, task: int, unit: Unit, seconds: float) -> None:
-        """A unit took so many seconds."""
+        """Record the measured seconds of a unit, which replace the estimate for units of its kind."""
         state, sort = self._tasks[task], _sort(unit)
         if seconds != state.seconds[sort]:
             more = state.left[sort] * (seconds - state.seconds[sort])
@@ -118,11 +118,11 @@ class Dispatcher:
             state.candidate = old._replace(remaining=remaining, quantum=max(state.seconds.values()))
 
     def next(self, task: int) -> Unit | None:
-        """The unit of a task that begins next; None if all have begun."""
+        """Return the unit of a task that begins next; None if all have begun."""
         return self._tasks[task].next
 
     def end(self, task: int, units: int) -> None:
-        """Let a task end after ``units`` more, and forget the others; it does not wait."""
+        """Shorten a task, which must not be waiting, to ``units`` more units."""
         state, old = self._tasks[task], self._tasks[task].candidate
         last = min(state.units, old.unit + units)
         rest = [_sort(state.plan.unit(number)) for number in range(old.unit, last)]
@@ -135,7 +135,7 @@ class Dispatcher:
             state.next = None
 
     def add_waiting(self, task: int) -> None:
-        """Let a task wait: its unit ended and no device goes on with it. A task that is done does not wait."""
+        """Add a task to the waiting ones, unless it is done. Called if no device continues it after its unit."""
         if self._tasks[task].next is not None:
             self._waiting.add(self._tasks[task].candidate)
 

@@ -21,7 +21,7 @@ _HEIGHTS = {"in": 0.15, "compute": 0.5, "out": 0.85}
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of so many inches. Raises ImportError without matplotlib."""
+    """Return an empty figure; its size is in inches. Raises ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -47,7 +47,7 @@ def draw_bytes(tasks: Sequence[TaskPlan], devices: Mapping[str, int], axes: Axes
 
 
 def draw_graph(name: str, made: networkx.DiGraph[Any], axes: Axes) -> None:
-    """The actions of a minibatch of a task, each as early as those before it allow; its longest path is red."""
+    """Draw the actions of a task's minibatch, each as early as its predecessors allow. The longest path is red."""
     from matplotlib import colormaps
     from matplotlib.collections import LineCollection
 

@@ -23,7 +23,7 @@ from hfusion.schedule.worker_protocol import Ticket, Worker
 
 @dataclass(eq=False)
 class _HeldShard:
-    """A shard on a device, or on its way there: loaded for ``unit``. ``owed``: the evictions that it was spared."""
+    """A shard that is loaded, or will be, for ``unit``. ``owed``: evictions of its units so far, merged at its end."""
 
     load: Action
     unit: Unit
@@ -34,7 +34,7 @@ class _HeldShard:
 
 @dataclass(eq=False)
 class _Run:
-    """State of a task. ``unit``: the one that started last; ``gone``: the last eviction of each shard."""
+    """State of a task. ``unit``: the unit that started last; ``gone``: the last eviction of each shard."""
 
     number: int
     plan: TaskPlan
@@ -45,15 +45,15 @@ class _Run:
 
     @property
     def size(self) -> int:
-        """Bytes of all that is loaded."""
+        """Bytes of all shards that are loaded or being loaded."""
         return sum(held.load.takes for held in self.held.values())
 
 
 @dataclass(eq=False)
 class _Visit:
-    """A unit that a device runs, or runs next. ``tickets``: of its computations, from their start to their end.
+    """A unit that a device runs, or runs next. ``tickets``: its computations that have begun and not ended.
 
-    ``seconds``: of ended actions; ``empty``: nothing is computed because the task was stopped.
+    ``seconds``: total of its ended actions; ``empty``: nothing is computed because the task was stopped.
     """
 
     run: _Run
@@ -73,7 +73,7 @@ class _Visit:
 
     @property
     def frees(self) -> int:
-        """Bytes that will be free when it has ended."""
+        """Bytes that its computations free when they end."""
         return sum(action.frees for action in self.tickets.values())
 
 
@@ -97,7 +97,7 @@ class _DeviceState:
 
     @property
     def reserved(self) -> int:
-        """Bytes that the queued unit, if it has begun, takes beyond those that the present one frees first."""
+        """Bytes that the queued unit, if it has begun, needs beyond those that the current unit frees."""
         if self.queued is None or not self.queued.begun:
             return 0
         return max(0, self.queued.actions.takes - (0 if self.current is None else self.current.frees))
@@ -114,12 +114,12 @@ class _DeviceState:
 
 
 class Engine:
-    """One run of a plan.
+    """Runs a plan once.
 
     Args:
-        over: whether a task, of which a unit has just ended, ends before the plan does; the worker does nothing for it
-            any longer but to load and to evict.
-        first: how many units of each task ran before; None: nothing did.
+        over: called with a task after each of its units. Returns whether the task ends before its plan does; the worker
+            then only loads and evicts for it.
+        first: how many units of each task ran in an earlier run; None for a new run.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Engine:
         self._spans: list[Span] = []
 
     def run(self) -> None:
-        """Run everything. Raises TaskFailed, and PlanError for a policy that lets all devices idle, or breaks rules."""
+        """Run all tasks. Raises TaskFailed, and PlanError if the policy leaves all devices idle or breaks its rules."""
         self._idle = [device.number for device in self._devices]
         self._wake()
         while self._begun:
@@ -160,7 +160,7 @@ class Engine:
 
     @property
     def peak(self) -> dict[str, int]:
-        """The most bytes that were taken at one time, per device."""
+        """The most bytes allocated at one time, by device."""
         return {device.name: device.peak for device in self._devices}
 
     def done(self, task: int) -> bool:
@@ -175,7 +175,7 @@ class Engine:
         return ticket
 
     def _end(self, ticket: Ticket) -> None:
-        """An action has ended."""
+        """Handle the end of an action."""
         device, run, unit, action = self._begun.pop(ticket)
         size = max(action.takes, action.frees)
         name = (run.plan.name, action.shard, unit.step, device.name)
@@ -185,14 +185,14 @@ class Engine:
         device.taken -= action.frees
         if computes:
             assert visit is not None
-            # Units of one sort compute the same, and some of them are saved.
+            # Exclude saves: seconds are kept per kind of unit, and only some units of a kind are saved.
             visit.seconds += ticket.seconds if action.act is not Act.SAVE else 0.0
             del visit.tickets[ticket]
             if not visit.tickets:
                 self._leave_visit(device, visit)
         self._advance(device)
         if run.device is not None and run.device is not device:
-            # It may wait for bytes that were freed here.
+            # The task has moved: its loads there may wait for this eviction.
             self._advance(run.device)
 
     def _leave_visit(self, device: _DeviceState, visit: _Visit) -> None:
@@ -227,7 +227,7 @@ class Engine:
             device.take(device.current.actions.takes)
 
     def _wake(self) -> None:
-        """Assign work that fits to idle devices, in their order."""
+        """Let idle devices, in order, begin waiting tasks that fit."""
         still = []
         while self._idle and self._dispatcher.has_waiting():
             number = heappop(self._idle)
@@ -237,7 +237,7 @@ class Engine:
             heappush(self._idle, number)
 
     def _engage(self, device: _DeviceState) -> bool:
-        """Let an idle device begin a task, if one waits that fits."""
+        """Let an idle device begin a waiting task that fits. Return whether there is one."""
         chosen = self._dispatcher.choose(device.budget, None)
         if chosen is not None:
             self._queue(device, self._runs[chosen])
@@ -323,11 +323,11 @@ class Engine:
         self._make_room(device)
 
     def _leaving(self, run: _Run, shards: Iterable[int]) -> list[Ticket]:
-        """The evictions of ``shards`` that have not ended."""
+        """Return the evictions of ``shards`` that have not ended."""
         return [run.gone[shard] for shard in shards if shard in run.gone and not run.gone[shard].done]
 
     def _load(self, device: _DeviceState) -> None:
-        """Begin the loads that wait for nothing any longer, in order."""
+        """Begin loads in order, up to the first that must wait for memory or for an eviction."""
         while device.loads:
             run, held = device.loads[0]
             if not all(ticket.done for ticket in held.waits) or not device.fits(held.load.takes):
@@ -345,7 +345,7 @@ class Engine:
             self._leave(device, next(iter(device.parked)))
 
     def _leave(self, device: _DeviceState, run: _Run) -> None:
-        """Evict all that a task has on a device."""
+        """Evict all shards of a task from a device."""
         device.parked.pop(run, None)
         for shard in [*run.held]:
             self._evict(device, run, shard, leaves=True)

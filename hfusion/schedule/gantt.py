@@ -12,10 +12,10 @@ from hfusion.core.text import aligned, readable
 if TYPE_CHECKING:
     from hfusion.schedule.timeline import Timeline
 
-# Of devices and of tasks, in a summary and in a picture.
+# The most rows of devices, and of tasks, in a summary and in a picture.
 MAX_SHOWN = 10
 _LANES = ("compute", "in", "out")
-# Pixels. Actions that fall on the same ones are drawn once, so that the picture stays small however long the run is.
+# Pixels. Actions on the same pixels are drawn once, so the size of the picture does not depend on the run's length.
 _WIDTH, _ROW, _LABEL = 600, 30, 120
 _HEIGHTS = {"compute": (0, 16), "in": (17, 4), "out": (22, 4)}
 
@@ -94,7 +94,7 @@ def svg(timeline: Timeline) -> str:
 
 
 def _add(ranges: list[list[int]], start: int, end: int) -> None:
-    """Add pixels ``start`` to ``end`` to ranges in order of start, joined where they touch."""
+    """Add pixels ``start`` to ``end`` to a sorted list of ranges, and merge ranges that touch."""
     if ranges and start <= ranges[-1][1] + 1:
         ranges[-1][1] = max(ranges[-1][1], end)
     else:

@@ -57,5 +57,5 @@ def critical_path(made: networkx.DiGraph[Any]) -> list[Any]:
 
 
 def longest_seconds(made: networkx.DiGraph[Any]) -> float:
-    """Seconds until the last action that computes can end."""
+    """Return the earliest time, in seconds, at which all computations can have ended."""
     return math.fsum(made.nodes[node]["seconds"] for node in critical_path(made))

@@ -32,7 +32,7 @@ class Resident:
 
 @dataclass(frozen=True)
 class Spilled:
-    """Shards come and go; ``keeps_last``: not the last one."""
+    """Loads and evicts shards one by one; ``keeps_last``: the last shard stays on the device."""
 
     keeps_last: bool = False
 
@@ -51,39 +51,39 @@ def lower(
     growth: float = 1.0,
     save: bool = False,
 ) -> tuple[Action, ...]:
-    """The actions of one minibatch after which the optimizer steps, or of one that is evaluated.
+    """Return the actions of a minibatch with its optimizer step, or of an evaluated minibatch.
 
     Args:
         accumulate: gradients are summed over minibatches.
-        clip: every shard steps when the gradients of all are there. As `accumulate` it lets gradients outlive their
-            backward, so that they move with the shard.
-        evaluate: the forwards only, which save nothing.
-        growth: how many times the bytes of a trained minibatch the values of an evaluated one take; at least 1.
-        save: with the last unit all that is trained is copied for a checkpoint.
+        clip: the optimizer steps after all backwards. As with `accumulate`, gradients then outlive their backward, and
+            move with the shard.
+        evaluate: only the forwards, which save nothing for backward.
+        growth: bytes of an evaluated minibatch's values over those of a trained one; at least 1.
+        save: the last unit also copies all weights and optimizer state for a checkpoint.
     """
     made = _ActionList(shards, memory, accumulate or clip, clip, save)
     return made.evaluation(growth) if evaluate else made.training()
 
 
 def host_bytes(shard: Shard, *, carried: bool) -> int:
-    """Bytes of a shard at rest: weights, optimizer state, and, where they are ``carried``, gradients."""
+    """Return the bytes of a shard on the host: weights, optimizer state and, if ``carried``, gradients."""
     return shard.weights + shard.optimizer + (shard.gradients if carried else 0)
 
 
 def levels(actions: Iterable[Action]) -> list[int]:
-    """Bytes on the device while each action runs, in the order of the list."""
+    """Return the bytes on the device while each action runs, if they run in the order of the list."""
     changes = [change for action in actions for change in (action.takes, -action.frees)]
     return list(running_sums(changes))[::2]
 
 
 def need(actions: Iterable[Action]) -> int:
-    """The smallest budget in which a device can follow the list."""
+    """Return the smallest budget, in bytes, with which a device can run the list in order."""
     return max(levels(actions))
 
 
 @dataclass
 class _ActionList:
-    """A list in the making."""
+    """Builds the list of actions."""
 
     shards: Sequence[Shard]
     memory: Resident | Spilled
@@ -108,7 +108,7 @@ class _ActionList:
 
     def evaluation(self, growth: float) -> tuple[Action, ...]:
         larger = [part.of_larger(growth) if growth > 1 else part for part in self.shards]
-        # On a resident task's device what training saves has room already.
+        # A resident task has already reserved memory for what training saves; evaluation uses that.
         room = sum(part.activations + part.boundary for part in self.shards)
         at = 0
         for index, part in enumerate(larger):
@@ -163,7 +163,7 @@ class _ActionList:
         self._end(index, part.weights - part.frozen + part.optimizer)
 
     def _save(self, index: int, *, ends: bool) -> None:
-        """Save with the last unit of the minibatch. Gradients have been used by then."""
+        """Add a SAVE if this is the last unit of the minibatch. Gradients have been used by then."""
         if self.save and ends:
             self._compute(Act.SAVE, index, moves=sum(host_bytes(part, carried=False) for part in self.shards))
 
@@ -173,7 +173,7 @@ class _ActionList:
 
     @property
     def _sections(self) -> frozenset[Section]:
-        """Sections that a backward needs."""
+        """The sections that a backward needs."""
         gone = {Section.OPTIMIZER} if self.clip else set()
         return _STATE - gone - (set() if self.carried else {Section.GRADIENTS}) | {Section.BOUNDARY}
 
@@ -185,7 +185,7 @@ class _ActionList:
         return index == len(self.shards) - 1 and not self._resident
 
     def _at(self, index: int) -> int:
-        """Bytes at the input cut."""
+        """Return the bytes of values at the input cut."""
         return self.shards[index - 1].boundary if index else 0
 
     def _alive_between(self, index: int) -> int:
@@ -237,7 +237,7 @@ class _ActionList:
     def _evict(self, index: int, moves: int) -> None:
         load = self.actions[self.loaded.pop(index)]
         assert self.computed is not None
-        # Values that cross cuts leave in the order in which they were made.
+        # Evictions run in order, since values at cuts must leave in the order in which they were computed.
         after = tuple(sorted({self.computed, max(self.gone.values(), default=self.computed)}))
         self.gone[index] = len(self.actions)
         self.actions.append(replace(load, act=Act.EVICT, takes=0, frees=load.takes, moves=moves, after=after))

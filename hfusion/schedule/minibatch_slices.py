@@ -12,7 +12,7 @@ from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Phase, TaskPlan, Unit
 from hfusion.schedule.timeline import Span
 
-# Of a slice, by estimate. A decision takes some 0.2 ms of it, and other tasks wait no longer for a device.
+# Estimated seconds of a slice. A decision takes some 0.2 ms of it, and other tasks wait at most this long.
 _SECONDS = 0.05
 
 
@@ -28,7 +28,7 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True)
 class Slices:
-    """The minibatches of a plan of one shard, ``size`` at a time; the last ones of an epoch may be fewer."""
+    """Groups the minibatches of a one-shard plan into slices of ``size``; the last slice of an epoch may be smaller."""
 
     plan: TaskPlan
     size: int
@@ -47,16 +47,16 @@ class Slices:
 
     @property
     def _count(self) -> int:
-        """Slices of an epoch."""
+        """Number of slices per epoch."""
         return math.ceil(self._epoch / self.size)
 
     @cached_property
     def scheduled(self) -> TaskPlan:
-        """The plan with a slice for a minibatch: all is computed in the slice's backward."""
+        """The plan for the engine: each slice counts as one minibatch, all computed in its backward."""
         (shard,) = self.plan.shards
         updates = math.ceil(self._epoch / self.plan.accumulate)
         seconds = self._epoch * (shard.forward + shard.backward) + updates * shard.step
-        # Without that of the forward, which evaluations have, too.
+        # Subtract the forward seconds, which stay in ``forward`` because evaluations use them, too.
         whole = replace(shard, backward=max(0.0, seconds / self._count - shard.forward), step=0.0)
         steps = self.plan.epochs * self._count
         return replace(
@@ -65,14 +65,14 @@ class Slices:
             steps=steps,
             epoch=self._count,
             accumulate=1,
-            # Gradients that outlive a minibatch take room as they do where they are clipped.
+            # Clipping makes the engine reserve memory for gradients that outlive a minibatch.
             clipped=self.plan.carried,
-            # It may be in the midst of a slice.
+            # A save may be due within a slice, so the training itself makes it.
             save_every=None,
         )
 
     def first(self, index: int) -> int:
-        """The first minibatch of a slice."""
+        """Return the first minibatch of a slice."""
         epoch, place = divmod(index, self._count)
         return epoch * self._epoch + place * self.size
 
@@ -81,12 +81,12 @@ class Slices:
         return min(self.first(index) + self.size, (index // self._count + 1) * self._epoch)
 
     def after(self, steps: int) -> int:
-        """The position of the scheduled unit that follows so many minibatches; a slice may be begun."""
+        """Return the index of the scheduled unit that follows ``steps`` minibatches, which may end within a slice."""
         epoch, rest = divmod(steps, self._epoch)
         return self.scheduled.after(epoch * self._count + rest // self.size)
 
     def unit(self, step: int, phase: Phase) -> Unit:
-        """A unit of one minibatch."""
+        """Return the unit of a single minibatch in the original plan."""
         updates = self.plan.closes(step) and (
             phase is Phase.UPDATE or (phase is Phase.BACKWARD and not self.plan.clipped)
         )
@@ -95,17 +95,17 @@ class Slices:
     def spans(
         self, spans: Iterable[Span], ran: Sequence[Ran], start: int, saved: Mapping[int, float]
     ) -> Iterator[Span]:
-        """Yield the spans of single minibatches, from number ``start`` on, in place of those of slices.
+        """Yield ``spans`` with those of slices replaced by those of single minibatches.
 
-        ``saved``: start times of the saves of evaluated minibatches.
+        ``ran``: the times of the minibatches from ``start`` on; ``saved``: start times of saves after evaluations.
         """
-        # Time between minibatches belongs to the task, too.
+        # The end of the previous minibatch: the time from then on counts for the next one.
         free: float | None = None
         for span in spans:
             if span.act is Act.FORWARD:
                 free = span.start
             elif span.act is Act.BACKWARD:
-                # It may have ended before the slice did.
+                # The task may have ended within the slice.
                 last = min(self.end(span.step), start + len(ran))
                 for step in range(max(start, self.first(span.step)), last):
                     began = span.start if free is None else free

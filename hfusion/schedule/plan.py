@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Phase", "Plan", "Processes", "Shard", "TaskPlan", "Unit"]
 
 _HEAD = ("task", "mode", "width", "shards", "steps", "s/step", "stays", "device", "of budget", "moved/step")
-# Devices that are named where a plan is printed.
+# The most devices that are listed when a plan is printed.
 _SHOWN = 8
 
 
@@ -43,10 +43,15 @@ class Processes:
 class Plan:
     """Tasks on devices.
 
-    ``devices`` maps names to budgets in bytes; ``load_rate`` and ``evict_rate`` are the bytes/s from host to
-    device and back, each device having a link of its own; ``action_seconds`` is the overhead of an action that
-    computes; ``processes``: the processes that train, None if there is no choice. Raises PlanError for
-    names that repeat, no device, numbers out of range, and a task that fits no device.
+    Attributes:
+        tasks: the plans of the tasks.
+        devices: names and budgets in bytes.
+        load_rate, evict_rate: bytes/s from host to device and back. Each device has its own link.
+        action_seconds: the overhead of an action that computes.
+        processes: the processes that train; None if there is no choice.
+
+    Raises:
+        PlanError: names repeat, there is no device, a number is out of range, or a task fits no device.
     """
 
     tasks: tuple[TaskPlan, ...]
@@ -92,14 +97,14 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Seconds that no schedule beats: max(longest path of a task, total work / devices)."""
+        """A lower bound for the seconds of any schedule: max(longest path of a task, total work / devices)."""
         if not self.tasks:
             return 0.0
         work = math.fsum(task.seconds for task in self.tasks)
         return max(max(map(self._longest, self.tasks)), work / len(self.devices))
 
     def _longest(self, task: TaskPlan) -> float:
-        """Return the seconds of a task that never waits, with nothing loaded at its first minibatch."""
+        """Return the seconds of a task that never waits for a device. Nothing is loaded at its start."""
         first = task.seconds
         if task.closes(0):
             computing = math.fsum(action.seconds for action in task.training)

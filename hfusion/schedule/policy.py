@@ -1,7 +1,7 @@
 """Policies, which choose the next unit of a device: pure functions that simulator and executor share.
 
-The caller keeps the state: the tasks that wait, in a heap that is sorted the way the policy wants, so that a
-decision looks at two candidates and costs the logarithm of the number of tasks.
+The caller keeps the waiting tasks in a heap, sorted by the order of the policy. So a decision compares two candidates,
+and its cost grows with the logarithm of the number of tasks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Order = Callable[[Candidate], float]
 
 
 class Waiting:
-    """The candidates that no device runs, least ``order`` first, ties by position in the plan.
+    """The waiting candidates, lowest ``order`` first; ties by position in the plan.
 
-    ``budgets`` are those of all devices: a device sees the candidates that fit it.
+    ``budgets``: bytes of all devices. A device sees only the candidates that fit its budget.
     """
 
     def __init__(self, order: Order, budgets: Iterable[int]) -> None:
@@ -55,12 +55,12 @@ class Waiting:
         heappush(self._heaps[place], (self._order(candidate), candidate.task, candidate))
 
     def first(self, budget: int) -> Candidate | None:
-        """The first candidate that fits ``budget`` bytes; it keeps waiting."""
+        """Return the first candidate that fits ``budget`` bytes, without removing it; None if there is none."""
         heap = self._first_heap(budget)
         return heap[0][2] if heap else None
 
     def take(self, budget: int) -> None:
-        """The candidate that ``first`` shows waits no longer. Raises IndexError if there is none."""
+        """Remove the candidate that ``first(budget)`` returns. Raises IndexError if there is none."""
         heappop(self._first_heap(budget))
 
     def _first_heap(self, budget: int) -> list[tuple[float, int, Candidate]]:
@@ -89,9 +89,9 @@ Choice = Callable[[Order, State], Candidate | None]
 
 @dataclass(frozen=True)
 class Policy:
-    """``policy(state)`` is the next candidate, ``state.running`` or the first that waits, or None.
+    """``policy(state)`` returns the next candidate: ``state.running``, the first waiting one that fits, or None.
 
-    ``patient``: it alternates tasks on a device as rarely as it can, so that keeping a shard there pays off.
+    ``patient``: whether it switches tasks on a device as rarely as possible, so that keeping a shard there pays off.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Policy:
 
 
 def best(order: Order, state: State) -> Candidate | None:
-    """The least in ``order``; the running one if there is a tie, as it needs no new LOAD."""
+    """Return the candidate with the lowest ``order``; at a tie the running one, as it needs no new LOAD."""
     first, running = state.waiting.first(state.budget), state.running
     if first is None or (running is not None and order(running) <= order(first)):
         return running
@@ -113,10 +113,10 @@ def best(order: Order, state: State) -> Candidate | None:
 
 
 def patient(order: Order, state: State) -> Candidate | None:
-    """Stay with the running task until one that waits would make the whole run longer if it waited on.
+    """Stay with the running task until a waiting task would lengthen the whole run by waiting any longer.
 
-    That is so when its remaining time reaches the share of a device, less one unit (McNaughton 1959: with
-    tasks that may be interrupted, max(longest task, share) can be met by interrupting few of them).
+    It does so once its remaining time plus one unit reaches the share of a device, and it has at least a unit more left
+    than the running task (McNaughton 1959: with few interruptions, a run can take max(longest task, share)).
     """
     first, running = state.waiting.first(state.budget), state.running
     if first is None or running is None:
@@ -147,7 +147,7 @@ POLICIES: dict[str, Policy] = {
 
 
 def named(policy: str | Policy) -> Policy:
-    """The policy of this name. Raises PlanError that lists the names for an unknown one."""
+    """Return a policy by name. Raises PlanError, with the known names, if it does not exist."""
     if isinstance(policy, Policy):
         return policy
     if not isinstance(policy, str) or policy not in POLICIES:

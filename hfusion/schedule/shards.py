@@ -11,9 +11,10 @@ from hfusion.core.errors import PlanError
 
 
 class Phase(StrEnum):
-    """The two passes of a minibatch, the optimizer step where it waits for the gradients of all shards, evaluation.
+    """Forward, backward, update and evaluation.
 
-    Else the optimizer step of a shard belongs to its backward unit.
+    UPDATE is the optimizer step if it must wait for the gradients of all shards. Otherwise the step of a shard belongs
+    to its backward unit.
     """
 
     FORWARD = "forward"

@@ -58,7 +58,7 @@ def simulate(plan: Plan, policy: str | Policy = DEFAULT, measured: Timeline | No
 
 @dataclass(eq=False)
 class _Foretold:
-    """An action whose end is known when it starts."""
+    """A simulated action. Its end is known when it begins."""
 
     started: float
     ended: float
@@ -67,7 +67,7 @@ class _Foretold:
 
 
 class VirtualWorker:
-    """A worker that only moves a clock; an action takes the ``seconds`` that this function says."""
+    """A worker that only advances a clock. ``seconds(task, unit, action)`` returns how long an action takes."""
 
     def __init__(self, seconds: Seconds) -> None:
         self._seconds = seconds
@@ -92,7 +92,7 @@ class VirtualWorker:
 
 
 class _MeasuredSeconds:
-    """Seconds as they were measured: in the same minibatch, else in the middle of all, else as they are estimated."""
+    """Seconds measured in the same minibatch; without one, the median of all minibatches; otherwise the estimate."""
 
     def __init__(self, plan: Plan, run: Timeline, otherwise: Seconds) -> None:
         self._names = [task.name for task in plan.tasks]

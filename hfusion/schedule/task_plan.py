@@ -21,7 +21,7 @@ from hfusion.schedule.actions import Act, Action
 from hfusion.schedule.lower import Resident, Spilled, host_bytes, levels, lower, need
 from hfusion.schedule.shards import Phase, Shard, Unit
 
-# Of the unit that an act belongs to; a STEP is a unit of its own only where its task is clipped.
+# The phase of the unit that an act belongs to. In a clipped task, a STEP is a separate unit of Phase.UPDATE.
 PHASES = {
     Act.FORWARD: Phase.FORWARD,
     Act.RECOMPUTE: Phase.BACKWARD,
@@ -36,12 +36,14 @@ class UnitActions(NamedTuple):
 
     Args:
         load: loads the shard; None if it is pinned, or loaded by the previous unit.
-        waits: shards whose evictions must end before.
-        needs: the shards that must be loaded before it computes.
-        beside: the most bytes on the device in addition to the loaded shard, until that is evicted.
-        takes: bytes that it takes when it begins to compute.
-        extra: the most bytes that it has in addition to all loaded shards.
-        evict: evicts the shard at the end; ``ends``: with this unit.
+        waits: shards whose evictions must end before the load.
+        needs: shards that must be loaded before the unit computes.
+        beside: peak bytes on the device in addition to the loaded shard, until it is evicted.
+        computes: the actions that compute.
+        takes: bytes that are allocated when it begins to compute.
+        extra: peak bytes of the unit in addition to all loaded shards.
+        evict: evicts the shard.
+        ends: whether the shard is evicted after this unit.
     """
 
     load: Action | None
@@ -111,7 +113,7 @@ class TaskPlan:
     """The plan of one task: its shards in graph order, for ``steps`` minibatches of ``width`` members.
 
     Args:
-        resident: all shards stay on the device while the task is on it; else it is spilled, shard by shard.
+        resident: all shards stay on the device while the task does. Otherwise they are loaded and evicted one by one.
         epoch: minibatches of an epoch, of which ``steps`` is a multiple; None: all are one epoch.
         accumulate: minibatches whose gradients are summed before the optimizer steps. The last group of an
             epoch may be shorter.
@@ -156,7 +158,7 @@ class TaskPlan:
         self._check_shards()
 
     def named(self, name: str) -> TaskPlan:
-        """Return this plan under another name, with all that was computed of it."""
+        """Return this plan with another name. Cached properties are copied."""
         plan = replace(self, name=name)
         vars(plan).update({key: value for key, value in vars(self).items() if key != "name"})
         return plan
@@ -176,7 +178,7 @@ class TaskPlan:
 
     @cached_property
     def _group_units(self) -> int:
-        """Units of a full group: of its minibatches, and the optimizer steps where they are units."""
+        """Units of a full accumulation group, including optimizer steps that are separate units."""
         return (2 * self.accumulate + self.clipped) * len(self.shards)
 
     @cached_property
@@ -210,7 +212,7 @@ class TaskPlan:
 
     @cached_property
     def training(self) -> tuple[Action, ...]:
-        """The actions of a minibatch after which the optimizer steps, and it is saved; others leave STEP, SAVE out."""
+        """Actions of a minibatch with an optimizer step and a save. Other minibatches leave out STEP and SAVE."""
         return self._lowered(evaluate=False)
 
     @cached_property
@@ -262,7 +264,7 @@ class TaskPlan:
         return self.epochs * math.ceil(self._epoch / self.accumulate)
 
     def unit(self, number: int) -> Unit:
-        """The unit at position ``number``.
+        """Return the unit with index ``number``.
 
         Per minibatch the forwards ascending, then the backwards descending; after the last minibatch of a
         group, if the task is clipped, the updates ascending; after an epoch its evaluation, shards ascending.
@@ -317,7 +319,7 @@ class TaskPlan:
         return steps == self.steps or steps // self.save_every > before // self.save_every
 
     def after(self, steps: int) -> int:
-        """Return the index of the unit that follows so many minibatches, as counted by `ended`."""
+        """Return the index of the unit that follows ``steps`` minibatches, as counted by `ended`."""
         epoch, rest = divmod(steps, self._epoch)
         return epoch * self._epoch_units + rest // self.accumulate * self._group_units
 
@@ -326,7 +328,7 @@ class TaskPlan:
         return after.phase is Phase.BACKWARD and after.shard == len(self.shards) - 1
 
     def host_bytes(self, shard: int) -> int:
-        """Bytes of a shard at rest."""
+        """Return the bytes of a shard on the host."""
         return host_bytes(self.shards[shard], carried=self.carried)
 
     @property
@@ -343,12 +345,12 @@ class TaskPlan:
         return loaded / self.steps, evicted / self.steps
 
     def unit_seconds(self, unit: Unit) -> float:
-        """Seconds a unit computes."""
+        """Return the seconds that a unit computes."""
         return sum(action.seconds for action in self.actions_of(unit).computes)
 
     @property
     def counts(self) -> dict[tuple[Phase, int, bool], int]:
-        """Numbers of units, by phase, shard, and whether they end with the optimizer step."""
+        """The number of units by phase, shard, and whether they end with the optimizer step."""
         updates = 0 if self.clipped else self.update_count
         counts = {
             (Phase.FORWARD, False): self.steps,

@@ -30,7 +30,7 @@ class TimelineError(HFusionError):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing one device did for one shard of a task, from ``start`` to ``end`` in seconds.
+    """An action of a device on a shard of a task, from ``start`` to ``end`` in seconds.
 
     ``step`` is the minibatch. ``bytes``: a LOAD takes them on the device from its start, until the EVICT of the shard
     has given them back at its end; a computing action takes them while it runs.
@@ -51,7 +51,7 @@ class Span:
 
     @classmethod
     def parse(cls, line: str) -> Span:
-        """The action that prints as ``line``. Raises TimelineError."""
+        """Parse the printed form of a span. Raises TimelineError."""
         try:
             start, end, act, device, task, shard, step, size = line.split()
             return cls(Act(act), task, int(shard), int(step), device, float(start), float(end), int(size))
@@ -87,12 +87,12 @@ class Timeline:
 
     @cached_property
     def peak(self) -> dict[str, int]:
-        """The most bytes that are taken at one time, by device."""
+        """The most bytes allocated at one time, by device."""
         changes = self._changes()
         return {name: max((level for _, level in levels(changes[name])), default=0) for name in self.devices}
 
     def _changes(self) -> dict[str, list[tuple[float, int]]]:
-        """Per device, when bytes are taken (positive) and given back (negative)."""
+        """Return, by device, the times at which bytes are allocated (positive) and freed (negative)."""
         changes: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for action in self.actions:
             if action.act is not Act.EVICT:
@@ -280,7 +280,7 @@ def _check_apart(actions: list[Span], what: str) -> None:
 
 
 def _check_places(task: TaskPlan, actions: list[Span]) -> None:
-    """A shard is loaded where it computes, and follows its task to another device only through the host."""
+    """Check that shards are loaded where they compute, and change devices only through the host."""
     loaded: dict[int, Span] = {}
     gone: dict[int, Span] = {}
     left_at: tuple[str, int] | None = None

@@ -10,9 +10,9 @@ from hfusion.schedule.shards import Unit
 
 
 class Ticket(Protocol):
-    """An action that began: once it is ``done``, when it ``started`` and ``ended``, and the ``seconds`` it took.
+    """An action that began. Once ``done``, it has its ``started`` and ``ended`` times, and the ``seconds`` it took.
 
-    It starts when all actions that it waits for have ended, so the worker's overhead to begin it is its own time.
+    It starts when all actions that it waits for have ended, so the worker's overhead to begin it counts as its time.
     """
 
     @property
@@ -32,10 +32,10 @@ class Worker(Protocol):
     """Executes the actions of the engine. Each lane of a device runs one action at a time, in the order they began."""
 
     def begin(self, device: int, task: int, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
-        """Begin an action for a unit, as soon as those of ``after`` have ended."""
+        """Begin an action for a unit, as soon as the actions of the tickets ``after`` have ended."""
 
     def wait(self) -> Sequence[Ticket]:
-        """Wait until at least one action has ended; those that have. Raises TaskFailed."""
+        """Wait until at least one action has ended, and return those that have. Raises TaskFailed."""
 
 
 class TaskFailed(Exception):

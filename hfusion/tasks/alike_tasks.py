@@ -1,4 +1,4 @@
-"""Tasks that read the same, such as one small model per customer: the first is planned, and the others as it."""
+"""Share plans between equal tasks, such as one small model per customer: only the first one is planned."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hfusion.tasks.task import Task, shapes
 
 
 class AlikeTasks:
-    """Which members of tasks form arrays on a device, and what these cost, without the arrays.
+    """Groups the members of tasks into arrays and estimates their costs. Equal tasks share the result.
 
-    To plan a small task takes longer than to train it for some minibatches: its models are fused, and its optimizer is
-    made, where another process does both again.
+    Planning fuses the models and creates the optimizer, and the worker process does both again. For a small task this
+    takes longer than to train it for some minibatches.
     """
 
     def __init__(self, room: Room) -> None:
@@ -36,7 +36,7 @@ class AlikeTasks:
             error.add_note(f"in the task {task.name!r}")
             raise
         if key not in self._known:
-            # What was fused to plan is not needed any more.
+            # Keep the members and costs only: the arrays fused for planning are not needed any more.
             planned = [(one.members, one.cost) for one in arrays_of(task, self._room, first)]
             if key is None:
                 return planned
@@ -45,11 +45,11 @@ class AlikeTasks:
 
 
 def _key(task: Task, first: First) -> Any:
-    """Return all that the plan of a task follows from, hashable; None if that is not known."""
+    """Return a hashable key of all that the plan of a task depends on; None if there is none."""
     if isinstance(task.models, FusedModule) or not callable(task.optimizer):
         return None
     models = [task.models] if isinstance(task.models, nn.Module) else list(task.models)
-    # Nothing else finds errors of single models.
+    # Called for its errors: nothing else checks single models.
     shapes(models)
     states = [read_model(model) for model in models]
     functions = [read_state(function) for function in (task.optimizer, task.loss)]
@@ -59,7 +59,7 @@ def _key(task: Task, first: First) -> Any:
     owned = (tensor for model in models for _, tensor in tensors(model))
     return (
         (*states, *functions),
-        # Which tensors are one.
+        # Which tensors are tied.
         tuple(places.setdefault(id(tensor), place) for place, tensor in enumerate(owned)),
         tuple(_minibatch_key(task, item) for item in (first.trained, first.evaluated)),
         (task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is None, task.compile),
@@ -67,7 +67,7 @@ def _key(task: Task, first: First) -> Any:
 
 
 def _minibatch_key(task: Task, item: Any) -> Any:
-    """Return all of a loader's item that the plan depends on, hashable; None for no item."""
+    """Return a hashable key of the properties of a loader's item that the plan depends on; None for no item."""
     if item is None:
         return None
     minibatch = Minibatch.of(task, item, range(task.members))
@@ -75,5 +75,5 @@ def _minibatch_key(task: Task, item: Any) -> Any:
 
 
 def _of(task: Task, cost: ArrayCost) -> ArrayCost:
-    """The cost of an array of another task, under the name that it has there."""
+    """Return the cost of an array for an equal task, with the array's name in that task."""
     return replace(cost, task=task, name=task.name + cost.name.removeprefix(cost.task.name))

@@ -37,7 +37,7 @@ Turn: TypeAlias = AbstractContextManager[Any] | None
 
 @dataclass(frozen=True, eq=False)
 class First:
-    """Minibatches of the loaders of a task that memory is planned for: the first, or of a list the largest."""
+    """The minibatches of a task's loaders that memory is planned for: the first, or the largest of a list."""
 
     trained: Any
     evaluated: Any
@@ -45,7 +45,7 @@ class First:
 
 @dataclass(frozen=True, eq=False)
 class Arrangement:
-    """Members of a task that are trained as one array, by ``plan``; ``first`` are minibatches to capture with."""
+    """Members of a task that are trained as one array by ``plan``; ``first``: the minibatches to capture with."""
 
     task: Task
     members: tuple[int, ...]
@@ -55,7 +55,7 @@ class Arrangement:
     plan: TaskPlan
 
     def minibatch(self) -> Minibatch:
-        """The first one that is trained with."""
+        """Return the minibatch of the training loader that memory is planned for."""
         return Minibatch.of(self.task, self.first.trained, self.members)
 
     @property
@@ -65,7 +65,7 @@ class Arrangement:
 
     @property
     def cost(self) -> ArrayCost:
-        """What its seconds on any device are estimated from."""
+        """The properties from which the seconds of the array are estimated, for any device."""
         minibatch = self.minibatch()
         program = self.array.compiled(minibatch.arguments_for(self.array)).program
         samples = minibatch.samples, self.evaluated_samples
@@ -75,7 +75,7 @@ class Arrangement:
     def trained(
         self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device], turn: Turn = None
     ) -> tuple[Stream, Recipe]:
-        """The minibatches of all epochs in the shards of ``plan``, and how the first is computed on ``devices``."""
+        """Return the training minibatches, cut into the shards of ``plan``, and the recipe of the planned one."""
         minibatch = self.minibatch()
         programs = Trained(self.task.name, self.array, plan.shards, minibatch.samples)
         stream = Stream(self.task, self.task.loader, self.members, loss, programs, minibatch.samples, devices, turn)
@@ -90,7 +90,7 @@ class Arrangement:
         held: Sequence[frozenset[str]],
         turn: Turn = None,
     ) -> tuple[Stream, Recipe]:
-        """The same for the evaluations, in the shards that hold the tensors ``held``, see `match_cuts`."""
+        """Return the same for evaluation. A shard uses only the tensors of its set in ``held``, see `match_cuts`."""
         samples = self.evaluated_samples
         programs = Evaluated(self.array, names, held, samples)
         stream = Stream(self.task, loader, self.members, loss, programs, samples, devices, turn)
@@ -100,11 +100,11 @@ class Arrangement:
 def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tuple[list[Arrangement], Plan]:
     """Fuse tasks as wide as they fit, and cut those that do not fit the largest device into shards.
 
-    ``keep``: what is spilled may keep its last shard on the device, see `choose_cuts`.
+    ``keep``: a spilled task may keep its last shard on the device, see `choose_cuts`.
 
     Raises:
-        PlanError: names that repeat, a task that fits in no way, a loader that cannot be used.
-        FusionError: models that cannot be captured.
+        PlanError: names repeat, a task does not fit even in shards, or tensors or loaders cannot be shared.
+        FusionError: a model cannot be captured.
     """
     check_tensors(tasks)
     rates = machine.calibrate()
@@ -117,7 +117,7 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
     return found, Plan(tuple(one.plan for one in found), budgets, min(loads), min(evicts), room.rates.action_seconds)
 
 
-# What of a plan says how its tasks are trained, and not where.
+# The fields of a plan that determine how its tasks are trained, but not where.
 _SAME = ("name", "steps", "width", "epoch", "accumulate", "clipped", "evaluated", "growth")
 
 
@@ -157,7 +157,7 @@ def arrange_one(task: Task, members: Sequence[int], name: str, machine: Machine)
 
 
 def room_of(machine: Machine, rates: Mapping[str, Rates], *, keep: bool, at_once: int = 1) -> Room:
-    """The largest device, while so many tasks are trained, on as many devices as there are."""
+    """Return the largest device, with its rates while ``at_once`` tasks are trained at the same time."""
     largest = max(machine.devices, key=lambda device: device.memory)
     beside = sum(device.physical == largest.physical for device in machine.devices)
     shared = rates[largest.name].shared(min(beside, at_once), min(len(machine.devices), at_once))
@@ -222,7 +222,7 @@ def _widths(
     room: Room,
     name: str,
 ) -> list[Arrangement]:
-    """The arrays of models that do the same: as wide as gives the least estimated time."""
+    """Return the arrays of models with equal forwards, at the width with the least estimated time."""
     whole = whole or fuse([models[index] for index in group])
     optimizer = optimizer_of(task, whole, group)
     width = _width(task, whole, optimizer, group, first, room)
@@ -236,7 +236,7 @@ def _widths(
 
 
 def batched_evenly(items: Sequence[int], width: int) -> list[tuple[int, ...]]:
-    """``items`` in runs of at most ``width``, as equal as can be.
+    """Split ``items`` into consecutive runs of at most ``width`` items, with lengths as equal as possible.
 
     >>> batched_evenly(range(5), 3)
     [(0, 1, 2), (3, 4)]
@@ -301,20 +301,20 @@ def _plan_for(array: FusedModule, room: Room) -> None:
 
 
 def _evaluated_samples(task: Task, first: First, members: Sequence[int]) -> int:
-    """Of the first minibatch that is evaluated, or of the first one that is trained if that has more."""
+    """Return the samples of the planned minibatch of the eval loader or the loader, whichever has more."""
     loaded = [first.trained] if first.evaluated is None else [first.trained, first.evaluated]
     return max(Minibatch.of(task, each, members).samples for each in loaded)
 
 
 def first_minibatches(task: Task) -> First:
-    """Read the loaders of a task for minibatches; they and the random state are afterwards as before."""
+    """Read minibatches to plan with from a task's loaders. Restore the random states of torch and the loaders."""
     with random_states_kept(), _undrawn(task.loader), _undrawn(task.eval_loader):
         trained = _begin(task, "loader", task.loader)
         return First(trained, None if task.eval_loader is None else _begin(task, "eval_loader", task.eval_loader))
 
 
 def _begin(task: Task, role: str, loader: Iterable[Any]) -> Any:
-    """Return the minibatch of a loader that memory is planned for: of a list the largest, otherwise the first."""
+    """Return the minibatch of a loader that memory is planned for: the largest of a list, otherwise the first."""
     with reading(loader) as given:
         if given is loader:
             raise PlanError(
@@ -334,7 +334,7 @@ def _begin(task: Task, role: str, loader: Iterable[Any]) -> Any:
 
 @contextmanager
 def _undrawn(loader: Iterable[Any] | None) -> Iterator[None]:
-    """The generators that a DataLoader and its samplers draw from are afterwards as before."""
+    """Context manager: restore the generators that a DataLoader and its samplers draw from."""
     states = [(each, each.get_state()) for each in generators(loader)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What happens to the arrays of `hfusion.train`, and the log of it."""
+"""Events of the arrays of `hfusion.train`, and their log."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class ArrayNote:
 
 
 ArrayEvent: TypeAlias = Step | Evaluation | ArrayNote
-# Called with the index of an array, what happens, and the device, if one has begun; by threads of devices and of saves.
+# Called with the index of an array, the event, and the device if there is one; from threads of devices and of saves.
 ArrayListener: TypeAlias = Callable[[int, ArrayEvent, str | None], None]
 
 
 @dataclass
 class _ArrayCounts:
-    """What the log has of an array: counts of minibatches, evaluated epochs and saved minibatches."""
+    """What the log already contains of an array: counts of trained minibatches, evaluated epochs, saved minibatches."""
 
     name: str
     members: int
@@ -60,8 +60,8 @@ class _ArrayCounts:
 class ArrayLogs:
     """Writes the events of arrays to their logs.
 
-    Counts of minibatches and epochs number the events. An event that comes again, from a process that trains again what
-    another had trained before it was lost, has no second line.
+    Events are identified by their counts of minibatches and epochs. A repeated event, from an array that trains again
+    after it lost its process, is not written again.
 
     Args:
         arrays: the name, task and members of each.
@@ -76,7 +76,7 @@ class ArrayLogs:
         ]
 
     def hear(self, index: int, event: ArrayEvent, place: Mapping[str, object]) -> None:
-        """Write an event of an array at a ``place``: device, node, process."""
+        """Write an event of an array. ``place``: fields for the device, node and process."""
         if not self._log.writes or (isinstance(event, ArrayNote) and event.event == "copied"):
             return
         one = self._arrays[index]
@@ -114,7 +114,7 @@ class ArrayLogs:
 
 
 def _short(losses: Tensor) -> str:
-    """The loss of each member, or of many the least, the median and the greatest.
+    """Format the loss of each member, or for many members the least, the greatest and the median.
 
     >>> import torch
     >>> _short(torch.tensor([0.25, 0.5])), _short(torch.arange(9.0))

@@ -15,14 +15,14 @@ from hfusion.passes.partition.cut_shards import Sharding, growth, sharding, shar
 from hfusion.schedule.plan import TaskPlan
 from hfusion.tasks.task import Task
 
-# Plans that are kept for tasks that need the same.
+# Number of plans that are cached for equal tasks.
 MAX_PLANS = 256
 _plans: dict[Any, TaskPlan] = {}
 
 
 @dataclass(frozen=True)
 class Room:
-    """The device that arrays are planned for: its bytes and rates; ``keep``: a spilled one may keep its last shard."""
+    """The device that arrays are planned for. ``keep``: a spilled array may keep its last shard on the device."""
 
     device: torch.device
     budget: int
@@ -32,10 +32,10 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class ArrayCost:
-    """What a plan of members of a task depends on, without their tensors.
+    """The properties of an array that its plan depends on, without its tensors.
 
     Attributes:
-        samples: of a trained minibatch, and of an evaluated one.
+        samples: samples of a trained minibatch, and of an evaluated one.
         stacks: tensors of optimizer state per parameter, see `FusedOptimizer.state_stacks`.
     """
 
@@ -64,9 +64,9 @@ def array_plan(
     name: str,
     width: int,
 ) -> TaskPlan:
-    """Return the plan of ``width`` members of a program; tasks of which all that it depends on is equal share it.
+    """Return the plan of a program for ``width`` members, from a cache if an equal one was planned before.
 
-    ``samples`` and ``stacks``: as of `ArrayCost`.
+    ``samples`` and ``stacks``: see `ArrayCost`.
     """
     numbers = task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is not None
     key = Same(program), width, samples, stacks, room, numbers
@@ -75,7 +75,7 @@ def array_plan(
         plan = _new_plan(task, sized, samples, stacks, room, name, width)
         if len(_plans) == MAX_PLANS:
             _plans.clear()
-        # Computed once, and not for each name.
+        # Compute the cached property now, so that renamed copies share it.
         assert plan.seconds >= 0
         _plans[key] = plan
     return _plans[key].named(name)
@@ -90,7 +90,7 @@ def _new_plan(
     name: str,
     width: int,
 ) -> TaskPlan:
-    """Resident if that fits the budget; else spilled."""
+    """Return a resident plan if it fits the budget, otherwise a spilled one."""
     trained, evaluated = samples
     larger = growth(program, trained, evaluated, room.rates)
 
@@ -125,7 +125,7 @@ def _new_plan(
 
 
 def minibatch_seconds(plan: TaskPlan, rates: Rates) -> float:
-    """Estimated seconds of a minibatch."""
+    """Return the estimated seconds of a minibatch: computing or, if spilled and slower, transfers."""
     if plan.resident:
         return plan.step_seconds
     moved_in, moved_out = plan.moved_bytes

@@ -17,9 +17,9 @@ _MAX_BARS = 12
 
 
 class TaskBars:
-    """Bars for the minibatches of ``tasks``, pairs of a name and their number, of which ``begun`` were trained before.
+    """Progress bars. ``tasks``: pairs of a name and a number of minibatches; ``begun``: how many were trained before.
 
-    Of many tasks those are shown that have begun and not ended, below a bar for all of them.
+    With many tasks, only those in progress have bars, below one bar for all tasks.
     """
 
     def __init__(self, tasks: Sequence[tuple[str, int]], begun: Sequence[int], console: Console | None = None) -> None:
@@ -53,14 +53,14 @@ class TaskBars:
         self._screen.__exit__()
 
     def advance(self, index: int, *, over: bool = False) -> None:
-        """A task has trained one more minibatch; ``over``: it stops there."""
+        """Advance a task by one minibatch. ``over``: do not advance, but end the task where it is."""
         with self._lock:
             if over:
                 self._totals[index] = self._done[index]
             self._show(index, self._done[index] + (not over))
 
     def reach(self, index: int, steps: int) -> None:
-        """A task has trained so many minibatches; fewer than before where it had to go back."""
+        """Set a task to ``steps`` minibatches; fewer than before if it restarted from a checkpoint."""
         with self._lock:
             self._show(index, steps)
 

@@ -1,4 +1,4 @@
-"""The best weights that members of a task have had, by the losses of its evaluations."""
+"""The best weights of each member of a task, by its evaluation losses."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class BestWeights:
     """Counts the evaluations of an array's members without an improvement, and keeps their best weights on the host.
 
     Attributes:
-        epochs: of each row, the epoch whose evaluation was its best; `NEVER` while there is none.
-        evaluated: the epochs that were counted.
+        epochs: for each row, the epoch of its best evaluation; `NEVER` while there is none.
+        evaluated: the number of epochs that were counted.
 
     Raises:
-        PlanError: a tensor that all members train together.
+        PlanError: all members train one shared tensor.
     """
 
     def __init__(self, task: Task, array: FusedModule) -> None:
@@ -45,13 +45,13 @@ class BestWeights:
 
     @property
     def rule(self) -> list[Any]:
-        """When an evaluation is an improvement, as plain values."""
+        """The ``mode`` and ``least`` of the patience, which decide whether an evaluation is an improvement."""
         return [self._patience.mode, self._patience.least]
 
     def count(self, losses: Tensor) -> tuple[list[int], list[int]]:
-        """Count the evaluation of an epoch, ``losses [minibatches, B]``: the rows that improved, and whose time is up.
+        """Count the evaluation of an epoch. Return the rows that improved, and the rows whose patience is over.
 
-        Members that stopped before have losses of NaN, which are no improvement.
+        ``losses``: ``[minibatches, B]``. Stopped members have losses of NaN, which are no improvement.
         """
         waited = [self._patience.count(str(row), value) for row, value in enumerate(losses.double().mean(0).tolist())]
         improved = [row for row, count in enumerate(waited) if not count]
@@ -62,24 +62,24 @@ class BestWeights:
 
     @torch.no_grad()
     def keep(self, rows: Sequence[int]) -> None:
-        """Copy what members in ``rows`` are now; the array's tensors are what training made of them."""
+        """Copy the current weights of ``rows`` to the host. The array's tensors must be up to date."""
         if not self._task.restores_best or not rows:
             return
         blocks = {name: stack[list(rows)].cpu() for name, stack in self._stacks().items()}
         for index, row in enumerate(rows):
-            # A copy of its own: a view would hold the memory of all that improved with it.
+            # Clone: a view would keep the memory of the whole block alive.
             self._weights[row] = {name: block[index].clone() for name, block in blocks.items()}
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write each member's best weights into the array; a member that never was evaluated stays as it is."""
+        """Write each member's best weights into the array. A member without any keeps its weights."""
         for name, stack in self._stacks().items():
             for row, weights in enumerate(self._weights):
                 if weights is not None:
                     stack[row].copy_(weights[name])
 
     def state(self) -> dict[str, Any] | None:
-        """What a save holds of it, besides the losses of the evaluations; None where no weights are kept."""
+        """Return the state for a checkpoint, without the evaluation losses; None if no weights are kept."""
         if not self._task.restores_best:
             return None
         stored = next((weights for weights in self._weights if weights is not None), {})
@@ -90,7 +90,7 @@ class BestWeights:
         return {"rule": self.rule, "rows": [weights is not None for weights in self._weights], "weights": stacks}
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Go on with the weights of a save; the losses before it are counted by `count`."""
+        """Load the weights of a checkpoint. The earlier losses must be passed to `count`."""
         if state is None:
             return
         for row, stored in enumerate(state["rows"]):
@@ -98,7 +98,7 @@ class BestWeights:
                 self._weights[row] = {name: stack[row].clone() for name, stack in state["weights"].items()}
 
     def _stacks(self) -> dict[str, Tensor]:
-        """The stacks ``[B, *shape]`` that training changes, by key, tied ones once."""
+        """Return the stacks ``[B, *shape]`` that training changes, by key. Tied tensors appear once."""
         changed = [item for item in changed_tensors(self._array).items() if has_rows(item[1])]
         first = {id(tensor): name for name, tensor in reversed(changed)}
         return {name: tensor.detach() for name, tensor in changed if first[id(tensor)] == name}

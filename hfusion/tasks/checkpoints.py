@@ -1,4 +1,4 @@
-"""The checkpoints of `hfusion.train`: a folder for each array of a task, in it a save for each border that was due."""
+"""The checkpoints of `hfusion.train`: one folder per array, with its latest saves."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from hfusion.tasks.minibatch_border import Border
 from hfusion.tasks.position import Position
 from hfusion.tasks.scheduling import TaskScheduler
 
-# Saves of an array that are left in its folder.
+# Number of saves of an array that are kept in its folder.
 _KEEP = 3
 
 
 def check_every(every: int | None) -> None:
-    """Raises CheckpointError."""
+    """Raise CheckpointError unless ``every`` is None or a positive number."""
     if every is not None and (not isinstance(every, int) or every < 1):
         raise CheckpointError(f"every={every!r}: give how many minibatches may be lost, at least 1")
 
@@ -42,14 +42,14 @@ def _names(one: Arrangement) -> list[str]:
 
 
 def interval(task: TaskPlan, every: int | None) -> int:
-    """The most minibatches of a task that may be lost; ``every`` None: those of an epoch."""
+    """Return the most minibatches of a task that may be lost: ``every``, or by default those of an epoch."""
     return every or task.epoch or task.steps
 
 
 def saving(given: Plan, every: int | None, *, saves: bool) -> Plan:
-    """The plan where tasks are saved so often that no more is lost; or where they are not.
+    """Return the plan with ``save_every`` set, so that a crash costs at most an interval; None unless ``saves``.
 
-    They are saved twice in an interval: while a save is written, the half of it is trained. Raises CheckpointError.
+    Tasks are saved twice per interval, as half of it is trained while a save is written. Raises CheckpointError.
     """
     check_every(every)
     found = [math.ceil(interval(task, every) / 2) if saves else None for task in given.tasks]
@@ -58,10 +58,12 @@ def saving(given: Plan, every: int | None, *, saves: bool) -> Plan:
 
 
 def check_folder(root: Path, names: Sequence[str], *, resume: bool) -> None:
-    """Make the folder of a run with arrays of these names; ``resume``: they go on where they are saved there.
+    """Create the folder of a run, or check that its saves belong to arrays of these names.
+
+    ``resume``: saves are allowed, and the arrays continue from them.
 
     Raises:
-        CheckpointError: the folder cannot be made, or is one of other tasks.
+        CheckpointError: the folder cannot be created, or holds saves that this run must not continue.
     """
     with files.told(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -88,15 +90,15 @@ def check_folder(root: Path, names: Sequence[str], *, resume: bool) -> None:
 
 
 class Checkpoints:
-    """Saves arrays at the borders of their minibatches, and gives back what was saved.
+    """Saves arrays between minibatches, and loads what was saved.
 
-    The copies are made where it is asked for, and threads write them.
+    `save` copies the tensors in the calling thread. Other threads write the copies.
 
     Args:
-        root: the folder of all.
-        most: of each array, how many minibatches may be lost.
-        threads: how many saves may be written at one time.
-        listen: called before a save of an array is written, and in these threads when it is on the disk.
+        root: the folder of the run, with a folder for each array.
+        most: for each array, how many minibatches may be lost.
+        threads: how many saves may be written at the same time.
+        listen: called before an array is copied, and by the writing thread when the save is on the disk.
     """
 
     def __init__(
@@ -109,21 +111,21 @@ class Checkpoints:
     ) -> None:
         self._root, self._arrays, self._most, self._listen = Path(root), arrays, most, listen
         self._writes: list[Future[None] | None] = [None] * len(arrays)
-        # After how many minibatches each was saved last, and the save is on the disk; and the one that is written now.
+        # For each array, the minibatches of the last save known to be on the disk, and of the last copy.
         self._safe, self._copied = [0] * len(arrays), [0] * len(arrays)
         self._threads = ThreadPoolExecutor(threads, "hfusion checkpoint")
 
     def load(self, index: int, plan: TaskPlan, scheduler: TaskScheduler | None) -> Mapping[str, Any] | None:
-        """Write what was saved last of an array into it, its optimizer and schedule; the rest for `resume`.
+        """Load the last save of an array into its module, optimizer and scheduler. Return the rest, for `resume`.
 
-        None: nothing was.
+        Returns None if there is no save.
 
         Raises:
             CheckpointError: a file is damaged, or it is of another task, or of other members or shapes.
         """
         one = self._arrays[index]
         folder = self._root / file_name(one.plan.name)
-        # Arrays that have ended are not saved again.
+        # Remove leftovers now: an array that has already ended is not saved again.
         files.clean(folder)
         if not files.saves(folder):
             return None
@@ -170,27 +172,27 @@ class Checkpoints:
             )
 
     def bound(self, index: int, steps: int) -> None:
-        """Wait for what is being written of an array, if it could lose too much while its next minibatch is trained.
+        """Wait for the save being written if a crash during the next minibatch could otherwise cost too much.
 
         Args:
             steps: how many minibatches it has been trained on.
 
         Raises:
-            CheckpointError: as of `save`.
+            CheckpointError: see `save`.
         """
         if steps + 1 - self._safe[index] > self._most[index]:
             self._wait(index)
 
     def save(self, index: int, border: Border) -> None:
-        """Save an array between units; at its end it is on the disk then.
+        """Save an array between units. At the end of its training, wait until the save is on the disk.
 
         Raises:
-            CheckpointError: it could not be written, or the save before this; the last one that was is there.
+            CheckpointError: this save or the previous one could not be written. Earlier saves remain.
         """
         border.arrive()
         steps = len(border.training.losses)
         one = self._arrays[index]
-        # Before there is another copy of it.
+        # Wait for the previous save, so that there is only one copy at a time.
         self._wait(index)
         self._listen(index, ArrayNote("copied", steps))
         writer = SaveWriter(range(len(one.members)), {"members": _names(one)}, {})
@@ -213,14 +215,14 @@ class Checkpoints:
         self._listen(index, ArrayNote("saved", steps))
 
     def _wait(self, index: int) -> None:
-        """No copies of the array wait to be written."""
+        """Wait until the last copy of an array is written. Raises CheckpointError if that failed."""
         write, self._writes[index] = self._writes[index], None
         if write is not None:
             write.result()
             self._safe[index] = self._copied[index]
 
     def close(self) -> None:
-        """All that was copied is written."""
+        """Wait until all copies are written, and end the threads."""
         self._threads.shutdown()
 
 
@@ -257,7 +259,7 @@ def resume(kept: Mapping[str, Any], border: Border) -> None:
     training.generators.states.update(kept["random"])
     training.expect(kept.get("calls", []))
     for stream, position in zip(border.streams, kept["positions"], strict=True):
-        # Saves of before have None where nothing was read.
+        # Older saves have None if nothing was read.
         if position is not None:
             stream.resume(Position(**position))
     if border.stopped.best is not None:

@@ -44,7 +44,7 @@ class Minibatch:
         return Minibatch(Arguments.of(tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,), {}), target)
 
     def arguments_for(self, array: FusedModule) -> Arguments:
-        """Return the arguments where the tensors of ``array`` are, to capture with: loaders may give others.
+        """Return the arguments for capture, on the device of ``array``. Loaders may use another device.
 
         Raises:
             PlanError: members' inputs have different sizes.
@@ -62,7 +62,7 @@ class Minibatch:
 
     @property
     def samples(self) -> int:
-        """The size of the first dim that members see; 1 where no tensor has one."""
+        """The size of the first dim of a member's input; 1 if no tensor has dims."""
         for leaf in self.arguments.leaves:
             if isinstance(leaf, Ragged):
                 return max(leaf.sizes)
@@ -73,7 +73,7 @@ class Minibatch:
 
     @property
     def key(self) -> Any:
-        """Hashable; minibatches with one key have one recipe."""
+        """A hashable key. Minibatches with equal keys share a recipe."""
         if isinstance(self.target, Tensor):
             return self.arguments.key, ((tuple(self.target.shape), self.target.dtype),)
         leaves = pytree.tree_leaves(self.target, is_leaf=is_stacked)
@@ -87,7 +87,7 @@ class Minibatch:
 
 
 def moved(leaf: Any, device: torch.device) -> Any:
-    """Return what is or holds tensors on ``device`` and without gradient; other values as they are."""
+    """Return a tensor, or a value that holds tensors, on ``device`` and detached. Other values are unchanged."""
     if isinstance(leaf, StackedInput):
         return StackedInput(moved(leaf.tensor, device))
     if isinstance(leaf, Ragged):

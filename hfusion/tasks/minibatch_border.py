@@ -1,4 +1,4 @@
-"""Work between two units of an array: callbacks, schedules, and members that stop."""
+"""Work between two units of an array: callbacks, scheduler steps, and members that stop."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from hfusion.tasks.task import Evaluation, Step
 
 
 class Border:
-    """The borders between the units of one array.
+    """Does the work between the units of one array.
 
     Args:
-        plan: of the array; ``streams`` give it its minibatches.
-        on_result: asked who stops, by one thread at a time, which holds ``asking``.
-        leaves: asked where the array may be saved whether it ends there, to go on elsewhere.
-        listen: called with all that happens to the array; None: nobody listens.
+        plan: the plan of the array.
+        streams: its sources of minibatches: for training and, if there is an eval loader, for evaluation.
+        on_result: returns the members that stop. It is called with the lock ``asking`` held.
+        leaves: called between minibatches. If it returns True, the array ends here to continue elsewhere.
+        listen: called with every event of the array, if given.
     """
 
     def __init__(
@@ -46,12 +47,12 @@ class Border:
         self.one, self.plan, self.training, self.streams = one, plan, training, streams
         self.scheduler, self.stopped = scheduler, stopped
         self._on_result, self._asking, self._leaves, self._listen = on_result, asking, leaves, listen
-        # Minibatches that have ended, and those of them whose losses callbacks have heard.
+        # Number of minibatches that have ended, and how many of their losses were passed to callbacks.
         self._ended = self._heard = 0
 
     @property
     def units(self) -> int:
-        """Number of units that have ended with the last minibatch."""
+        """Number of scheduled units up to and including the last minibatch."""
         training = self.training
         return training.scheduled.units if training.over else training.begun(training.minibatches)
 
@@ -75,7 +76,7 @@ class Border:
                 self._on_result(self._evaluation(epoch - 1))
 
     def ended(self, unit: Unit, broken: Callable[[], bool]) -> None:
-        """A unit has ended. ``broken``: whether the run breaks off."""
+        """Handle the end of a unit. ``broken()`` returns whether the run is being aborted."""
         training, plan = self.training, self.plan
         if unit.phase is Phase.BACKWARD and unit.shard == 0:
             self._ended = unit.step + 1
@@ -96,12 +97,12 @@ class Border:
             training.over = training.over or not broken()
 
     def arrive(self) -> None:
-        """Wait for the losses of all minibatches that have ended, and let callbacks hear them."""
+        """Wait for the losses of all minibatches that have ended, and pass them to callbacks."""
         self.training.arrive()
         self._hear()
 
     def _hear(self) -> None:
-        """Let callbacks hear the losses that have arrived."""
+        """Pass the losses that have arrived on the host to callbacks."""
         losses = self.training.losses
         while self._heard < min(self._ended, len(losses)):
             step, self._heard = self._heard, self._heard + 1
@@ -128,7 +129,7 @@ class Border:
         self._stop({*over, *self._ask(found)}, broken)
 
     def _losses(self, start: int, end: int) -> Tensor:
-        """The losses ``[n, B]`` of minibatches, waiting for those that are on their way."""
+        """Return the losses ``[n, B]`` of minibatches; wait for those that are not on the host yet."""
         if len(self.training.losses) < end:
             self.arrive()
         return torch.stack(self.training.losses[start:end])
@@ -148,12 +149,12 @@ class Border:
         self.note(heard)
 
     def note(self, event: ArrayEvent) -> None:
-        """Report what happens to the array to whoever listens."""
+        """Pass an event of the array to ``listen``."""
         if self._listen is not None:
             self._listen(event)
 
     def _count(self, result: Evaluation, broken: Callable[[], bool]) -> list[int]:
-        """Keep the weights of members that have improved: the members whose patience is over."""
+        """Keep the weights of members that have improved. Return the members whose patience is over."""
         best = self.stopped.best
         if best is None:
             return []
@@ -164,7 +165,7 @@ class Border:
         return [self.one.members[row] for row in over]
 
     def _ask(self, result: Step | Evaluation) -> list[int]:
-        """Return the members that the run's `on_result` stops."""
+        """Call `on_result`, if there is one, and return the members that it stops."""
         if self._on_result is None:
             return []
         with self._asking:
@@ -188,7 +189,7 @@ class Border:
 
 @contextmanager
 def all_heard(borders: Sequence[Border]) -> Iterator[None]:
-    """Where a run breaks off, callbacks hear the losses of the minibatches that had ended."""
+    """Context manager: on an error, pass the losses of minibatches that have ended to callbacks, then re-raise."""
     try:
         yield
     except BaseException:

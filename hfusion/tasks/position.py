@@ -15,11 +15,15 @@ from hfusion.tasks.reading import generators, reading
 
 @dataclass(frozen=True)
 class Position:
-    """``given`` minibatches of ``epoch`` were read.
+    """A position in a loader.
 
-    ``random`` is torch's random state with which the epoch began, None where nothing was read; ``begun`` are those of
-    the generators of the loader's own with which it began, ``own`` those of now. ``state`` is what a loader with a
-    ``state_dict`` says of itself.
+    Attributes:
+        epoch: the epoch that is being read.
+        given: how many of its minibatches were read.
+        random: torch's random state at the start of the epoch; None if nothing was read.
+        begun: the states of the loader's generators at the start of the epoch.
+        own: the current states of the loader's generators.
+        state: the ``state_dict`` of the loader, if it has one.
     """
 
     epoch: int
@@ -31,23 +35,23 @@ class Position:
 
     @staticmethod
     def unread(loader: Any) -> Position:
-        """Before the first epoch: a loader's generators may have been seeded when it was made."""
+        """Return the position before the first epoch. The loader's generators may already be seeded."""
         own = [each.get_state() for each in generators(loader)]
         return Position(0, 0, None, own, own, None)
 
     @staticmethod
     def begin(epoch: int, loader: Iterable[Any]) -> Position:
-        """The beginning of an epoch."""
+        """Return the position at the start of an epoch."""
         own = [each.get_state() for each in generators(loader)]
         return Position(epoch, 0, torch.get_rng_state(), own, own, None)
 
     def at(self, given: int, loader: Any) -> Position:
-        """Later in this epoch."""
+        """Return the position after ``given`` minibatches of this epoch."""
         state = loader.state_dict() if _tells(loader) else None
         return replace(self, given=given, own=[each.get_state() for each in generators(loader)], state=state)
 
     def restore(self, loader: Any) -> None:
-        """Let the generators of a loader's own go on from here."""
+        """Set the loader's generators to their states at this position."""
         for each, state in zip(generators(loader), self.own, strict=True):
             each.set_state(state)
 

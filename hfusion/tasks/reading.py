@@ -1,4 +1,4 @@
-"""Reading a loader such that its processes and threads end with it, and a loader that hangs can be abandoned."""
+"""Read loaders so that their processes and threads end with the reading, and a hanging loader can be abandoned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hfusion.torch_private.dataloader_workers import has_workers, kept_iterator,
 
 T = TypeVar("T")
 
-# Seconds that a reader has to end once it was stopped, and once more when the processes that it waits for are gone.
+# Seconds that a stopped reader has to end, and again after the worker processes that it waits for were killed.
 _GRACE = 1.5
 _GLANCE = 0.1
 
@@ -42,10 +42,10 @@ def reading(loader: Iterable[Any]) -> Iterator[Iterator[Any]]:
 
 
 def restart_workers(loader: Any) -> None:
-    """End the workers that a DataLoader keeps, so that it is read as for the first time: they and it draw by the seed.
+    """End the persistent workers of a DataLoader, so that its random draws follow the seed as at the first reading.
 
-    Workers that stay go on with their own generators, and with them a DataLoader draws the order of its samples first,
-    else second, after a seed for new workers.
+    Persistent workers continue with their own generators. A DataLoader with new workers also draws a seed for them
+    before the order of its samples.
     """
     iterator = kept_iterator(loader)
     if iterator is not None:
@@ -53,7 +53,7 @@ def restart_workers(loader: Any) -> None:
 
 
 def end_workers(iterator: object) -> bool:
-    """Kill the worker processes of a DataLoader's iterator. Returns whether there were any."""
+    """Kill the worker processes of a DataLoader's iterator. Return whether there were any."""
     if not has_workers(iterator):
         return False
     kill_workers(iterator, _GRACE)
@@ -61,7 +61,7 @@ def end_workers(iterator: object) -> bool:
 
 
 def generators(loader: Any) -> list[torch.Generator]:
-    """The generators of their own that a DataLoader and its samplers draw from, each once."""
+    """Return the ``generator`` objects of a DataLoader and its samplers, each once."""
     batches = getattr(loader, "batch_sampler", None)
     parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     found = [getattr(part, "generator", None) for part in parts]
@@ -72,12 +72,12 @@ _Job: TypeAlias = "tuple[Future[T], Callable[[], T]]"
 
 
 class Reader(Generic[T]):
-    """Advances ``items`` in a thread of its own, which is left behind if it never comes back.
+    """Advances a generator in a separate thread, which is abandoned if the generator hangs.
 
     Args:
-        items: what to read; it runs with the settings of torch of the thread that asks.
-        name: of the thread.
-        interrupt: ends what ``items`` may wait for, and says whether there was anything.
+        items: the generator. It runs with the number of threads and device queue of the thread that calls `next`.
+        name: the name of the thread.
+        interrupt: ends the processes that ``items`` may wait for, and returns whether there were any.
     """
 
     def __init__(self, items: Generator[T, None, None], name: str, interrupt: Callable[[], bool]) -> None:
@@ -92,9 +92,9 @@ class Reader(Generic[T]):
         self._deadline: float | None = None
 
     def next(self, within: AbstractContextManager[Any] | None = None) -> T:
-        """The next item, StopIteration after the last; CancelledError if `stop` is called before it is there.
+        """Return the next item. Raises StopIteration after the last, and CancelledError after `stop`.
 
-        It is read ``within`` what its thread enters for that.
+        The thread enters the context manager ``within`` while it reads.
         """
         with self._lock:
             if self._deadline is not None:
@@ -111,7 +111,7 @@ class Reader(Generic[T]):
             del awaited
 
     def stop(self) -> None:
-        """Read no more: whoever waits gives up, and `close` will not wait for long."""
+        """Stop reading: a waiting `next` raises CancelledError, and `close` waits only for a short time."""
         with self._lock:
             if self._deadline is None:
                 self._deadline = time.monotonic() + _GRACE
@@ -120,7 +120,7 @@ class Reader(Generic[T]):
                 self._awaited.cancel()
 
     def close(self) -> None:
-        """End ``items``, and the thread. Raises what ``items`` raises at its end."""
+        """End ``items`` and the thread. Errors that ``items`` raises when it is closed are re-raised."""
         if self._thread is None:
             self._items.close()
             return
@@ -154,13 +154,13 @@ def _answer(awaited: Future[T], read: Callable[[], T]) -> None:
         answer = partial(awaited.set_result, read())
     except BaseException as error:
         answer = partial(awaited.set_exception, error)
-    # A stopped reader no longer waits for it.
+    # After `stop`, the future is cancelled.
     with suppress(InvalidStateError):
         answer()
 
 
 def _here(items: Iterator[T], within: AbstractContextManager[Any]) -> Callable[[], T]:
-    """Advance ``items`` with this thread's number of threads and queue of the device, wherever that is called."""
+    """Return a function that advances ``items`` with the calling thread's number of threads and device queue."""
     threads = torch.get_num_threads()
     queued = current_queue()
 

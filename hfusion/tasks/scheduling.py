@@ -14,7 +14,7 @@ from hfusion.tasks.task import Task
 
 
 class TaskScheduler:
-    """The scheduler of an array: ``scheduler`` is that of the optimizer, which it drives."""
+    """Steps the learning-rate scheduler of an array. ``scheduler`` drives the array's optimizer."""
 
     def __init__(self, task: Task, optimizer: FusedOptimizer, members: Sequence[int]) -> None:
         given: Any = task.scheduler
@@ -25,15 +25,15 @@ class TaskScheduler:
         self._every_step = task.scheduler_interval == "step"
 
     def stepped(self, losses: Callable[[], Tensor], rows: Sequence[int]) -> None:
-        """The optimizer has stepped, after a minibatch of ``losses() [1, B]``; members ``rows`` go on.
+        """Step the scheduler after an optimizer step, if its interval is a step. ``rows``: members that go on.
 
-        Losses may have to be waited for, and are asked for only where a member has a ReduceLROnPlateau.
+        ``losses()`` returns ``[1, B]``. It may wait, so it is called only if a member has a ReduceLROnPlateau.
         """
         if self._every_step:
             self._step(losses, rows)
 
     def epoch(self, losses: Callable[[], Tensor], rows: Sequence[int]) -> None:
-        """An epoch is over, of minibatches that were evaluated, or else trained, with ``losses() [n, B]``."""
+        """Step after an epoch, if that is the interval. ``losses()``: ``[n, B]`` of its evaluation or training."""
         if not self._every_step:
             self._step(losses, rows)
 

@@ -45,7 +45,7 @@ def listed(tasks: Any) -> list[Task]:
 
 
 def check_tensors(tasks: Sequence[Task]) -> None:
-    """Raise PlanError where a task reaches memory that another one trains in place.
+    """Raise PlanError if a task uses memory that another task trains in place.
 
     Lists of models are copied before anything runs, so these may share models; frozen tensors are only read.
     """
@@ -56,7 +56,7 @@ def check_tensors(tasks: Sequence[Task]) -> None:
     written = sorted(
         (*_memory(tensor), writer, name) for writer, task in enumerate(tasks) for name, tensor in _written(task)
     )
-    # The largest end of all that begins so far: nothing before reaches further.
+    # For each range, the largest end of it and all ranges before it.
     ends = list(accumulate((end for _, end, _, _ in written), max))
     shared = [
         (theirs[2], other, name, theirs[3])
@@ -77,7 +77,7 @@ def check_tensors(tasks: Sequence[Task]) -> None:
 
 @contextmanager
 def claimed(tasks: Sequence[Task]) -> Iterator[None]:
-    """Inside it no other run of this process trains what these tasks train in place. Raises PlanError if one does."""
+    """Context manager: reserve the tensors that tasks train in place. Raises PlanError if another run uses them."""
     with _claims:
         for task in tasks:
             for name, tensor in _reached(task):
@@ -115,7 +115,7 @@ def _reached(task: Task) -> Iterator[tuple[str, Tensor]]:
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Return start and end of a tensor's storage; a member's may lie within its array's."""
+    """Return start and end address of a tensor's storage. A member's storage may lie within its array's."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
@@ -133,9 +133,9 @@ def _overlapping(
 
 
 def check_loaders(arrays: Sequence[tuple[str, Sequence[Any]]]) -> None:
-    """Raise PlanError where two arrays, each a name and its loaders, would read with one iterator or random generator.
+    """Raise PlanError if two arrays, given as a name and loaders each, share an iterator or a random generator.
 
-    Which reads when depends on what else runs, so that neither would read as if alone.
+    The order of their reads depends on timing, so neither array would be trained as if alone.
     """
     first: dict[int, tuple[str, object]] = {}
     for name, loaders in arrays:
@@ -155,18 +155,18 @@ def _parts(loaders: Sequence[Any]) -> Iterator[Any]:
     """Yield the objects that readers of these loaders would share."""
     for loader in loaders:
         yield from generators(loader)
-        # Each reader of any other DataLoader gets workers of its own.
+        # Without persistent workers, each iterator of a DataLoader starts its own workers.
         if getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0):
             yield loader
 
 
 def turns(arrays: Sequence[Sequence[Any]]) -> list[AbstractContextManager[Any]]:
-    """Return a context manager per array to read within: arrays that read from one object take turns.
+    """Return a context manager per array to enter for reading: a lock for arrays that read from the same object.
 
-    Such an object is a data set with an open file. Workers of a DataLoader have their own copies.
+    Such an object is, for example, a data set with an open file. Workers of a DataLoader have their own copies.
     """
     first: dict[int, int] = {}
-    # Of each array another one of its group, itself for one of them.
+    # Union-find: the parent of each array, which is the array itself for the root of a group.
     others = list(range(len(arrays)))
 
     def group(index: int) -> int:
@@ -185,14 +185,14 @@ def turns(arrays: Sequence[Sequence[Any]]) -> list[AbstractContextManager[Any]]:
 
 
 def _read_from(value: Any, seen: set[int]) -> Iterator[object]:
-    """The objects that reading ``value`` may read from and change: loaders, data sets, samplers, files."""
+    """Yield the objects whose state reading ``value`` may change: loaders, data sets, samplers, files."""
     if id(value) in seen or isinstance(value, str | bytes | Tensor | nn.Module | type):
         return
     seen.add(id(value))
     if isinstance(value, Mapping):
         yield from _read_from(list(value.values()), seen)
     elif isinstance(value, list | tuple):
-        # Judged by its first item: it may be all the data.
+        # Decide by the first item, since the list may hold all the data.
         head = list(_read_from(value[0], seen)) if value else []
         yield from head
         for item in value[1:] if head else ():

@@ -38,23 +38,23 @@ from hfusion.tasks.position import Position, rereading
 from hfusion.tasks.reading import Reader, end_workers, length, reading
 from hfusion.tasks.task import Task
 
-# Losses that were called with the outputs of a program, and whether they may draw random numbers.
+# Checked losses, by program and kind of minibatch, and whether they may draw random numbers.
 MAX_LOSSES = 256
 _draws_of_losses: dict[Any, bool] = {}
 
 
 class CutPrograms(Protocol):
-    """The programs of an ``array``'s minibatches, and their parts."""
+    """Captures programs for an ``array``'s minibatches and cuts them into parts."""
 
     @property
     def array(self) -> FusedModule: ...
 
     def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
-        """For minibatches like this one. Raises FusionError or PlanError."""
+        """Return the program for minibatches like this one, and its parts. Raises FusionError or PlanError."""
 
 
 class Trained:
-    """Programs in the array's present mode, cut as planned; ``samples``: what the plan counts with."""
+    """Programs for training, cut into the planned shards. ``samples``: minibatch size that the plan assumes."""
 
     def __init__(self, name: str, array: FusedModule, shards: Sequence[Shard], samples: int) -> None:
         self._name = name
@@ -64,7 +64,7 @@ class Trained:
         self._operators: list[Any] | None = None
 
     def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
-        """Captured, and checked against the members."""
+        """Capture the program, check it against the members, and cut it into parts."""
         arguments = minibatch.arguments_for(self.array)
         compiled = self.array.steady(arguments)
         check_once(self.array, compiled, arguments)
@@ -72,7 +72,7 @@ class Trained:
         return compiled, split(compiled.program, [shard.last for shard in self._shards], self._samples)
 
     def _check_same(self, program: Program) -> None:
-        """The shards number the operators of the first program; another kind of minibatch must have the same."""
+        """Raise PlanError if the operators differ from the first program's, since shards are ranges of operators."""
         found = [node.target for node in operators(program)]
         if self._operators is None:
             self._operators = found
@@ -86,7 +86,7 @@ class Trained:
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """Programs of the array in eval mode, each tensor used where training has it, see `match_cuts`."""
+    """Programs for evaluation, cut so that each shard uses the tensors it holds in training, see `match_cuts`."""
 
     array: FusedModule
     names: Mapping[str, str]
@@ -94,7 +94,7 @@ class Evaluated:
     samples: int
 
     def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
-        """Captured; the array is then in the mode that it was in."""
+        """Capture the program in eval mode and cut it into parts. The mode of the array is restored."""
         with self.array.evaluating():
             compiled = self.array.compiled(minibatch.arguments_for(self.array))
         ends = match_cuts(compiled.program, self.names, self.held, self.samples)
@@ -106,7 +106,7 @@ class Stream:
 
     Args:
         samples: the largest size of a minibatch that the plan allows.
-        devices: those that may compute it.
+        devices: the devices that may compute the array.
         turn: the context manager to read within, see `turns`.
     """
 
@@ -139,13 +139,13 @@ class Stream:
         self._reader = Reader(self._items, f"{task.name} reads", lambda: end_workers(self._open))
         self._latest: Minibatch
         self._recipes: dict[Any, Recipe] = {}
-        # The programs of recipes, with the values of buffers that they hold.
+        # The program of each recipe, with the values of buffers that are constants in it.
         self._held: dict[Any, tuple[Compiled, Any]] = {}
 
     def next(self, drawing: AbstractContextManager[None] | None = None) -> Batch:
-        """The next minibatch. Raises PlanError if an epoch of the loader was not as long as it says."""
+        """Return the next minibatch. Raises PlanError if an epoch was shorter or longer than the loader's length."""
         if type(self._loader) in (list, tuple):
-            # It never waits and draws nothing: to ask another thread would cost more than to read.
+            # A list never waits and draws no random numbers, so reading it here is cheaper than in another thread.
             if self._stopped:
                 raise CancelledError
             self._latest = found = next(self._items)
@@ -153,7 +153,7 @@ class Stream:
             self._latest = found = self._reader.next(_within(self._turn, drawing or nullcontext()))
         key = found.key
         if self._pins:
-            # Once, for all units that take them.
+            # Pin once, for all units that copy these tensors.
             found = Minibatch(found.arguments.mapped(_pinned), _each(found.target, _pinned))
         return Batch(tuple(_detached(value) for value in found.arguments.values), found.target, key, found)
 
@@ -161,36 +161,36 @@ class Stream:
     def position(self) -> Position:
         """Return the position in the loader. Between minibatches only."""
         if self._began is None:
-            # It may have been read in a run before.
+            # Nothing was read in this run, but maybe in the run that it resumes.
             return self._resumed or Position.unread(self._loader)
         return self._began.at(self._given, self._loader)
 
     def resume(self, position: Position) -> None:
-        """Read on from there, before anything was read."""
+        """Start reading at ``position``. Call it before the first `next`."""
         self._resumed = position
 
     def close(self) -> None:
-        """Read no more; processes and threads that read for the loader have ended then.
+        """Stop reading, and end the loader's processes and threads.
 
-        After `stop`, the thread of a loader that does not answer is left behind.
+        After `stop`, the thread of a loader that hangs is abandoned.
         """
         self._reader.close()
 
     def stop(self) -> None:
-        """Cancel the wait for a minibatch, by a CancelledError."""
+        """Let `next`, also a waiting one, raise CancelledError."""
         self._stopped = True
         self._reader.stop()
 
     def find(self, batch: Batch) -> Recipe | None:
-        """The recipe for batches like this one, if there is one."""
+        """Return the recipe for batches like this one, or None."""
         return self._recipes.get(batch.key)
 
     def make(self, batch: Batch) -> Recipe:
-        """Capture the programs for batches like this one."""
+        """Return a new recipe for batches like this one, the latest from `next`."""
         return self.prepare(self._latest)
 
     def prepare(self, minibatch: Minibatch) -> Recipe:
-        """The recipe for minibatches like this one. Raises FusionError or PlanError."""
+        """Capture the program, check the loss, and return the recipe. Raises FusionError or PlanError."""
         if minibatch.samples > self._samples:
             raise PlanError(
                 f"task {self._task.name!r}: a minibatch has {minibatch.samples} samples, but the plan counts with "
@@ -204,7 +204,7 @@ class Stream:
         if loss is None or key not in _draws_of_losses:
             for device in self._devices:
                 self._check_loss(program, _examples(program, minibatch.samples, device), minibatch.target)
-                # Errors of the device are raised here, not in a later unit.
+                # Wait, so that asynchronous errors of the device are raised here and not in a later unit.
                 backend(device).wait()
             if len(_draws_of_losses) == MAX_LOSSES:
                 _draws_of_losses.clear()
@@ -222,7 +222,7 @@ class Stream:
         return recipe
 
     def forget_stale(self) -> None:
-        """Drop the recipes of programs that hold values of buffers which have changed, as by a checkpoint."""
+        """Drop recipes whose programs hold outdated buffer values, for example after loading a checkpoint."""
         for key, (compiled, values) in list(self._held.items()):
             if held_values(self._programs.array, compiled) != values:
                 del self._recipes[key], self._held[key]
@@ -235,7 +235,7 @@ class Stream:
             resumed = None
         for epoch in range(0 if resumed is None else resumed.epoch, self._task.epochs):
             self._began = Position.begin(epoch, self._loader) if resumed is None else resumed
-            # To its very end, as a plain loop does: a loader may draw random numbers there.
+            # Read to the very end, like a plain loop: a loader may draw random numbers there.
             with reading(self._loader) if resumed is None else rereading(self._loader, resumed) as self._open:
                 given = self._given = 0 if resumed is None else resumed.given
                 resumed = None
@@ -253,7 +253,7 @@ class Stream:
                 )
 
     def _check_loss(self, program: Program, outputs: Sequence[Any], target: Any) -> None:
-        """Raise PlanError if the loss fails, or could train nothing."""
+        """Raise PlanError if the loss fails, or its result has no gradient."""
         try:
             with torch.enable_grad():
                 losses = self._losses(program, outputs, target)
@@ -298,7 +298,7 @@ def _detached(value: Any) -> Any:
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A nest with its tensors changed, stacked ones too."""
+    """Apply ``change`` to all tensors of a nested value, including those in stacked inputs."""
     if isinstance(value, Tensor):
         return change(value)
 
@@ -313,16 +313,16 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """A copy from which devices copy while the host goes on; of memory that lies as it is written."""
+    """Return a pinned copy of a contiguous CPU tensor, for asynchronous copies. Return other tensors unchanged."""
     plain = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
     return tensor.pin_memory() if plain else tensor
 
 
 def _examples(program: Program, samples: int, device: torch.device) -> list[Any]:
-    """Zeros in the shapes of the outputs, to prepare the loss with."""
+    """Return zeros in the shapes of the program's outputs, to try the loss with."""
     (outputs,) = next(node for node in program.module.graph.nodes if node.op == "output").args
     assert isinstance(outputs, list | tuple)
-    # A list holds a result that differs in shape between members: a block for those of each shape.
+    # A list is a result whose shape differs between members: one block per shape.
     return [
         [_zeros(block, len(rows_of(block) or ()), samples, device) for block in node]
         if isinstance(node, list)

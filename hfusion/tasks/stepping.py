@@ -1,4 +1,4 @@
-"""Steps of tasks by `hfusion.train_step`: which tasks take them, and how each has run."""
+"""Train the minibatches of a task by compiled steps of `hfusion.train_step`."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from hfusion.tasks.minibatch import Minibatch, moved
 
 
 class ArrayStep:
-    """The compiled steps of one array, but for its updates."""
+    """The compiled steps of one array. The caller does the optimizer updates."""
 
     def __init__(self, one: Arrangement, name: str) -> None:
         self._name = name
         task = one.task
-        # That it pays is decided, see `hfusion.tasks.compile_choice`.
+        # Whether compiling pays was decided before, see `hfusion.tasks.compile_choice`.
         compile = True if task.compile is None else task.compile
         self._step = train_step(one.array, task.loss, one.optimizer, compile=compile, parts=task.parts)
         self._asked = task.compile is not None
         self._step.tell = self._tell
-        # What the kinds of calls that were known to the run that is gone on with have in common.
+        # The kinds of calls, for any number of samples, that were compiled in the run that this one resumes.
         self._before: set[str] = set()
 
     def _tell(self, call: str, why: str) -> None:
         if not self._asked:
-            # The report says why.
+            # No warning is needed: the report gives the reason.
             return
         warnings.warn(eagerly(self._name, f"with ({call}), {why}"), stacklevel=2)
 
@@ -53,7 +53,7 @@ class ArrayStep:
 
     def run(self, prepared: PreparedStep, update: Callable[[], object]) -> Tensor:
         """As `hfusion.runtime.recipe.WholeStep`."""
-        # By way of the step, whose threads may help.
+        # Run it through the step, which may use threads of its own.
         self._step.update = lambda losses: update()
         return self._step.run(prepared)
 
@@ -75,22 +75,22 @@ class ArrayStep:
         self._step.release()
 
     def close(self) -> None:
-        """No other process compiles any longer."""
+        """End compilations in other processes."""
         self._step.close()
 
     @property
     def calls(self) -> tuple[CallReport, ...]:
-        """Reports of each kind of call."""
+        """A report for each kind of call."""
         return self._step.report().rows
 
 
 def eagerly(name: str, why: str) -> str:
-    """The warning that a task runs eagerly that was to be compiled."""
+    """Return the warning text for a task that was to be compiled, but runs eagerly."""
     return f"task {name!r} runs eagerly, exact but slower: {why}. hf.Task(compile=False) does so without this warning"
 
 
 def _on(minibatch: Minibatch, device: torch.device) -> tuple[Any, Any]:
-    """A minibatch on a device, as a step takes it."""
+    """Return the inputs and target of a minibatch on a device, as `hfusion.train_step` expects them."""
     arguments = minibatch.arguments
     leaves = [moved(leaf, device) for leaf in arguments.leaves]
     target = minibatch.target

@@ -1,4 +1,4 @@
-"""Members that stop before their task ends: the rows that they had then are theirs, whatever is computed after."""
+"""Members that stop before their task ends keep the state that they had when they stopped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ bool tensor with a value for each of ``result.members``."""
 def answered(answer: Any, result: Step | Evaluation) -> list[int]:
     """Return the members that an answer stops. Raises PlanError for an invalid answer."""
     if hasattr(answer, "dtype") and not isinstance(answer, Tensor):
-        # numpy's bools are no Python bools.
+        # numpy's bools are not instances of bool.
         answer = torch.as_tensor(np.asarray(answer), device="cpu")
     if isinstance(answer, Tensor):
         answer = answer.tolist() if answer.dtype is not torch.bool or not answer.dim() else _marked(answer, result)
@@ -65,11 +65,11 @@ def _marked(answer: Tensor, result: Step | Evaluation) -> list[int]:
 
 
 class StoppedMembers:
-    """The members of an array that have stopped; ``steps``: each with the minibatches that it had.
+    """The members of an array that have stopped. ``steps``: for each, how many minibatches it was trained on.
 
-    They are computed on where the rows of an array are computed together. A copy of their rows of parameters, buffers,
-    optimizer state and hyper-parameters is kept on the host, and written back in the end. ``best``: where members stop
-    by patience, or end with their best weights.
+    The array still computes their rows, as all rows are computed together. A copy of their parameters, buffers,
+    optimizer state and hyper-parameters is kept on the host, and written back at the end. ``best``: the best weights,
+    if the task has patience or ``restore_best``.
     """
 
     def __init__(self, task: Task, members: Sequence[int], array: FusedModule, optimizer: FusedOptimizer) -> None:
@@ -83,7 +83,7 @@ class StoppedMembers:
 
     @property
     def rows(self) -> list[int]:
-        """The rows of those that go on."""
+        """The rows of the members that have not stopped."""
         return [row for row, member in enumerate(self._members) if member not in self.steps]
 
     @property
@@ -91,10 +91,10 @@ class StoppedMembers:
         return len(self.steps) == len(self._members)
 
     def stop(self, members: Iterable[int], steps: int) -> None:
-        """Keep what members are now, after ``steps`` minibatches; the array's tensors are what training made of them.
+        """Stop members after ``steps`` minibatches and copy their state. The array's tensors must be up to date.
 
         Raises:
-            PlanError: some would go on with a tensor that all members train together.
+            PlanError: only some members stop, but all members train one shared tensor.
         """
         fresh = dict.fromkeys(member for member in members if member not in self.steps)
         self.steps |= dict.fromkeys(fresh, steps)
@@ -107,12 +107,12 @@ class StoppedMembers:
         self._kept.append((rows, kept))
 
     def resume(self, steps: Mapping[int, int]) -> None:
-        """Members have stopped in a run before; the array holds what they are."""
+        """Stop members that had stopped in the resumed run. The array must hold their final state."""
         for count in dict.fromkeys(steps.values()):
             self.stop([member for member, own in steps.items() if own == count], count)
 
     def hide(self, losses: Tensor) -> Tensor:
-        """``losses [..., B]`` with NaN for those that have stopped."""
+        """Return ``losses [..., B]`` with NaN for the stopped members."""
         if not self.steps:
             return losses
         hidden = torch.full_like(losses, torch.nan)
@@ -120,13 +120,13 @@ class StoppedMembers:
         return hidden
 
     def write(self, stacks: Mapping[str, Tensor]) -> None:
-        """Write what they are into their rows of ``stacks``, of which some are theirs."""
+        """Write the copies of stopped members into their rows of ``stacks``, which may hold other keys, too."""
         for rows, kept in self._kept:
             for key, values in kept.items():
                 stacks[key][rows] = values.to(stacks[key])
 
     def put_back(self) -> None:
-        """Let the array and its optimizer hold what they are, and once training is over each member's best weights."""
+        """Write stopped members back into the array and optimizer and, once training is over, all best weights."""
         if self._kept:
             self.write(self._stacks())
             self._optimizer.forget()

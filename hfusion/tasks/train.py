@@ -94,14 +94,14 @@ def train_array(
     on_result: OnResult | None = None,
     listen: ArrayListener | None = None,
 ) -> Report:
-    """Train ``members`` of a task as one array of this name; the other models are not looked at.
+    """Train ``members`` of a task as one array named ``name``. The other models are not used.
 
     Args:
-        checkpoint: the folder of the run, which is there.
-        leaves: asked between minibatches, where the array can be saved, whether it ends there, to go on from its
-            checkpoint somewhere else.
-        task_plan: how it is trained; None: as is planned here.
-        listen: as of `train_arranged`.
+        checkpoint: the existing folder of the run.
+        leaves: called between minibatches. If it returns True, the array is saved and training ends, so that it can
+            continue elsewhere.
+        task_plan: the plan of the array; None: plan here.
+        listen: see `train_arranged`.
     """
     arrangements, plan = arrange_one(task, members, name, machine)
     if task_plan is not None:
@@ -123,9 +123,9 @@ def train_arranged(
     leaves: Callable[[], bool] = lambda: False,
     listen: ArrayListener | None = None,
 ) -> Report:
-    """Train arrays by a plan in this process, see `hfusion.train`; ``checkpoint`` was looked at by `check_folder`.
+    """Train arrays by a plan in this process, see `hfusion.train`. `check_folder` must have checked ``checkpoint``.
 
-    ``listen`` is called with all that happens to arrays, by the threads in which it does.
+    ``listen`` is called with every event of an array, in the thread in which it occurs.
     """
     made = saving(made, every, saves=checkpoint is not None)
     with ExitStack() as stack:
@@ -142,7 +142,7 @@ def train_arranged(
         run = _TrainRun(arrangements, made, machine, stack, saves, on_result, leaves, listen)
         for index, why in run.eager.items():
             if not arrangements[index].task.compile:
-                # It was not to be compiled, or where that pays only.
+                # No warning: compile is False, or None, which compiles only if that pays.
                 continue
             warnings.warn(eagerly(made.tasks[index].name, why), stacklevel=3)
         bars = None
@@ -153,7 +153,7 @@ def train_arranged(
 
 
 class _TrainRun:
-    """The tensors and files of one run, given back by ``stack``."""
+    """The tensors and files of one run. ``stack`` releases them."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _TrainRun:
         self._on_result, self._asking, self._leaves = on_result, Lock(), leaves
         self.plan = plan
         self._steps: dict[int, ArrayStep] = {}
-        # Why arrays run eagerly, each that does.
+        # For each array that runs eagerly, the reason.
         self.eager: dict[int, str] = {}
         self._devices = {device.name: device.physical for device in machine.devices}
         folder = SpillFolder(machine.disk)
@@ -196,7 +196,7 @@ class _TrainRun:
             raise
 
     def note(self, index: int, event: ArrayEvent) -> None:
-        """Report what happens to an array to whoever listens."""
+        """Pass an event of an array to ``listen``."""
         if self._listen is not None:
             self._listen(index, event, self._computing.get(index))
 
@@ -232,7 +232,7 @@ class _TrainRun:
         state = TaskTensors(
             own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident
         )
-        # When the tensors have memory of their own again.
+        # Called after `state.close`, when the tensors have their own memory again.
         stack.callback(stopped.put_back)
         stack.callback(state.close)
         seed = int(torch.randint(1 << 62, (), device="cpu")) if one.task.seed is None else one.task.seed
@@ -253,12 +253,12 @@ class _TrainRun:
         return border
 
     def _note_end(self, border: Border) -> None:
-        # An array that goes on elsewhere is over here, too.
+        # `over` would not do: it is also set if the array leaves to continue elsewhere.
         if border.stopped.all or border.training.minibatches == border.plan.steps:
             border.note(ArrayNote("finished", border.training.minibatches))
 
     def _borrowing(self, index: int, held: Sequence[Holding]) -> TaskPlan:
-        """The plan of an array, with what only the parts of its programs tell: whose tensors each shard borrows."""
+        """Return the plan of an array with the owners of borrowed tensors, known only from the captured programs."""
         plan, owners = self.plan.tasks[index], [tuple(sorted({*each.borrowed.values()})) for each in held]
         if owners == [shard.borrows for shard in plan.shards]:
             return plan
@@ -266,10 +266,10 @@ class _TrainRun:
         return replace(plan, shards=tuple(shards))
 
     def _eager_reason(self, index: int, recipe: Recipe, kept: Mapping[str, Any] | None) -> str:
-        """Return why an array runs eagerly; with ``compile=None`` a run that is gone on with has decided already."""
+        """Return why an array runs eagerly. With ``compile=None`` a resumed run keeps its earlier decision."""
         one, plan = self.arrangements[index], self.plan.tasks[index]
         if one.task.compile is None and kept is not None:
-            # Saves made before tasks could leave it open have no such entry.
+            # Saves from before ``compile=None`` existed have no such entry.
             compiled = kept.get("compiled", False)
             return shards_obstacle(plan) if compiled else "it was eager before its checkpoint, and goes on so"
         accelerator = any(device.type != "cpu" for device in self._devices.values())
@@ -291,7 +291,7 @@ class _TrainRun:
         if eager:
             self.eager[index] = eager
         if eager and (shards_obstacle(plan) or [each.type for each in self._devices.values()] != ["cpu"]):
-            # Between several devices a task may move after each minibatch, and not after a slice only.
+            # With several devices, a task may move after each minibatch and not only after a slice.
             return Training(*given)
         slices = Slices.of(plan, alone=len(self.arrangements) == 1)
         if eager:
@@ -300,7 +300,7 @@ class _TrainRun:
         return WholeTraining(*given, step=self._steps[index], slices=slices)
 
     def _file(self, folder: SpillFolder, task: int, shard: int, size: int) -> Path | None:
-        """A file for a shard that the host has no room for."""
+        """Return a spill file for a shard that exceeds the host memory budget, otherwise None."""
         self._room -= size
         if self._room >= 0:
             return None
@@ -326,7 +326,7 @@ class _TrainRun:
         except TaskFailed as failed:
             cause = failed.__cause__
             if cause is not None and not isinstance(cause, Exception):
-                # The process is being ended: no task failed.
+                # For example KeyboardInterrupt: the process ends, and no task has failed.
                 raise cause from None
             name = self.plan.tasks[failed.task].name
             self.note(failed.task, ArrayNote("failed", None, error=first_line(cause or failed)))
@@ -360,7 +360,7 @@ class _TrainRun:
         self._note_end(self.borders[index])
 
     def _timeline(self, engine: Engine, worker: DeviceWorker) -> Timeline:
-        """Return the timeline of the run, by minibatches."""
+        """Return the timeline of the run, with the slices split into minibatches."""
         own = {one.plan.name: one for one in self.trainings if isinstance(one, SlicedTraining)}
         whole, found, slices = engine.timeline, list[Span](), defaultdict[str, list[Span]](list)
         for span in whole.actions:

@@ -22,8 +22,8 @@ _COLUMNS, _MAX_ROWS, _MAX_DEVICES, _MAX_NAME, _MAX_ARRAYS = 100, 18, 3, 24, 3
 class ArrayReport:
     """How the members of one array were computed.
 
-    ``calls``: how each kind of minibatch ran that was a step of `hfusion.train_step`; empty where all ran eagerly,
-    bit for bit as the plain loop, for the reason ``why``.
+    ``calls``: how each kind of minibatch was computed by `hfusion.train_step`. It is empty if the array ran eagerly,
+    bit for bit as the plain loop; ``why`` is the reason.
     """
 
     name: str
@@ -43,11 +43,14 @@ class ArrayReport:
 class TaskReport:
     """Results of a task, on the CPU.
 
-    ``losses``: float ``[steps, B]``, a row per minibatch. ``eval_losses``: float ``[epochs, minibatches, B]``, None
-    where the task has no eval loader. Both end where the last member stopped. ``stopped``: the members that stopped
-    before the task ended, each with how many minibatches it had; from there on its losses are NaN. ``arrays``: how its
-    members were computed. ``best_epochs``: int64 ``[B]``, the epochs, from 0, after which members had the weights that
-    they have now, where the task restores their best, -1 where there was none; else None.
+    Attributes:
+        losses: float ``[steps, B]``, a row per minibatch. Ends when the last member stopped.
+        eval_losses: float ``[epochs, minibatches, B]``; None without an eval loader. Ends when the last member stopped.
+        stopped: the members that stopped before the task ended, each with the number of minibatches that it was
+            trained on. Its later losses are NaN.
+        arrays: how the members were computed.
+        best_epochs: int64 ``[B]``, the epoch, from 0, whose weights were restored for each member, -1 if none; None
+            unless the task restores best weights.
     """
 
     losses: Tensor
@@ -69,10 +72,10 @@ class TaskReport:
 
     @cached_property
     def final_losses(self) -> Tensor:
-        """The loss that each member had last, ``[B]``: the mean of its last evaluation, or that of a minibatch.
+        """The final loss of each member, ``[B]``: the mean of its last evaluation; its last loss if no eval loader.
 
-        The mean of its best evaluation where the task restores the best weights. NaN where a member stopped before it
-        was evaluated.
+        If the task restores best weights, the mean of its best evaluation. With an eval loader, NaN for a member that
+        stopped before its first evaluation.
         """
         steps = torch.tensor(
             [self.stopped.get(member, len(self.losses)) for member in range(self.losses.shape[1])], device="cpu"
@@ -87,7 +90,7 @@ class TaskReport:
 
     @property
     def ranked(self) -> list[int]:
-        """The members by their final losses, the least first; whoever has none comes last."""
+        """The members in order of their final losses, lowest first. Members with a loss of NaN come last."""
         values = self.final_losses.nan_to_num(torch.inf, torch.inf).tolist()
         return sorted(range(len(values)), key=values.__getitem__)
 
@@ -108,7 +111,7 @@ class TaskReport:
 
 
 def _last(column: Tensor, missing: Tensor) -> Tensor:
-    """The last number of a member, of which some at the end are missing."""
+    """Return the last value of a column that is not missing; NaN if all are."""
     found = column[~missing]
     return found[-1] if len(found) else column.new_tensor(torch.nan)
 
@@ -174,7 +177,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _shortened(rows: Sequence[list[str]], last: int) -> list[list[str]]:
-    """At most as many rows as fit a screen, the first and the ``last``."""
+    """Return at most as many rows as fit a screen: the first ones, a count of those left out, and ``last`` ones."""
     if len(rows) <= _MAX_ROWS:
         return list(rows)
     left_out = [f"... {len(rows) - _MAX_ROWS + 1} more", *[""] * (len(rows[0]) - 1)]
@@ -182,7 +185,7 @@ def _shortened(rows: Sequence[list[str]], last: int) -> list[list[str]]:
 
 
 def in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor:
-    """The losses ``[B]`` of arrays, by their members, as ``[steps, B]``; NaN where one ended before others."""
+    """Merge the losses of arrays into ``[steps, B]`` in member order; NaN after the end of a shorter array."""
     members = [member for own, _ in arrays for member in own]
     steps = max(len(losses) for _, losses in arrays)
     blocks = []
@@ -195,13 +198,13 @@ def in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor
 
 
 def epochs_in_order(arrays: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """The epochs of arrays, by their members, as ``[B]``."""
+    """Merge the epochs of arrays, each with its members, into ``[B]`` in member order."""
     epochs = {member: epoch for members, own in arrays for member, epoch in zip(members, own, strict=True)}
     return torch.tensor([epochs[member] for member in sorted(epochs)], device="cpu")
 
 
 def joined(parts: Sequence[tuple[Sequence[int], TaskReport]]) -> TaskReport:
-    """Join the reports of a task's arrays, each with its members."""
+    """Merge the reports of a task's arrays, each given with its members."""
     own = [sorted(members) for members, _ in parts]
     losses = in_order([(members, [*part.losses]) for members, (_, part) in zip(own, parts, strict=True)])
     evaluated = None
