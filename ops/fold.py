@@ -37,9 +37,9 @@ class Fold:
 
 
 def folded(fn: Callable[..., Any], count: int, *args: Any, **kwargs: Any) -> Any:
-    """``fn`` with members as samples: in the first ``count`` arguments and in the results, ``[B, N, ...]``.
+    """Call ``fn`` with members as samples: the first ``count`` arguments and the results are ``[B, N, ...]``.
 
-    Tensors after these (weights) are the same for all members.
+    Tensors in later arguments, such as weights, are the same for all members.
     """
     order = Fold.of(next(x for x in args if isinstance(x, Tensor)))
     operands = (order.fold(x) if isinstance(x, Tensor) else x for x in args[:count])
@@ -57,9 +57,9 @@ def folding(
     loops: Efficiency = PLAIN,
     packed: Efficiency | None = None,
 ) -> Rule:
-    """The rule of an operator on samples of a batch.
+    """Return the rule of an operator on samples of a batch.
 
-    ``rank`` is that of an operand with its N; one of another rank has none, and the members take its place.
+    ``rank``: the rank of an operand that has N; in an operand of another rank the members take the place of N.
     ``None``: the operand always has N. ``channelwise``: each channel of the result depends on its own in the
     operands only, so that packed operands can stay packed. ``at_once``, ``packed`` and ``loops``: the efficiency of one
     call for all members, of one for packed operands where that is another, and of the loop over members.

@@ -99,21 +99,21 @@ def _picks_rows(spans: Indexed) -> bool:
 
 
 def index_apart(x: Tensor, indices: Sequence[Tensor | None], dims: int) -> Tensor:
-    """Shared indices with a whole dim between them: the indexed dims come first, before the member dim."""
+    """Index by shared indices with a whole dim between them: their dims come first; move the member dim before them."""
     result: Tensor = aten.index.Tensor(x, indices)
     return result.movedim(dims, 0)
 
 
 def index_shared(x: Tensor, indices: Sequence[Tensor | None], place: int) -> Tensor:
-    """Shared ``x`` by stacked indices ``[B, ...]``, whose dims land at ``place``."""
+    """Index shared ``x`` by stacked indices ``[B, ...]``; the member dim, which lands at ``place``, is moved first."""
     result: Tensor = aten.index.Tensor(x, indices)
     return result.movedim(place, 0)
 
 
 def index_stacked(x: Tensor, indices: Sequence[Tensor | None], dims: int, place: int) -> Tensor:
-    """Stacked ``x`` by indices some of them stacked, whose ``dims`` belong at the member's ``place``."""
+    """Index stacked ``x`` by stacked and shared indices, whose ``dims`` are moved to the member's ``place``."""
     result: Tensor = aten.index.Tensor(x, [_member_index(x, dims), *indices])
-    # After a whole dim they are no neighbours of the member index, and so come first.
+    # The indices may not be adjacent to the member index; their dims then come first.
     return result.movedim(tuple(range(1, dims + 1)), tuple(range(place + 1, place + dims + 1)))
 
 

@@ -69,7 +69,7 @@ def stack(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
 
 
 def beside(dim: int, least: int) -> Rule:
-    """``hstack``, ``vstack``, ``dstack``: `cat` along ``dim`` for members of ``least`` dims or more."""
+    """Return the rule of ``hstack``, ``vstack`` or ``dstack``: `cat` along ``dim`` if members have ``least`` dims."""
 
     def rule(site: Site, *, tensors: Sequence[Value]) -> Call | None:
         if any(v.rank < least for v in tensors):

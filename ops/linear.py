@@ -249,7 +249,7 @@ def bilinear_stacked(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def matrix_exp(site: Site, self: Value) -> Call:
-    """A loop: torch's approximation of a single matrix is another than that of a batch, by up to 1e-11 (2.13)."""
+    """Loop over members: torch approximates a single matrix and a batch differently, by up to 1e-11 (2.13)."""
     return loop(site, {"self": self})
 
 

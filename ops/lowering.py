@@ -59,7 +59,7 @@ class Saves:
 
 
 class View(enum.Enum):
-    """States whether a result is a view of its first operand that is no number."""
+    """Whether a result is a view of the first operand that is not a number."""
 
     ALWAYS = "always"
     # Counted as a view; a copy if the array is stored in another order than its members are.
@@ -101,9 +101,9 @@ PLAIN = Efficiency()
 
 @dataclass(frozen=True)
 class Lowering:
-    """``fn(*args, **kwargs)`` of a `Call` gives the value in ``layout``.
+    """A function that computes an operator for the array: ``fn(*args, **kwargs)`` of a `Call` returns it in ``layout``.
 
-    ``loops``: ``fn`` calls the operator once per member. ``text`` is for people: nothing looks into it.
+    ``loops``: whether ``fn`` calls the operator once per member. ``text``: a description for people; no code reads it.
     """
 
     fn: Callable[..., Any]
@@ -119,6 +119,6 @@ class Lowering:
 
 
 def family(target: Any) -> str:
-    """An operator's name without namespace, overload and mark of in-place: ``"linear"``, ``"add"``, ``"getitem"``."""
+    """Return an operator's name without namespace, overload and in-place suffix, such as ``"linear"`` or ``"add"``."""
     name = target._schema.name if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
     return str(name).rpartition("::")[2].rstrip("_")

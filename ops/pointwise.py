@@ -245,7 +245,7 @@ def prelu_stacked(x: Tensor, weight: Tensor, per_member: bool) -> Tensor:
 
 
 def like(site: Site, *, self: Value, **options: Any) -> Call | None:
-    """A tensor of constants in the shape that one member sees: the same for all members."""
+    """Return one constant tensor for all members, in the shape that one member sees."""
     if has_per_member(options):
         return loop(site, {"self": self, **options})
     args, kwargs = in_order(site, {"self": self, **options})
@@ -256,13 +256,13 @@ def like(site: Site, *, self: Value, **options: Any) -> Call | None:
 def on_first_member(
     target: OpOverload, layout: str, members: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """``target`` with member 0's part of the first operand."""
+    """Call ``target`` with member 0's part of the first operand."""
     x, *rest = args
     return target(first_member(x, layout, members), *rest, **kwargs)
 
 
 def first_member(x: Any, layout: str, members: int) -> Tensor:
-    """Member 0's tensor; a view."""
+    """Return member 0's tensor, a view."""
     part: Tensor = x.narrow(1, 0, x.shape[1] // members) if layout == Layout.PACKED.value else x[0]
     return part
 

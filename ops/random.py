@@ -195,7 +195,7 @@ def _slopes(x: Tensor, lower: float, upper: float) -> Tensor:
 
 
 def drawn(target: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """``target(...)``, an operator whose every result is drawn, noted as one draw of the array."""
+    """Call ``target``, an operator whose results are all random, as one draw of the array."""
     source = member_seeds()
     if source is not None and target in FROM_SEEDS:
         return draw(lambda: FROM_SEEDS[target](source, *args, **kwargs))
@@ -224,7 +224,7 @@ def _bernoulli(source: MemberSeeds, like: Tensor, p: float | None = None, **_: A
     return (source.uniform(like.shape, like.dtype) < (like if p is None else p)).to(like.dtype)
 
 
-# What can be drawn from seeds of the members, of sizes that begin with theirs.
+# Operators that can draw from the seeds of the members, with the member dim first.
 FROM_SEEDS: Mapping[Any, Callable[..., Tensor]] = {
     aten.rand.default: _uniform,
     aten.randn.default: _normal,
@@ -236,7 +236,7 @@ FROM_SEEDS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 def elementwise(site: Site, **arguments: Any) -> Call:
-    """Draws of one number for each element of the operands, shared ones repeated for each member."""
+    """Draw one number for each element of the operands; shared operands are repeated for each member."""
     if has_per_member(arguments):
         return loop(site, arguments)
     if "memory_format" in arguments:
@@ -247,7 +247,7 @@ def elementwise(site: Site, **arguments: Any) -> Call:
 
 
 def factory(site: Site, size: Any, **arguments: Any) -> Call:
-    """Draws of a given shape."""
+    """Draw random numbers of a given shape for each member."""
     if has_per_member((size, arguments)):
         return loop(site, {"size": size, **arguments})
     args, kwargs = in_order(site, {"size": [site.members, *size], **arguments})
@@ -333,7 +333,7 @@ _DROPOUTS = frozenset(
 
 
 def seedable(target: Any, arguments: Mapping[str, Any], example: Any) -> bool:
-    """True if an operator with the result ``example`` can draw from the seeds of the members, where they have some."""
+    """True if an operator with the result ``example`` can draw from the seeds of the members, if they have seeds."""
     if target in _DROPOUTS:
         return not isinstance(arguments.get("train"), MemberScalars)
     known = target in FROM_SEEDS or target is aten.rrelu.default

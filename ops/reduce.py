@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def over(site: Site, *, self: Value, dim: Any, **rest: Any) -> Answer:
-    """Reductions with a ``dim`` argument, one or several; none or an empty list means all of a member's."""
+    """Reduce along ``dim``, one or several dims; None or an empty list means all dims of a member."""
     arguments = {"self": self, "dim": dim, **rest}
     if self.layout is Layout.LISTED or has_per_member(arguments):
         return loop(site, arguments)
@@ -48,7 +48,7 @@ _ALONG = {False: along("dim", packed=NEEDS_0_1), True: along("dim", packed=NEEDS
 
 
 def all_dims(site: Site, arguments: dict[str, Any]) -> Call:
-    """A reduction over every dim of a member; a 0-dim member gets one to reduce."""
+    """Reduce all dims of a member; a 0-dim tensor gets a dim of size 1 to reduce."""
     x: Value = arguments["self"]
     stacked = x.to(Layout.STACKED, rank=max(x.rank, 1))
     args, kwargs = in_order(site, {**arguments, "self": stacked, "dim": list(range(1, max(x.rank, 1) + 1))})
@@ -58,14 +58,14 @@ def all_dims(site: Site, arguments: dict[str, Any]) -> Call:
 
 
 def over_dims(site: Site, *, self: Value, dim: Any, keepdim: bool) -> Answer:
-    """``all`` and ``any`` of several dims; of none they reduce nothing, if the list is there and empty."""
+    """``all`` and ``any`` over several dims; unlike for other reductions, an empty list reduces nothing."""
     if dim is not None and not dim:
         return pointwise(site, self=self, dim=dim, keepdim=keepdim)
     return over(site, self=self, dim=dim, keepdim=keepdim)
 
 
 def full(by: OpOverload) -> Rule:
-    """Full reductions without a ``dim``, done by their sibling ``by`` that has one."""
+    """Return the rule of a full reduction without ``dim``, computed by its overload ``by`` with ``dim``."""
 
     def rule(site: Site, *, self: Value, **rest: Any) -> Call | None:
         if self.layout is Layout.LISTED or has_per_member(rest):
@@ -76,7 +76,7 @@ def full(by: OpOverload) -> Rule:
 
 
 def flat(by: OpOverload) -> Rule:
-    """Full reductions whose sibling ``by`` takes a single dim: over the flattened member."""
+    """Return the rule of a full reduction whose overload ``by`` takes a single dim: flatten the member, reduce that."""
 
     def rule(site: Site, *, self: Value, dim: int | None = None, keepdim: bool = False, **rest: Any) -> Answer:
         arguments = {"self": self, "dim": dim, "keepdim": keepdim, **rest}
@@ -91,13 +91,13 @@ def flat(by: OpOverload) -> Rule:
 
 
 def over_flat(target: OpOverload, x: Tensor, options: dict[str, Any]) -> Tensor:
-    """``target`` over all dims of each member of ``x [B, ...]``."""
+    """Call ``target`` on the flattened tensor of each member of ``x [B, ...]``."""
     result: Tensor = target(x.reshape(x.shape[0], -1), 1, **options)
     return result
 
 
 def overloads(*packets: Any) -> Sequence[OpOverload]:
-    """The functional overloads of these operators that take a ``dim`` by number."""
+    """Return the functional overloads of these operators that take ``dim`` as a number."""
     found = []
     for packet in packets:
         for name in packet.overloads():

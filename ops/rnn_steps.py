@@ -43,12 +43,12 @@ _KEPT = {"lstm": 4, "gru": 5, "rnn_tanh": 0, "rnn_relu": 0}
 
 
 def _fused(kind: str, device: torch.device) -> bool:
-    """True where torch has fused kernels of the cell, as on CUDA and ROCm."""
+    """True if torch has fused kernels of the cell for the device, as on CUDA and ROCm."""
     return kind in ("lstm", "gru") and has_device_kernel(f"aten::_thnn_fused_{kind}_cell", device)
 
 
 def _cell(kind: str, fused: bool, sums: Tensor, hidden: Tensor, state: State) -> tuple[State, Tensor]:
-    """The next state of a cell, and what its backward needs; gates as in `torch.nn.LSTM`, `torch.nn.GRU`."""
+    """Return the next state of a cell and the tensor that its backward needs; gates as in torch.nn.LSTM and GRU."""
     h, c = state
     if kind == "lstm":
         assert c is not None
@@ -74,7 +74,7 @@ def _cell(kind: str, fused: bool, sums: Tensor, hidden: Tensor, state: State) ->
 def _cell_backward(
     kind: str, fused: bool, d_h: Tensor, d_c: Tensor | None, before: State, after: State, kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of both sums, of the hidden state beside what goes through its sums, and of the cell state."""
+    """Return the gradients of both sums, of the hidden state (apart from the sums' share), and of the cell state."""
     if kind == "lstm":
         assert d_c is not None
         assert before[1] is not None
@@ -260,7 +260,7 @@ class Steps(torch.autograd.Function):
 
 
 class FirstDerivatives(torch.autograd.Function):
-    """Gradients that cannot be differentiated again: the first ``count`` operands, which the others lead to."""
+    """Return the first ``count`` operands, which are gradients; raise an error if they are differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *operands: Tensor) -> tuple[Tensor, ...]:

@@ -59,13 +59,13 @@ def queries(sizes: Sizes) -> int:
 
 
 def rows_and_matrices(operands: Any) -> tuple[int, list[Shape]]:
-    """The rows of a recurrent layer's input, and the shapes of its matrices."""
+    """Return the number of rows of a recurrent layer's input, and the shapes of its matrices."""
     tensors = _shapes(list(operands.values())) or [()]
     return elements(tensors[0][:-1]), [shape for shape in tensors[1:] if len(shape) == 2]
 
 
 def _shapes(items: Any) -> list[Shape]:
-    """Return the shapes in ``items``: shapes are tuples, lists hold shapes, and other values are no tensors."""
+    """Return the shapes in nested ``items``, in which shapes are tuples and everything but lists is ignored."""
     found: list[Shape] = []
     for item in items:
         if isinstance(item, tuple):
@@ -76,7 +76,7 @@ def _shapes(items: Any) -> list[Shape]:
 
 
 def gates(sizes: Sizes) -> int:
-    """Bytes of the values that the matrices of a recurrent layer give for its input."""
+    """Bytes of the products of a recurrent layer's matrices for all rows of its input."""
     rows, matrices = rows_and_matrices(sizes.operands)
     return rows * sum(shape[0] for shape in matrices) * sizes.width
 

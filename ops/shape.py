@@ -39,22 +39,22 @@ NEEDS_1 = frozenset({1})
 
 
 def normal(dim: int, rank: int) -> int:
-    """``dim`` counted from the front."""
+    """Return ``dim`` as a non-negative number."""
     return dim % max(rank, 1)
 
 
 def shifted(dim: Any, rank: int) -> Any:
-    """A member's dim, or several, as dims of the stacked value."""
+    """Return one or several dims of a member as dims of the stacked value."""
     if isinstance(dim, list | tuple):
         return [normal(d, rank) + 1 for d in dim]
     return normal(dim, rank) + 1
 
 
 def along(*names: str, packed: frozenset[int], extra: int = 0) -> Rule:
-    """Operators that work along the dims in the arguments ``names``, and on whole tensors otherwise.
+    """Return the rule of operators that work along the dims in the arguments ``names``.
 
-    ``packed``: the dims for which a packed value cannot stay packed. ``extra``: how many dims more than the
-    operand has the tensor that they refer to.
+    ``packed``: the dims for which a packed value cannot stay packed. ``extra``: the dims are counted in a tensor that
+    has this many dims more than the operand.
     """
 
     def rule(site: Site, **arguments: Any) -> Call | None:
@@ -73,7 +73,7 @@ def along(*names: str, packed: frozenset[int], extra: int = 0) -> Rule:
 
 
 def same_call(site: Site, arguments: dict[str, Any], layout: Layout) -> Call:
-    """The operator itself on operands brought to ``layout``, with these arguments."""
+    """Return a call of the operator itself with ``arguments``, whose operands are converted to ``layout``."""
     args, kwargs = in_order(site, map_values(arguments, lambda v: v.to(layout)))
     return site.call(site.target, args, layout, layout.value, kwargs)
 
@@ -90,7 +90,7 @@ def equal(a: Any, b: Any) -> bool:
     """True if two sizes are always equal. Sizes that vary are never guarded."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    # sympy comes with it.
+    # Imported here because it imports sympy.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return bool(statically_known_true(a == b))
@@ -179,12 +179,12 @@ def transpose_last(site: Site, *, self: Value) -> Answer:
 
 
 def of_operator(site: Site, target: Any) -> Site:
-    """The same node as a call of ``target``."""
+    """Return the same site with ``target`` as its operator."""
     return Site(target, site.members, site.example)
 
 
 def squeeze(site: Site, *, self: Value) -> Answer:
-    """Only the member's own dims of size 1 go, never the member dim."""
+    """Remove only dims of size 1 of the member's tensor, never the member dim."""
     ones = [k for k, size in enumerate(self.shape) if equal(size, 1)]
     if not ones:
         return (

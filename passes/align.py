@@ -18,7 +18,7 @@ from hfusion.passes.gather import GATHER, PUT, has_variants, rows_of, width
 
 
 def align(graphs: Sequence[fx.Graph], variants: Sequence[int]) -> fx.Graph:
-    """One graph for all members; ``variants[b]`` is the place of member b's graph in ``graphs``.
+    """Return one graph for all members; ``variants[b]`` is the index of member b's graph in ``graphs``.
 
     Where the graphs' scalars differ, ``node.meta["arguments"]`` holds ``(args, kwargs)`` with `MemberScalars` entries.
 
@@ -85,7 +85,7 @@ def _merge(
 
 
 def select(graph: fx.Graph, member: int) -> fx.Graph:
-    """The graph of one member: an aligned graph with the member's own scalars."""
+    """Return the graph of one member: an aligned graph with the member's own scalars."""
     if has_variants(graph):
         graph, member = select_rows(graph, [member]), 0
     result = fx.Graph()
@@ -131,7 +131,7 @@ def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
 
 
 def _result_of(item: Any, env: dict[fx.Node, fx.Node]) -> Any:
-    """A result of the members that are left; a node of each shape where they still give several."""
+    """Return a result of the remaining members: a node, or a list with a node for each shape if shapes differ."""
     if not isinstance(item, list):
         return env[item] if isinstance(item, fx.Node) else item
     found = [env[node] for node in item if node in env]
@@ -188,7 +188,7 @@ def plain(item: Any) -> Any:
 
 
 def same_number(one: Any, other: Any) -> bool:
-    """Whether two are the same, of one type: a NaN is, 0.0 and -0.0 are not."""
+    """Return whether two numbers have the same type and value; NaN equals NaN, and 0.0 differs from -0.0."""
     return type(one) is type(other) and repr(one) == repr(other)
 
 

@@ -35,7 +35,7 @@ class Emitter:
     rows: tuple[int, ...] | None = None
 
     def of_rows(self, rows: tuple[int, ...] | None) -> Emitter:
-        """The same for a node of ``rows``."""
+        """Return an emitter into the same graph for a node that only ``rows`` compute."""
         return replace(self, rows=rows)
 
     def call(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:

@@ -109,7 +109,7 @@ def result(new: fx.Node, layout: Layout, example: Any) -> Result:
 
 
 def operands(arguments: Any) -> Iterator[Operand]:
-    """The operands of a call that are wanted in a layout, in order; a bare value is taken as it is."""
+    """Return the operands of a call that have to be in a certain layout, in order; bare values are not converted."""
     return leaves(arguments, Operand)
 
 

@@ -36,7 +36,7 @@ from hfusion.torch_private.fake_tensors import (
 )
 from hfusion.torch_private.tracer_warnings import silence_tracers
 
-# Of these operators no fake tensor can tell what they give.
+# Errors of operators whose results cannot be inferred with fake tensors.
 _UNTOLD = (
     NotImplementedError,
     UnsupportedFakeTensorException,
@@ -44,7 +44,7 @@ _UNTOLD = (
     DynamicOutputShapeException,
 )
 
-# And these read values without a word, of which a fake tensor has none.
+# Operators that read values without raising an error, although fake tensors have no values.
 _READING = frozenset({torch.ops.aten.tensor_split.tensor_indices_or_sections})
 
 
@@ -140,7 +140,7 @@ def _need(held: bool, node: fx.Node, why: str) -> None:
 
 @contextmanager
 def fakes() -> Iterator[FakeTensorMode]:
-    """Fake tensors, no gradients, no warnings, nothing of the user's: no autocast, the random state as it was."""
+    """Context manager: fake tensors without gradients, tracer warnings and autocast; the random state is restored."""
     with ExitStack() as stack:
         stack.enter_context(draws_kept())
         for kind in {"cpu", *(device.type for device in accelerators())}:
@@ -151,13 +151,13 @@ def fakes() -> Iterator[FakeTensorMode]:
 
 
 def _inputs(graph: fx.Graph, members: int) -> list[Any]:
-    """Fake tensors as an array's graph takes them."""
+    """Return fake inputs of an array's graph, in the layouts of its placeholders."""
     nodes = graph.find_nodes(op="placeholder")
     return [_like(node.meta.get("example"), node.meta["layout"], width(node, members)) for node in nodes]
 
 
 def _like(example: Any, layout: Layout, members: int) -> Any:
-    """The fake value of the array of which a member sees ``example``."""
+    """Return the array's fake value in ``layout`` for ``example``, the value that one member sees."""
     if isinstance(example, list | tuple):
         return [_like(part, layout, members) for part in example]
     if not isinstance(example, Tensor):
@@ -177,7 +177,7 @@ def _shape(example: Tensor, layout: Layout, members: int) -> tuple[int, ...]:
 
 
 def _number(number: Any) -> Any:
-    """A number that varies as it was at capture."""
+    """Return ``number``; if it is symbolic, its value at capture, or 1 if that is not known."""
     known = hint(number) if isinstance(number, torch.SymInt) else number
     return 1 if known is None else known
 

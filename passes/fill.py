@@ -108,7 +108,7 @@ def _of_row(nest: Any, row: int, env: Mapping[fx.Node, fx.Node]) -> Any:
 
 
 def _merged(every: Any, nests: Sequence[Any], env: Mapping[fx.Node, fx.Node]) -> Any:
-    """The members' nests as one, with `MemberScalars` where they differ, or where ``every`` has them."""
+    """Merge the members' ``nests``, with `MemberScalars` where they differ, or where ``every`` has them."""
     if isinstance(every, MemberScalars):
         return MemberScalars(tuple(nests))
     if isinstance(every, fx.Node):
@@ -122,7 +122,7 @@ def _merged(every: Any, nests: Sequence[Any], env: Mapping[fx.Node, fx.Node]) ->
 
 
 class _Places:
-    """The changes of one member, and which of them were met."""
+    """The changes of one member, and which of them were found in the graph."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
@@ -149,7 +149,7 @@ class _Places:
         return result
 
     def check(self) -> None:
-        """Raise Unexplained for a number of an operator that is in the graph, and does not hold it."""
+        """Raise Unexplained if an operator of the graph does not hold the old value of a number to change."""
         for call, paths in self._changes.items():
             for path in paths:
                 # An operator without nodes had a result that is not used.

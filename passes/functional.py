@@ -150,7 +150,7 @@ def _placeholder(state: Rewriting, node: fx.Node) -> fx.Node:
 
 
 def _functional_call(state: Rewriting, node: fx.Node) -> fx.Node:
-    """The value that the write leaves in the tensor."""
+    """Emit the functional form of a write; return the value that the tensor has after it."""
     target = _functional_target(node)
     args = fx.map_arg(node.args, lambda n: state.current[n])
     kwargs = fx.map_arg(node.kwargs, lambda n: state.current[n])
@@ -166,13 +166,13 @@ def _functional_call(state: Rewriting, node: fx.Node) -> fx.Node:
     if value.meta["val"].dtype == example.dtype:
         return value
     cast = emit(state, node, aten.to.dtype, (value, example.dtype), {})
-    # Comparisons and the like give bools, where gradients end.
+    # Operators such as comparisons return bools, through which no gradient flows.
     ends = not (value.meta["val"].is_floating_point() or value.meta["val"].is_complex())
     return _with_gradient_of(state, node, written, cast) if ends and _hides_whole(state, node) else cast
 
 
 def _copy(state: Rewriting, node: fx.Node, written: fx.Node, source: fx.Node) -> fx.Node:
-    """``source`` as ``written`` is, in memory of its own; written out, because ``aten.copy`` has no derivative."""
+    """Copy ``source`` to the shape, dtype and device of ``written``, without ``aten.copy``, which has no derivative."""
     here, there = written.meta["val"], source.meta["val"]
     if (here.dtype, here.device) != (there.dtype, there.device):
         source = emit(state, node, aten._to_copy.default, (source,), {"dtype": here.dtype, "device": here.device})
@@ -190,7 +190,7 @@ def _hides_whole(state: Rewriting, write: fx.Node) -> bool:
 
 
 def _with_gradient_of(state: Rewriting, node: fx.Node, written: fx.Node, value: fx.Node) -> fx.Node:
-    """``value``; ``written`` has a gradient of zeros then, as autograd gives it, and a parameter before it its step."""
+    """Return ``value``, connected to ``written``, whose gradient is then zeros as in autograd instead of None."""
     always = emit(state, node, aten.ones.default, ([],), {"dtype": torch.bool, "device": value.meta["val"].device})
     return emit(state, node, aten.where.self, (always, value, written), {})
 

@@ -50,7 +50,7 @@ class Watched:
 
 @dataclass(frozen=True, eq=False)
 class _OwnCall:
-    """One `OPAQUE` node by its parts; ``results`` by position, as far as they are used."""
+    """One `OPAQUE` node by its parts; ``results``: those that are used, by position."""
 
     node: fx.Node
     inputs: Sequence[fx.Node]
@@ -246,7 +246,7 @@ def _matters(
 
 
 def _apart(call: _OwnCall, memory: _Memory, writes: Sequence[_Write]) -> list[int]:
-    """The pairs of a result and a source that share no memory, as far as seen, and must not."""
+    """Return the pairs of a result and a source that were not seen to share memory, and must not share any."""
     found: list[int] = []
     around: set[fx.Node] = set()
     for result in call.results.values():

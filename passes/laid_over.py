@@ -1,4 +1,4 @@
-"""Calls of several graphs laid over one another: those that are alike side by side, in an order right for each."""
+"""Align the calls of several graphs: matching calls share an entry, and the order of every graph is kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Operands = dict[int, Any]
 def woven(
     found: list[tuple[Any, Operands]], number: int, calls: list[tuple[Any, fx.Node]]
 ) -> list[tuple[Any, Operands]]:
-    """The entries ``found`` with the calls of one more graph, in the order of both."""
+    """Return the entries ``found`` merged with the ``calls`` of graph ``number``, keeping the order of both."""
     matcher = SequenceMatcher(None, [s for s, _ in found], [s for s, _ in calls], autojunk=False)
     result: list[tuple[Any, Operands]] = []
     for kind, start, stop, first, last in matcher.get_opcodes():
@@ -33,7 +33,7 @@ def woven(
 
 
 def signature(node: fx.Node, slots: Mapping[fx.Node, Slot]) -> Any:
-    """Equal for calls that one call of all their members can compute: hashable."""
+    """Return a hashable key that is equal for calls which a single call for all their members can compute."""
     args, kwargs = node.meta.get("arguments", (node.args, node.kwargs))
     if isinstance(node.target, OpOverload):
         args, kwargs = (), by_name(node.target, args, kwargs)

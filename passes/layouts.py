@@ -24,8 +24,8 @@ from hfusion.passes.candidates import candidates, conversion, operands, reached,
 # States kept from one operator to the next. Exact for what residual and branching networks have alive.
 WIDTH = 32
 
-# What computing in common counts for each second that it takes: values of variants are copied side by side, into memory
-# that is cold, of which estimates know nothing.
+# Factor on the estimated cost of a common graph: it copies values of variants side by side into cold memory, which the
+# estimates do not include.
 COMMON = 1.1
 
 
@@ -54,17 +54,17 @@ class Pricing(Protocol):
     """Prices of calls and conversions, backward included."""
 
     def calls(self, node: fx.Node, calls: Sequence[Call]) -> Sequence[Price]:
-        """``calls``, the candidates of the member's ``node``; their operands are the member's nodes in layouts."""
+        """Return the price of each of ``calls``, the candidates of a member's ``node``; operands are member nodes."""
 
     def move(self, value: Value, convert: Conversion) -> float:
-        """Seconds for bringing ``value`` to another layout by ``convert``."""
+        """Return the seconds to convert ``value`` to another layout by ``convert``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A value that is still used: its layout, and those of which there is a converted one.
+    """A value that is still used: its layout, and the layouts that it was already converted to.
 
-    Equal ones are one object (`held`): states are compared more often than anything else here.
+    Equal instances are one object, made by `held`: states are compared more often than anything else here.
     """
 
     layout: Layout
@@ -78,7 +78,7 @@ def held(layout: Layout, made: frozenset[Layout] = frozenset()) -> Held:
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """The cheapest way to a state: its cost, its last decision, and the way before that."""
+    """The cheapest way to reach a state: its cost, its last decision, and the path before that decision."""
 
     cost: float
     decision: tuple[fx.Node, Choice] | None = None
@@ -94,7 +94,7 @@ class Option:
     needs: tuple[tuple[fx.Node, Layout, float], ...]
 
 
-# Of the values that are alive, in one order that all states share.
+# One entry for each value that is alive, in the same order in all states.
 State: TypeAlias = tuple[Held, ...]
 
 
@@ -106,7 +106,7 @@ def choose(
     price: Pricing,
     width: int = WIDTH,
 ) -> dict[fx.Node, Choice]:
-    """A choice for every call of a member's ``graph`` whose placeholders have ``layouts``, of least cost in sum.
+    """Return the cheapest choices for all calls of a member's ``graph`` whose placeholders have ``layouts``.
 
     Raises FusionError where no array can compute a node, whatever is chosen before it.
     """
@@ -174,7 +174,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _narrowed(states: Mapping[State, Path], keep: Sequence[int]) -> dict[State, Path]:
-    """The states without the values that are used no more; the cheapest of those that are alike without them."""
+    """Drop values that are no longer used; of states that become equal, keep the cheapest."""
     found: dict[State, Path] = {}
     for state, path in states.items():
         less = tuple([state[k] for k in keep])
@@ -190,7 +190,7 @@ def _cheapest(states: dict[State, Path], width: int) -> dict[State, Path]:
 
 
 class _Asked:
-    """The options of one node for layouts of its operands, each combination computed once."""
+    """The options of one node, computed once for each combination of its operands' layouts."""
 
     def __init__(self, node: fx.Node, members: int, rules: RuleTable, price: Pricing) -> None:
         self.node = node
@@ -231,7 +231,7 @@ class _Asked:
 
 
 def _advance(node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Path], asked: _Asked) -> dict[State, Path]:
-    """The states after ``node``, whose own value comes last."""
+    """Return the states after ``node``; the last entry of each is the value of ``node``."""
     place = {value: k for k, value in enumerate(alive)}
     inputs = [place[source] for source in asked.inputs]
     found: dict[State, Path] = {}
@@ -255,7 +255,7 @@ def _advance(node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Pat
 def _converted(
     state: State, place: Mapping[fx.Node, int], needs: Sequence[tuple[fx.Node, Layout, float]]
 ) -> tuple[State, float]:
-    """Return the state after the conversions that it lacks, and their cost."""
+    """Return the state after the conversions in ``needs``, and the cost of those that were not made before."""
     cost, after = 0.0, list(state)
     for node, layout, seconds in needs:
         there = after[place[node]]
@@ -266,7 +266,7 @@ def _converted(
 
 
 def _finished(node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Path], price: Pricing) -> list[Path]:
-    """The whole ways: outputs are stacked."""
+    """Return the complete paths, with the cost of converting outputs to the stacked layout."""
     place = {value: k for k, value in enumerate(alive)}
     found = []
     for state, path in states.items():

@@ -62,8 +62,8 @@ def merge(
     """Merge the graphs of several variants.
 
     Args:
-        shapes: the shape ``[*T]`` of a row of each stack that members' own tensors do not all fill.
-        inputs: the members of each input that holds the rows of some only.
+        shapes: the shape ``[*T]`` of a row, for each stack in which some member's own tensor is smaller than its row.
+        inputs: the members whose rows an input holds, for each input that does not hold all.
 
     Raises:
         FusionError: a graph holds what cannot run for some members only, or the results differ in kind.
@@ -83,9 +83,10 @@ def merge(
 
 
 def _partial(variants: Sequence[VariantGraph]) -> frozenset[str]:
-    """The parameters with which the members of some variants do not compute, as they have none of the name.
+    """Return the parameters that the outputs of some variants depend on and that the other variants do not have.
 
-    Raises a FusionError where they have: alone, such a parameter has no gradient, and is not decayed.
+    Raises FusionError if another variant has such a parameter and does not use it: in that model alone, the parameter
+    has no gradient, and is not decayed.
     """
     used = [_trained(variant) for variant in variants]
     every = frozenset().union(*used)
@@ -101,7 +102,7 @@ def _partial(variants: Sequence[VariantGraph]) -> frozenset[str]:
 
 
 def _trained(variant: VariantGraph) -> frozenset[str]:
-    """The parameters from which a way leads to the outputs on which gradients come back."""
+    """Return the parameters that outputs depend on, except through `detach`, which stops gradients."""
     reached: set[fx.Node] = set()
     for node in reversed(variant.graph.nodes):
         if node.op == "output" or (node in reached and node.target is not aten.detach.default):
@@ -144,7 +145,7 @@ class _Merge:
         return Merged(self.graph, self.graph, tuple(self.slots), common, partial)
 
     def _placeholders(self) -> None:
-        """One for each tensor of any member; the inputs last."""
+        """Create one placeholder for each tensor that some member has, with the inputs last."""
         for variant in self.variants:
             pairs = zip(variant.graph.find_nodes(op="placeholder"), variant.slots, strict=True)
             self.slot_of.append(dict(pairs))
@@ -166,12 +167,12 @@ class _Merge:
         return name if name not in used else f"{name}_{len(used)}"
 
     def _one_by_one(self) -> list[Operands]:
-        """The calls of each graph after those of the one before."""
+        """Return the calls of all graphs, one graph after the other."""
         graphs = enumerate(variant.graph for variant in self.variants)
         return [{number: node} for number, graph in graphs for node in graph.nodes if node.op == "call_function"]
 
     def _laid_over(self) -> list[Operands]:
-        """The calls of all graphs in an order that is right for each; of one entry those that are alike."""
+        """Return the calls of all graphs in an order that is valid for each; matching calls share an entry."""
         rows = [
             [(signature(node, slots), node) for node in variant.graph.nodes if node.op == "call_function"]
             for variant, slots in zip(self.variants, self.slot_of, strict=True)
@@ -182,7 +183,7 @@ class _Merge:
         return [entry for _, entry in found]
 
     def _alike_sources(self, entry: Operands) -> list[Operands]:
-        """``entry`` divided by the sources of operands that are no tensors, which cannot be gathered."""
+        """Divide ``entry`` by the sources of operands that are not tensors, since these cannot be gathered."""
         parts: dict[Any, Operands] = {}
         for number, node in entry.items():
             sources = [self.env[number][n] for n in node.all_input_nodes if not isinstance(n.meta.get("val"), Tensor)]
@@ -190,11 +191,11 @@ class _Merge:
         return list(parts.values())
 
     def _emit(self, part: Operands) -> None:
-        """One call of the members of the variants in ``part``, which gives the node of each."""
+        """Emit one call that computes the nodes in ``part`` for the members of their variants."""
         number, first = next(iter(part.items()))
         rows = tuple(sorted(member for n in part for member in self.variants[n].members))
         if first.target is operator.getitem:
-            # As wide as what it takes a part of.
+            # An item has the members of the value that it is taken from.
             source = self.env[number][first.args[0]]
             new = self.graph.call_function(operator.getitem, (source, first.args[1]))
             self._finish(new, part, source.meta.get("rows", self.members))
@@ -221,13 +222,13 @@ class _Merge:
         self._forget(written)
 
     def _written(self, part: Operands, rows: tuple[int, ...]) -> list[fx.Node]:
-        """The stacks that a call writes to, and of which it has some rows or a part of each only."""
+        """Return the stacks that a call writes to through copies of some rows, or of a part of each row."""
         number, first = next(iter(part.items()))
         stacks = [(self.slot_of[number].get(node), self.env[number][node]) for node in written_inputs(first)]
         return [s for slot, s in stacks if slot is None or rows != self.members or slot.name in self.shapes]
 
     def _forget(self, written: Sequence[fx.Node]) -> None:
-        """Take written rows again where they are read next."""
+        """Forget gathered rows of the ``written`` stacks, so that later reads gather them again."""
         self.gathered = {key: node for key, node in self.gathered.items() if not set(key[0]) & set(written)}
 
     def _finish(self, new: fx.Node, part: Operands, rows: tuple[int, ...]) -> None:
@@ -239,7 +240,7 @@ class _Merge:
             self.env[number][node] = new
 
     def _arguments(self, part: Operands, rows: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        """The arguments of the call, positional and by name; both again where scalars differ between members."""
+        """Return args and kwargs of the call, and both with `MemberScalars` (None if no scalar differs)."""
         first = next(iter(part.values()))
         nests = {number: node.meta.get("arguments", (node.args, node.kwargs)) for number, node in part.items()}
         if not isinstance(first.target, OpOverload):

@@ -22,7 +22,7 @@ def keep_old_values(graph: fx.Graph, writable: frozenset[str], parameters: froze
         writes = [user for user in node.users if _changes(user, node)]
         if not writes:
             continue
-        # What members' own code left in the buffer is read by these.
+        # These nodes read the values that members' own code has written into the buffer.
         again = [user for user in node.users if user.target is aten.alias.default]
         kept = {*writes, *again, *(user for user in node.users if user.target in RUNNING_STATISTICS)}
         for source in (node, *again):
@@ -51,7 +51,7 @@ def _keep_old_value(
 
 
 def _read_copy(graph: fx.Graph, buffer: fx.Node, kept: set[fx.Node]) -> None:
-    """Let all but ``kept`` use a copy of ``buffer``."""
+    """Make all users of ``buffer`` except those in ``kept`` use a copy of it."""
     with graph.inserting_after(buffer):
         old = graph.call_function(aten.clone.default, (buffer,))
     old.meta["val"] = buffer.meta["val"]

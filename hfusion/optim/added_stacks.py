@@ -1,7 +1,7 @@
 """The parameters of a fused optimizer after members of other structures have joined its array or left it.
 
-Such members bring stacks that the array did not have, and take away those that nobody else has. A stack that was added
-knows its number in this process, and an optimizer the number up to which it was told.
+Such members add stacks that the array did not have; when they leave, stacks that no other member has are removed.
+Added stacks are numbered within the process, and an optimizer stores the latest number that it was told of.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_told(optimizer: FusedOptimizer) -> None:
-    """Raise a ValueError if the array has got parameters of which the optimizer was not told."""
+    """Raise ValueError if the array has gained parameters that the optimizer was not told of."""
     if latest_addition() == optimizer.additions:
         return
     added = _added(optimizer)
@@ -33,13 +33,13 @@ def check_told(optimizer: FusedOptimizer) -> None:
 
 
 def stacks_to_take(optimizer: FusedOptimizer, groups: Mapping[int, Sequence[Tensor]] | None) -> dict[int, list[Tensor]]:
-    """Return the stacks that each param group is to hold in addition, by its number.
+    """Return the stacks to add to each param group, by the number of the group.
 
     Args:
-        groups: what the user wants; None: all that were added, if there is one group, and it holds all others.
+        groups: the user's choice. By default the only group takes all added stacks; it must hold all other parameters.
 
     Raises:
-        ValueError: a group that there is not, or other parameters; or it is not clear which group they belong to.
+        ValueError: a group does not exist, a parameter was not added, or it is ambiguous which group takes them.
     """
     count = len(optimizer.param_groups)
     for number, group in enumerate(optimizer.param_groups):
@@ -80,7 +80,7 @@ def stacks_to_take(optimizer: FusedOptimizer, groups: Mapping[int, Sequence[Tens
 
 
 def take_stacks(optimizer: FusedOptimizer, chosen: Mapping[int, Sequence[Tensor]]) -> None:
-    """Let the param groups hold ``chosen`` stacks in addition, in the array's order, and none that no member has."""
+    """Add the ``chosen`` stacks to the param groups, in the array's order, and remove stacks that no member has."""
     optimizer.additions = latest_addition()
     changed = False
     for number, group in enumerate(optimizer.param_groups):
@@ -100,14 +100,14 @@ def take_stacks(optimizer: FusedOptimizer, chosen: Mapping[int, Sequence[Tensor]
 
 
 def _added(optimizer: FusedOptimizer) -> list[Tensor]:
-    """The stacks of the optimizer's array that it was not told of."""
+    """Return the stacks of the optimizer's array that the optimizer was not told of."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     stacks = _array_of(optimizer).parameters()
     return [p for p in stacks if id(p) not in held and added_after(p, optimizer.additions)]
 
 
 def _array_of(optimizer: FusedOptimizer) -> nn.Module:
-    """The fused module whose parameters the optimizer holds; an empty one if it is gone."""
+    """Return the fused module whose parameters the optimizer holds, or an empty module if it no longer exists."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return next((a for a in arrays if any(id(param) in held for param in a.parameters())), nn.Module())
 

@@ -65,16 +65,16 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
         if isinstance(params, Module):
-            # A fused module may be iterated over: torch's own error would speak of the members.
+            # A fused module can be iterated over, so torch's own error message would be about the members.
             raise TypeError(f"params is a {type(params).__name__}: give its parameters, fused.parameters()")
         self._known: dict[int, tuple[Settings, Groups | None]] = {}
         self._released: dict[tuple[int, ...], Groups] = {}
         self._cache: StepCache | None = None
-        # None before the first step; in words why there is none.
+        # None before the first step; a string says why steps cannot be recorded.
         self._recording: RecordedUpdates | str | None = None
         self.begun: list[dict[str, float | None]] = []
         self._held: Tensor | None = None
-        # The stacks of arrays that were added up to here are known, see `added_stacks`.
+        # The number of the latest added stack that this optimizer was told of, see `added_stacks`.
         self.additions = latest_addition()
         spare_dynamo()
         super().__init__(params, {master_weights.OPTION: False, **defaults})
@@ -159,20 +159,20 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return loss
 
     def _work(self) -> Work:
-        """The groups of this step with their gradients; whatever may fail has been checked, and nothing is written."""
+        """Return the groups of this step with their gradients. Everything that may fail is done before any update."""
         check_told(self)
         work = self._cache.work(self.param_groups, self.state) if self._cache is not None else None
         if work is None:
             coupling.check_caller(self)
             before = [groups for _, groups in self._known.values()]
             work = [part for index, group in enumerate(self.param_groups) for part in self._prepare(index, group)]
-            # Not at the first step of its kind: shards come and go.
+            # Cache only if the groups are the same as in the last step, since shards come and go.
             again = same_objects(before, [groups for _, groups in self._known.values()])
             self._cache = self._remembered() if again else None
         return work
 
     def _unscaled(self, found_inf: Tensor) -> Resting:
-        """Do what a GradScaler left to do: divide the gradients by its scale, and find who must not step."""
+        """Divide the gradients by the scale of a GradScaler, if it has not, and return which members must not step."""
         active = self._active()
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
@@ -195,7 +195,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     @property
     def launches(self) -> str:
-        """How steps are launched on an accelerator, and why they are not recorded; empty on a CPU."""
+        """Description of how steps are launched on an accelerator, or why they are not recorded; empty on a CPU."""
         return self._recording.how if isinstance(self._recording, RecordedUpdates) else self._recording or ""
 
     def initialise(self) -> None:
@@ -210,7 +210,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         """As in torch, with hyper-parameters as float64 tensors ``[B]``, which ``weights_only`` accepts."""
         found = super().state_dict()
         groups = [{key: plain(value) for key, value in group.items()} for group in found["param_groups"]]
-        # A copy: what a user keeps does not count on.
+        # Copied, because later steps increment the counts in place.
         state = {
             key: {name: value.clone() if name in self.numbers else value for name, value in entry.items()}
             for key, entry in found["state"].items()
@@ -250,7 +250,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     def forget(self, counts: bool = False) -> None:
         """Drop references to tensors that have moved; the next step reads their new addresses.
 
-        ``counts``: the counts of steps move, too, which kernels hold by their addresses.
+        ``counts``: whether the step counts, which kernels hold by address, have moved, too.
         """
         self._cache = None
         if isinstance(self._recording, RecordedUpdates):
@@ -277,7 +277,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._held = None
         self.additions = latest_addition()
         master_weights.complete(self.param_groups)
-        # A copy of a Parameter has lost its mark.
+        # A copy of a Parameter has no `Membership`.
         for group, memberships in zip(self.param_groups, marks, strict=False):
             for param, found in zip(group["params"], memberships, strict=True):
                 if membership(param) is None:
@@ -286,7 +286,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             self._settings(group)
 
     def _settings(self, group: ParamGroup, known: Settings | None = None) -> Settings:
-        """The checked values of ``group``; ``known`` itself if they are still the same."""
+        """Return the checked settings of ``group``, or ``known`` if its values have not changed."""
         members = membership_of(group["params"][0]).members
         if (
             known
@@ -338,7 +338,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
                 )
 
     def _prepare(self, index: int, group: ParamGroup) -> Work:
-        """Everything of a step that may fail, before anything is written: groups with their gradients."""
+        """Do everything in a step that may fail, before any update; return groups with their gradients."""
         before, groups = self._known.get(index, (None, None))
         settings = self._settings(group, before)
         grads = [grad for param in group["params"] if (grad := param.grad) is not None]
@@ -359,7 +359,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return [(settings, part, own) for part, own in groups.with_gradients(grads)]
 
     def _groups(self, active: Sequence[Tensor], state: Sequence[State | None], settings: Settings) -> Groups:
-        """Those of parameters that were there before and have moved, or new ones."""
+        """Return the released groups of these parameters, at their new addresses, or create groups."""
         found = self._released.pop(tuple(map(id, active)), None)
         if found is not None and found.move(active, state, settings.names):
             return found
@@ -369,7 +369,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return Groups(type(self), active, made, settings)
 
     def _remembered(self) -> StepCache | None:
-        """What the preparation of this step found, if the next one may start from there."""
+        """Return a `StepCache` of this step's preparation, or None if the next step must prepare again."""
         groups = self.param_groups
         known = [(settings, parts) for settings, parts in map(self._known.__getitem__, range(len(groups))) if parts]
         keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.options, master_weights.OPTION]))
@@ -387,7 +387,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
 
 def _torch_ways(kind: type[Optimizer] | None) -> tuple[ParamGroup, bool]:
-    """Torch's own options of a param group, at the installed version's defaults; whether it makes state at once."""
+    """Return a param group with the defaults of the installed torch, and whether its constructor creates state."""
     if kind is None:
         return {}, False
     example = kind([torch.zeros(1, 1, device="cpu")])  # type: ignore[call-arg]
@@ -395,5 +395,5 @@ def _torch_ways(kind: type[Optimizer] | None) -> tuple[ParamGroup, bool]:
 
 
 def _observed(optimizer: Optimizer) -> bool:
-    """Whether a profiler or a hook wants to know of a step."""
+    """Return whether a profiler or a hook observes the steps of ``optimizer``."""
     return is_profiling() or coupling.has_hooks(optimizer)

@@ -1,4 +1,4 @@
-"""What the kernels take for granted of the tensors they read and write as they lie in memory."""
+"""Checks of the properties that kernels assume of the tensors whose memory they read and write."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def check_state(
     stacks: Mapping[str, torch.dtype],
     numbers: Iterable[str],
 ) -> None:
-    """FusionError unless the stacks of ``param`` are of its shape and device, and there is a number per member.
+    """Raise FusionError unless the state of ``param`` fits its shape, its device and the number of members.
 
-    ``stacks``: the names of those in its state ``entry``, and the dtype that each must have. ``numbers``: of what is
-    one number per member.
+    ``stacks``: the dtype that each stack in its state ``entry`` must have, by name. ``numbers``: the names of state
+    that is one number per member.
     """
     for name, dtype in stacks.items():
         stack = entry[name]
@@ -80,7 +80,7 @@ def check_state(
 
 
 def check_gradient(param: Tensor, found: Membership, grad: Tensor) -> None:
-    """RuntimeError for a gradient that ``param`` cannot have, or that is sparse; FusionError if it has no memory."""
+    """Raise RuntimeError for a sparse gradient or one that does not fit ``param``, FusionError if it has no memory."""
     if grad.layout is not torch.strided:
         raise RuntimeError(f"the gradient of {found.name!r} is sparse ({grad.layout}): hf.optim needs dense ones")
     if grad.shape != param.shape:
@@ -106,7 +106,7 @@ def _text(tensor: Tensor) -> str:
 
 
 def check_padding(found: Membership, formula: Formula) -> None:
-    """Raise a ValueError where a member's own part of a tensor may be smaller, and a step depends on all of it."""
+    """Raise ValueError if members may fill only a part of their row, and a step depends on the whole row."""
     if found.padded and not formula.elementwise:
         raise ValueError(
             f"parameter {found.name!r} has zeros beside what a member trains, as its rank may be smaller, and a step "

@@ -104,7 +104,7 @@ def grad_norms(grad: Tensor, members: int, norm_type: float = 2.0) -> Tensor:
 
 
 def _norms_there(grad: Tensor, members: int, norm_type: float) -> Tensor:
-    """As ``grad_norms``; the zeros in the row of a member that has no gradient do not count, whatever the order."""
+    """Like `grad_norms`, but zero rows of members without a gradient do not count in norms of negative order either."""
     norms, absent = grad_norms(grad, members, norm_type), absent_rows(grad)
     return norms if absent is None or norm_type >= 0 else norms.masked_fill(absent.to(norms.device), math.inf)
 
@@ -117,9 +117,9 @@ def total_norm(norms: Tensor | Sequence[Tensor], norm_type: float = 2.0) -> Tens
 
 
 def clip_factors(norms: Tensor, limits: Tensor) -> Tensor:
-    """What to multiply the members' gradients by, ``[B]``, so that ``norms`` come under ``limits``.
+    """Return the factors ``[B]`` by which to multiply the members' gradients, so that ``norms`` are within ``limits``.
 
-    It is rounded where torch rounds, which multiplies by a reciprocal, with a limit that half precision does not round.
+    Rounds in the same places as torch: multiplies by a reciprocal, with limits in float32 if norms have half precision.
     """
     arithmetic = torch.promote_types(norms.dtype, torch.float32)
     factors = (norms + 1e-6).reciprocal() * sent(limits.to(arithmetic), norms.device)

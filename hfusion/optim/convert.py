@@ -115,7 +115,7 @@ def _fused_class(optimizers: list[Optimizer], into: type[FusedOptimizer] | None)
 
 
 def _torch_classes(cls: type[FusedOptimizer] = FusedOptimizer) -> Iterator[type[FusedOptimizer]]:
-    """The classes that say themselves which of torch's they are for all members, in the order of their definition."""
+    """Yield the subclasses that define their own ``torch_class``, in the order of their definition."""
     for each in cls.__subclasses__():
         if vars(each).get("torch_class") is not None:
             yield each
@@ -144,7 +144,7 @@ def _counterpart(member: int, optimizer: Optimizer) -> type[FusedOptimizer]:
 def _aligned_keys(
     optimizers: list[Optimizer], fused: FusedArray, params: dict[str, torch.nn.Parameter]
 ) -> list[list[str]]:
-    """The keys of the parameters in each param group; FusionError if the members' groups differ."""
+    """Return the keys of the parameters in each param group. Raises FusionError if the members' groups differ."""
     keys = [
         [
             [_key(fused, params, (member, index, place), param) for place, param in enumerate(group["params"])]

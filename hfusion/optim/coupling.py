@@ -1,7 +1,7 @@
-"""Optimizers of others over an array: which of them keep the members apart, and a refusal of those that do not.
+"""Checks of optimizers from outside hf.optim over an array: refuse those that couple the members.
 
-An optimizer that treats every element of a tensor by itself trains a stack as it trains its members. One that computes
-with several elements, such as a norm of the tensor, takes the members for parts of one model.
+An optimizer that updates every element of a tensor independently trains a stack as it trains its members. One that
+computes with several elements, such as a norm of the tensor, mixes the members as if they were parts of one model.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def check(optimizer: Any) -> None:
 
 
 def _check_frozen(optimizer: Optimizer) -> None:
-    """FusionError where some members do not train a parameter, which an optimizer of torch would decay and move."""
+    """Raise FusionError if some members do not train a parameter: torch's optimizers would still change their rows."""
     if not any_absent() or getattr(optimizer, "leaves_rows_alone", False):
         return
     for param in _params(optimizer):
@@ -115,19 +115,19 @@ def warn(text: str) -> None:
 
 
 def watch(array: nn.Module | None = None) -> None:
-    """From now on look at what meets the parameters of arrays: optimizers, and torch's norm of gradients."""
+    """Install the hooks that check uses of arrays' parameters by optimizers and by torch's norms of gradients."""
     if array is not None:
         arrays.add(array)
     _hook()
 
 
 def hooks() -> int:
-    """How many hooks of torch's optimizers are ours."""
+    """Return the number of global optimizer hooks of torch that this module has registered."""
     return _hook.cache_info().currsize
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Return whether hooks run at the steps of ``optimizer``, other than ours."""
+    """Return whether step hooks run for ``optimizer`` other than those of this module."""
     return has_step_hooks(optimizer) or count_global_step_hooks() > hooks()
 
 

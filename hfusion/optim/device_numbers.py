@@ -9,28 +9,28 @@ from hfusion.device.backend import backend
 
 
 class DeviceNumbers:
-    """Numbers of the host on ``device`` in ``dtype``, in the same memory as long as their shape stays.
+    """A copy of host numbers on ``device`` in ``dtype``, in the same memory as long as their shape stays the same.
 
-    So launches that are recorded read at each replay what was told last.
+    Recorded launches therefore read the latest numbers at each replay.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
         self._there: Tensor | None = None
-        # What was told last. Who lets the device write to it writes the same here.
+        # The numbers last passed to `tell`. If a kernel updates the device copy, its caller updates these accordingly.
         self.known: Tensor | None = None
 
     def tell(self, numbers: Tensor) -> Tensor:
-        """Let the device know ``numbers``, if it does not; where they lie there."""
+        """Copy ``numbers`` to the device if they differ from `known`; return the device tensor."""
         known, self.known = self.known, numbers
         there = self._there
-        # By their bits, as -0.0 == 0.0.
+        # Compare bits, because -0.0 == 0.0.
         if there is not None and known is not None and _same_bits(known, numbers):
             return there
         return self.write(numbers)
 
     def write(self, numbers: Tensor) -> Tensor:
-        """Write ``numbers`` there, whatever the device knows."""
+        """Copy ``numbers`` to the device unconditionally; return the device tensor."""
         there = self._there
         if there is None or there.shape != numbers.shape:
             there = self._there = torch.empty(numbers.shape, dtype=self._dtype, device=self._device)
@@ -40,7 +40,7 @@ class DeviceNumbers:
 
 
 def sent(numbers: Tensor, device: torch.device) -> Tensor:
-    """``numbers`` on ``device``; Python waits for no copy."""
+    """Return ``numbers`` on ``device``; a copy from the host does not block Python."""
     return _pinned(numbers, device).to(device, non_blocking=True) if numbers.is_cpu else numbers.to(device)
 
 
@@ -49,5 +49,5 @@ def _same_bits(these: Tensor, those: Tensor) -> bool:
 
 
 def _pinned(numbers: Tensor, device: torch.device) -> Tensor:
-    # torch gives pinned memory to nobody else until the copies from it are done.
+    # torch does not reuse pinned memory before the copies from it are done.
     return numbers.pin_memory() if backend(device).pins else numbers

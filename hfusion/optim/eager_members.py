@@ -1,8 +1,8 @@
-"""The members' own optimizers of torch, on rows of the stacks.
+"""Run torch's own optimizer classes on rows of the stacks.
 
-torch rounds after every operation to the dtype of a parameter. So that arrays of half precision and of complex numbers
-get the same bits as their members alone, each run of neighbouring members with equal hyper-parameters and step counts
-goes through a step of torch's class, with all their tensors together.
+torch rounds to the dtype of the parameter after every operation. To give members of half-precision and complex arrays
+the same bits as when trained alone, torch's class steps each run of neighbouring members with equal hyper-parameters
+and step counts, all their tensors together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hfusion.optim.settings import Settings
 
 
 class AloneStepper:
-    """As `hfusion.optim.stacked.StackedStepper`."""
+    """Steps by torch's own class; the arguments are those of `hfusion.optim.stacked.StackedStepper`."""
 
     contiguous = False
 
@@ -45,15 +45,15 @@ class AloneStepper:
         self.move(stacks)
 
     def release(self) -> None:
-        """Let go of the tensors, until ``move``."""
+        """Drop the references to tensors, until `move` is called."""
         self._places: list[tuple[Tensor, ...]] = []
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """The same stacks lie elsewhere now."""
+        """Continue with ``stacks``: the same tensors at other addresses."""
         self._places = list(zip(*stacks, strict=True))
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Count a step and make it. ``grads``: as the parameters."""
+        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
         batches: dict[tuple[int, int], list[int]] = {}
         for index in range(len(self._places)):
             for run in self._runs(index, settings):
@@ -63,7 +63,7 @@ class AloneStepper:
                 self._update(slice(start, stop), tensors, grads, settings)
 
     def _runs(self, index: int, settings: Settings) -> Iterator[tuple[int, int]]:
-        """Members that are alike, and may be one tensor: start and stop, of the tensor ``index``."""
+        """Yield start and stop of each run of members whose rows of tensor ``index`` can be stepped as one."""
         columns = [vectors[index].tolist() for vectors in self._numbers.values()]
         start = 0
         for _, run in groupby(zip(settings.members[: self._members], *columns, strict=True)):
@@ -73,7 +73,7 @@ class AloneStepper:
             start += length
 
     def _portions(self, indices: Sequence[int], members: int) -> Iterator[list[int]]:
-        """The tensors of one step of torch's class, which may allocate for as many elements as one member has."""
+        """Split ``indices`` into lists for one torch step each, of about one member's elements to limit temporaries."""
         limit = sum(param.numel() for param, *_ in self._places) // self._members
         portion: list[int] = []
         total = 0
@@ -95,7 +95,7 @@ class AloneStepper:
             param.grad = grads[index][where]
             params.append(param)
         used = settings.buffers[rows.start]
-        # Over another parameter: some classes, such as Adagrad, fill the state of each when they are constructed.
+        # Constructed with a dummy parameter: some classes, such as Adagrad, create state for their parameters here.
         optimizer = self._class([torch.zeros(1, 1, device="cpu")], **_options(self._formula, settings, rows.start))
         early = bool(optimizer.state)
         optimizer.state.clear()
@@ -107,7 +107,7 @@ class AloneStepper:
             numbers = {name: vectors[index][rows.start] for name, vectors in self._numbers.items()}
             if numbers and (early or numbers["step"] > 0):
                 optimizer.state[param] |= stacks[-1] | {name: number.clone() for name, number in numbers.items()}
-        # Without the hooks of whoever watches optimizers: this is a part of one step.
+        # Step hooks must not run here, since this is only a part of a step.
         unwrap(self._class.step)(optimizer)
         for index, param, before in zip(indices, params, stacks, strict=True):
             state = optimizer.state[param]

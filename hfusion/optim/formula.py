@@ -1,6 +1,6 @@
-"""What an optimizer is: its numbers and options, the state it keeps, and its update in torch.
+"""The definition of an optimizer: its hyper-parameters and options, the state it keeps, and its update in torch.
 
-docs/optimizers.md writes one from scratch. Kernels (``native``, ``gpu``) are an option beside the formula.
+docs/optimizers.md shows how to write one from scratch. Kernels (``native``, ``gpu``) are an optional addition.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hfusion.optim.hyper import Hyper
 
 
 class Formula:
-    """The part of an optimizer that says what a step computes; every method is static and knows no optimizer.
+    """The part of an optimizer that defines what a step computes. Every method is static.
 
     ``h`` holds the hyper-parameters by name: numbers of one member in ``check``, ``stacks`` and ``begin``, float64
     vectors ``[..., B]`` in ``scalars``. ``o`` holds the options by name, as the param group does.
@@ -33,40 +33,40 @@ class Formula:
     counts_steps: ClassVar[bool] = True
     """Whether members that keep no stack count their steps, and torch's class has a ``step`` in its state."""
     elementwise: ClassVar[bool] = True
-    """Whether every element is updated by itself. Then tensors may come cut into pieces."""
+    """Whether each element is updated independently of the others, so that tensors may be passed in pieces."""
     kernel: ClassVar[str | None] = None
     """The name of a kernel in ``kernels.c`` and ``triton_kernels.py``."""
 
     @staticmethod
     def check(h: Any, o: Any) -> None:
-        """ValueError if one member's values do not go together."""
+        """Raise ValueError if one member's hyper-parameters are not compatible with each other."""
 
     @staticmethod
     def check_param(name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        """ValueError if the optimizer cannot train a parameter that has this shape in one member."""
+        """Raise ValueError if the optimizer cannot train a parameter that has this shape in one member."""
 
     @staticmethod
     def stacks(h: Any, o: Any) -> tuple[str, ...]:
-        """Names of the state of a member with these values that is shaped like its parameters."""
+        """Return the names of the state tensors, shaped like the parameters, that a member with these values has."""
         return ()
 
     @staticmethod
     def begin(h: Any, o: Any) -> Mapping[str, float]:
-        """What stacks are filled with before the first step, where that is not 0."""
+        """Return the initial values of stacks that do not begin with 0, by name."""
         return {}
 
     @staticmethod
     def scalars(h: Any, o: Any, n: Any) -> Mapping[str, Tensor | None]:
-        """What a step needs of numbers, computed in float64: vectors ``[..., B]``, or None for what nobody needs.
+        """Return the scalars of a step, computed in float64: vectors ``[..., B]``, or None if no member needs one.
 
-        ``n`` holds the ``numbers`` by name, ``[params, B]``; ``n.step`` is 1 at the first step. Others than ``step``
-        are updated in place.
+        ``n`` holds the ``numbers`` by name, ``[params, B]``; ``n.step`` is 1 at the first step. Numbers other than
+        ``step`` are updated in place.
         """
         return {**h._asdict(), "step": n.step}
 
     @staticmethod
     def update(param: Tensor, grad: Tensor, state: Mapping[str, Tensor], s: Any, o: Any) -> None:
-        """One step: write ``param`` and ``state`` in place, stacks ``[B, ...]`` of float32 or float64 numbers.
+        """Update ``param`` and ``state``, stacks ``[B, ...]`` of float32 or float64 numbers, in place.
 
         ``s`` holds the scalars by name, in the dtype and on the device of ``param``, ``[B, 1, ...]``, so that they
         broadcast over the members. ``grad`` and ``s`` may not be written.
@@ -75,15 +75,15 @@ class Formula:
 
 
 def unless_zero(vector: Tensor) -> Tensor | None:
-    """``vector``, or None if all of it is 0, so that an update may leave out what it is for."""
+    """Return ``vector``, or None if it is all zeros, so that an update can skip the term that uses it."""
     return vector if bool(vector.any()) else None
 
 
 def decayed(grad: Tensor, param: Tensor, decay: Tensor | None) -> Tensor:
-    """``grad + decay * param``, but ``grad`` alone where a member has no decay: a product with 0 would carry a NaN."""
+    """Return ``grad + decay * param``, and ``grad`` for members without decay, whose ``0 * param`` might be NaN."""
     return grad if decay is None else torch.where(decay != 0, grad + decay * param, grad)
 
 
 def ascent(grad: Tensor, maximize: bool) -> Tensor:
-    """The gradient of what is made small."""
+    """Return the gradient of the objective to minimize: ``-grad`` if ``maximize``, else ``grad``."""
     return -grad if maximize else grad

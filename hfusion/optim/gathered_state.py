@@ -1,4 +1,4 @@
-"""The optimizer of some members of an array: their rows of state and hyper-parameters, and back."""
+"""An optimizer of some members of an array: gather their rows of state and hyper-parameters, and write state back."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class GatheredState:
     """An optimizer ``part`` that steps some of the members of ``whole``, each as ``whole`` would.
 
     Attributes:
-        params: for each stack of parameters of ``whole`` the small one; what all members share stands for itself.
-            Stacks that none of the members has a row of are missing.
+        params: maps each stack of parameters of ``whole`` to a stack of these members' rows, and shared parameters to
+            themselves. Stacks in which none of these members has a row are missing.
     """
 
     whole: FusedOptimizer
@@ -36,7 +36,7 @@ class GatheredState:
 
     @staticmethod
     def of(whole: FusedOptimizer, params: Mapping[Tensor, Tensor], rows: Sequence[int]) -> GatheredState:
-        """Raises FusionError as `load`."""
+        """Return the optimizer of members ``rows``. Raises FusionError in the same cases as `load`."""
         part = copy.copy(whole)
         part.param_groups, part.state = [], defaultdict(dict)
         gathered = GatheredState(whole, part, params)
@@ -44,17 +44,17 @@ class GatheredState:
         return gathered
 
     def fits(self) -> bool:
-        """Whether the whole optimizer has still the parameters that this one was made for."""
+        """Return whether the whole optimizer still has the parameters that this one was made for."""
         theirs = [self._small(group) for group in self.whole.param_groups]
         ours = [group["params"] for group in self.part.param_groups]
         return len(ours) == len(theirs) and all(map(same_objects, ours, theirs))
 
     @torch.no_grad()
     def load(self, rows: Sequence[int]) -> None:
-        """Have state and hyper-parameters of members ``rows``, as they are now.
+        """Copy the current state and hyper-parameters of members ``rows`` from the whole optimizer.
 
         Raises:
-            FusionError: hooks of the optimizer's step, which take the gradients of all members.
+            FusionError: the optimizer has step hooks, which expect the gradients of all members.
         """
         whole, part = self.whole, self.part
         if coupling.has_hooks(whole):
@@ -111,7 +111,7 @@ class GatheredState:
 
     @torch.no_grad()
     def store(self, rows: Sequence[int]) -> None:
-        """Write the state of the first members into ``rows`` of the whole optimizer."""
+        """Write the state of the first ``len(rows)`` members of ``part`` into ``rows`` of the whole optimizer."""
         whole, part = self.whole, self.part
         for group in whole.param_groups:
             settings: Any = None
@@ -123,7 +123,7 @@ class GatheredState:
                     whole.state[param] = ours
                     continue
                 if param not in whole.state or ours.keys() - whole.state[param].keys():
-                    # The others are as before their first step.
+                    # Members that are not in ``rows`` get the state from before their first step.
                     settings = settings or whole._settings(group)
                     whole._state(param, settings)
                 for name, value in ours.items():

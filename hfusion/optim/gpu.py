@@ -21,14 +21,14 @@ from hfusion.optim.device_numbers import DeviceNumbers, sent
 from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
 
-# Bytes that a thread loads or stores at once, if they lie at a multiple of as many.
+# Bytes that a thread loads or stores at once, if all addresses are multiples of this number.
 WIDTH = 16
-# Places of tensors that a group remembers.
+# Largest number of sets of tensor addresses that are kept on the device.
 _MAX_TOLD = 64
 
 
 def library() -> Any:
-    """The module of kernels, or in words why there is none."""
+    """Return the module of kernels, or the reason why there is none."""
     return "HFUSION_NATIVE=0" if os.environ.get("HFUSION_NATIVE") == "0" else _loaded()
 
 
@@ -48,10 +48,10 @@ def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Seq
 
 
 class TritonStepper:
-    """As `hfusion.optim.native_kernels.NativeStepper`, for stacks on an accelerator.
+    """Like `hfusion.optim.native_kernels.NativeStepper`, for stacks on an accelerator.
 
-    The ``counts`` stay on the CPU, where who saves or copies members finds them; the device counts its own, and is told
-    where others write to these.
+    The ``counts`` stay on the CPU, where code that saves or copies members reads them. Kernels increment a copy on the
+    device, which is overwritten if other code has written to ``counts``.
     """
 
     contiguous = True
@@ -87,24 +87,24 @@ class TritonStepper:
         self.move(stacks)
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """The same stacks lie elsewhere now."""
+        """Continue with ``stacks``: the same tensors at other addresses."""
         self._params = self._at([tensor for stack in stacks for tensor in stack])
 
     def release(self) -> None:
-        """Nothing: this knows where tensors lie, and holds none."""
+        """Do nothing: this object holds addresses, not tensors."""
 
     @property
     def key(self) -> None:
-        """What launches depend on, besides where tensors lie: nothing."""
+        """None: the launches depend on nothing but the addresses of tensors."""
         return None
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Count a step and make it. ``grads``: as the parameters."""
+        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
         self.ready(grads, settings)
         self.launch(grads)
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Count a step on the CPU, and tell the device what it does not know, before it is launched."""
+        """Increment the step counts on the CPU, and copy numbers that have changed to the device."""
         self._grads = self._at(grads)
         advance = settings.advance[: self._members]
         if settings is not self._settings:
@@ -119,7 +119,7 @@ class TritonStepper:
             counts += advance
 
     def launch(self, grads: Sequence[Tensor]) -> object:
-        """Make the step on the device, which counts it; what must be kept as long as that may be repeated."""
+        """Launch the step, which also counts on the device; return what must stay alive while it may be replayed."""
         own = self._grads
         # Triton launches on the current device. As in C, every operation rounds.
         with backend(self._device).current():
@@ -147,7 +147,7 @@ class TritonStepper:
         return own, self._params
 
     def _at(self, tensors: Sequence[Tensor]) -> _Addresses:
-        """Where tensors lie; the device is told once, as memory that was let go is often taken again."""
+        """Return addresses on the device. They are sent once and cached, because torch often reuses freed memory."""
         addresses = tuple(map(Tensor.data_ptr, tensors))
         found = self._told.get(addresses)
         if found is None:
@@ -159,14 +159,14 @@ class TritonStepper:
 
 
 class _Addresses(NamedTuple):
-    """Addresses, on the device; ``wide``: multiples of `WIDTH`."""
+    """Addresses of tensors, on the device; ``wide``: whether all are multiples of `WIDTH`."""
 
     there: Tensor
     wide: bool
 
 
 def by_width(sizes: Sequence[int], lanes: int) -> dict[int, list[int]]:
-    """Group the indices of tensors that are not empty by how many elements of a member's row are moved at once."""
+    """Group the indices of non-empty tensors by the number of elements that a thread moves at once."""
     found: dict[int, list[int]] = {}
     for index, size in enumerate(sizes):
         if size:

@@ -1,4 +1,4 @@
-"""Parameters that are stepped together, and what is kept of them from step to step."""
+"""Parameters that are stepped together, and the data kept for them between steps."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ State: TypeAlias = dict[str, Tensor]
 
 
 class Stepper(Protocol):
-    """What makes the steps of the tensors of a group."""
+    """Interface of the objects that update the tensors of a group."""
 
     @property
     def contiguous(self) -> bool:
-        """Whether it reads the gradients as they lie in memory."""
+        """Whether it reads gradients by address, so that they must be contiguous and of the parameters' dtype."""
 
     @property
     def unrecordable(self) -> str:
-        """Why its launches cannot be recorded; empty for a `RecordableStepper`."""
+        """The reason why its launches cannot be recorded; empty for a `RecordableStepper`."""
 
     def release(self) -> None:
-        """Let go of the tensors, until ``move``."""
+        """Drop the references to tensors, until `move` is called."""
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """They lie elsewhere now."""
+        """Continue with ``stacks``: the same tensors at other addresses."""
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Count a step and make it. ``grads``: as the parameters."""
+        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
 
 
 class RecordableStepper(Stepper, Protocol):
-    """One whose steps are, first, what the host does at each of them, and then launches that are always the same."""
+    """A stepper whose step is work on the host (`ready`), then launches that are the same every time (`launch`)."""
 
     @property
     def key(self) -> Hashable:
-        """What the launches depend on, besides where tensors lie."""
+        """Everything that the launches depend on, except the addresses of tensors."""
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Count a step, and tell the device what it has to know of the host."""
+        """Increment the step counts, and copy the host's numbers that a step needs to the device."""
 
     def launch(self, grads: Sequence[Tensor]) -> object:
-        """Make the step; what must be kept as long as that may be repeated."""
+        """Launch the step; return the objects that must stay alive while the launches may be replayed."""
 
 
 Kernels: TypeAlias = Callable[[type[Formula], Sequence[Sequence[Tensor]], Sequence[Tensor]], Stepper | None]
 
-# Our own kernels by type of device; those of any accelerator are Triton's.
+# Kernels by type of device; for types that are not listed, `gpu.plan` uses Triton.
 KERNELS: Mapping[str, Kernels] = {"cpu": native_kernels.plan}
-# Formulas compute in these, and round once to others.
+# Formulas compute in these dtypes; results of other dtypes are rounded once, after the update.
 _REALS = (torch.float32, torch.float64)
 
 
 class Group:
     """Parameters of one device and dtype in a param group, all stacked or all shared.
 
-    ``state``: for each parameter its entry in the optimizer's state, or nothing at all if none is kept. ``names``: of
-    the stacks in it that the formula uses. ``masters``: the state holds master weights, too. A shared parameter is the
-    row of a single member.
+    ``state``: the entry of each parameter in the optimizer's state; an empty list if no state is kept. ``names``: the
+    state stacks that the formula uses. ``masters``: whether the state also holds master weights. A shared parameter
+    is handled as a stack of one row.
     """
 
     def __init__(
@@ -94,17 +94,17 @@ class Group:
         return [[self._stack(tensor) for tensor in stack] for stack in stacks]
 
     def release(self) -> None:
-        """Let go of the memory of parameters and state."""
+        """Drop the references to parameters and state, so that their memory can be freed."""
         self._stacks = []
         self._plan.release()
 
     def move(self, params: list[Tensor], state: list[State], names: Sequence[str]) -> None:
-        """They lie elsewhere now, but are as they were."""
+        """Continue with ``params`` and ``state``, which are unchanged except for their addresses."""
         self._stacks = self._read(params, state, names)
         self._plan.move(self._stacks)
 
     def gradients(self, grads: list[Tensor]) -> list[Tensor]:
-        """``grads`` of the parameters as the plan reads them, whatever their strides and dtype."""
+        """Return ``grads``, of any strides and dtype, in the form that the stepper of this group reads."""
         if not self._stacked:
             grads = [grad.unsqueeze(0) for grad in grads]
         if not self._plan.contiguous:
@@ -113,14 +113,14 @@ class Group:
         return [grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous() for grad in grads]
 
     def step(self, grads: list[Tensor], settings: Settings) -> None:
-        """Count a step and make it. ``grads``: what ``gradients`` gave."""
-        # Autograd sees by the version that a tensor it saved is overwritten; kernels do not count.
+        """Increment the step counts and update the parameters. ``grads``: the result of `gradients`."""
+        # Autograd detects by version counters that a saved tensor was overwritten; kernels do not increment these.
         torch.autograd.graph.increment_version(self._stacks[0])
         self._plan.step(grads, settings)
 
     @property
     def recordable(self) -> RecordableStepper | None:
-        """What makes its steps, if their launches may be recorded."""
+        """The stepper of this group, or None if its launches cannot be recorded."""
         return None if self._plan.unrecordable else cast(RecordableStepper, self._plan)
 
     @property
@@ -143,7 +143,7 @@ def _plan(
     stacks: Sequence[Sequence[Tensor]],
     numbers: dict[str, list[Tensor]],
 ) -> Stepper:
-    """The fastest way to make the steps that computes what the members alone would."""
+    """Return the fastest stepper that computes the same as each member's own optimizer would."""
     first = stacks[0][0]
     contiguous = all(tensor.is_contiguous() for stack in stacks for tensor in stack)
     if formula.kernel is not None and contiguous and backend(first.device).fuses:
@@ -198,20 +198,20 @@ class Groups:
         return [entry.get(name) for entry in self._state for name in formula.numbers]
 
     def _look(self) -> None:
-        """Where everything lies."""
+        """Note all tensors and their current addresses."""
         self._tensors = _tensors(self._params, self._state)
         # The views in the groups keep their storages alive, so an address cannot come back with other
         # contents.
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
 
     def release(self) -> None:
-        """Let go of the memory of parameters and state, until ``move``."""
+        """Drop the references to parameters and state, until `move` is called."""
         self._tensors, self._addresses = [], []
         for group in self._groups:
             group.release()
 
     def move(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
-        """After ``release``: look where everything lies now. False if something else has changed about it."""
+        """Continue at new addresses after `release`. Return False if anything but addresses has changed."""
         if names != self._names or not same_objects(params, self._params) or not same_objects(state, self._state):
             return False
         self._look()
@@ -223,7 +223,7 @@ class Groups:
         return True
 
     def holds(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
-        """Whether these are still the groups of ``params`` with ``state``."""
+        """Return whether these groups are still valid for ``params`` with ``state``."""
         if names != self._names or not same_objects(state, self._state):
             return False
         tensors = _tensors(params, self._state)
@@ -240,21 +240,21 @@ class Groups:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Which parameters these are."""
+        """The identities of the parameters."""
         return tuple(map(id, self._params))
 
     @property
     def count(self) -> int:
-        """How many parameters there are."""
+        """The number of parameters."""
         return len(self._params)
 
     def check(self, grads: Sequence[Tensor]) -> None:
-        """RuntimeError for a gradient that its parameter cannot have."""
+        """Raise RuntimeError for a gradient that its parameter cannot have."""
         for param, grad in zip(self._params, grads, strict=True):
             check_gradient(param, membership_of(param), grad)
 
     def with_gradients(self, grads: list[Tensor]) -> list[tuple[Group, list[Tensor]]]:
-        """Each group with its gradients, which are as ``check`` wants them."""
+        """Return each group with its gradients. ``grads`` must be gradients that `check` accepts."""
         if len(self._groups) == 1:
             return [(self._groups[0], self._groups[0].gradients(grads))]
         return [
@@ -264,7 +264,7 @@ class Groups:
 
 
 def membership_of(param: Tensor, index: int = 0) -> Membership:
-    """The mark of ``param``; ValueError if it has none."""
+    """Return the `Membership` of ``param``. Raises ValueError if it belongs to no fused module."""
     found = membership(param)
     if found is None:
         raise ValueError(
@@ -276,7 +276,7 @@ def membership_of(param: Tensor, index: int = 0) -> Membership:
 
 
 def common_members(params: Sequence[Tensor]) -> int:
-    """B of the array that the parameters of a param group belong to."""
+    """Return the number of members of the array that all ``params`` belong to. Raises ValueError if they differ."""
     members = None
     for index, param in enumerate(params):
         found = membership_of(param, index)
@@ -297,7 +297,7 @@ def common_members(params: Sequence[Tensor]) -> int:
 
 
 def _own_numbers(names: Mapping[str, float], state: Sequence[State]) -> None:
-    """Let the numbers of every entry lie here, by themselves, wherever and as whatever they were loaded."""
+    """Bring the numbers of every entry to the CPU, contiguous and in memory of their own; ``step`` as float32."""
     seen: set[int] = set()
     for entry in state:
         for name in names:
@@ -314,7 +314,7 @@ def _own_numbers(names: Mapping[str, float], state: Sequence[State]) -> None:
 
 
 def same_objects(these: Sequence[object], those: Sequence[object]) -> bool:
-    """Whether the entries are the same, one by one."""
+    """Return whether two sequences hold the same objects in the same order."""
     return len(these) == len(those) and all(map(is_, these, those))
 
 
@@ -323,5 +323,5 @@ def _tensors(params: Sequence[Tensor], state: Sequence[State]) -> list[Tensor]:
 
 
 def _traits(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]]:
-    """What may change about a tensor, as far as kernels care, besides its address."""
+    """Return the properties of tensors, other than addresses, that kernels depend on."""
     return [(tensor.dtype, tensor.device, tensor.shape, tensor.stride()) for tensor in tensors]

@@ -50,7 +50,7 @@ class MemberVector(torch.Tensor):
         )
 
     def __format__(self, spec: str) -> str:
-        """As of a number, for each member: ``f"{lr:.3e}"``."""
+        """Format each member's value with a format for numbers, as in ``f"{lr:.3e}"``."""
         if not spec:
             return str(self)
         values = [format(value, spec) for value in self.tolist()]
@@ -65,7 +65,7 @@ class MemberVector(torch.Tensor):
 
 
 def plain(value: Any) -> Any:
-    """``value`` with every MemberVector in it, also within tuples, as an ordinary tensor of its own."""
+    """Return ``value`` with every MemberVector, also in tuples, replaced by a copy that is an ordinary tensor."""
     if isinstance(value, MemberVector):
         return value.as_subclass(torch.Tensor).clone()
     if isinstance(value, tuple):
@@ -74,7 +74,7 @@ def plain(value: Any) -> Any:
 
 
 def member_vector(name: str, value: object, members: int) -> MemberVector:
-    """``value`` as a new vector ``[members]``; ValueError unless it is one number or ``members`` of them."""
+    """Return ``value`` as a new vector ``[members]``. Raises ValueError unless it is one number or ``members``."""
     try:
         tensor = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -105,7 +105,7 @@ class Hyper:
 
     @property
     def field(self) -> str:
-        """What formulas call it."""
+        """The name of the hyper-parameter in formulas."""
         return self.name or self.key
 
     @property
@@ -113,7 +113,7 @@ class Hyper:
         return self.key if self.index is None else f"{self.key}[{self.index}]"
 
     def check(self, values: Sequence[float]) -> None:
-        """ValueError that names the first member whose value is not finite or out of range."""
+        """Raise a ValueError that names the first member whose value is not finite or out of range."""
         # sum() is not finite if any value is not, also where a NaN hides from min() and max().
         if min(values) >= self.low and self._fits_above(max(values)) and math.isfinite(sum(values)):
             return
@@ -135,9 +135,9 @@ class Hyper:
 def read(
     group: MutableMapping[str, Any], hypers: Sequence[Hyper], members: int
 ) -> tuple[list[MemberVector], list[list[float]]]:
-    """The vectors in ``group`` and their values, ``[hyper][member]``; what the user wrote there becomes vectors.
+    """Return the vectors in ``group`` and their values, ``[hyper][member]``; replace other values there by vectors.
 
-    ValueError for what is no number, or not one per member; the range is left to :meth:`Hyper.check`.
+    Raises ValueError for values that are not one number, or one per member. :meth:`Hyper.check` checks the range.
     """
     with DisableTorchFunctionSubclass():
         vectors = [_vector(group, hyper, members) for hyper in hypers]
@@ -147,7 +147,7 @@ def read(
 def unchanged(
     group: Mapping[str, Any], hypers: Sequence[Hyper], vectors: Sequence[MemberVector], columns: list[list[float]]
 ) -> bool:
-    """Whether ``read`` would give these very vectors and values; much cheaper."""
+    """Return whether `read` would return the same vectors and values; much cheaper than `read`."""
     with DisableTorchFunctionSubclass():
         for hyper, vector, column in zip(hypers, vectors, columns, strict=True):
             value = group[hyper.key]
@@ -174,7 +174,7 @@ def _vector(group: MutableMapping[str, Any], hyper: Hyper, members: int) -> Memb
 
 
 def _is_vector(value: object, members: int) -> bool:
-    # The cheapest of equal questions: every step asks.
+    # The cheapest formulation, since every step calls this.
     return (
         type(value) is MemberVector
         and value.dim() == 1
@@ -185,7 +185,7 @@ def _is_vector(value: object, members: int) -> bool:
 
 
 def own(group: MutableMapping[str, Any]) -> None:
-    """Give ``group`` vectors of its own, so that a write into one group never reaches another."""
+    """Copy the vectors in ``group``, so that a write into one group never changes another."""
     for key, value in group.items():
         if isinstance(value, torch.Tensor):
             group[key] = value.clone()

@@ -29,7 +29,7 @@ Make: TypeAlias = Callable[[Any], Any]
 
 
 def one_for_each(make: Make | Sequence[Make], count: int) -> list[Make]:
-    """Return the function that makes the scheduler of each of ``count`` members. Raises ValueError."""
+    """Return one scheduler-making function per member. Raises ValueError unless ``make`` has one, or ``count``."""
     makes = [make] * count if callable(make) else list(make)
     if len(makes) != count:
         raise ValueError(f"{len(makes)} functions that make schedulers for {count} members: give one, or {count}")
@@ -88,7 +88,7 @@ class PerMember(torch_schedulers.LRScheduler):
             self._schedulers.append(scheduler)
 
     def _made(self, make: Make | Sequence[Make] | None, options: dict[str, Any], count: int) -> list[Make]:
-        """What gives the schedulers of ``count`` members."""
+        """Return the functions that make the schedulers of ``count`` members, from ``make`` or ``options``."""
         if make is None:
             return self._of_options(options, count)
         if options:
@@ -106,7 +106,7 @@ class PerMember(torch_schedulers.LRScheduler):
         return [partial(_of_kind, kind, row) for row in rows]
 
     def _begin(self, rows: Iterable[int]) -> None:
-        """Schedulers of members ``rows`` at their step 0, from the present hyper-parameters."""
+        """Create the schedulers of members ``rows``, at step 0 and with the current hyper-parameters."""
         self._pull()
         for row in rows:
             stand_in = self._stand_ins[row]
@@ -116,7 +116,7 @@ class PerMember(torch_schedulers.LRScheduler):
                     f"the function that makes the scheduler of member {row} gave a {type(made).__name__}: let it give "
                     "one of torch.optim.lr_scheduler, such as lambda opt: StepLR(opt, 10)"
                 )
-            # Torch warns of a step before the first one of the optimizer, which is another one here.
+            # torch warns if a scheduler steps before its optimizer has; the stand-in itself never steps.
             stand_in._opt_called = True  # type: ignore[attr-defined]
         self._push()
 
@@ -125,11 +125,11 @@ class PerMember(torch_schedulers.LRScheduler):
         self.rearrange(kept(rows, len(self._makes)))
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-        """Let members ``dst`` be where ``src`` are in their schedules, and go on as these do."""
+        """Give members ``dst`` copies of the schedules of ``src``, at the same step."""
         self.rearrange(copied(src, dst, len(self._makes)))
 
     def append(self, count: int = 1, make: Make | Sequence[Make] | None = None, **options: Any) -> None:
-        """Let ``count`` members join at their step 0; without ``make`` and options, with what all began with alike."""
+        """Add ``count`` members at step 0; without ``make`` and options, with the schedule all others began with."""
         first = len(self._makes)
         self._makes += self._joining(count, make, options)
         self._stand_ins += [_stand_in(self.optimizer) for _ in range(count)]
@@ -137,7 +137,7 @@ class PerMember(torch_schedulers.LRScheduler):
         self._begin(range(first, first + count))
 
     def restart(self, rows: int | Sequence[int], make: Make | Sequence[Make] | None = None, **options: Any) -> None:
-        """Let members ``rows`` begin at step 0; without ``make`` and options, with the schedules that they had."""
+        """Restart members ``rows`` at step 0; without ``make`` and options, with the schedules that they had."""
         fresh = rows_of(rows, len(self._makes))
         makes = [self._makes[row] for row in fresh]
         if make is not None or options:
@@ -145,7 +145,7 @@ class PerMember(torch_schedulers.LRScheduler):
         self._replace(fresh, makes)
 
     def replace(self, rows: Sequence[int], make: Make | Sequence[Make] | None = None, **options: Any) -> None:
-        """Let others take the places of members ``rows``, as `append` lets them join."""
+        """Replace members ``rows`` by new members, which begin as in `append`."""
         self._replace(rows, self._joining(len(rows), make, options))
 
     def _replace(self, fresh: Sequence[int], makes: Sequence[Make]) -> None:
@@ -276,7 +276,7 @@ class PerMember(torch_schedulers.LRScheduler):
         return self.optimizer.hypers  # type: ignore[attr-defined]
 
     def _pull(self) -> None:
-        """Let the stand-ins have the hyper-parameters that the array's optimizer has now, in as many groups."""
+        """Copy the hyper-parameters and the number of param groups from the array's optimizer to the stand-ins."""
         for index, group in enumerate(self.optimizer.param_groups):
             _, columns = read(group, self._hypers, len(self._stand_ins))
             for member, stand_in in enumerate(self._stand_ins):
@@ -287,7 +287,7 @@ class PerMember(torch_schedulers.LRScheduler):
                     _write(own, hyper.key, hyper.index, column[member])
 
     def _push(self) -> None:
-        """Give the array's optimizer what the schedulers have written."""
+        """Copy the hyper-parameters that schedulers have written in the stand-ins to the array's optimizer."""
         for index, group in enumerate(self.optimizer.param_groups):
             vectors, _ = read(group, self._hypers, len(self._stand_ins))
             for hyper, vector in zip(self._hypers, vectors, strict=True):
@@ -330,7 +330,7 @@ class OneCycleLR(PerMember, torch_schedulers.OneCycleLR):
 
 
 def _each(name: str, value: Any, members: int) -> list[Any]:
-    """``value`` for each member."""
+    """Return one value per member. Raises ValueError for another number of values."""
     if isinstance(value, Tensor) and value.dim():
         value = value.tolist()
     if not isinstance(value, list | tuple):
@@ -355,10 +355,10 @@ def _load_member(scheduler: Any, stand_in: Optimizer, state: Mapping[str, Any]) 
 
 
 def _stand_in(optimizer: Any, member: int | None = None) -> Optimizer:
-    """Return an optimizer of nothing, whose param groups hold the hyper-parameters of one member.
+    """Return a dummy optimizer for the scheduler of one member; `PerMember._pull` sets its hyper-parameters.
 
-    member: who goes on with a schedule that somebody noted in the param groups, such as ``initial_lr``, which torch's
-    schedulers read where they are given a ``last_epoch``.
+    member: a member whose schedule continues from values in the param groups, such as ``initial_lr``, which torch's
+    schedulers read if they are given a ``last_epoch``. None for a schedule that begins.
     """
     groups = [_noted(optimizer, group, member) for group in optimizer.param_groups]
     with_params = [{"params": [torch.zeros((), device="cpu")], **group} for group in groups]
@@ -366,7 +366,7 @@ def _stand_in(optimizer: Any, member: int | None = None) -> Optimizer:
 
 
 def _noted(optimizer: Any, group: Mapping[str, Any], member: int | None) -> dict[str, Any]:
-    """What is in a param group besides parameters, hyper-parameters and options; a member's own of B values."""
+    """Return one member's entries of a param group besides parameters, hyper-parameters and options."""
     if member is None:
         return {}
     known = {"params", "param_names", *optimizer.options, *(hyper.key for hyper in optimizer.hypers)}
@@ -382,7 +382,7 @@ def _of_member(value: Any, member: int, members: int) -> Any:
 def _copied(
     optimizer: Any, make: Make, groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]
 ) -> tuple[Optimizer, Any]:
-    """A stand-in with such param groups, and its scheduler, at a member's state."""
+    """Return a stand-in with these param groups, and its scheduler restored to ``state``."""
     stand_in = _stand_in(optimizer)
     for mine, values in zip(stand_in.param_groups, groups, strict=True):
         mine.update({key: value for key, value in values.items() if key != "params"})

@@ -35,7 +35,7 @@ def option_of(group: ParamGroup) -> bool:
 
 
 def complete(groups: Sequence[ParamGroup]) -> None:
-    """Give param groups of earlier versions the option, which these had not."""
+    """Add the option to param groups that were saved by earlier versions, which did not have it."""
     for group in groups:
         group.setdefault(OPTION, False)
 
@@ -98,29 +98,29 @@ class MasterStepper:
         return self._inner.key
 
     def release(self) -> None:
-        """Let go of the tensors, until ``move``."""
+        """Drop the references to tensors, until `move` is called."""
         self._params, self._masters, self._gradients = [], [], []
         self._inner.release()
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """The parameters, their master weights and the other state lie elsewhere now."""
+        """Continue with ``stacks`` (parameters, master weights, other state): the same tensors at other addresses."""
         self._params, self._masters = list(stacks[0]), list(stacks[1])
         self._inner.move(stacks[1:])
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Count a step and make it. ``grads``: as the parameters."""
+        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
         self._convert(grads)
         self._follow()
         self._inner.step(self._gradients, settings)
         torch._foreach_copy_(self._params, self._masters)
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Count a step, and tell the device what it has to know of the host."""
+        """Increment the step counts, and copy the host's numbers that a step needs to the device."""
         self._allocate()
         self._inner.ready(self._gradients, settings)
 
     def launch(self, grads: Sequence[Tensor]) -> object:
-        """Make the step; what must be kept as long as that may be repeated."""
+        """Launch the step; return the objects that must stay alive while the launches may be replayed."""
         self._convert(grads)
         self._follow()
         kept = self._inner.launch(self._gradients)

@@ -1,6 +1,6 @@
 """The kernels of ``kernels.c``.
 
-Where they cannot be had, the optimizers run their formulas (``stacked.py``) and are only slower.
+If they are not available, the optimizers run their formulas (``stacked.py``) and are only slower.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 def library() -> ctypes.CDLL | str:
-    """The loaded kernels, or in words why there are none. Compiles at most once in a process."""
+    """Return the loaded kernels, or the reason why there are none. Compiles at most once in a process."""
     return native.library(SOURCE)
 
 
 def begin() -> None:
-    """Compile them meanwhile. The machine is measured before, as that would disturb it."""
+    """Compile the kernels in the background. The machine's rates are measured first, which compiling would disturb."""
     native.begin(SOURCE, partial(compute_rates, torch.device("cpu")))
 
 
 def kernel(name: str, dtype: torch.dtype) -> Kernel | None:
-    """The kernel ``name`` for tensors of ``dtype`` (float32 or float64) on the CPU, or None without a library."""
+    """Return the kernel ``name`` for CPU tensors of ``dtype`` (float32 or float64), or None without a library."""
     found = library()
     if isinstance(found, str):
         return None
@@ -85,16 +85,16 @@ class NativeStepper:
         self._advance = _function("advance")
 
     def release(self) -> None:
-        """Nothing: this knows where tensors lie, and holds none."""
+        """Do nothing: this object holds addresses, not tensors."""
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """The same stacks lie elsewhere now."""
+        """Continue with ``stacks``: the same tensors at other addresses."""
         # In place: the arguments point to these arrays.
         for mine, found in zip(self._addresses, _stack_addresses(stacks), strict=True):
             mine[:] = found
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Count a step and make it. ``grads``: as ``params``."""
+        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
         if settings is not self._settings:
             self._settings, self._arguments = settings, self._prepared(settings)
         before, after, counting = self._arguments
@@ -109,7 +109,7 @@ class NativeStepper:
             raise MemoryError(f"no memory for the scalars of {self._members} members")
 
     def _shared(self, team: Team, shares: int, arguments: Sequence[int | None]) -> None:
-        """The step as shares of the elements, one for a thread of the team."""
+        """Run the step on the threads of ``team``, which each update one of the ``shares`` of the elements."""
         step = _SharedStep(self._address, *arguments, shares)
         try:
             team.run(_step_share(), ctypes.addressof(step), shares)
@@ -117,7 +117,7 @@ class NativeStepper:
             raise MemoryError(str(error)) from None
 
     def _prepared(self, settings: Settings) -> tuple[tuple[int, ...], tuple[int | None, ...], tuple[int, ...] | None]:
-        """What the kernel takes before the gradients and after them, and what counts a step."""
+        """Return the kernel's arguments before and after the gradients, and those of the function that counts steps."""
         sizes, params, state = (_start(values) for values in (self._sizes, *self._addresses))
         counts = _start(self._counts) if self._counts else None
         before = (len(self._sizes), self._members, len(settings.members), sizes, params)
@@ -128,7 +128,7 @@ class NativeStepper:
 
 
 class _SharedStep(ctypes.Structure):
-    """As `kernels.c` has it."""
+    """The arguments of a step that threads share; the same struct as in `kernels.c`."""
 
     _fields_ = (
         ("kernel", _POINTER),
@@ -146,14 +146,14 @@ def _step_share() -> int:
 
 
 class FiniteCheck:
-    """Tells whether all numbers in tensors are finite; at little cost where they are of the kinds of the last call."""
+    """Check whether all numbers in tensors are finite; cheap if the tensors are of the kinds of the last call."""
 
     def __init__(self) -> None:
         self._count, self._guards = 0, tensor_guards(())
 
     def __call__(self, tensors: Sequence[Tensor]) -> bool | None:
-        """Return None where the kernel cannot tell: without a library, and for other tensors than contiguous ones of
-        one dtype (float32 or float64) on the CPU.
+        """Return whether all numbers are finite; None without a library, and unless all tensors are contiguous, on the
+        CPU and of one dtype (float32 or float64).
         """
         if len(tensors) != self._count or not self._guards.check(*tensors):
             if not _is_readable(tensors):
@@ -176,7 +176,7 @@ def _is_readable(tensors: Sequence[Tensor]) -> bool:
 
 
 class MemoryPairs:
-    """Pieces of memory that shall hold the same, two by two, as long as nobody writes into one of them."""
+    """Pairs of tensors with equal contents; `same` checks whether one of them has been written to."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         these, those = ([pair[side] for pair in pairs] for side in (0, 1))
@@ -185,7 +185,7 @@ class MemoryPairs:
         self._same = _function("same")
 
     def same(self) -> bool:
-        """Whether they do. The tensors must lie where they lay."""
+        """Return whether the contents of all pairs are equal. The tensors must still be at the same addresses."""
         return bool(self._same(*self._arguments))
 
 
@@ -206,7 +206,7 @@ def _function(name: str) -> Callable[..., int]:
 
 
 def _stack_addresses(stacks: Sequence[Sequence[Tensor]]) -> tuple[array[int], array[int]]:
-    """Of the parameters, and of what their state holds."""
+    """Return the addresses of the parameters, and those of all tensors of their state."""
     params, *state = stacks
     return _addresses(params), _addresses([tensor for stack in state for tensor in stack])
 

@@ -20,18 +20,18 @@ from hfusion.optim.settings import ParamGroup, named
 if TYPE_CHECKING:
     from hfusion.optim.base import FusedOptimizer
 
-# Which member comes next; None for one that begins.
+# For each new row the former row of its member; None for a member that begins.
 Sources = Sequence[int | None]
 
 
 class MemberRows:
-    """What a fused optimizer can do with its members; the fused module has `keep`, `copy` and `append` of its own."""
+    """Operations of a fused optimizer on its members; call `keep`, `copy` and `append` of the fused module, too."""
 
     _held: Tensor | None = None
 
     @contextmanager
     def holding(self, members: Tensor) -> Iterator[None]:
-        """While active, ``members``, bool ``[B]``, take no step: parameters, state and counts stay as they are."""
+        """Context manager: ``members``, bool ``[B]``, take no step; their parameters, state and counts stay."""
         before = self._held
         everybody = members if before is None else members | before
         self._held = everybody if bool(everybody.any()) else None
@@ -110,7 +110,7 @@ def _groups(optimizer: Any) -> list[ParamGroup]:
 
 
 def _width(optimizer: Any) -> int:
-    """How many members the optimizer knows of; the array may have more or fewer already."""
+    """Return the number of members that the optimizer knows of; the array may already have more or fewer."""
     for group in _groups(optimizer):
         for hyper in optimizer.hypers:
             value = _value(group, hyper)
@@ -128,7 +128,7 @@ def _value(group: ParamGroup, hyper: Hyper) -> Any:
 
 
 def check_width(optimizer: Any, group: ParamGroup, members: int) -> None:
-    """Raise a ValueError where members of the array have come or gone and the optimizer has not been told."""
+    """Raise ValueError if members have joined or left the array and the optimizer has not been told."""
     for hyper in optimizer.hypers:
         value = _value(group, hyper)
         if isinstance(value, MemberVector) and value.dim() == 1 and len(value) != members:
@@ -144,14 +144,14 @@ def rearrange(
     given: Mapping[str, Any],
     groups: Mapping[int, Sequence[Tensor]] | None = None,
 ) -> None:
-    """Let member b be member ``sources[b]`` of before; hyper-parameters of those that begin are among ``given``.
+    """Make the former member ``sources[b]`` member b; None is a new member, with hyper-parameters from ``given``.
 
-    ``groups``: as of `MemberRows.append`. Raises ValueError as there.
+    ``groups``: see `MemberRows.append`. Raises ValueError in the same cases.
     """
     before = _width(optimizer)
     if list(sources) == list(range(before)):
         return
-    # Everything that may fail first.
+    # Everything that may fail comes first, so that an error changes nothing.
     vectors = [
         _vectors(optimizer, group, first, before, sources, given)
         for group, first in zip(_groups(optimizer), optimizer.begun, strict=True)
@@ -180,7 +180,7 @@ def _vectors(
     sources: Sources,
     given: Mapping[str, Any],
 ) -> list[Tensor]:
-    """The hyper-parameters after the change, checked."""
+    """Return the checked hyper-parameters after the change."""
     now, _ = read(group, optimizer.hypers, width)
     fresh = [index for index, source in enumerate(sources) if source is None]
     wanted = _given(optimizer, given, len(fresh))
@@ -195,7 +195,7 @@ def _vectors(
 
 
 def _given(optimizer: Any, given: Mapping[str, Any], count: int) -> dict[str, Tensor]:
-    """What the user gives for members that begin, by label: ``[count]`` each. Raises ValueError."""
+    """Return the hyper-parameters ``[count]`` that the user passed for new members, by label. Raises ValueError."""
     unknown = [key for key in given if key not in {hyper.key for hyper in optimizer.hypers}]
     if unknown:
         keys = ", ".join(dict.fromkeys(hyper.key for hyper in optimizer.hypers))
@@ -222,13 +222,13 @@ def _same(hyper: Hyper, value: float | None) -> Tensor:
 
 
 def first_values(group: ParamGroup, hypers: Sequence[Hyper], members: int) -> dict[str, float | None]:
-    """The hyper-parameters that are one value for all members, by label; None for the others."""
+    """Return the value of each hyper-parameter by label; None if it differs between members."""
     _, columns = read(group, hypers, members)
     return {h.label: column[0] if len(set(column)) == 1 else None for h, column in zip(hypers, columns, strict=True)}
 
 
 def _others(optimizer: Any, group: ParamGroup, width: int, sources: Sources) -> dict[str, Any]:
-    """What schedulers keep in a param group, one value per member, after the change."""
+    """Return the per-member values that schedulers keep in a param group, as they are after the change."""
     own = {"params", *(hyper.key for hyper in optimizer.hypers)}
     found = {}
     for key, value in group.items():
@@ -254,7 +254,7 @@ def _set(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int], giv
 
 
 def write_hyper(group: ParamGroup, hyper: Hyper, vector: Tensor) -> None:
-    """Let ``vector`` be the values of a hyper-parameter: in its vector, if there is one of as many members."""
+    """Set a hyper-parameter to ``vector``; in place if the present vector has the same length."""
     value = vector.as_subclass(MemberVector)
     held = group[hyper.key]
     mine = held if hyper.index is None else held[hyper.index]
@@ -268,7 +268,7 @@ def write_hyper(group: ParamGroup, hyper: Hyper, vector: Tensor) -> None:
 
 @torch.no_grad()
 def _move_state(optimizer: Any, group: ParamGroup, sources: Sources) -> None:
-    """The state of the parameters of a group after the change."""
+    """Rearrange the rows of the state of all parameters of a group."""
     fresh = [index for index, source in enumerate(sources) if source is None]
     begins = _begins(optimizer, group, len(sources), fresh)
     for param in group["params"]:
@@ -286,7 +286,7 @@ def _move_state(optimizer: Any, group: ParamGroup, sources: Sources) -> None:
 
 @torch.no_grad()
 def begin_rows(optimizer: Any, group: ParamGroup, param: Tensor, fresh: Mapping[str, Sequence[int]]) -> None:
-    """Let the state of a parameter be as before the first step for some members: their rows by the state's name."""
+    """Reset rows of a parameter's state to their values before the first step. ``fresh``: rows by name of the state."""
     begins = _begins(optimizer, group, _width(optimizer), sorted({row for rows in fresh.values() for row in rows}))
     for name, rows in fresh.items():
         first = optimizer.numbers.get(name)
@@ -295,7 +295,7 @@ def begin_rows(optimizer: Any, group: ParamGroup, param: Tensor, fresh: Mapping[
 
 
 def _begins(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int]) -> dict[int, Mapping[str, float]]:
-    """What the stacks of members ``rows`` are filled with before their first step."""
+    """Return the nonzero initial values of the state stacks, by name, for each member in ``rows``."""
     if not rows:
         return {}
     _, columns = read(group, optimizer.hypers, width)

@@ -17,7 +17,7 @@ from hfusion.optim.settings import ParamGroup, Settings
 
 
 def paired(groups: Sequence[ParamGroup], state_dict: Mapping[str, Any]) -> list[tuple[Tensor, Mapping[str, Any]]]:
-    """The parameters that a state dict has state of, with that state."""
+    """Return each parameter for which a state dict has state, with that state."""
     params = [param for group in groups for param in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     found = state_dict["state"]
@@ -30,9 +30,9 @@ def check_entries(
     saved: Sequence[Mapping[str, Any]],
     numbers: Container[str],
 ) -> None:
-    """Raise a CheckpointError unless ``state``, of the ``saved`` param groups, is of such parameters.
+    """Raise CheckpointError unless ``state``, saved with the param groups ``saved``, fits the parameters in ``groups``.
 
-    numbers: names in the state of what is one number per member.
+    numbers: the names of state that is one number per member.
     """
     keys = [key for group in saved for key in group["params"]]
     unknown = [key for key in state if key not in keys]
@@ -72,7 +72,7 @@ def parts_of(state_dict: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, 
 
 
 def complete_state(param: Tensor, state: State, settings: Settings, formula: type[Formula]) -> State:
-    """Let ``state`` of a parameter have all that a step needs; return it."""
+    """Add what a step needs and ``state`` of a parameter lacks, at its initial values; return ``state``."""
     dtype = state_dtype(param, settings.masters)
     if dtype != param.dtype and STACK not in state:
         state[STACK] = param.detach().to(torch.float32, copy=True)
@@ -89,7 +89,7 @@ def complete_state(param: Tensor, state: State, settings: Settings, formula: typ
 
 
 def _filled(param: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """Return a stack like ``param`` with one number in each row; both parts of a complex number are that number."""
+    """Return a stack like ``param`` with each row filled with one of ``values``, also as the imaginary part."""
     stack = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     if any(values):
         rows = real_view(stack) if membership_of(param).stacked else [real_view(stack)]
@@ -99,11 +99,11 @@ def _filled(param: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tenso
 
 
 def scalar_dtype() -> torch.dtype:
-    """What torch's optimizers keep their numbers in."""
+    """Return the dtype in which torch's optimizers keep scalar state."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
 def numbers_shape(param: Tensor) -> torch.Size:
-    """One number per member, or one of all where these share the parameter."""
+    """Return the shape of scalar state: ``[B]``, or ``[]`` for a parameter that is not stacked."""
     found = membership_of(param)
     return torch.Size([found.members] if found.stacked else [])

@@ -80,7 +80,7 @@ def _parameters(fused: Any) -> Iterator[tuple[str, nn.Parameter, Sequence[nn.Par
     if hasattr(fused, "origin"):
         members = [dict(fused[index].named_parameters()) for index in range(len(fused))]
         for name, stack in fused.named_parameters():
-            # For a member that has no such parameter, another's answers.
+            # A member without this parameter is represented by the first member that has it.
             first = next(own[name] for own in members if name in own)
             yield name, stack, [own.get(name, first) for own in members]
         return
@@ -96,7 +96,7 @@ def _parameters(fused: Any) -> Iterator[tuple[str, nn.Parameter, Sequence[nn.Par
 
 
 def _rows(stack: nn.Parameter) -> tuple[str, nn.Parameter, Sequence[nn.Parameter]]:
-    """Return name, stack and rows of a parameter whose array is not there, as where hf.sweep tries an optimizer."""
+    """Return name, stack and rows of a parameter whose array does not exist, as when hf.sweep tries an optimizer."""
     found = membership(stack)
     if found is None:
         raise FusionError(f"hf.optim.groups got a parameter of shape {list(stack.shape)} that belongs to no array")
@@ -125,7 +125,7 @@ def _options(name: str, answers: Sequence[Mapping[str, Any] | None]) -> dict[str
 
 
 def _joined(what: str, values: Sequence[Any]) -> Any:
-    """Return the value of all members, or one for each. Raises FusionError."""
+    """Return the value if all members have the same, otherwise one value per member. Raises FusionError."""
     if all(value == values[0] for value in values):
         return values[0]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):

@@ -1,7 +1,8 @@
-"""The launches of an optimizer's steps, recorded once and replayed by one on a device that can: a CUDA graph.
+"""Record the launches of an optimizer's steps once and replay them with one call, as a CUDA graph.
 
-It is a graph of its own, behind that of forward and backward, as hooks and clipping come between. What the host knows,
-hyper-parameters and counts, is written into the device's memory before it is replayed; who rests is put back after it.
+The graph is separate from the graph of forward and backward, because hooks and gradient clipping run between them.
+Hyper-parameters and step counts, which the host knows, are copied to the device before each replay. Rows of members
+that skip the step are restored after it.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from hfusion.device.recordings import Recordings
 from hfusion.optim.group import Group, RecordableStepper, same_objects
 from hfusion.optim.step_cache import Work
 
-# Steps whose gradients lie at one place before they are recorded: those of a loop by autograd may lie at others.
+# How often gradients must have the same addresses before launches are recorded: autograd may allocate them elsewhere.
 STEADY = 3
-# Places that are counted.
+# Largest number of different sets of gradient addresses that are counted.
 MAX_MET = 64
 
 _Part: TypeAlias = tuple[RecordableStepper, Sequence[torch.Tensor]]
 
 
 class _Recorded(NamedTuple):
-    """What replays launches, and what must be kept for that."""
+    """A function that replays recorded launches, and the objects that must stay alive for it."""
 
     replay: Callable[[], object]
     kept: object
@@ -44,7 +45,7 @@ class RecordedUpdates:
 
     @property
     def how(self) -> str:
-        """How the launches of a step are made, and why they are not recorded if they are not."""
+        """Description of how a step is launched, with the reason if its launches are not recorded."""
         if self._recorded.why:
             return f"launched one by one: {self._recorded.why}"
         if self._unrecordable:
@@ -54,7 +55,7 @@ class RecordedUpdates:
         return f"launched one by one so far: gradients must lie at the same addresses in {STEADY} steps"
 
     def step(self, work: Work) -> None:
-        """Make the step."""
+        """Run a step of all groups in ``work``, and record or replay its launches where that is possible."""
         if self._record.recording:
             raise FusionError(
                 "opt.step() was called while a graph of the device is being captured, which would repeat this step's "
@@ -74,7 +75,7 @@ class RecordedUpdates:
         key = tuple((stepper.key, *((grad.data_ptr(), grad.stride()) for grad in grads)) for stepper, grads in parts)
         recorded = self._recorded.get(key)
         if recorded is None and self._steady(key):
-            # The launches are not made by that.
+            # Recording does not run the launches; the replay below does.
             recorded = self._recorded.add(key, lambda: _Recorded(*self._record(lambda: _launch(parts))))
         if recorded is None:
             _launch(parts)
@@ -82,7 +83,7 @@ class RecordedUpdates:
             recorded.replay()
 
     def forget(self) -> None:
-        """Everything lies elsewhere from now on."""
+        """Discard recordings and counts of addresses, which are no longer valid."""
         self._groups = []
         self._met.clear()
         self._recorded.forget()
@@ -93,7 +94,7 @@ class RecordedUpdates:
             self._groups = groups
 
     def _steady(self, key: Hashable) -> bool:
-        """Whether gradients have lain there often enough."""
+        """Count ``key``, and return whether gradients had these addresses often enough to record the launches."""
         if len(self._met) == MAX_MET:
             self._met.clear()
         count = self._met[key] = self._met.get(key, 0) + 1
@@ -105,7 +106,7 @@ def _launch(parts: Sequence[_Part]) -> object:
 
 
 def recording_on(device: torch.device) -> RecordedUpdates | str:
-    """For parameters on ``device``; in words why launches cannot be recorded there, empty for the host."""
+    """Return a `RecordedUpdates` for ``device``, or the reason why it cannot record launches (empty for the host)."""
     record = backend(device).recorder()
     if isinstance(record, str):
         return record and f"launched one by one: {record}"

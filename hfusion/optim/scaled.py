@@ -1,4 +1,4 @@
-"""A step under torch.amp.GradScaler, member by member: an overflow of one holds back that one only.
+"""A step under torch.amp.GradScaler, member by member: only members whose gradients overflow skip the step.
 
 Source: https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler
 """
@@ -26,9 +26,9 @@ def divide(params: Sequence[Tensor], scale: Tensor) -> None:
 
 @torch.no_grad()
 def overflown(params: Sequence[Tensor], members: int) -> Resting:
-    """Who has a gradient that is not finite: a member with all its parameters, a parameter of all members by itself.
+    """Return what must not step: members with a non-finite gradient, in all parameters, and shared parameters with one.
 
-    FusionError if nobody has.
+    Raises FusionError if all gradients are finite.
     """
     bad = torch.zeros(members, dtype=torch.bool, device="cpu")
     alone: Resting = {}

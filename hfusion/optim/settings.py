@@ -25,7 +25,7 @@ Options: TypeAlias = Any
 
 @cache
 def named(kind: str, names: tuple[str, ...]) -> Any:
-    """The type of named tuples with these fields."""
+    """Return the named tuple type with these fields."""
     return namedtuple(kind, names)
 
 
@@ -63,7 +63,7 @@ class Settings:
 
     @cached_property
     def advance(self) -> Tensor:
-        """What a step adds to the counts: float32 ``[B]``, 1 where a member keeps state."""
+        """The increments of the step counts: float32 ``[B]``, 1 for members whose steps are counted, else 0."""
         return torch.tensor(
             [float(self.counted or bool(names)) for names in self.buffers], dtype=torch.float32, device="cpu"
         )
@@ -79,5 +79,5 @@ class Settings:
 
     @cached_property
     def bits(self) -> int:
-        """Options that are flags, as one number, the first in its lowest bit."""
+        """The options as flags in one number, the first option in the lowest bit."""
         return sum(bool(flag) << place for place, flag in enumerate(self.options))

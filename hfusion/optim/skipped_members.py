@@ -1,7 +1,7 @@
 """Members that do not take a step: their rows of parameters, state and step counts stay as they are.
 
-Every kernel steps all members of a stack. Who shall not step is put back afterwards, which is exact for every kernel,
-and costs nothing where all members step.
+Every kernel steps all members of a stack. Rows of members that must not step are restored afterwards, which is exact
+for every kernel, and costs nothing if all members step.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def without_gradient(params: Iterable[Tensor]) -> Resting:
 
 
 def of_members(params: Iterable[Tensor], members: Tensor) -> Resting:
-    """``members``, bool ``[B]``, with all their parameters; those that all members share rest by themselves."""
+    """Return ``members``, bool ``[B]``, for each of their parameters; those that all members share are left out."""
     own = {param: membership_of(param) for param in params}
     return {param: members if found.stacked else members.reshape(()) for param, found in own.items() if found.is_own}
 
 
 def together(*several: Resting) -> Resting:
-    """Who rests in one of them."""
+    """Return the union: the members that rest in at least one of ``several``."""
     found: Resting = {}
     for one in several:
         for param, rows in one.items():
@@ -47,7 +47,7 @@ def together(*several: Resting) -> Resting:
 
 @contextmanager
 def left_alone(resting: Resting, state: Mapping[Tensor, State]) -> Iterator[None]:
-    """What a step within changes of the resting rows is put back."""
+    """Context manager: restore the ``resting`` rows of parameters and ``state`` after the step inside."""
     kept = [(tensor, rows, tensor[rows]) for tensor, rows in _rows(resting, state)]
     yield
     for tensor, rows, values in kept:
@@ -58,7 +58,7 @@ def _rows(resting: Resting, state: Mapping[Tensor, State]) -> Sequence[tuple[Ten
     found = []
     places: dict[tuple[int, torch.device], Tensor] = {}
     for param, members in resting.items():
-        # Where nobody rests, nothing is copied; a whole tensor rests as a row of one.
+        # If no member rests, nothing is copied. A tensor without a member dim is handled as a stack of one row.
         rows = members.reshape(-1).nonzero().reshape(-1)
         if len(rows):
             for tensor in (param.detach(), *state.get(param, {}).values()):

@@ -1,4 +1,4 @@
-"""A formula over whole stacks: what runs an optimizer that has no kernel, or where its kernel cannot be had."""
+"""Run a formula on whole stacks, for optimizers that have no kernel or whose kernel is not available."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ class StackedStepper:
         self.move(stacks)
 
     def release(self) -> None:
-        """Let go of the tensors, until ``move``."""
+        """Drop the references to tensors, until `move` is called."""
         self._places: list[tuple[Tensor, ...]] = []
         self._there = DeviceNumbers(self._device, self._dtype)
         self._columns: dict[str, list[Tensor | None]] = {}
         self.key: Hashable = None
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
-        """The same stacks lie elsewhere now."""
+        """Continue with ``stacks``: the same tensors at other addresses."""
         real = [[real_view(tensor) for tensor in stack] for stack in stacks]
         self._places = list(zip(*real, strict=True))
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Count a step and make it. ``grads``: as the parameters."""
+        """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
         self.ready(grads, settings)
         self.launch(grads)
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """Count a step, and tell the device the numbers of it."""
+        """Increment the step counts, and copy the scalars of the step to the device."""
         used, places = self._scalars(settings), len(self._places)
         names = [name for name, value in used.items() if value is not None]
-        # Some are lists.
+        # Some options are lists, which cannot be hashed.
         options = tuple(map(repr, settings.options))
         if not names:
             key: Hashable = (options, tuple(used))
@@ -69,14 +69,14 @@ class StackedStepper:
             key = (options, tuple(used), tuple(names), there.data_ptr())
         if key == self.key:
             return
-        # What launches depend on, besides where tensors lie.
+        # Everything that the launches depend on, except the addresses of tensors.
         self.key, self._options = key, settings.options
         self._columns = {name: [None] * places for name in used}
         for name, column in zip(names, there if names else (), strict=True):
             self._columns[name] = list(column.unbind())
 
     def launch(self, grads: Sequence[Tensor]) -> object:
-        """Make the step; what must be kept as long as that may be repeated."""
+        """Launch the step; return the objects that must stay alive while the launches may be replayed."""
         for index, ((param, *state), grad) in enumerate(zip(self._places, grads, strict=True)):
             if param.numel():
                 self._update(param, real_view(grad), state, {name: s[index] for name, s in self._columns.items()})
@@ -93,7 +93,7 @@ class StackedStepper:
                 tensor.copy_(computed)
 
     def _scalars(self, settings: Settings) -> Mapping[str, Tensor | None]:
-        """What the update takes of numbers, ``[params, B]`` or what becomes that; the numbers of the state go on."""
+        """Return the scalars of the update, which broadcast to ``[params, B]``; update the numbers of the state."""
         numbers = {name: torch.stack(vectors) for name, vectors in self._numbers.items()}
         if "step" in numbers:
             numbers["step"] += settings.advance[: self._members]

@@ -1,8 +1,8 @@
-"""The usual step: nothing has changed since the last one but the gradients, and that is seen cheaply.
+"""Fast path of a step: check cheaply that nothing but the gradients has changed since the last step.
 
-A step of small models takes less time than it takes to look at everything in Python, the more as a training step has
-driven all of it out of the caches. So what a full preparation found is compared as a whole: the same objects, the same
-addresses, the same numbers in memory.
+For small models, inspecting everything in Python takes longer than the step itself, all the more because a training
+step evicts it from the processor's caches. So the results of a full preparation are compared as a whole: the same
+objects, the same addresses, the same numbers in memory.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Work: TypeAlias = list[tuple[Settings, Group, list[Tensor]]]
 
 
 class StepCache:
-    """What all param groups were at a step in which every parameter had a gradient.
+    """The state of all param groups at a step in which every parameter had a gradient.
 
-    ``keys``: of the hyper-parameters and options in a param group. ``known``: the settings and groups of each.
+    ``keys``: those of hyper-parameters and options in a param group. ``known``: settings and groups per param group.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class StepCache:
         keys: Sequence[str],
         known: Sequence[tuple[Settings, Groups]],
     ) -> None:
-        # Always a tuple.
+        # The first key is passed twice, so that itemgetter returns a tuple even for a single key.
         self._values = itemgetter(keys[0], *keys)
         self._known = list(known)
         self._objects = self._found(groups, state)
@@ -55,11 +55,11 @@ class StepCache:
             self._memory = MemoryPairs(rows)
 
     def work(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, State]) -> Work | None:
-        """The groups of this step with their gradients; None if anything is not as it was."""
+        """Return the groups of this step with their gradients, or None if anything else has changed."""
         if not same_objects(self._found(groups, state), self._objects):
             return None
         grads = list(map(_GRAD, self._params))
-        # Of None this says no, too.
+        # The check also fails if a gradient is None.
         if not self._gradients.check(*grads):
             return None
         with DisableTorchFunctionSubclass():
@@ -76,7 +76,7 @@ class StepCache:
         ]
 
     def _found(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, State]) -> list[object]:
-        """Every object that a step depends on; a pair of hyper-parameters cannot change but by another pair."""
+        """Return every object that a step depends on. A pair of hyper-parameters is one: it can only be replaced."""
         found: list[object] = [*state, *state.values(), *groups]
         for entry in state.values():
             found += entry.values()
@@ -86,5 +86,5 @@ class StepCache:
         return found
 
     def _now(self) -> list[int]:
-        """Where everything lies."""
+        """Return the current addresses of all tensors."""
         return list(map(Tensor.data_ptr, self._tensors))

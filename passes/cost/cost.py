@@ -233,9 +233,9 @@ class _Tracing:
         return Line(tuple(steps), tuple(v for v in values if v.size), tuple(w for w in inside if w.uses))
 
     def _summed(self, count: int) -> list[int]:
-        """Per step the bytes of operands that a later one uses, too: its gradients are added to those of that one.
+        """Return, per step, the bytes of operands that later steps use, too: their gradients are summed at this step.
 
-        Of tied weights at every use, since a sum of gradients may be handed from shard to shard.
+        Tied weights count at every use, since a sum of gradients may be passed from shard to shard.
         """
         summed = [0] * count
         for root in {id(root): root for node, root in self.roots.items() if node in self.tracked}.values():
@@ -292,7 +292,7 @@ def _in_order(example: object, batch: int) -> bool:
 
 
 def _where(node: fx.Node) -> str:
-    """Such as ``relu_default (relu at net.py:12)``."""
+    """Return a text such as ``relu_default (relu at net.py:12)``."""
     origin = node.meta.get("origin")
     at = source_line(origin) if origin is not None else ""
     return f"{node.name} ({family_of(node)}{f' at {at}' if at else ''})"

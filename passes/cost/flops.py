@@ -52,11 +52,11 @@ def family(node: fx.Node) -> str:
 
 
 def sizes_of(node: fx.Node, batch: int) -> Sizes:
-    """A member's ATen call in numbers."""
+    """Return the `Sizes` of a member's ATen call: shapes of operands and result."""
     example = node.meta["val"]
     first = example[0] if isinstance(example, list | tuple) and example else example
     if not isinstance(first, Tensor):
-        # Members' own code that gives no tensor.
+        # Members' own code that returns no tensor.
         return Sizes(_shapes(node, batch), (0,), 0)
     return Sizes(_shapes(node, batch), concrete(first.shape, batch), int(first.element_size()))
 

@@ -29,7 +29,7 @@ from hfusion.passes.cost.price import Model
 from hfusion.passes.cost.times import Times
 from hfusion.passes.layouts import Price
 
-# Families whose kernels take any numbers, and cost the same for all.
+# Families whose kernels accept any values, and whose time does not depend on the values.
 _CONVOLUTIONS = frozenset(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))
 MEASURED = _CONVOLUTIONS | {"batch_norm", "instance_norm", "group_norm", "linear", "scaled_dot_product_attention"}
 RUNS = 7
@@ -83,7 +83,7 @@ class Measured:
         return self.model.move(value, convert)
 
     def _key(self, node: fx.Node, call: Call, described: Sequence[str]) -> str:
-        """Everything that the time depends on, but the machine."""
+        """Return a text with everything that the time depends on, except the machine."""
         kind = self.model.device.type
         rest = [repr(item) for item in _plain((call.args, dict(call.kwargs)))]
         autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else ""
@@ -174,7 +174,7 @@ class _TrialTensors:
 
 
 def measure(trials: Sequence[TimedCall], device: torch.device) -> list[float]:
-    """Seconds of each, with the gradients of all it returns: the least of some runs, the trials taking turns."""
+    """Return the seconds of each trial, with its backward: the minimum of `RUNS` runs, with trials interleaved."""
     grads = [[torch.ones_like(x) for x in _differentiable(trial.run())] for trial in trials]
     best = [math.inf] * len(trials)
     for _ in range(RUNS):
@@ -194,7 +194,7 @@ def _differentiable(result: Any) -> list[Tensor]:
 
 
 def apart(device: torch.device) -> ExitStack:
-    """Gradients on, and the random state left as it was."""
+    """Return an active context: gradients are enabled, and the random state is restored when it is closed."""
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.enable_grad())

@@ -25,8 +25,8 @@ from hfusion.passes.cost.roofline import (
 from hfusion.passes.gather import width
 from hfusion.passes.layouts import Price
 
-# What packing counts for each second that it takes: calls are estimated to a fifth, and a region that is left for less
-# than that error is left in vain.
+# Factor on the estimated cost of packing: estimates of calls are accurate to a fifth, and a gain that is smaller than
+# this error is no reason to leave a region.
 CAUTION = 1.5
 PACKING = frozenset({listed_to_packed, stacked_to_packed})
 
@@ -47,7 +47,7 @@ class Model:
 
     @staticmethod
     def of(graph: fx.Graph, members: int, rates: ComputeRates | None = None) -> Model:
-        """``rates``: by default those of the graph's device on this machine."""
+        """Return the model of ``graph``. ``rates``: by default those of the graph's device on this machine."""
         examples = {node: node.meta.get("val") for node in graph.nodes}
         batch = next(filter(None, map(_varying, examples.values())), 1)
         sizes = {node: bytes_of(example, batch) for node, example in examples.items()}
@@ -105,7 +105,7 @@ class Model:
 
 
 def _varying(example: Any) -> int | None:
-    """The size that the first varying dim of a tensor had when it was captured."""
+    """Return the size that the first varying dim of a tensor had when it was captured."""
     sizes = example.shape if isinstance(example, Tensor) else ()
     return next((hint(size) for size in sizes if not isinstance(size, int)), None)
 

@@ -1,4 +1,4 @@
-"""Operators written as several, of which a compiler of whole graphs makes better code than of the one."""
+"""Decompositions of operators for which a compiler of whole graphs then generates better code."""
 
 from __future__ import annotations
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx
 
-# Elements; more are no numbers of members, and take longer to compile.
+# Largest number of elements: larger tensors do not hold numbers of members, and take longer to compile.
 MAX_ELEMENTS = 256
 
 
 def inline_constants(module: fx.GraphModule) -> fx.GraphModule:
-    """``module``, a graph of ATen operators with fake tensors in ``meta["val"]``; the same values, bit for bit."""
+    """Rewrite ``module``, an ATen graph with fake tensors in ``meta["val"]``; values stay the same, bit for bit."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:

@@ -19,7 +19,7 @@ _ZEROS = frozenset({aten.new_zeros.default, aten.zeros.default, aten.zeros_like.
 
 
 def onehot(module: fx.GraphModule) -> fx.GraphModule:
-    """``module``, a graph of ATen operators with fake tensors in ``meta["val"]``; the same values, bit for bit."""
+    """Rewrite ``module``, an ATen graph with fake tensors in ``meta["val"]``; values stay the same, bit for bit."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -34,7 +34,7 @@ def onehot(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def chosen(index: Tensor, source: Tensor, size: int, dim: int) -> Tensor:
-    """Zeros with ``size`` places along ``dim`` but for ``source`` at the places ``index``, both with one there."""
+    """Scatter ``source`` at ``index`` into zeros of ``size`` along ``dim``, where both have size 1."""
     places = torch.arange(size, device=index.device)
     return torch.where(index == places.view(-1, *(1,) * (index.dim() - 1 - dim)), source, 0)
 

@@ -19,7 +19,7 @@ _PRODUCTS = frozenset({aten.bmm.default, aten.mm.default})
 
 
 def transpose_products(module: fx.GraphModule) -> fx.GraphModule:
-    """``module``, a graph of ATen operators with fake tensors in ``meta["val"]``; the same values up to rounding."""
+    """Rewrite ``module``, an ATen graph with fake tensors in ``meta["val"]``; values stay the same up to rounding."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
 

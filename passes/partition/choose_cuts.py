@@ -22,17 +22,17 @@ from hfusion.schedule.lower import host_bytes
 from hfusion.schedule.plan import Plan, Shard, TaskPlan
 from hfusion.schedule.simulate import simulate
 
-# Ways are looked for whose shards take so much of what the device has for them.
+# Fractions of the budget for which cuts are computed as candidates.
 _PARTS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 _PARTS_BESIDE = (1.0, 0.7, 0.5)
-# Beyond so many places to cut, those where most is alive are left out: the time grows with their third power.
+# Largest number of positions considered for cuts: the time grows with its third power.
 _MAX_PLACES = 128
-# At so many places the shard that is kept may begin.
+# Largest number of positions considered for the beginning of a kept shard.
 _MAX_KEPT = 8
-# So often one cut more is tried at so many places, or one less.
+# Rounds in which the best cuts are tried with one cut more or less, and how many positions a new cut may have.
 _ROUNDS = 3
 _MAX_MORE = 12
-# Minibatches that are foretold.
+# Number of minibatches that are simulated.
 _STEPS = 3
 
 
@@ -47,7 +47,7 @@ _Shards = Callable[[Sequence[int]], tuple[Shard, ...]]
 
 
 def choose_cuts(segments: Segments, budget: int, rates: Rates, shards: _Shards, *, keep: bool) -> Partition | None:
-    """The best way to cut; None if none fits. ``shards`` makes them of cuts; ``keep``: the last one may be kept."""
+    """Return the best cuts, None if none fit. ``shards`` makes shards from cuts; ``keep``: the last may be kept."""
 
     def seconds(partition: Partition) -> float:
         return _seconds(shards(partition.cuts), partition.kept, budget, rates, carried=segments.carried)
@@ -95,7 +95,7 @@ def _partitions(segments: Segments, budget: int, shards: _Shards, keep: bool) ->
 
 
 def _beside(partition: Partition, more: Sequence[int]) -> Iterator[Partition]:
-    """The same one with one cut more, at some of ``more``, or one less."""
+    """Yield variations of ``partition`` with one more cut, at a position in ``more``, or with one cut less."""
     for place in more:
         if place not in partition.cuts:
             yield Partition(tuple(sorted((*partition.cuts, place))), partition.kept)
@@ -104,7 +104,7 @@ def _beside(partition: Partition, more: Sequence[int]) -> Iterator[Partition]:
 
 
 def _running(segments: Segments, budget: int) -> Callable[[int], Iterator[tuple[int, int]]]:
-    """The runs from a place that fit a budget: where each ends, and the bytes that it needs."""
+    """Return a function that yields the end and the bytes needed of each run from a position that fits ``budget``."""
 
     def running(first: int) -> Iterator[tuple[int, int]]:
         for run in segments.starting(first):
@@ -123,9 +123,9 @@ def fewest_alive(
     end: int,
     budget: int,
 ) -> tuple[int, ...] | None:
-    """The cuts at some of ``places`` before ``end`` where the fewest bytes are alive, and of those the fewest.
+    """Return the cuts, among ``places`` before ``end``, with the fewest bytes alive; of equal ones the fewest cuts.
 
-    None if in no way all shards fit the budget. ``running``: the runs from a place, see `_running`.
+    Returns None if no cuts make all shards fit the budget. ``running``: the result of `_running`.
     """
     best, came = {0: (0, 0)}, dict[int, int]()
     for first in places:
@@ -141,7 +141,7 @@ def fewest_alive(
 
 
 def on_the_way(before: Callable[[int], int], end: int) -> tuple[int, ...]:
-    """The cuts on the way to ``end``, by the one before each."""
+    """Return the cuts that lead to ``end``, ascending. ``before`` maps each cut to the previous one, or to 0."""
     cuts = list[int]()
     while end := before(end):
         cuts.append(end)
@@ -149,7 +149,7 @@ def on_the_way(before: Callable[[int], int], end: int) -> tuple[int, ...]:
 
 
 def _fewest(segments: Segments, places: Sequence[int], most: int) -> list[int]:
-    """At ``most`` so many of ``places``: of neighbouring ones that where the fewest bytes are alive."""
+    """Return at most ``most`` of ``places``: of each group of neighbours, the place with the fewest bytes alive."""
     size = max(1, math.ceil(len(places) / most))
     groups = (places[start : start + size] for start in range(0, len(places), size))
     return [min(group, key=segments.alive.__getitem__) for group in groups]

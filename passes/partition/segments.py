@@ -18,8 +18,8 @@ from hfusion.schedule.shards import Shard
 class Segment(NamedTuple):
     """Bytes of the steps ``[first, last)`` as one shard, as in `Shard`; its cuts come on top.
 
-    ``floor``: what a longer run of the same beginning needs at least. ``passing``: the most that its forward has alive
-    where nothing is saved.
+    ``floor``: the least that a longer run with the same beginning needs. ``passing``: the peak of a forward that
+    saves nothing for backward.
     """
 
     last: int
@@ -53,7 +53,7 @@ class Segments:
 
     @cached_property
     def alive(self) -> tuple[int, ...]:
-        """Bytes alive at the cut before each step, and at both ends: none, since those cut nothing."""
+        """Bytes alive at the cut before each step; 0 at both ends of the line, where nothing is cut."""
         spans = [(storage.born + 1, storage.last, storage.size) for storage in self.line.storages]
         return (0, *_levels(spans, self.count + 1)[1:-1], 0)
 
@@ -66,13 +66,13 @@ class Segments:
 
     @cached_property
     def _owed(self) -> tuple[int, ...]:
-        """At each cut the gradients that later steps have for weights which earlier ones use, too."""
+        """For each cut, the bytes of gradients of weights that steps on both sides of the cut use."""
         spans = [(weight.uses[0] + 1, weight.uses[-1], weight.size) for weight in self.line.weights if weight.trained]
         return tuple(_levels(spans, self.count + 1))
 
     @cached_property
     def _made(self) -> tuple[int, ...]:
-        """Per step the bytes it makes that are used after it."""
+        """For each step, the bytes of its results that later steps use."""
         sizes = [0] * self.count
         for storage in self.line.storages:
             sizes[storage.born] += storage.size if storage.last > storage.born else 0
@@ -80,7 +80,7 @@ class Segments:
 
     @cached_property
     def _ends(self) -> tuple[tuple[Storage, ...], ...]:
-        """Per step the storages that no later one uses."""
+        """For each step, the storages whose last use it is."""
         found: list[list[Storage]] = [[] for _ in range(self.count)]
         for storage in self.line.storages:
             found[min(storage.last, self.count - 1)].append(storage)
@@ -88,7 +88,7 @@ class Segments:
 
     @cached_property
     def _uses(self) -> tuple[tuple[tuple[int, Weight], ...], ...]:
-        """Per step the weights that it uses, with the use before or -1."""
+        """For each step, the weights that it uses, each with the last step before it that uses the weight, or -1."""
         found: list[list[tuple[int, Weight]]] = [[] for _ in range(self.count)]
         for weight in self.line.weights:
             for before, index in zip((-1, *weight.uses), weight.uses, strict=False):
@@ -131,7 +131,7 @@ class Segments:
         return run.optimizer + (run.gradients if self.carried else 0)
 
     def shard(self, number: int, first: int, segment: Segment, forward: float, backward: float, rates: Rates) -> Shard:
-        """A segment as the shard of that number, which computes for so many seconds."""
+        """Return ``segment`` as shard ``number``. ``forward``, ``backward``: its seconds of computation."""
         sizes = (segment.activations, segment.workspace, segment.peak, self.alive[segment.last])
         state = (segment.weights, segment.gradients, segment.optimizer)
         seconds = (forward, backward, segment.stepped / rates.memory)
@@ -140,7 +140,7 @@ class Segments:
     def need(self, first: int, run: Segment) -> int:
         """Bytes on the device to train the run as a spilled shard; as `TaskPlan.device_bytes` counts it."""
         state = self.state(run)
-        # The last one turns from forward to backward in place: it comes whole, and keeps its activations.
+        # The last shard goes directly from forward to backward: its state is loaded, too, and it keeps its activations.
         forward = run.workspace + (state + run.activations if run.last == self.count else 0)
         return run.weights + self.alive[first] + self.alive[run.last] + max(state + run.peak, forward)
 
@@ -165,7 +165,7 @@ class _Growing:
 
     @property
     def peak(self) -> int:
-        """The most while the backward segments."""
+        """The peak bytes of the backward."""
         return int(self._backward[: self._size].max())
 
     def workspace(self, *, keeps: bool) -> int:
@@ -173,7 +173,7 @@ class _Growing:
         return int((self._beside if keeps else self._forward)[: self._size].max())
 
     def begin(self, step: OperatorCost, during: int, made: int) -> None:
-        """One more step, while which so many bytes are alive, and which makes some that are used after it."""
+        """Add a step. ``during``: the bytes alive while it runs. ``made``: bytes of its results used by later steps."""
         self._backward[: self._size] += made
         self.activations += step.saved
         self._backward[self._size] = during + self.activations
@@ -181,7 +181,7 @@ class _Growing:
         self._size += 1
 
     def earns(self, first: int, size: int) -> None:
-        """The latest step gives a gradient to a weight, which steps from ``first`` on have not."""
+        """Count a weight's gradient in the backward of all steps from ``first`` to the latest, which creates it."""
         self._backward[max(0, first - self._first) : self._size] += size
 
     def ends(self, storage: Storage) -> None:
@@ -198,7 +198,7 @@ class _Growing:
 
 
 def _levels(spans: Iterable[tuple[int, int, int]], count: int) -> list[int]:
-    """At each of ``count`` places the sum of the sizes of all spans (first, last, size) over it."""
+    """Return, for each of ``count`` positions, the total size of the spans (first, last, size) that include it."""
     changes = [0] * (count + 1)
     for first, last, size in spans:
         if first <= last:
