@@ -1,6 +1,6 @@
-"""Tensors that members' own code gets in the memory of an array, and code that addresses the memory below a tensor.
+"""Tensors that eager fallbacks get in the memory of an array, and detection of code that addresses raw memory.
 
-In an array that memory is the memory of all members.
+The storage of a tensor in an array holds the values of all members.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from torch.overrides import TorchFunctionMode
 from hfusion.core.layout import Listed
 from hfusion.core.memory import is_plain
 
-# What reads or writes at places that are counted from the start of a tensor's memory, with the number of the argument
-# that tells the place; without it the place is the tensor's own.
+# Functions that take a storage offset, with the position of that argument. Without it they use the tensor's own offset.
 _PLACED: Mapping[str, int] = {
     "as_strided": 3,
     "as_strided_": 3,
     "as_strided_copy": 3,
     "as_strided_scatter": 4,
 }
-# What gives the memory itself, or where in it the tensor begins.
+# Functions that return or replace the storage itself, or return the tensor's offset in it.
 _MEMORY = frozenset({"storage", "untyped_storage", "storage_offset", "set_"})
 
 
 class AddressWatch(TorchFunctionMode):
-    """While active, call ``on_access`` whenever code addresses memory."""
+    """While active, call ``on_access`` whenever code accesses a storage or passes a storage offset."""
 
     def __init__(self, on_access: Callable[[], None]) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class AddressWatch(TorchFunctionMode):
 
 
 class _Own(torch.autograd.Function):
-    """Copy values and gradients to separate memory: torch's derivatives address memory, too."""
+    """Copy values and gradients to separate memory: torch's derivatives of these functions address memory, too."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -58,7 +57,7 @@ class _Own(torch.autograd.Function):
 
 
 def own_memory(tensor: Tensor) -> Tensor:
-    """``tensor`` copied to a memory that holds nothing else."""
+    """Return a differentiable copy of ``tensor`` in a storage of its own."""
     copied: Tensor = _Own.apply(tensor)  # type: ignore[no-untyped-call]
     return copied
 
@@ -71,7 +70,7 @@ def fills_memory(tensor: Tensor) -> bool:
 
 
 def own_rows(column: Any, members: int) -> Sequence[Tensor]:
-    """Tensors for the members in the memory of ``column``, each with a version and a history of its own."""
+    """Return one tensor per member in the memory of ``column``, each with its own version and autograd history."""
     rows = tuple(column) if isinstance(column, Listed) else (column,) * members
     if not all(is_plain(row) for row in rows):
         return rows
@@ -82,7 +81,7 @@ def own_rows(column: Any, members: int) -> Sequence[Tensor]:
 
 
 def own_leaves(weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    """While gradients are off, leaves as a parameter alone is one: forward may switch them on for itself."""
+    """Return ``weights``, or, while gradients are off, detached leaves of them: forward may switch gradients on."""
     if torch.is_grad_enabled():
         return weights
     once: dict[int, Tensor] = {}
@@ -90,14 +89,14 @@ def own_leaves(weights: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The memory of ``tensor`` in a tensor that is no view of it: autograd takes them for strangers."""
+    """Return a tensor in the memory of ``tensor`` that autograd treats as unrelated, not as a view."""
     with torch.no_grad():
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 class _ApartFromMemory(torch.autograd.Function):
-    """Returns tensors of separate memory, and passes gradients on unchanged."""
+    """Returns an alias of each row, see `_alias`, and passes gradients on unchanged."""
 
     @staticmethod
     def forward(ctx: Any, *rows: Tensor) -> tuple[Tensor, ...]:

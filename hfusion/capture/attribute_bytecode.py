@@ -1,4 +1,4 @@
-"""The attributes that a function assigns, and those that it reads, by its bytecode."""
+"""Find the attributes that a function assigns and reads, from its bytecode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AttributeWrites:
-    """The names of attributes that a function assigns: of its first argument, and of other objects."""
+    """The names of the attributes that a function assigns on its first argument, and on other objects."""
 
     of_self: frozenset[str]
     of_others: frozenset[str]
@@ -18,7 +18,7 @@ class AttributeWrites:
 
 @functools.lru_cache(maxsize=4096)
 def writes(code: types.CodeType) -> AttributeWrites:
-    """The attributes that ``code``, and functions inside it, assign or delete. Tried on Python 3.11 to 3.13."""
+    """Return the attributes that ``code`` and its nested functions assign or delete. Tried on Python 3.11 to 3.13."""
     of_self, of_others = set[str](), set[str]()
     steps = list(dis.get_instructions(code))
     selves = _selves(code)
@@ -37,7 +37,7 @@ def writes(code: types.CodeType) -> AttributeWrites:
 
 @functools.lru_cache(maxsize=4096)
 def reads_of_others(code: types.CodeType) -> frozenset[str]:
-    """The attributes that ``code``, and functions inside it, read of anything but ``self``."""
+    """Return the attributes that ``code`` and its nested functions read of objects other than ``self``."""
     steps = list(dis.get_instructions(code))
     selves = _selves(code)
     names = {
@@ -52,12 +52,12 @@ def reads_of_others(code: types.CodeType) -> frozenset[str]:
 
 
 def _selves(code: types.CodeType) -> set[str]:
-    """The variables that may hold ``self``: a function inside a method has it as a free variable."""
+    """Return the variables that may hold ``self``: the first argument, and the free variables of a nested function."""
     return {*code.co_varnames[: min(code.co_argcount, 1)], *code.co_freevars}
 
 
 def holder_variable(steps: list[dis.Instruction], k: int) -> str | None:
-    """The variable whose attribute the instruction at ``k`` assigns; None where it is no variable."""
+    """Return the variable whose attribute the instruction at ``k`` accesses; None if the object is no variable."""
     before = k - 1
     if steps[before].opname == "SWAP":
         # ``self.n += 1`` copies the object first, reads the attribute, and assigns it at the end.

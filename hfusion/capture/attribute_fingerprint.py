@@ -81,7 +81,7 @@ def contents(model: nn.Module) -> dict[str, Any]:
 
 
 def variable_contents(model: nn.Module, names: Collection[str]) -> dict[str, Any]:
-    """Return those of the `variables` of ``model`` that are among ``names``, as hashable values."""
+    """Return the Python variables ``names`` that code of ``model`` names, as hashable values, if they exist."""
     reader = _AttributeReader({}, lambda tensor, where: _digest(tensor), {})
     held = {
         f"{holder.title}{name}": holder.read(name)
@@ -92,7 +92,10 @@ def variable_contents(model: nn.Module, names: Collection[str]) -> dict[str, Any
 
 
 def follows(before: Any, after: Any, first: Any) -> bool:
-    """Return whether each part of a content ``after`` a call is as ``before`` it, or as after a ``first`` call."""
+    """Return whether each part of the content ``after`` a call equals its part in ``before`` or ``first``.
+
+    ``before`` is the content before the call, ``first`` the content after a first call.
+    """
     if after in (before, first):
         return True
     if not (isinstance(before, tuple) and isinstance(after, tuple) and isinstance(first, tuple)):
@@ -106,7 +109,7 @@ def follows(before: Any, after: Any, first: Any) -> bool:
 
 
 def differing(before: Any, after: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the parts of two contents that differ where both have one."""
+    """Yield the pairs of differing parts of two contents, for parts that both contents have."""
     if before is None or after is None or before == after:
         return
     if not (isinstance(before, tuple) and isinstance(after, tuple)) or len(before) != len(after):
@@ -135,9 +138,9 @@ def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> 
 
 
 def python_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes that the author of a module gave it, without tensors, submodules and torch's own.
+    """Yield the attributes that the author of a module set: no registered tensors, submodules or attributes of torch.
 
-    Those that hooks compute from tensors before each forward are torch's, those of an array hfusion's.
+    Attributes that hooks recompute before each forward are left out, and so are all attributes of an array.
     """
     torchs = (_OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN) | recomputed(module)
     if is_array(module):
@@ -161,10 +164,10 @@ def same_marks(models: Sequence[nn.Module]) -> frozenset[str]:
     return frozenset(key for key in marked[0] if all(key in other and other[key] == read[0][key] for other in read))
 
 
-# How the contents of Python numbers begin.
+# The first item of the content of a Python number.
 NUMBERS = ("number", "int", "bool")
 
-# Marks copies of results, which have no history; a deep copy keeps it.
+# The attribute that marks copies of results, which have no history; a deep copy keeps the mark.
 _RESULT = "hfusion_result"
 
 PLAIN = str | bool | int | bytes | torch.dtype | torch.device | torch.Size | type
@@ -259,7 +262,7 @@ class _AttributeReader:
         )
 
     def _check_closed_over(self, values: Any, where: str) -> None:
-        """Raise a FusionError for a registered tensor among ``values``, which copies of a function share."""
+        """Raise FusionError if ``values`` contain a registered tensor: copies of a function would share it."""
         for leaf in pytree.tree_leaves(values):
             if isinstance(leaf, Tensor) and id(leaf) in self.registered:
                 name = self.registered[id(leaf)]
@@ -281,7 +284,7 @@ class _AttributeReader:
 
 
 def results(model: nn.Module) -> list[Tensor]:
-    """The tensors in Python attributes that a computation with gradients left there."""
+    """Return the tensors in Python attributes of ``model`` that have an autograd history."""
     tensors_left: list[Tensor] = []
     _attributes(model, lambda tensor, where: tensors_left.append(tensor) if tensor.grad_fn is not None else None)
     return tensors_left

@@ -23,7 +23,7 @@ _Sources: TypeAlias = frozenset[type | types.FunctionType]
 
 
 def written_by_call(island: Island, module: nn.Module) -> frozenset[str]:
-    """The names of attributes that a call of ``island``, a method of ``module``, may assign."""
+    """Return the names of the attributes that a call of ``island``, a method of ``module``, may assign."""
     assigned = [
         writes(function.__code__) for function in _reached((island.method, "forward"), _sources(module.modules()))
     ]
@@ -31,7 +31,7 @@ def written_by_call(island: Island, module: nn.Module) -> frozenset[str]:
 
 
 def written_elsewhere(island: Island, module: nn.Module, outside: Iterable[nn.Module]) -> frozenset[str]:
-    """The names of attributes that code of modules ``outside`` of ``module`` may assign in it while forward runs."""
+    """Return the names of the attributes of ``module`` that code of the modules ``outside`` may assign in forward."""
     reached = _reached(("forward",), _sources(outside))
     named = {name for function in reached for name in names_in(function.__code__).attributes}
     named -= {"forward", island.method}
@@ -41,36 +41,36 @@ def written_elsewhere(island: Island, module: nn.Module, outside: Iterable[nn.Mo
 
 
 def read_elsewhere(outside: Iterable[nn.Module]) -> frozenset[str]:
-    """The names of attributes that code of modules ``outside`` may read of anything but its own module."""
+    """Return the names of the attributes that code of modules ``outside`` may read of objects other than ``self``."""
     reached = _reached(("forward",), _sources(outside))
     return frozenset().union(*(reads_of_others(function.__code__) for function in reached))
 
 
 def names_named(modules: Iterable[nn.Module]) -> frozenset[str]:
-    """The names of attributes in code of ``modules`` that their forwards may reach."""
+    """Return the names of the attributes in all code that the forwards of ``modules`` may call."""
     reached = _reached(("forward",), _sources(modules))
     return frozenset(name for function in reached for name in names_in(function.__code__).attributes)
 
 
 def containers_changed(island: Island, module: nn.Module) -> frozenset[str]:
-    """The names of attributes that may lead to lists, dicts or sets which a call of ``island`` changes."""
+    """Return the names of the attributes that may hold a list, dict or set that a call of ``island`` changes."""
     reached = _reached((island.method, "forward"), _sources(module.modules()))
     codes = [function.__code__ for function in reached if _changes_items(function.__code__)]
     return frozenset(name for code in codes for name in names_in(code).attributes)
 
 
 def functions_reached(model: nn.Module) -> frozenset[types.FunctionType]:
-    """Return the functions that forward of ``model`` may call, but for torch's."""
+    """Return the functions that forward of ``model`` may call, without those of libraries."""
     return _reached(("forward",), _sources(model.modules()))
 
 
 def functions_called(function: Callable[..., object]) -> frozenset[types.FunctionType]:
-    """Return the functions behind ``function``, and those that it may call, but for torch's."""
+    """Return the functions behind ``function`` and all functions that these may call, without those of libraries."""
     return _search((), frozenset(functions_behind(function)))
 
 
 def names_in_call(island: Island, module: nn.Module) -> frozenset[str]:
-    """The names of variables and attributes in code that a call of ``island``, a method of ``module``, may reach."""
+    """Return the names of variables and attributes in all code that a call of ``island``, of ``module``, may run."""
     named = [
         names_in(function.__code__) for function in _reached((island.method, "forward"), _sources(module.modules()))
     ]

@@ -42,9 +42,9 @@ _NORMALIZATIONS = frozenset(
 
 @contextmanager
 def derivatives_traced() -> Iterator[None]:
-    """While an export traces a forward in this thread, let `torch.autograd.grad` add operators to its graph.
+    """Context manager: in an export in this thread, let `torch.autograd.grad` add operators to the graph.
 
-    Within it, `torch.autograd.grad` raises FusionError for what cannot be written so.
+    `torch.autograd.grad` then raises FusionError for derivatives that cannot be written as operators.
     """
     here = threading.get_ident()
 
@@ -61,7 +61,7 @@ def derivatives_traced() -> Iterator[None]:
         mode: Any = get_proxy_mode()
         traces = threading.get_ident() == here and mode is not None and mode.pre_dispatch
         if not traces or options.get("accumulate_grad", False) or has_transforms_active():
-            # Of another thread, of a trace below autograd, a backward(), or inside a transform of torch.func.
+            # A call by another thread, by a trace below autograd, by backward(), or inside a transform of torch.func.
             return run(outputs, gradients, keep, create, inputs, *args, **options)
         allow_unused = args[0] if args else options.get("allow_unused", False)
         found = _gradients(mode.tracer, tuple(outputs), tuple(gradients), tuple(inputs), allow_unused)
@@ -96,7 +96,7 @@ def _gradients(
             node.replace_all_uses_with(repeated)
             known[repeated] = bound(product.repeats[node.name])
         elif node.target is aten.detach.default:
-            # Of a value that autograd saved: later derivatives go through it.
+            # Autograd detaches values that it saved; later derivatives must flow through them.
             node.replace_all_uses_with(node.args[0])
     module.graph.eliminate_dead_code()
     results = iter(_Appended(module, known).run())
@@ -107,9 +107,9 @@ class _Product:
     """The vector-Jacobian product of the operators ``between`` sources and ends, as a function that can be traced.
 
     Attributes:
-        others: the nodes that these operators read besides.
-        used: after a call, for each source whether the ends depend on it.
-        repeats: after a trace, by the name of a node in it the node between that it repeats.
+        others: the other nodes that these operators read.
+        used: after a call, for each source, whether the ends depend on it.
+        repeats: after a trace, the original node for the name of each traced node that repeats an operator.
     """
 
     def __init__(self, between: Sequence[fx.Node], sources: Sequence[fx.Node], ends: Sequence[fx.Node]) -> None:
@@ -158,7 +158,7 @@ class _Appended(fx.Interpreter):
 
 
 class _Bound:
-    """Called with a node of the trace, its value: the tensor of forward, or another one that stands for it."""
+    """Callable that returns the value of a node: the tensor of forward, or a new one that the trace maps to it."""
 
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
@@ -219,7 +219,7 @@ def _check_operator(node: fx.Node, between: bool) -> None:
 
 
 def _check_second(module: fx.GraphModule, args: Any) -> None:
-    """Raise FusionError for operators whose derivative torch lacks: those that are left of a backward."""
+    """Raise FusionError if the remaining backward operators of ``module`` have no derivative in torch."""
     left = [n.target for n in module.graph.nodes if isinstance(n.target, OpOverload) and "backward" in str(n.target)]
     if not left:
         return
@@ -234,9 +234,9 @@ def _check_second(module: fx.GraphModule, args: Any) -> None:
 
 @cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Derivatives as operators of which torch and hfusion know further ones.
+    """Return decompositions of backward operators into operators that can be differentiated again.
 
-    So are normalizations, whose statistics are used in derivatives, and are constants to autograd.
+    Normalizations are decomposed, too: their derivatives use the saved statistics, which autograd treats as constants.
     """
     rules = {op: rule for op, rule in decomposition_table.items() if isinstance(op, OpOverload)}
     return {op: rule for op, rule in rules.items() if op in _NORMALIZATIONS or "backward" in str(op)}

@@ -1,7 +1,7 @@
-"""Captures of this process: a model that is alike in all that forward can read has the graph that another had.
+"""Cache of the captures of this process: models that are equal in all that forward can read share one graph.
 
-So a sweep that fuses one class again and again exports it once. A graph that was found is checked against the code as
-a new one is.
+A sweep that fuses one class many times thus exports it once. A cached graph is checked against the code like a new
+one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from hfusion.core.fingerprint import read_model, tensors_of
 from hfusion.core.program import Capture
 
-# Those that are kept, the latest.
+# The most recently used captures are kept, up to this number.
 MAX_CAPTURES = 64
 
 _captures: OrderedDict[Any, Capture] = OrderedDict()
@@ -26,18 +26,18 @@ _captures: OrderedDict[Any, Capture] = OrderedDict()
 def capture_key(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opened: Sequence[tuple[bool, Any]]
 ) -> Any:
-    """Return the key of a capture of ``module`` for such arguments; None if forward's reads are unknown.
+    """Return the cache key of a capture of ``module`` with these arguments; None if it cannot be cached.
 
-    ``opened``: for each attempt, whether the first dim varies, and which others of each leaf.
+    ``opened``: for each export attempt, whether the first dim varies, and which other dims of each leaf vary.
     """
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     places = [id(leaf) for leaf in leaves]
     kinds = [_kind(leaf) for leaf in leaves]
     state = read_model(module, [leaf for leaf in leaves if not isinstance(leaf, Tensor)])
-    # Tensors that a model holds besides its parameters and buffers are its own, and end with it.
+    # Unregistered tensors of a model belong to it alone, and must not be kept alive by the cache.
     if state is None or any(True for _ in tensors_of(state)):
         return None
-    # Two arguments that are one tensor may be written to as such.
+    # If one tensor is passed as two arguments, a write into one changes the other.
     ties = [places.index(place) for place in places]
     return (
         state,

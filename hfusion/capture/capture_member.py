@@ -1,6 +1,6 @@
-"""Capture one member's graph; submodules that cannot be captured run as the members' own code in it.
+"""Capture one member's graph; submodules that cannot be captured become eager fallbacks in it.
 
-So do submodules whose code specializes a size that varies, since a graph would hold for one size only.
+Submodules that specialize a size that varies become eager fallbacks, too: their graph would hold for one size only.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from hfusion.core.program import Capture
 class VaryingSizes:
     """The dims that vary, for each leaf of the arguments, and whether they must stay dynamic.
 
-    ``whole``: the reason why result sizes of members' own code cannot be inferred, so that all of forward is their own
-    code.
+    ``whole``: the reason why result sizes of eager fallbacks cannot be inferred, so that all of forward is one
+    fallback.
     """
 
     dims: Sequence[Collection[int]] = ()
@@ -44,7 +44,7 @@ class VaryingSizes:
     whole: str = ""
 
     def closed_by(self, captured: Capture, leaves: Sequence[Any]) -> bool:
-        """Return whether a capture holds for one size only where others are met; a size of 0 or 1 is always one."""
+        """Return whether a capture specialized a dim that varies; dims of size 0 or 1 are not counted."""
         inputs = captured.open_dims
         return any(
             dim not in inputs[k] and leaves[k].shape[dim] > 1
@@ -56,7 +56,7 @@ class VaryingSizes:
 
 @dataclass(frozen=True)
 class Member:
-    """A model to capture, with the arguments; ``bodies`` gives all members' models."""
+    """A model to capture, with its arguments; ``bodies()`` returns the models of all members."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -71,10 +71,11 @@ class Member:
 def capture_member(
     member: Member, sizes: VaryingSizes, looped: Mapping[Island, str], loops: bool
 ) -> tuple[Capture, list[OpaqueCall]]:
-    """Return the graph of a member, and its calls that run in a loop over members, including those of ``looped``.
+    """Return the graph of a member, and its calls that run in a loop over members.
 
     Args:
-        loops: whether there may be such calls.
+        looped: submodules that must run in a loop, with the reasons.
+        loops: whether calls may run in a loop; if not, raise instead.
 
     Raises:
         FusionError: the member cannot be captured; the message gives the reason.
@@ -114,7 +115,7 @@ def _with_loops(
         # A trace is made with gradients, and the stand-in of a looped call cannot be compared with the code.
         looped = {WHOLE: "it reads gradients or their mode, and is called without gradients"}
     if torch.is_inference_mode_enabled():
-        # Trial runs count the versions of tensors, which those of inference mode do not have.
+        # Trial runs compare version counters, which inference tensors do not have.
         with torch.inference_mode(False):
             args, kwargs = copies((args, dict(kwargs)))
             return _with_loops(replace(member, args=args, kwargs=kwargs), sizes, looped, None)
@@ -144,7 +145,7 @@ def _with_loops(
 
 
 def _check_modes(modes: Mapping[str, bool], looped: Sequence[str]) -> None:
-    """Raise FusionError if members' own code, at the paths ``looped``, changes its own modes."""
+    """Raise FusionError if a fallback at one of the paths ``looped`` contains a module whose mode forward changes."""
     for name in modes:
         if any(not path or name == path or name.startswith(f"{path}.") for path in looped):
             raise FusionError(
@@ -156,9 +157,9 @@ def _check_modes(modes: Mapping[str, bool], looped: Sequence[str]) -> None:
 def closing(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dims: Sequence[Collection[int]]
 ) -> dict[Island, str]:
-    """Return the submodules that specialize one of the ``dims`` of the leaves in a trace, each with the reason."""
+    """Return the submodules whose trace specializes one of the ``dims`` of the argument leaves, with the reasons."""
     watch = _SizeWatch()
-    # Of interest is what was met before.
+    # The trace may fail: only the specialized sizes that were noted until then are used.
     with intercepted(model, islands(model), watch.call), suppress(FusionError):
         capture(model, args, kwargs, varying=False, dims=dims)
     return watch.reasons or {Island(""): _why("a size that varies")}
@@ -166,7 +167,14 @@ def closing(
 
 @dataclass(eq=False)
 class _SizeWatch:
-    """``sizes`` are the symbols of the arguments of forward, ``specialized`` those of them that have one value."""
+    """Finds the submodules that specialize sizes.
+
+    Attributes:
+        sizes: the symbolic sizes of forward's arguments.
+        specialized: the indices of the sizes that are fixed to one value.
+        reasons: the submodules that fixed a size, with the reasons.
+        inside: the submodules that are being called, outermost first.
+    """
 
     sizes: list[Any] = field(default_factory=list)
     specialized: set[int] = field(default_factory=set)
@@ -197,7 +205,7 @@ class _SizeWatch:
         self.specialized = {k for k, size in enumerate(self.sizes) if fixed(size) is not None}
 
     def _look(self, island: Island) -> None:
-        """Note ``island``, in which the trace is, if a size was fixed since the last look."""
+        """Note ``island``, which the trace is in, if a size was specialized since the last call of this method."""
         closed = {k for k, size in enumerate(self.sizes) if k not in self.specialized and fixed(size) is not None}
         if closed:
             self.specialized |= closed

@@ -27,10 +27,12 @@ _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 class Comparison:
     """The result of comparing B models.
 
-    ``variants[b]`` numbers member b's set of scalars (dropout p, eps, ...): members of one variant share a capture.
-    ``shared`` are the keys of the tensors that are one object in all models, ``partly`` those of buffers that are one
-    object in some, or share the memory of another tensor of their model: an array keeps a row of those for each
-    member and name, so none may write to them.
+    Attributes:
+        variants: for each member, the number of its set of scalars (dropout p, eps, ...). Members of one variant share
+            a capture.
+        shared: the keys of tensors that are one object in all models.
+        partly: the keys of buffers that only some models share, and of tensors that overlap another tensor of their
+            model. An array keeps a row of these for each member and name, so no member may write to them.
     """
 
     variants: tuple[int, ...]
@@ -89,7 +91,7 @@ def check_models(models: Sequence[nn.Module]) -> None:
 
 
 def check_pair(model: nn.Module, index: int, other: nn.Module) -> None:
-    """Raise a FusionError where ``other``, model ``index``, has another structure than ``model``, model 0."""
+    """Raise FusionError if ``other``, model ``index``, differs in structure from ``model``, model 0."""
     _check_modules(model, index, other)
     _check_tensors(model, index, other)
 
@@ -168,7 +170,7 @@ def _class(module: nn.Module) -> type[nn.Module]:
 
 
 def _alike(mine: type, theirs: type) -> bool:
-    """Return whether two classes are one, or created twice by the same code, as those of graph modules are."""
+    """Return whether two classes are the same, or were created twice by the same code, as for graph modules."""
     if mine is theirs:
         return True
     if (mine.__module__, mine.__qualname__) != (theirs.__module__, theirs.__qualname__):
@@ -179,7 +181,7 @@ def _alike(mine: type, theirs: type) -> bool:
     return ours == others
 
 
-# What a class statement puts into every class, and what `torch.fx` keeps there.
+# Attributes that Python adds to every class, or that `torch.fx` stores in classes.
 _MADE = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__qualname__", "_fx_wrapped"})
 
 
@@ -216,7 +218,7 @@ def _check_tensors(model: nn.Module, index: int, other: nn.Module) -> None:
 
 
 def _check_memory(models: Sequence[nn.Module]) -> None:
-    """Raise a FusionError where a model's training would change another's parameters unseen."""
+    """Raise FusionError if trained parameters of two models are different tensors at the same address."""
     places: dict[tuple[torch.device, int], tuple[int, str, Tensor]] = {}
     for index, model in enumerate(models):
         for name, parameter in model.named_parameters():
@@ -233,7 +235,7 @@ def _check_memory(models: Sequence[nn.Module]) -> None:
 class Sharing:
     """The tensors that are one object in several models, collected model by model without keeping any alive.
 
-    ``keys``: those of tensors that are one object in all; ``partly`` as of `Comparison`.
+    ``keys``: the keys of tensors that are one object in all models; ``partly``: see `Comparison`.
     """
 
     def __init__(self) -> None:
@@ -243,7 +245,7 @@ class Sharing:
         self._owners = WeakIdKeyDictionary()
 
     def add(self, index: int, model: nn.Module) -> None:
-        """Look at model ``index``; the first must have been the first.
+        """Add model ``index``; model 0 must be added first.
 
         Raises:
             FusionError: a tensor that is trained is one object in some models but not in all.

@@ -1,8 +1,8 @@
 """Keep sizes that vary dynamic while forward is traced, and record the code that may depend on them.
 
 To infer the shapes of a recurrent layer, torch's tracers write out every step. Inside `open_lengths` a layer is one
-call of an operator of our own, whose shapes follow from its arguments; `original` returns torch's. Some other
-functions take no symbols for sizes, and are replaced by others that do.
+call of an operator of hfusion, whose shapes follow from its arguments; `original` returns the operator of torch. Some
+other functions do not accept symbolic sizes, and are replaced by functions that do.
 
 `size_uses` notes where Python code computes with sizes that vary. A trace of a member at one size shows every number
 that reaches an operator, but not one that is compared with a size, or that a size is divided by: at another size, other
@@ -81,7 +81,7 @@ for _target in _ORIGINAL:
 
 
 def _layer(func: Any, x: Tensor, *rest: Any) -> Any:
-    # Otherwise the fourth is the weights of packed sequences.
+    # For packed sequences, the fourth argument is the list of weights instead of a bool.
     symbolic = isinstance(rest[2], bool) and not isinstance(x.shape[1 if rest[7] else 0], int)
     return _TRACED[func](x, *rest) if symbolic else func(x, *rest)
 
@@ -122,17 +122,17 @@ class _OpenLengths(TorchFunctionMode):
 
 
 def open_lengths() -> TorchFunctionMode:
-    """While active in this thread, such functions leave a length open that varies."""
+    """Return a mode that keeps varying sizes of recurrent layers and some other functions dynamic in this thread."""
     return _OpenLengths()
 
 
 def original(target: Any) -> Any:
-    """Torch's operator for one of ours; any other target unchanged."""
+    """Return torch's operator for an operator of ``hfusion_recurrent``, and any other target unchanged."""
     return _ORIGINAL.get(target, target)
 
 
 def recurrent(graph: fx.Graph) -> bool:
-    """Return whether a graph holds a recurrent layer over a number of steps that is open."""
+    """Return whether a graph has a recurrent layer over a dynamic number of steps."""
     layers = [node for node in graph.nodes if node.target in _ORIGINAL.values()]
     return any((1 if node.args[8] else 0) in open_dims(node.args[0].meta.get("val")) for node in layers)
 
@@ -173,7 +173,7 @@ def size_uses() -> Iterator[list[SizeUse]]:
         yield uses
 
 
-# Modules of torch between an operator in code and the method of a symbol.
+# Modules of torch with stack frames between an operator in code and the method of a symbol.
 _PLUMBING = ("torch", "torch.fx.experimental.sym_node")
 
 
@@ -203,7 +203,7 @@ _LITERAL = "0"
 def _right_operand(code: types.CodeType, offset: int) -> str:
     """Return the attribute that the right operand of the operator at ``offset`` was read from.
 
-    `_LITERAL` where it is a constant of the code, empty where the code does not tell.
+    Returns `_LITERAL` if the operand is a constant in the code, and an empty string if it is unknown.
     """
     last: dis.Instruction | None = None
     for instruction in dis.get_instructions(code):

@@ -1,8 +1,8 @@
-"""Find the smallest submodules that keep a model from being captured, which must run as the members' own code.
+"""Find the smallest submodules that keep a model from being captured, which must run as eager fallbacks.
 
-`Fitness` decides whether a submodule can run separately, in a loop over members. `survey` finds all that raise in one
-trace: if one raises, its results of a recorded run replace it, and the trace continues. `culprits` searches the rest,
-submodule by submodule.
+`Fitness` decides whether a submodule can run separately, in a loop over members. `survey` finds all submodules that
+raise in one trace: it replaces the result of each by the recorded one, and continues the trace. `culprits` searches
+the others, submodule by submodule.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import tensors_in
 
-# The values other than tensors that a call that runs per member may take and return: they are the same for all members.
+# Types other than tensors that arguments and results of a fallback may have; their values are equal for all members.
 ARGUMENTS = (
     str,
     int,
@@ -59,7 +59,7 @@ class Fitness:
     _known: dict[Island, str | None] = field(default_factory=dict)
 
     def unfit(self, island: Island) -> str | None:
-        """Why ``island`` cannot; None if it can."""
+        """Return why ``island`` cannot run alone; None if it can."""
         if island not in self._known:
             self._known[island] = self._unfit(island)
         return self._known[island]
@@ -98,15 +98,15 @@ class Fitness:
         )
 
     def _own_only(self, island: Island, call: RecordedCall) -> bool:
-        """Return whether the inputs of the call and the tensors of the island share memory with no other tensor."""
+        """Return whether each input of the call and each tensor of the island takes up its whole storage."""
         registered = [tensor for _, tensor in tensors(self.model.get_submodule(island.path))]
         inputs = tensors_in((call.args, call.kwargs)) if island != WHOLE else []
         return all(map(fills_memory, (*inputs, *registered)))
 
     def _held(self, island: Island) -> Iterator[tuple[str, str]]:
-        """Plain attributes below ``island`` with a tensor of the model that cannot be replaced, or a module outside.
+        """Yield plain attributes below ``island`` that hold a tensor that cannot be replaced, or a module outside.
 
-        Those that forward does not name are left out. Yields with each what it holds.
+        Attributes that forward's code does not name are left out. Yields pairs (attribute, name of what it holds).
         """
         prefix = f"{island.path}." if island.path else ""
         module, ids = self.model.get_submodule(island.path), {name: id(t) for name, t in tensors(self.model)}
@@ -140,7 +140,7 @@ class Fitness:
 
 
 def _own(value: Any) -> Iterator[str]:
-    """The model's own tensors and modules in a value that `contents` gave."""
+    """Yield the names of the model's registered tensors and modules in a value returned by `contents`."""
     if isinstance(value, tuple):
         if len(value) == 2 and value[0] == "own":
             yield value[1]
@@ -155,7 +155,7 @@ def _registration(value: Any) -> str:
 
 
 def _cacheless(model: nn.Module) -> str:
-    """How a model of transformers leaves out the cache of keys and values, which it returns by default."""
+    """Return advice to switch off the key-value cache if ``model`` is a transformers model that returns it."""
     caches = getattr(getattr(model, "config", None), "use_cache", False)
     return "; call the array with use_cache=False, or set config.use_cache = False in its models" if caches else ""
 
@@ -167,20 +167,23 @@ def _describe(value: Any) -> str:
 def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitness: Fitness) -> dict[Island, str]:
     """Return the islands that raise while ``model`` is traced with the ``stubs`` left out, with the reasons.
 
-    Of nested calls it is the innermost that can run separately.
+    For an error in nested calls, the innermost island that can run separately is returned.
     """
     twin = module_copy(model)
     trace = _Trace(twin, records, fitness)
     call = records.top
     others = [island for island in islands(twin) if island not in stubs]
-    # Of interest is what was met on the way.
+    # The trace may fail: only the islands that raised until then are used.
     with opaque(twin, stubs, records, [twin]), intercepted(twin, others, trace.call), suppress(FusionError):
         capture(twin, call.args, call.kwargs, varying=False)
     return trace.found
 
 
 class _Trace:
-    """State of a trace: ``found`` are the islands that raised, ``open`` the recorded calls around, None for others."""
+    """State of a trace: ``found`` are the islands that raised, with the reasons.
+
+    ``_open`` holds the record of each call that has not returned, outermost first; None for calls without a record.
+    """
 
     def __init__(self, model: nn.Module, records: Records, fitness: Fitness) -> None:
         self.found: dict[Island, str] = {}
@@ -213,7 +216,7 @@ class _Trace:
         return call(*args, **kwargs)
 
     def _next(self, island: Island) -> RecordedCall | None:
-        """The recorded call that the one of ``island`` that begins now is: by its place in the call around it."""
+        """Return the recorded call that matches a new call of ``island``, by its index in the surrounding call."""
         if not self._open:
             return self._records.top if island == WHOLE else None
         around = self._open[-1]
@@ -231,19 +234,20 @@ def culprits(
     looped: Mapping[Island, str],
     capture_around: Callable[[Mapping[Island, str]], None],
 ) -> dict[Island, str]:
-    """Return the smallest submodules that must run in a loop, and ``looped``, each with the reason.
+    """Return the smallest submodules that must run in a loop, each with the reason.
+
+    A few traces of the whole model find all islands that raise while it is traced. Only islands whose graph is refused
+    later, because its result differs from the code's, are searched one by one, and equal islands once.
 
     Args:
-        capture_around: captures the whole model with the islands left out; raises if that fails.
-
-        A few traces of the whole model find all islands that raise while it is traced. Only those that are refused
-        later, because the graph's result differs from the code's, are searched for one by one, once for all alike.
+        looped: islands that run in a loop in any case, with the reasons; they are part of the result.
+        capture_around: captures the whole model with the given islands left out; raises if that fails.
 
     Raises:
         FusionError: not even the whole forward can run in a loop.
     """
     search = _Search(model, records, Fitness(model, records), capture_around, looped)
-    # Without any in a loop, it has been refused already.
+    # The caller has already failed to capture the model without fallbacks.
     fallbacks = dict(looped) or search.surveyed()
     while WHOLE not in fallbacks and search.refusal(WHOLE, fallbacks) is not None:
         search = replace(search, fallbacks=fallbacks, below={})
@@ -260,9 +264,12 @@ def culprits(
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """Captures islands by themselves; ``fallbacks`` run in a loop in any case.
+    """Captures islands separately.
 
-    ``below`` are those inside an island, ``verdicts`` are for an island and all that are like it.
+    Attributes:
+        fallbacks: islands that run in a loop in any case, with the reasons.
+        below: cached results of `culprits` for each island.
+        verdicts: cached results of `refusal`, shared by equal islands, see `_likeness`.
     """
 
     model: nn.Module
@@ -282,7 +289,7 @@ class _Search:
     def culprits(self, island: Island) -> dict[Island, str]:
         """Return the fallbacks among ``island`` and the submodules that it calls."""
         if island not in self.below:
-            # For an island that calls itself in turn.
+            # Ends the recursion if an island calls itself through others.
             self.below[island] = {}
             self.below[island] = self._found(island)
         return self.below[island]
@@ -291,7 +298,7 @@ class _Search:
         if island in self.fallbacks:
             return {island: self.fallbacks[island]}
         if not self._runs_alone(island):
-            # What is around it tells whether those that it calls are all.
+            # The island around it shows whether replacing these submodules suffices.
             return {stub: why for child in self.records.children(island) for stub, why in self.culprits(child).items()}
         below = self.records.below(island)
         inner = {stub: why for stub, why in self.fallbacks.items() if stub in below}
@@ -309,13 +316,13 @@ class _Search:
         return {island: why}
 
     def _runs_alone(self, island: Island) -> bool:
-        """Return whether a trial can reuse the arguments of ``island``: an object may have changed since."""
+        """Return whether a trial can reuse the recorded arguments of ``island``: objects may have changed since."""
         call = self.records.first(island)
         leaves = pytree.tree_leaves((call.args, call.kwargs))
         return island == WHOLE or all(leaf is None or isinstance(leaf, (Tensor, *ARGUMENTS)) for leaf in leaves)
 
     def refusal(self, island: Island, stubs: Mapping[Island, str]) -> str | None:
-        """Why ``island`` cannot be captured, with the ``stubs`` left out; None if it can."""
+        """Return why ``island`` cannot be captured with the ``stubs`` left out; None if it can."""
         for stub in stubs:
             if (why := self.fitness.unfit(stub)) is not None:
                 return why
@@ -340,7 +347,7 @@ class _Search:
         top = self.records.first(island)
         args, kwargs = top.args, top.kwargs
         if top.written:
-            # By itself, the call would write into leaves that require grad.
+            # Called alone, the island would write into leaves that require grad.
             args, kwargs = pytree.tree_map_only(Tensor, torch.detach, (args, kwargs))
         twin = module_copy(self.model)
         with opaque(twin, stubs, self.records, [twin], top):
@@ -349,7 +356,7 @@ class _Search:
             capture(target, args, kwargs, varying=False)
 
     def _likeness(self, island: Island, stubs: Mapping[Island, str]) -> Any:
-        """Equal for islands of which one can be captured if another can: but for the values of tensors, one case."""
+        """Return a key that is equal for islands that differ at most in the values of their tensors."""
         prefix = f"{island.path}." if island.path else ""
         paths = frozenset((stub.path.removeprefix(prefix), stub.method) for stub in stubs)
         if not all(stub.path.startswith(prefix) for stub in stubs):

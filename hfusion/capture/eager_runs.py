@@ -29,22 +29,25 @@ from hfusion.device.generators import draws_kept, python_draws_kept
 from hfusion.passes.side_effects import written_slots
 from hfusion.torch_private.tracer_warnings import silence_tracers
 
-# Relative; a graph has the operators of the code, so that rounding hardly differs. Gradients may be ten times that.
+# Relative tolerances: a graph has the operators of the code, so rounding hardly differs. Gradients: times `GRADIENTS`.
 ALIKE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 # Recomputed values may differ from cached ones by one rounding step.
 EQUAL = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 GRADIENTS = 10.0
-# In place of integers, which may be sizes of tensors.
+# Replaces integers where floats become infinite: integers may be sizes of tensors.
 LARGE = 1_000_000
-# One that no forward sets by itself.
+# A seed that no forward is likely to set itself.
 SEED = 7_150_342_987
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run: flat ``outputs``, and by name ``values``: gradients, tensors after the call and backward.
+    """The outcome of a run.
 
-    ``failed``: why backward was impossible, if it was.
+    Attributes:
+        outputs: the flat outputs, detached.
+        values: gradients, flags, and the tensors after the call and after backward, by name.
+        failed: the error of backward; empty if there was none.
     """
 
     outputs: tuple[Any, ...]
@@ -53,7 +56,7 @@ class Outcome:
 
 
 def runnable(module: nn.Module) -> bool:
-    """Return whether ``module`` has values, and no submodule that is left out of a capture."""
+    """Return whether ``module`` has no meta tensors and no intercepted methods, so that it can run eagerly."""
     stubs = any(is_intercepted(value) for part in module.modules() for value in vars(part).values())
     return not stubs and not any(tensor.is_meta for _, tensor in tensors(module))
 
@@ -80,7 +83,7 @@ def reset(member: nn.Module, module: nn.Module) -> None:
 
 
 def changed_modes(before: nn.Module, after: nn.Module) -> dict[str, bool]:
-    """The submodules of ``after``, a copy of ``before`` that was called, in another mode than those of ``before``."""
+    """Return the paths and modes of submodules whose mode differs between ``before`` and its called copy ``after``."""
     modes_before = {path: part.training for path, part in before.named_modules(remove_duplicate=False)}
     modes_after = {path: part.training for path, part in after.named_modules(remove_duplicate=False)}
     return {path: training for path, training in modes_after.items() if modes_before.get(path, training) != training}
@@ -93,11 +96,11 @@ def run(
     watch: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] = nullcontext,
     copy_of: nn.Module | None = None,
 ) -> Outcome:
-    """One call of ``module`` and its backward. Arguments and random numbers stay as they were.
+    """Call ``module`` on copies of the arguments, and run backward. Random states are restored afterwards.
 
     Args:
-        copy_of: what ``module`` is a copy of. The outcome has its tensors where those of the copy have not changed.
-        watch: called with the tensors among the arguments that ``module`` gets; the call is made in this context.
+        watch: called with the tensors among the copied arguments; ``module`` is called in the context that it returns.
+        copy_of: the original of the copy ``module``. The outcome refers to its tensors where the copy has equal ones.
     """
     args, kwargs = copies((args, dict(kwargs)))
     leaves = _leaves(dict(module.named_parameters()), (args, kwargs))
@@ -121,10 +124,10 @@ def _called(
 
 
 def call_on_copies(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call ``module`` with copies of the arguments of a call, which are leaves.
+    """Call ``module`` with copied arguments, which are leaves.
 
     Raises:
-        FusionError: it writes into an argument that needs a gradient.
+        FusionError: ``module`` writes into an argument that requires grad.
     """
     try:
         return module(*args, **kwargs)
@@ -138,11 +141,11 @@ def call_on_copies(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def run_graph(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of a graph that was captured from ``module``, whose tensors stay as they are."""
+    """Run a graph that was captured from ``module``. The tensors of ``module`` do not change."""
     args, kwargs = copies((args, dict(kwargs)))
     before = dict(tensors(module))
     written = {id(before[name]) for name in written_slots(captured.graph, captured.slots) if name in before}
-    # A tensor of two names is one leaf.
+    # A tensor that is registered under two names is one leaf.
     leaf_of = {id(tensor): _own_leaf(tensor, copied=id(tensor) in written) for tensor in before.values()}
     own = {name: leaf_of[id(tensor)] for name, tensor in before.items()}
     leaves = _leaves({name: own[name] for name, _ in module.named_parameters()}, (args, kwargs))
@@ -155,7 +158,7 @@ def run_graph(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwarg
 
 
 def _own_leaf(tensor: Tensor, *, copied: bool) -> Tensor:
-    """Another leaf with the values of a parameter or buffer, in the same memory unless it is ``copied``."""
+    """Return a new leaf with the values of a parameter or buffer. Parameters share memory unless ``copied``."""
     values = tensor.detach().clone() if copied or not isinstance(tensor, nn.Parameter) else tensor.detach()
     if not isinstance(tensor, nn.Parameter):
         return values.requires_grad_(tensor.requires_grad)
@@ -181,7 +184,7 @@ def python_random_state() -> Any:
 
 @contextmanager
 def apart(module: nn.Module) -> Iterator[None]:
-    """Random numbers, the same for every run, autocast and grad mode come back as they were."""
+    """Context manager: run with a fixed seed, gradients on and autocast off; restores all of them afterwards."""
     kinds = {tensor.device.type for _, tensor in tensors(module)} or {"cpu"}
     with silence_tracers(), draws_kept(), python_draws_kept():
         seed_in_use(SEED)
@@ -190,7 +193,7 @@ def apart(module: nn.Module) -> Iterator[None]:
 
 
 def _leaves(parameters: Mapping[str, Tensor], arguments: Any) -> dict[str, Tensor]:
-    """Return those of the parameters and of the inputs that may get a gradient, by name."""
+    """Return the parameters and input tensors that require grad, by name."""
     inputs = {f"input {k}": x for k, x in enumerate(pytree.tree_leaves(arguments)) if isinstance(x, Tensor)}
     return {name: t for name, t in {**parameters, **inputs}.items() if t.requires_grad}
 
@@ -221,7 +224,7 @@ def _outcome(
     gradients = {
         f"gradient of {name}": _dense(g.detach()) for name, g in zip(leaves, grads, strict=True) if g is not None
     }
-    # torch.utils.checkpoint runs forward again there.
+    # torch.utils.checkpoint runs forward again in backward, which may write.
     written = {
         f"{name} after backward": tensor.detach().clone()
         for name, tensor in registered.items()
@@ -231,14 +234,14 @@ def _outcome(
 
 
 def _after(tensor: Tensor, before: Tensor | None) -> Tensor:
-    """The values of ``tensor``: ``before`` if it has those, as a copy of large parameters takes long."""
+    """Return the values of ``tensor``: ``before`` itself if it is equal, to save a copy, else a copy."""
     if before is None or _kind(tensor) != _kind(before) or tensor.layout is not torch.strided:
         return tensor.detach().clone()
     return before if torch.equal(tensor, before) else tensor.detach().clone()
 
 
 def _kind(tensor: Tensor) -> tuple[torch.layout, torch.dtype, torch.device]:
-    """The properties that two tensors must share to be compared."""
+    """Return the properties that must be equal before two tensors can be compared."""
     return tensor.layout, tensor.dtype, tensor.device
 
 
@@ -247,7 +250,7 @@ def _tensors(outputs: Sequence[Any]) -> list[tuple[int, Tensor]]:
 
 
 def _projected(output: Tensor) -> Tensor:
-    """Reduce ``output`` to a number that every element contributes to."""
+    """Reduce ``output`` to a weighted sum of all its elements."""
     dense = _dense(output)
     real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     weights = torch.arange(1, real.numel() + 1, dtype=torch.float64, device=real.device).cos().view(real.shape)
@@ -255,7 +258,7 @@ def _projected(output: Tensor) -> Tensor:
 
 
 def difference(ours: Outcome, theirs: Outcome, limits: Mapping[torch.dtype, float]) -> str | None:
-    """The first thing in which two outcomes differ by more than ``limits``; None if there is none."""
+    """Return the first value in which two outcomes differ by more than ``limits``, by name; None if there is none."""
     if len(ours.outputs) != len(theirs.outputs):
         return "the number of outputs"
     for k, (a, b) in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
@@ -291,7 +294,7 @@ def _alike(a: Any, b: Any, limits: Mapping[torch.dtype, float], floor: float, lo
 
 
 def change_parameters(member: nn.Module) -> None:
-    """Change the parameters, as training does: in train mode."""
+    """Change the values of the parameters in train mode, as training does."""
     flags = {module: module.training for module in member.modules()}
     if not member.training:
         member.train()
@@ -308,10 +311,11 @@ def change_parameters(member: nn.Module) -> None:
 def spoil_changed(
     member: nn.Module, before: Mapping[str, Any], after: Mapping[str, Any], number: float, which: Callable[..., bool]
 ) -> None:
-    """Overwrite what differs in the attributes of ``member`` between two results of `contents`.
+    """Overwrite the parts of the attributes of ``member`` that differ between two results of `contents`.
 
     Args:
-        which: called with the two contents of a part that differs; returns whether it is overwritten.
+        number: the value that replaces numbers and elements of tensors.
+        which: called with the two contents of a differing part; returns whether to overwrite it.
     """
     for path, module in member.named_modules():
         attributes = vars(module)
@@ -322,7 +326,7 @@ def spoil_changed(
 
 
 def _spoiled(value: Any, before: Any, after: Any, number: float, which: Callable[..., bool]) -> Any:
-    """Return ``value`` with other numbers where its content differs: tensors are overwritten."""
+    """Return ``value`` with ``number`` in place of numbers whose content differs; tensors are overwritten in place."""
     if before == after or isinstance(value, torch.Size):
         return value
     if isinstance(value, dict) and before[0] == after[0] == "mapping":
@@ -353,7 +357,7 @@ def _spoiled(value: Any, before: Any, after: Any, number: float, which: Callable
 
 
 def spoil(value: Any, number: float) -> None:
-    """Overwrite the tensors in ``value``, and the floats in its lists and dicts."""
+    """Overwrite the tensors in ``value``, and the floats in its lists and dicts, with ``number``."""
     waiting, visited = [value], {}
     while waiting:
         item = waiting.pop()

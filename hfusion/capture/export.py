@@ -1,4 +1,4 @@
-"""One member's forward as a flat graph of ATen operators, by `torch.export` in its non-strict, training form.
+"""Capture one member's forward as a flat graph of ATen operators, by `torch.export` in non-strict training mode.
 
 Source: https://docs.pytorch.org/docs/stable/export.html
 """
@@ -51,7 +51,7 @@ from hfusion.torch_private.operator_tables import HigherOrderOperator
 from hfusion.torch_private.replaced_functions import autograd_functions_replaced
 from hfusion.torch_private.tracer_warnings import silence_tracers
 
-# Captures of one module while other threads draw from Python's or numpy's random numbers.
+# Attempts to export one module while other threads draw from Python's or numpy's random numbers.
 MAX_TRIES = 3
 aten = torch.ops.aten
 _EMBEDDINGS = frozenset({aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx})
@@ -76,8 +76,8 @@ def capture(
     """Capture the forward of ``module`` in its current training mode.
 
     Args:
-        varying: the first dim of every input may vary later, unless forward needs to know it.
-        dims: for each leaf of the arguments, other dims that may vary, too.
+        varying: whether to keep the first dim of every input dynamic, unless forward needs its size.
+        dims: for each leaf of the arguments, further dims to keep dynamic.
         observed: an eager run of ``module``, if there was one.
 
     Raises:
@@ -92,7 +92,7 @@ def capture(
         try:
             captured = _captured(observed, attempts)
         except FusionError:
-            # State is refused, whatever else there is.
+            # If forward keeps state, that is the more useful error.
             judge(observed)
             raise
         if lost := judge(observed, captured):
@@ -101,7 +101,7 @@ def capture(
 
 
 def _captured(observed: Observation, attempts: Sequence[_Open]) -> Capture:
-    """Return a graph that gives what the eager run gave: that of a module that is alike, or a new one."""
+    """Return a graph that reproduces the eager run: a cached one of an equal module, or a new export."""
     module, args, kwargs = observed.module, observed.args, observed.kwargs
     key = capture_key(module, args, kwargs, [(attempt.first, attempt.dims) for attempt in attempts])
     cached = find_capture(key)
@@ -147,7 +147,7 @@ def _exported(
     _tell(module, graph, slots)
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), FakeTensor):
-            # A constant's own tensor, which the graph shall not keep alive.
+            # The fake tensor refers to the real constant, which the graph must not keep alive.
             node.meta["val"].constant = None
     for slot in slots:
         if slot.kind is Kind.CONSTANT and exported.constants[slot.name].requires_grad:
@@ -164,7 +164,7 @@ def _exported(
 
 @dataclass(frozen=True, eq=False)
 class _TracedForward:
-    """An exported module, and its graph, which may have in-place operators; the rest as of `Capture`."""
+    """An exported module, and its graph, which may have in-place operators. See `Capture` for the other attributes."""
 
     exported: torch.export.ExportedProgram
     slots: tuple[Slot, ...]
@@ -195,7 +195,7 @@ def _traced(
 
 
 def _number_calls(module: fx.GraphModule, calls: list[Any] | None = None) -> list[Any]:
-    """Number the operators that the code called, in their order, by ``meta["call"]``; the operators."""
+    """Number the operators that the code called, in order, in ``meta["call"]``, and return them."""
     calls = [] if calls is None else calls
     for node in module.graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
@@ -234,14 +234,14 @@ def check_faithful(captured: Capture, module: nn.Module, args: tuple[Any, ...], 
 
 
 def _attempts(varying: bool, dims: Sequence[Collection[int]]) -> list[_Open]:
-    """Return which dims to leave open, the most general attempt first."""
+    """Return the sets of dynamic dims to try, the most general first."""
     first_attempt = [_Open(varying, tuple(dims))] if any(dims) else []
     return [*first_attempt, *([_Open(True)] if varying else []), _Open(False)]
 
 
 @dataclass(frozen=True)
 class _Open:
-    """The dims that are left open: the first of every input if ``first``, and for each leaf further ones."""
+    """Dims to keep dynamic: the first of every input if ``first``, and further ``dims`` for each leaf."""
 
     first: bool
     dims: tuple[Collection[int], ...] = ()
@@ -257,11 +257,11 @@ def _export(
 ) -> torch.export.ExportedProgram:
     """Export with dynamic dims, or with fewer of them if forward needs their sizes.
 
-    A trace is made with contiguous inputs, and programs serve tensors of any strides, unless forward reads strides
-    or ``alias`` keeps them.
+    ``alias`` makes the inputs of the trace. If forward reads strides and the inputs are not contiguous, it is traced
+    again with their strides.
     """
     correct_lstm_decomposition()
-    # Later its printing could not be silenced.
+    # Imported first: its printing could not be silenced later.
     import_exporter()
     with silence_tracers(), torch.enable_grad(), _no_autocast(args, kwargs), numbered_parts(), module_stack_unwound():
         exported = _first_export(module, args, kwargs, attempts, alias, reads)
@@ -280,7 +280,7 @@ def _first_export(
     alias: Callable[[Any], Any],
     reads: PythonReads,
 ) -> torch.export.ExportedProgram | FusionError:
-    """The first of ``attempts`` that succeeds; else why the last failed."""
+    """Return the first of ``attempts`` that succeeds, or the error of the last."""
     failures: list[Exception] = []
     for attempt in attempts:
         # A failed export leaves marks of varying dims on its inputs.
@@ -333,7 +333,7 @@ def _varying(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 @contextmanager
 def _no_autocast(args: Any, kwargs: Any) -> Iterator[None]:
-    """Capture the plain program; the caller's autocast acts when the program runs."""
+    """Context manager: disable autocast for a capture; the caller's autocast applies when the program runs."""
     kinds = {leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} or {"cpu"}
     kind = kinds.pop()
     with torch.autocast(kind, enabled=False):
@@ -343,7 +343,7 @@ def _no_autocast(args: Any, kwargs: Any) -> Iterator[None]:
 def _drawless(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
     """Run ``export``. Raises FusionError if it draws from Python's or numpy's random numbers, which a graph would lose.
 
-    Those are the process's: where other threads may have drawn, it is tried again.
+    All threads share these generators: if there are other threads, the export is tried up to `MAX_TRIES` times.
     """
     for _ in range(1 if threading.active_count() == 1 else MAX_TRIES):
         before = python_random_state()
@@ -380,7 +380,7 @@ def _slots(specs: Sequence[Any]) -> tuple[Slot, ...]:
 
 
 def _trained(graph: fx.Graph, slots: Sequence[Slot], inputs: Sequence[Any]) -> frozenset[str]:
-    """The placeholders that may need a gradient: parameters, which are frozen and thawed later, and such inputs."""
+    """Return the placeholders that may need a gradient: inputs that require grad, and parameters, even if frozen."""
     names = set()
     for node, slot in zip(graph.find_nodes(op="placeholder"), slots, strict=True):
         leaf = inputs[int(slot.name)] if slot.kind is Kind.INPUT else None
@@ -390,7 +390,7 @@ def _trained(graph: fx.Graph, slots: Sequence[Slot], inputs: Sequence[Any]) -> f
 
 
 def _with_dense_gradients(graph: fx.Graph) -> fx.Graph:
-    """The graph without sparse gradients of embeddings, which a stack cannot hold; their values are the same."""
+    """Make embeddings in ``graph`` compute dense gradients, since a stack cannot hold sparse ones."""
     for node in graph.nodes:
         if node.target in _EMBEDDINGS:
             place = [argument.name for argument in node.target._schema.arguments].index("sparse")

@@ -1,8 +1,8 @@
-"""Contexts for an export, which set the state of torch, the thread and the module while forward is traced.
+"""Context managers that set the state of torch, the thread and the module while forward is traced.
 
-Captures are made without autocast, which acts when their program runs, so that forward gets the answer of the caller's
-region. Buffers that forward assigns (``self.mean = ...``) are written instead: torch.export sees such assignments in
-the root module only (2.11 to 2.15).
+Captures are made without autocast, which applies when their program runs; `told_autocast` shows forward the autocast
+state of the caller. Buffers that forward assigns (``self.mean = ...``) are written instead: torch.export sees such
+assignments in the root module only (2.11 to 2.15).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from hfusion.torch_private.replaced_functions import torch_functions_replaced
 
 @contextmanager
 def told_autocast(active: Collection[str]) -> Iterator[None]:
-    """Context manager: this thread's code sees autocast as enabled for devices of the types ``active``.
+    """Context manager: user code in this thread sees autocast as enabled for the device types ``active``.
 
-    Except in its own autocast regions, which are within that of the capture.
+    Inside autocast regions of its own, the code sees their real state.
 
     Raises:
         FusionError: the code fails because of that.
@@ -77,7 +77,7 @@ def assigned_as_writes(module: nn.Module) -> Iterator[None]:
         buffers = before.pop()
         now = dict(_buffers(module))
         changed = [key for key, tensor in buffers.items() if now.get(key) is not tensor]
-        # What forward hands back of an old buffer keeps the old values.
+        # Outputs that share memory with an old buffer must keep the old values.
         memory = {buffers[key].untyped_storage()._cdata for key in changed}
         output = pytree.tree_map_only(Tensor, lambda x: x.clone() if _in(x, memory) else x, output)
         for path, name in changed:

@@ -1,4 +1,4 @@
-"""The members' own code inside an array: one call of a submodule, run for one member after another.
+"""Eager fallbacks inside an array: one call of a submodule, run for one member after another.
 
 Each member's call gets tensors with versions and a history of their own in the memory of the array, so that changes
 are detected, and reach neither another member nor the caller's tensors. A write into an input is refused when it
@@ -30,7 +30,7 @@ from hfusion.core.layout import Listed
 from hfusion.core.memory import is_plain, overlap, same_values
 from hfusion.core.parameter_attributes import keep_marks
 
-# Not None, which is an argument like any other.
+# Placeholders in `OpaqueCall.leaves`. None would not do, since it may be an argument.
 TENSOR = object()
 SIZE = object()
 
@@ -41,7 +41,7 @@ class OtherSizes(FusionError):
 
 @dataclass(frozen=True)
 class InputSize:
-    """The size of dim ``dim`` of the input tensor at ``index``, or the number ``-1 - index`` among the arguments."""
+    """The size of dim ``dim`` of input ``index``; for a negative index, the size argument number ``-1 - index``."""
 
     index: int
     dim: int
@@ -57,7 +57,7 @@ class Result:
     free: bool = False
 
     def sizes(self, inputs: Sequence[Tensor], sizes: Sequence[Any]) -> list[Any]:
-        """Return the sizes for such inputs, and such numbers among the arguments."""
+        """Return the sizes of the result for these ``inputs`` and these varying ``sizes`` among the arguments."""
 
         def size(part: int | InputSize) -> Any:
             if not isinstance(part, InputSize):
@@ -74,7 +74,7 @@ class OpaqueCall:
     Attributes:
         path, place, method: its name in messages, the path of the submodule, and the method that is called.
         leaves: its flat arguments, with `TENSOR` for a tensor and `SIZE` for a size that varies.
-        fixed, changing: the keys of its own tensors.
+        fixed, changing: the keys of the submodule's tensors: ``changing`` has the buffers, and parameters that change.
         results: the flat results of one member; values that are no tensors are unchanged.
         contiguous: for each input, whether it was contiguous.
         written: the positions of the inputs that it writes into.
@@ -134,12 +134,13 @@ def run(
     alive: Sequence[int],
     sizes: Sequence[int],
 ) -> list[Tensor]:
-    """Run the members' own code one after another, and stack each result as ``[B, *S]``.
+    """Run the eager fallback for one member after another, and stack each result as ``[B, *S]``.
 
     Args:
         numbers: ``numbers[b]`` is member b's call in `calls`.
-        inputs: shared, or one per member; as are ``fixed`` and ``changing``, the submodule's own tensors.
-        apart: flat pairs of a result and a source that must share no memory.
+        inputs: tensors that all members share, or `Listed` ones with a tensor per member.
+        fixed, changing: the submodule's own tensors, in the same form.
+        apart: flat pairs of positions (result, source) of tensors that must share no memory.
         alive: positions among inputs and changing that must not change.
         sizes: numbers among the arguments that vary.
 
@@ -153,7 +154,7 @@ def run(
     first, place = calls[numbers[0]], next_call()
     arguments = inputs
     if first.addresses:
-        # What all members see stays where its owner put it.
+        # Only tensors per member are copied; tensors that all members share stay in their memory.
         arguments = [Listed([own_memory(row) for row in x]) if isinstance(x, Listed) else x for x in inputs]
     rows_of = [own_rows(x, members) for x in (*arguments, *changing)]
     memory = [x if isinstance(x, Listed) else Listed([x] * members) for x in (*inputs, *changing)]
@@ -175,7 +176,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-# That of a fresh `_alias`.
+# The version counter of a new `_alias`.
 _FRESH = 1
 
 
@@ -187,7 +188,7 @@ def _tell_version(row: Tensor, memory: Tensor) -> None:
 
 @contextmanager
 def _unchanged(tensors: Sequence[Tensor], who: str) -> Iterator[None]:
-    """Put back ``tensors`` as they were, and raise a FusionError if they have changed, however that was done."""
+    """Context manager: restore the values of ``tensors`` and raise FusionError if they have changed in any way."""
     copies = [tensor.detach().clone() for tensor in tensors]
     changed: list[Tensor] = []
     try:
@@ -213,7 +214,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _same_bits(before: Tensor, after: Tensor) -> bool:
-    """Equal also where a value is not a number."""
+    """Compare bit by bit, so that NaN equals NaN; tensors without plain memory count as equal."""
     if not is_plain(before):
         return True
     before, after = (torch.view_as_real(x) if x.is_complex() else x for x in (before, after))
@@ -253,7 +254,7 @@ def _called(call: OpaqueCall, member: int, body: nn.Module, args: Any, kwargs: A
         method = getattr(body, call.method)
         return (with_hooks(body, method) if call.method == "forward" else method)(*args, **kwargs)
     except RuntimeError as error:
-        # In the loop parameters are rows of stacks, which torch gives no flag of their own.
+        # In the loop, parameters are rows of stacks, whose requires_grad torch does not let change.
         if "can only change requires_grad flags of leaf" not in str(error):
             raise
         raise FusionError(
@@ -269,11 +270,11 @@ def _next(leaf: Any, inputs: Iterator[Tensor], sizes: Iterator[int]) -> Any:
 
 
 def _prepared(call: OpaqueCall, place: int, x: Tensor) -> Tensor:
-    """Prepare an input for a member's code: a copy if it writes, and strides as in the recorded call."""
+    """Return an input for a member's code: a copy if the code writes into it, else with the recorded memory order."""
     if place in call.written:
         return x.clone(memory_format=torch.contiguous_format if call.contiguous[place] else torch.preserve_format)
     if not call.place and call.method == "forward":
-        # The caller's own.
+        # The whole forward gets the caller's tensor as it is.
         return x
     order = call.orders[place] if call.orders else None
     if order is not None:
@@ -348,7 +349,7 @@ def _stack(call: OpaqueCall, parts: Sequence[Tensor]) -> Tensor:
 
 @contextmanager
 def _filled(call: OpaqueCall, member: int, registered: Mapping[str, Tensor]) -> Iterator[nn.Module]:
-    """Context manager: the member's submodule with the tensors of ``registered``, into which replacements are copied.
+    """Context manager: put the tensors ``registered`` into the member's submodule, and copy replaced buffers into them.
 
     The tensors stay in the submodule afterwards: a checkpoint runs the body again in backward.
     """
@@ -359,7 +360,7 @@ def _filled(call: OpaqueCall, member: int, registered: Mapping[str, Tensor]) -> 
     for (holder, name, key), tensor in zip(call.holders(member), registered.values(), strict=True):
         # Code that replaces a buffer leaves the old one unchanged, for backward.
         mine = own_memory(tensor) if call.addresses or key in call.assigned else tensor
-        # In its present memory, as forward may give the tensor another.
+        # Detached now, since forward may move the tensor to other memory.
         places.append((holder, name, key, mine, _version(mine) if key in changing else 0, tensor.detach()))
         before = holder[name]
         if vars(before) or type(mine) is not Tensor:
@@ -376,7 +377,7 @@ def _filled(call: OpaqueCall, member: int, registered: Mapping[str, Tensor]) -> 
             holder[name] = registered[key]
             if after is mine and after.data_ptr() == memory.data_ptr():
                 continue
-            # A parameter may move without a change, as those of an RNN do.
+            # A parameter may move to other memory with equal values, as in an RNN.
             if after is not mine or key in changing or not same_values(after, memory):
                 seen = after is not mine or (key in changing and _version(after) != version)
                 _write_back(f"{call.path} of model {member} assigns {key}", memory, after, seen)
@@ -390,7 +391,7 @@ def _put(call: OpaqueCall, member: int, substitutes: Mapping[int, Tensor]) -> No
 
 
 def _write_back(description: str, memory: Tensor, after: Any, seen: bool) -> None:
-    """``after`` into ``memory``; ``seen`` by autograd, as a tensor's ``data`` is not."""
+    """Copy ``after`` into ``memory``; the version counter of ``memory`` is bumped only if ``seen``."""
     kinds = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in (memory, after)]
     if kinds[0] != kinds[1] or isinstance(after, nn.Parameter):
         raise FusionError(f"{description}, but not a buffer of the same shape, dtype and device; write into it")

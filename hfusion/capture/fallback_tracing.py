@@ -54,10 +54,10 @@ def opaque(
     members: Sequence[nn.Module],
     top: RecordedCall | None = None,
 ) -> Iterator[list[OpaqueCall]]:
-    """While active, the ``culprits`` of ``model``, each with the reason, trace as opaque calls.
+    """Context manager: trace the ``culprits`` of ``model``, given with the reasons, as opaque calls.
 
-    Yields the calls met; they must be kept as long as the captured graph is used. ``top`` is the recorded call that is
-    traced, by default that of the whole forward.
+    Yields the list of the traced calls; keep it as long as the captured graph is used. ``top`` is the recorded call
+    that is traced, by default the call of the whole forward.
     """
     traced_calls: list[OpaqueCall] = []
     seen = {island: itertools.cycle(records.within(top or records.top, island, culprits.keys())) for island in culprits}
@@ -81,7 +81,7 @@ def stand_in(
     model: nn.Module,
     alive: list[OpaqueCall],
 ) -> Callable[..., Any]:
-    """Return a function that traces as one call of ``method`` with the results of ``record``, kept in ``alive``."""
+    """Return a function that traces as an opaque call with the results of ``record``, added to ``alive``."""
     stub = _Stub(method, why, iter([record]), changed, [model], alive)
     return lambda *args, **kwargs: stub.trace(args, kwargs)
 
@@ -164,9 +164,9 @@ class _Stub:
 
 
 def _result(result: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], free: bool) -> Result:
-    """Infer from equal sizes in a recorded call which sizes of a result are those of inputs that vary.
+    """Infer which sizes of a result are varying sizes of inputs, by comparing the sizes of a recorded call.
 
-    A run with other sizes shows where that is wrong, see `OtherSizes`.
+    If the inference is wrong, a run with other sizes raises `OtherSizes`.
     """
     sources: list[tuple[InputSize, Any]] = [
         (InputSize(k, dim), size) for k, x in enumerate(inputs) for dim, size in enumerate(x.shape)
@@ -175,7 +175,7 @@ def _result(result: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], fr
     shape: list[int | InputSize] = []
     for dim, size in enumerate(result.shape):
         equal = [(source, other) for source, other in sources if (other.node.hint if _open(other) else other) == size]
-        # A size of the same dim, open or not, rather than one that varies, rather than any other.
+        # Prefer a size of the same dim, then a dynamic size, then any other.
         equal.sort(key=lambda pair: (pair[0].dim != dim, not _open(pair[1]) or fixed_size(pair[1]) is not None))
         varies = bool(equal) and _open(equal[0][1]) and fixed_size(equal[0][1]) is None
         shape.append(equal[0][0] if varies else size)
@@ -183,7 +183,7 @@ def _result(result: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], fr
 
 
 def numbered(call: OpaqueCall) -> int:
-    """The number by which graphs refer to ``call``, as long as somebody keeps it."""
+    """Register ``call``, and return the number by which graphs refer to it while it is alive."""
     number = next(_numbers)
     calls[number] = call
     return number
@@ -210,7 +210,7 @@ def _number(leaf: Any) -> Any:
 
 
 def _links(record: RecordedCall, keys: Mapping[str, int]) -> list[int]:
-    """The recorded links as flat pairs of positions."""
+    """Return the recorded links as flat pairs of positions (result, source)."""
     sources = record.count + len(keys)
     links = []
     for result, source in sorted(record.links, key=str):
@@ -241,7 +241,7 @@ def rule(
                 f"{key} of {first.path} is one object in all members, but every member writes its own value into it; "
                 "give each model its own"
             )
-    # What all members see is watched for all of them.
+    # Tensors that all members share must not change, unless the capture recorded a write.
     shared = [place for place, value in enumerate((*inputs, *changing)) if value.shared and place not in first.written]
     watched = tuple(sorted({*shared, *_numbers_in(alive)}))
     rows = [[v if v.shared else v.to(Layout.LISTED) for v in group] for group in (inputs, fixed, changing)]

@@ -35,19 +35,19 @@ def is_part_of_forward(hook: Any) -> bool:
 
 
 def hooks_of(module: nn.Module) -> Iterator[Any]:
-    """The hooks of ``module`` that are a part of its forward, in the order of their calls."""
+    """Yield the hooks of ``module`` that are a part of its forward, in the order of their calls."""
     for table in _TABLES:
         yield from filter(is_part_of_forward, getattr(module, table).values())
 
 
 def recomputed(module: nn.Module) -> frozenset[str]:
-    """The attributes of ``module`` that hooks set before each forward."""
+    """Return the attributes of ``module`` that hooks set before each forward."""
     named = (_attribute(hook) for hook in module._forward_pre_hooks.values())
     return frozenset(name for name in named if name is not None)
 
 
 def outdated(module: nn.Module) -> str | None:
-    """The attribute that a hook of ``module`` reads before another one sets it, as of the call before; None if none."""
+    """Return an attribute that a hook of ``module`` reads before a later hook sets it; None if there is none."""
     read: set[str] = set()
     for hook in module._forward_pre_hooks.values():
         name = _attribute(hook)
@@ -65,7 +65,7 @@ def _attribute(hook: Any) -> str | None:
 
 
 def is_recipe(value: Any) -> bool:
-    """Return whether ``value`` is a ``QConfig``: by it a model was prepared, and forward does not read it."""
+    """Return whether ``value`` is a ``QConfig``, which served to prepare a model and is not read by forward."""
     return type(value).__name__ == "QConfig" and type(value).__module__.startswith("torch.ao.quantization")
 
 
@@ -77,7 +77,7 @@ def options(hook: Any) -> Any:
 
 
 def recompute(model: nn.Module) -> None:
-    """Set the attributes that hooks set before forward, from the tensors of ``model``."""
+    """Compute the attributes that hooks set before forward, from the tensors of ``model``."""
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
             name = _attribute(hook)
@@ -118,7 +118,7 @@ def with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
 
 @contextmanager
 def taken_off(module: nn.Module) -> Iterator[None]:
-    """While active, ``module`` has no hooks that are a part of its forward."""
+    """Context manager: remove the hooks of ``module`` that are a part of its forward."""
     tables = [getattr(module, table) for table in _TABLES]
     before = [dict(table) for table in tables]
     for table in tables:

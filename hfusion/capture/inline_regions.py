@@ -1,4 +1,4 @@
-"""Write out the regions of an exported graph, those without gradients and those with autocast."""
+"""Inline the regions of an exported graph that set the grad mode or autocast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hfusion.torch_private.operator_tables import HigherOrderOperator
 
 aten = torch.ops.aten
 
-# In place, these write nothing where they drop nothing.
+# In-place dropouts and their functional forms, which replace them where nothing is dropped, and so nothing written.
 _DROPOUTS = {
     aten.dropout_.default: aten.dropout.default,
     aten.feature_dropout_.default: aten.feature_dropout.default,
@@ -44,7 +44,7 @@ def inlined(module: fx.GraphModule, trained: Collection[str]) -> fx.Graph:
 
 @dataclass(frozen=True, eq=False)
 class _Inliner:
-    """``attached`` are the values of ``graph`` that a gradient may flow through, ``detached`` their copies without."""
+    """Copies nodes to ``graph``. ``attached``: nodes with a possible gradient; ``detached``: their detached copies."""
 
     graph: fx.Graph
     trained: frozenset[str]
@@ -106,7 +106,7 @@ class _Inliner:
         return self._attach(new, enabled)
 
     def _copied_out(self, call: fx.Node, enabled: bool) -> Any:
-        """Replace an ``out=`` call by one without, and copy its results into the tensors."""
+        """Replace an ``out=`` call by its functional form, and copy the results into the ``out`` tensors."""
         functional, tensors = without_out(self.graph, call)
         self.graph.erase_node(call)
         self._attach(functional, enabled)
@@ -135,7 +135,7 @@ class _Inliner:
             return new
         written = new.args[0] if writes(new) else None
         self._detach_operands(new)
-        # A write hands back the tensor itself, which has the history that it had.
+        # An in-place operator returns its operand, which keeps its history.
         return written if isinstance(written, fx.Node) and written in self.attached else new
 
     def _detach_operands(self, call: fx.Node) -> None:
@@ -154,5 +154,5 @@ class _Inliner:
 
 
 def _gives_attached(call: fx.Node) -> bool:
-    """Return whether members' own code gives tensors that need a gradient though gradients are off around it."""
+    """Return whether ``call`` is an eager fallback whose results need a gradient although gradients are off."""
     return call.target is OPAQUE and calls[call.args[3]].attached  # type: ignore[index]

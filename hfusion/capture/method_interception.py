@@ -1,4 +1,4 @@
-"""Call a handler in place of methods of modules, for a while: the only place that replaces methods."""
+"""Temporarily call a handler in place of methods of modules. Only this file replaces methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARK = "hfusion_intercepted"
 
 @dataclass(frozen=True)
 class Island:
-    """A method of a submodule, which may run as the members' own code."""
+    """A method of a submodule, which may run as an eager fallback."""
 
     path: str
     method: str = "forward"
@@ -44,15 +44,15 @@ class Method:
     original: Callable[..., Any]
 
 
-# What is called in place of a method: with the method, its arguments and keyword arguments.
+# Called in place of a method, with the method, its positional arguments and its keyword arguments.
 Handler: TypeAlias = Callable[[Method, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @contextmanager
 def intercepted(model: nn.Module, islands: Iterable[Island], handle: Handler) -> Iterator[None]:
-    """While active, ``handle`` is called in place of these methods of ``model``; afterwards they are as before.
+    """Context manager: call ``handle`` in place of the methods ``islands`` of ``model``.
 
-    Hooks that are a part of a forward are called by it, not around it.
+    Hooks that are a part of a forward are called by `Method.original`, not around ``handle``.
     """
     before: list[tuple[nn.Module, str, Any]] = []
     hooks = ExitStack()
@@ -98,10 +98,10 @@ def islands(model: nn.Module) -> Iterator[Island]:
 
 
 def _methods(kind: type) -> list[str]:
-    """The names of methods, where the first definition in the order of inheritance is a plain function."""
+    """Return the names of the methods whose first definition in the MRO is a plain function of the user, or forward."""
     defined: dict[str, bool] = {}
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        # An array is called as a whole.
+        # Of library classes, including the arrays of hfusion, only forward counts.
         library = not is_user_code(base.__module__)
         for name, value in vars(base).items():
             by_author = not library and not name.startswith("__") and name not in _STANDARD

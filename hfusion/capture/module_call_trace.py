@@ -25,14 +25,19 @@ from hfusion.torch_private.functorch import is_wrapped
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """One call of an island: its arguments, ``count`` tensors among them, and its output.
+    """One call of an island.
 
-    ``inside`` are the numbers of the calls around it. ``written`` are the positions of the tensors that it wrote into,
-    ``wrote`` the keys of its own tensors that it changed, ``assigned`` those of them that it replaced, ``links`` its
-    results that share the memory of the tensor at a position, of its own tensor of a key, or of its result k as
-    ``-1 - k``. ``addresses``: it accessed raw addresses of tensors. ``attached``: autograd was off, and a result needs
-    a gradient nevertheless, as it existed before. ``altered``: it changed a list or dict among its arguments.
-    ``state``: the module's Python state.
+    Attributes:
+        number, inside: the number of the call, and the numbers of the calls around it, outermost first.
+        count: the number of tensors among the arguments.
+        written: the positions of the argument tensors that the call wrote into.
+        wrote, assigned: the keys of the module's tensors that it changed, and of those that it replaced.
+        links: pairs (result, source) of tensors that share memory. A source is the position of an argument tensor, the
+            key of a tensor of the module, or ``-1 - k`` for result k.
+        addresses: whether it accessed raw addresses of tensors.
+        attached: whether a result needs a gradient although autograd was off.
+        altered: whether it changed a list or dict among its arguments.
+        state: the module's Python state.
     """
 
     island: Island
@@ -54,10 +59,14 @@ class RecordedCall:
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """The calls of one run in the order in which they began; ``changed`` are the model's tensors that it changed.
+    """The recorded calls of one run of a model.
 
-    ``failed`` are the islands of which a call raised an error, which forward caught.
-    ``modes`` as of `Capture`. ``state`` is the model's Python state meanwhile.
+    Attributes:
+        calls: the calls in the order in which they began.
+        changed: the keys of the model's tensors that the run changed.
+        failed: the islands with a call that raised an error, which forward caught.
+        modes: see `Capture`.
+        state: the model's Python state during the run.
     """
 
     calls: Sequence[RecordedCall]
@@ -78,7 +87,7 @@ class Records:
         return [call for call in self.calls if call.island == island]
 
     def within(self, top: RecordedCall, island: Island, stubs: Set[Island]) -> list[RecordedCall]:
-        """The calls of ``island`` in ``top`` that are made where the islands ``stubs`` are not entered."""
+        """Return the calls of ``island`` inside ``top`` that are not inside a call of one of the ``stubs``."""
         entered = {call.number for call in self.calls if call.island in stubs}
         return [
             call
@@ -90,22 +99,22 @@ class Records:
         ]
 
     def children(self, island: Island) -> list[Island]:
-        """The islands that ``island`` calls itself."""
+        """Return the islands that ``island`` calls directly."""
         numbers = {call.number for call in self.of(island)}
         called = [call.island for call in self.calls if call.inside and call.inside[-1] in numbers]
         return [child for child in dict.fromkeys(called) if child != island]
 
     def below(self, island: Island) -> frozenset[Island]:
-        """The islands that are called while ``island`` runs."""
+        """Return the islands that are called while ``island`` runs."""
         numbers = {call.number for call in self.of(island)}
         return frozenset(call.island for call in self.calls if numbers.intersection(call.inside))
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Mapping[str, bool]) -> Records:
-    """Run a copy of ``model`` and note the calls in it. Leaves inputs and random states as they were.
+    """Run a copy of ``model`` and record the calls in it. Inputs and random states are not changed.
 
     Args:
-        modes: as of `Capture`.
+        modes: see `Capture`.
 
     Raises:
         FusionError: forward is no plain method.
@@ -130,7 +139,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], m
         }
         states = [state]
         if state.changes:
-            # In a first call, a parent that clears what the last call left changes nothing.
+            # Only a second run shows a parent that clears state of the call before.
             reset(member, model)
             states.append(_recorded(member, args, kwargs, reader)[1])
     python_state = ModelState(member, reader, states)
@@ -154,15 +163,18 @@ def _recorded(
 
 def _state(tensor: Tensor) -> tuple[int, int]:
     """Return version and address; a write changes the former, an assignment of ``tensor.data`` the latter."""
-    # Not by its storage, which would count as code that addresses memory.
+    # Reading the storage instead would count as an access to raw memory.
     return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 @dataclass
 class _CallRecorder:
-    """Records calls; ``open`` are the numbers of those that have not ended, ``failed`` the islands that raised errors.
+    """Records calls.
 
-    ``addressing`` are the numbers of the calls that accessed raw addresses.
+    Attributes:
+        open: the numbers of the calls that have not ended.
+        failed: the islands that raised errors.
+        addressing: the numbers of the calls that accessed raw addresses.
     """
 
     reader: StateReader
@@ -176,7 +188,7 @@ class _CallRecorder:
 
     @property
     def made(self) -> list[RecordedCall]:
-        """The calls that gave a result."""
+        """The calls that were recorded to their end."""
         return [call for call in self.calls if call is not None]
 
     def address(self) -> None:
@@ -185,12 +197,12 @@ class _CallRecorder:
             self.addressing.update(self.open)
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note a call of ``method``, which is made."""
+        """Call ``method``, and record the call."""
         island, module, original = method.island, method.module, method.original
         know_dataclasses((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs))
         inputs = tensors_in(leaves)
-        # What is inside torch.func's transforms means nothing outside.
+        # Tensors wrapped by torch.func's transforms mean nothing outside of them.
         if any(map(is_wrapped, inputs)):
             return original(*args, **kwargs)
         number, inside = len(self.calls), tuple(self.open)
@@ -213,7 +225,7 @@ class _CallRecorder:
             return output
         changed, changed_spec = pytree.tree_flatten((args, kwargs))
         altered = spec != changed_spec or any(a is not b for a, b in zip(leaves, changed, strict=True))
-        # What is noted has containers of its own: others may be changed later.
+        # Record new containers: forward may change the originals later.
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         written = [
             k

@@ -1,4 +1,4 @@
-"""Run a copy of a member once: what forward gives, reads and writes."""
+"""Run a copy of a member once, and record what forward returns, reads and writes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Access:
     """Something that forward may read, or that a run has changed.
 
     Attributes:
-        kind: of what it is: a Python attribute of a module; a variable of a file, class, closure or object; a setting
+        kind: what it is: a Python attribute of a module; a variable of a file, class, closure or object; a setting
             of torch; a registered tensor; or the mode (train or eval) of a submodule.
-        name: with the path of the module, or with the name of the file.
-        value: before the run, if it is read and there is one; the new one of a mode.
+        name: its name, with the path of the module or the name of the file.
+        value: the value before the run, if forward may read it; for a mode, the new mode.
     """
 
     kind: Literal["attribute", "variable", "setting", "tensor", "mode"]
@@ -54,7 +54,7 @@ class Observation:
         module, args, kwargs: the module before the run, and its arguments.
         outcome: outputs, gradients, and the tensors of the copy afterwards.
         called: the copy after the run.
-        modes: the submodules, by path, whose mode it changed, with the new one: train (True) or eval.
+        modes: the new mode, train (True) or eval, of each submodule whose mode it changed, by path.
         attributes: the Python attributes that it changed, and the flags of buffers that it made require a gradient.
         variables: the variables of classes and files that it changed.
         search: the code that forward may run.
@@ -166,10 +166,10 @@ def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def _watch(
     module: nn.Module, called: nn.Module, arguments: Any, names: frozenset[str]
 ) -> Callable[[Sequence[Tensor]], AbstractContextManager[Any]]:
-    """Return what refuses reads of what differs in an array, of the inputs and of the tensors of ``called``.
+    """Return a function that makes a context manager, which refuses reads of properties that differ in an array.
 
     Args:
-        names: those in the code.
+        names: the names in forward's code.
     """
     restrided = any(is_restrided(tensor) for _, tensor in tensors(module))
     parameters = [k for k, leaf in enumerate(pytree.tree_leaves(arguments)) if isinstance(leaf, nn.Parameter)]
@@ -198,7 +198,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [name for name in {**after, **before} if after.get(name) != before.get(name)]
 
 
-# Named by code, and no values.
+# Objects that code refers to by name, but that are not reported as values.
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 

@@ -30,7 +30,7 @@ from hfusion.torch_private.lstm_decomposition import correct_lstm_decomposition
 
 aten = torch.ops.aten
 
-# Elements of a tensor that forward makes of Python numbers; larger ones are data, and are not compared.
+# Largest number of elements of a tensor made of Python numbers; larger tensors are data, and are not compared.
 MAX_ELEMENTS = 65536
 
 # Operators whose results code may look at, so that other values would lead to other operators.
@@ -39,7 +39,11 @@ _LOOKS = frozenset({aten._local_scalar_dense.default, aten.is_nonzero.default, a
 
 @dataclass(frozen=True)
 class TensorRef:
-    """The origin of a tensor of a trace: kind ``own``, ``input``, ``call`` or ``made``, and its place there."""
+    """The origin of a tensor of a trace.
+
+    Kind ``own`` with the key of a registered tensor, ``input`` with the index of an argument leaf, ``call`` with the
+    indices of a call and of its result, or ``made`` with the index in `OperatorTrace.made`.
+    """
 
     kind: str
     place: Any
@@ -47,9 +51,12 @@ class TensorRef:
 
 @dataclass(frozen=True, eq=False)
 class TracedCall:
-    """One operator: ``arguments`` by name with `TensorRef` for tensors; ``results`` their shapes, dtypes and the like.
+    """One call of an operator.
 
-    ``settings``: grad mode and autocast, as they were.
+    Attributes:
+        arguments: the arguments by name, with a `TensorRef` for each tensor.
+        results: shape, dtype, device and requires_grad of each result.
+        settings: grad mode and autocast during the call.
     """
 
     target: Any
@@ -65,8 +72,8 @@ class OperatorTrace:
     Attributes:
         calls: the operators in order.
         made: the tensors that the code made of Python numbers, or holds without registering them.
-        ends: the structure of the outputs, where outputs and the member's tensors afterwards come from, the names and
-            shapes of these, modes it set.
+        ends: the structure of the outputs, the origins of the outputs and of the member's tensors after the call, the
+            names and shapes of these tensors, and the modes that forward set.
     """
 
     calls: tuple[TracedCall, ...]
@@ -85,9 +92,9 @@ class OperatorTrace:
 
 
 def trace_operators(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OperatorTrace | None:
-    """Run ``module``, a copy that is of no use afterwards; None where its operators do not tell all that it does.
+    """Run ``module``, a copy to discard afterwards, and return its trace; None if operators do not show all it does.
 
-    That is where it fails, looks at values, draws from other random numbers than torch's, leaves state in Python
+    That is the case if it fails, looks at values, draws from other random numbers than torch's, leaves state in Python
     attributes or variables, or registers hooks on tensors.
     """
     if not runnable(module):
@@ -97,7 +104,7 @@ def trace_operators(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         with restored(module, search):
             return _traced(module, search, args, kwargs)
     except (FusionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):
-        # A capture says why.
+        # A capture will report the reason.
         return None
 
 
@@ -136,7 +143,7 @@ def _traced(
 
 
 class _OperatorRecorder(PreDispatchMode):
-    """Notes the operators that reach torch's dispatcher, before they are taken apart."""
+    """Records the operators that reach torch's dispatcher, before they are decomposed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +153,7 @@ class _OperatorRecorder(PreDispatchMode):
         self.looks = False
         # They are kept alive, so that no id is used again.
         self._origins: dict[int, tuple[TensorRef, Tensor]] = {}
-        # What a factory such as torch.full gives is another object than what its operator gave.
+        # A factory such as torch.full returns another tensor object than its operator.
         self._by_memory: dict[Any, TensorRef] = {}
 
     def know(self, kind: str, named: Any) -> None:
@@ -199,7 +206,7 @@ class _OperatorRecorder(PreDispatchMode):
         return not any(is_plain(held) and held.untyped_storage().data_ptr() == memory for held in others)
 
     def hooked(self) -> bool:
-        """Return whether the code hung a hook on a tensor, of which no operator tells."""
+        """Return whether the code registered a hook on a tensor, which no operator shows."""
         return any(tensor._backward_hooks for _, tensor in self._origins.values())
 
 

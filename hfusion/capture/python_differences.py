@@ -13,17 +13,17 @@ from hfusion.capture.attribute_fingerprint import contents, modeless_fingerprint
 from hfusion.capture.dynamic_sizes import SizeUse
 from hfusion.capture.reachable_code import names_of
 
-# Attributes that a message names, and letters of a value that it shows.
+# Number of attributes that a message names, and of characters of a value that it shows.
 _MOST, _LETTERS = 3, 60
-# Of objects in attributes.
+# Nested levels of objects in attributes that messages look into.
 _DEPTH = 4
 _NUMBERS = (int, float, complex)
 
 
 def differing_attributes(ours: Sequence[nn.Module], theirs: Sequence[nn.Module], names: tuple[str, str]) -> str:
-    """Describe the attributes that no model of ``ours`` has in common with one of ``theirs``; empty if there are none.
+    """Describe the attributes in which each model of ``ours`` differs from each of ``theirs``; empty if there are none.
 
-    ``names``: of the first model of each, such as ``("model 0", "model 2")``.
+    ``names``: what to call the first model of each group, such as ``("model 0", "model 2")``.
     """
     lines = [*_attributes(ours, theirs, names), *_closures(ours[0], theirs[0], names)]
     more = f" and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
@@ -93,14 +93,14 @@ def _shown(value: Any) -> str:
 
 
 def _closures(mine: nn.Module, other: nn.Module, names: tuple[str, str]) -> Iterator[str]:
-    """Functions of classes that were made per model, which read other values from outside."""
+    """Describe functions of classes that were created per model, if their closures hold different values."""
     ours, theirs = ({closure[:2]: closure for closure in modeless_fingerprint(model)[1]} for model in (mine, other))
     for (path, name), closure in ours.items():
         if theirs.get((path, name)) != closure:
             yield f"{name} of module {path or '(root)'} is closed over other values in {names[0]} than in {names[1]}"
 
 
-# Containers and objects in one another that are looked into.
+# Nested levels of containers and objects that are searched.
 MAX_DEPTH = 6
 # With these, code may read an attribute without naming it.
 _READS_ALL = frozenset({"vars", "__dict__", "getattr", "__getattribute__", "attrgetter", "values", "items"})
@@ -108,11 +108,13 @@ _READS_ALL = frozenset({"vars", "__dict__", "getattr", "__getattribute__", "attr
 
 @dataclass(frozen=True)
 class DifferingNumbers:
-    """Attributes:
-    path_names: all names on the way to such numbers: attributes, and keys of mappings.
-    last_names: the last name of each path.
-    values: the numbers of the first member.
-    anything: members differ in a value that is no number, or has no name.
+    """The numbers in attributes in which members differ.
+
+    Attributes:
+        path_names: all names on the paths to these numbers: attributes, and keys of mappings.
+        last_names: the last attribute of each path.
+        values: the numbers of the first member.
+        anything: whether members also differ in a value that is no number, or has no name.
     """
 
     path_names: frozenset[str]
@@ -150,7 +152,7 @@ class DifferingNumbers:
         )
 
     def may_stand_in(self, uses: Sequence[SizeUse], model: nn.Module) -> bool:
-        """Return whether one of these numbers may be one that met a size, or that was computed of."""
+        """Return whether code may have combined one of these numbers, or a value computed from one, with a size."""
         if self.anything:
             return bool(uses)
         if any(use.other == value for use in uses if use.in_torch for value in self.values):
@@ -168,7 +170,7 @@ class DifferingNumbers:
 
 
 def _is_computed(model: nn.Module, attribute: str) -> bool:
-    """Return whether code may run where ``attribute`` is read of a module, or of an object in one."""
+    """Return whether reading ``attribute`` of a module, or of an object in it, may run code, such as a property."""
     held = [part for module in model.modules() for part in (module, *vars(module).values())]
     return any(
         hasattr(type(part), attribute)

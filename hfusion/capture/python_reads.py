@@ -60,7 +60,7 @@ def _refuse_operator(self: _UnreadNumber, *others: Any) -> Any:
     return self.node
 
 
-# torch's own operators take what calls itself a float or an int for a constant, and ask it for its value for ever.
+# torch's own operators would take an object of class float or int for a constant, and ask for its value endlessly.
 for _name in (*NUMBER_OPERATORS, "__neg__", "__pos__", "__abs__", "__round__", "__trunc__", "__floor__", "__ceil__"):
     setattr(_UnreadNumber, _name, _refuse_operator)
 
@@ -74,7 +74,7 @@ class _Int(_UnreadNumber, SymInt):
 
 
 def _unreadable(number: Any, source: str) -> Any:
-    """``number`` as something that raises a FusionError when it is computed with; numbers that are known, unchanged."""
+    """Return a symbol as an object that raises FusionError when it is computed with; other numbers unchanged."""
     if isinstance(number, SymFloat):
         return _Float(number, source)
     if isinstance(number, SymInt):
@@ -112,7 +112,7 @@ class PythonReads(TorchFunctionMode):
 
     Attributes:
         asked_strides: whether forward has read the strides of a tensor.
-        was_contiguous: whether a call of ``contiguous()`` or its like gave the tensor itself, which leaves no node.
+        was_contiguous: whether ``contiguous()`` or a similar call returned its operand, which leaves no node.
     """
 
     def __init__(self) -> None:
@@ -162,8 +162,8 @@ def _read(frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: Mapping[st
     return pytree.tree_map(lambda number: _unreadable(number, _line(frame)), func(*args, **kwargs))
 
 
-# What an array cannot answer as a member alone would, with what to do instead: of any tensor, of a tensor that forward
-# is given or has registered, and of such an input that needs a gradient.
+# Properties that differ between a member of an array and a member alone, with remedies: of any tensor, of inputs of
+# forward and registered tensors, and of inputs that need a gradient.
 _OF_ANY = {
     "_version": "keep a count in a buffer",
     "_is_view": "clone what must be no view",
@@ -190,8 +190,8 @@ class RefusedReads(TorchFunctionMode):
     """While a forward runs, raises FusionError if it reads properties of tensors that differ in an array.
 
     Args:
-        own: the inputs of forward and its registered tensors.
-        restrided: whether strides of some of these, and so of later values, differ from those of the original.
+        registered: the inputs of forward and its registered tensors.
+        restrided: whether strides of some of these, and so of later values, differ from the original strides.
     """
 
     def __init__(self, registered: Collection[Tensor], restrided: bool) -> None:
@@ -228,7 +228,7 @@ class RefusedReads(TorchFunctionMode):
 
 
 def _asking_frame() -> FrameType | None:
-    """The frame that calls the function that is intercepted; None if a tracer of torch, or hfusion, calls it."""
+    """Return the frame that called the intercepted function; None if a tracer of torch, or hfusion, called it."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and _is_passed(frame):
         frame = frame.f_back
@@ -245,7 +245,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _line(frame: FrameType) -> str:
-    """``file.py:12`` of ``frame``, or of the code outside of torch that has called it."""
+    """Return ``file.py:12`` for ``frame``, or for the code outside of torch that called it."""
     caller: FrameType | None = frame
     while caller is not None and (_is_passed(caller) or _module(caller).partition(".")[0] == "torch"):
         caller = caller.f_back
@@ -263,9 +263,9 @@ def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
 
 
 def truth_without_raise(frame: FrameType) -> bool | None:
-    """Return the truth of a value for which ``frame``, which now tests it, does not raise.
+    """Return the truth value for which ``frame``, which is testing a value, does not raise.
 
-    None if the code does anything but raise for the other truth, or if the form of the test is not known here.
+    None unless the code only raises for the other truth value, or if the form of the test is not recognised.
     """
     instructions = _instructions(frame.f_code)
     # A call of Python code is at the last of its inline caches.
@@ -289,13 +289,13 @@ def truth_without_raise(frame: FrameType) -> bool | None:
     raising = [_only_raises(frame.f_code, offset) for offset in branches]
     if raising[0] == raising[1]:
         return None
-    # With a value of this truth the code jumps.
+    # The truth value for which the code jumps.
     jumps = jump.endswith("_TRUE")
     return (jumps != raising[0]) != inverted
 
 
 def _only_raises(code: CodeType, start: int) -> bool:
-    """Return whether all ways through ``code`` from the offset ``start`` end in an error that it does not catch."""
+    """Return whether all paths through ``code`` from the offset ``start`` end in an error that it does not catch."""
     instructions = _instructions(code)
     places = {instruction.offset: k for k, instruction in enumerate(instructions)}
     waiting, visited = [places[start]], set()
@@ -319,7 +319,7 @@ def _only_raises(code: CodeType, start: int) -> bool:
 
 
 def _handlers(code: CodeType, offset: int) -> Iterator[int]:
-    """The offset of the handler of an error at ``offset``, but for those of with statements, which pass it on."""
+    """Yield the offsets of handlers of an error at ``offset``, except for with statements, which pass it on."""
     instructions = {instruction.offset: k for k, instruction in enumerate(_instructions(code))}
     for entry in dis.Bytecode(code).exception_entries:  # type: ignore[attr-defined]
         if entry.start <= offset < entry.end:

@@ -28,9 +28,9 @@ MUTABLE_CONTAINERS = (list, dict, set, deque)
 _BASES = (OrderedDict, dict, list, set, deque)
 VALUES = (*PLAIN, *MUTABLE_CONTAINERS, Tensor)
 _ATOMS = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
-# Bytes of an array that are compared.
+# Size in bytes up to which arrays are compared by value.
 MAX_BYTES = 65536
-# Of a tensor outside of the model whose values come back.
+# Size in bytes up to which the values of a tensor outside of the model are restored.
 MAX_TENSOR_BYTES = 64 * 2**20
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
@@ -39,11 +39,11 @@ _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 def restored(module: nn.Module, search: CodeSearch | None = None) -> Iterator[Callable[[], None]]:
     """Context manager: restore the attributes of ``module`` and the variables outside of it that its code may change.
 
-    Others may be another thread's. Of the tensors in attributes the objects are restored, not their values. Entries
-    added to ``functools.lru_cache`` meanwhile are dropped.
+    Other variables are left alone, since they may belong to another thread. For tensors in attributes, the objects are
+    restored, not their values. A ``functools.lru_cache`` that got new entries meanwhile is cleared.
 
     Args:
-        search: of the code of ``module``, if it is known.
+        search: the `CodeSearch` of ``module``, if there is one already.
 
     Yields: a function that restores everything immediately.
     """
@@ -72,7 +72,7 @@ def restored(module: nn.Module, search: CodeSearch | None = None) -> Iterator[Ca
 
 @contextmanager
 def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put back, at the end, the attributes of ``modules`` and their submodules, as `restored` does."""
+    """Context manager: restore the attributes of ``modules`` and their submodules, as `restored` does."""
     undo: list[Callable[[], object]] = []
     visited: dict[int, Any] = {}
     for module in modules:
@@ -88,7 +88,7 @@ def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
 def variables(search: CodeSearch) -> dict[str, Any]:
     """Return the variables that the code names, and attributes that it may have added, by their full names.
 
-    The values are as of `comparable`.
+    The values have the form that `comparable` returns.
     """
     alive: dict[int, Any] = {}
     found = dict(compared_variables(search.holders, alive))
@@ -116,7 +116,7 @@ def check_restorable(search: CodeSearch, changed: Collection[str]) -> None:
 
 
 def compared_variables(holders: Iterable[Holder], alive: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the same for `holders_of`; ``alive`` keeps the objects, so that no id is reused."""
+    """Yield the variables of ``holders`` by full name, as `comparable` values; ``alive`` keeps objects alive."""
     for holder in holders:
         for name in list(holder.names):
             yield f"{holder.title}{name}", comparable(holder.read(name), alive)
@@ -129,7 +129,7 @@ def parts(value: Any) -> Iterator[tuple[Any, Any]]:
             ((type(key), key if isinstance(key, PLAIN) else id(key)), part) for key, part in list(value.items())
         )
     elif isinstance(value, list | tuple | deque):
-        # Past what classes that derive from them may forbid.
+        # By list's own method: subclasses may forbid iteration.
         yield from enumerate(list.__iter__(value) if isinstance(value, list) else tuple(value))
     elif isinstance(value, set):
         yield from (("element", part) for part in list(value))
@@ -149,7 +149,7 @@ def identity(value: Any, alive: dict[int, Any]) -> Any:
         alive: keeps the objects, so that no id is reused.
     """
     if isinstance(value, float | complex):
-        # 0.0 equals -0.0, and a NaN nothing.
+        # By repr: 0.0 and -0.0 differ, and NaN equals itself.
         return type(value), repr(value)
     if isinstance(value, PLAIN):
         return type(value), value
@@ -164,7 +164,7 @@ def identity(value: Any, alive: dict[int, Any]) -> Any:
 
 
 def array_bytes(value: Any) -> bytes | None:
-    """The values of a small array, as of numpy; None for anything else."""
+    """Return the bytes of a small array, such as one of numpy; None for anything else."""
     if isinstance(value, PLAIN):
         return None
     try:
@@ -201,11 +201,11 @@ def _fill_array(value: Any, held: Any) -> None:
 
 
 def _position(iterator: Iterator[Any]) -> str:
-    """A text that differs once the iterator has moved, as far as Python tells."""
+    """Return a text that changes when the iterator advances, as far as Python shows that."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return "" if frame is None else f"{frame.f_lasti} {frame.f_locals}"
-    # That of object makes another object of the base class, which closes a file as it goes.
+    # object.__reduce__ creates an object of the base class, which closes a file when it is deleted.
     if type(iterator).__reduce__ is object.__reduce__:
         return repr(iterator)
     with noted(Warning):
@@ -213,7 +213,7 @@ def _position(iterator: Iterator[Any]) -> str:
 
 
 def _draws(generator: Any) -> Any:
-    """The state of a generator of Python's or numpy's random numbers; None if it has none, as `random.SystemRandom`."""
+    """Return the state of a random generator of Python or numpy; None if it has none, like `random.SystemRandom`."""
     if isinstance(generator, random.SystemRandom):
         return None
     if isinstance(generator, random.Random):
@@ -237,7 +237,7 @@ def comparable(value: Any, alive: dict[int, Any], depth: int = 3) -> Any:
 
 
 def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, Any], objects: bool = True) -> None:
-    """Add to ``undo`` functions that restore ``value`` and its contents; ``visited`` keeps objects, so that ids last.
+    """Add to ``undo`` functions that restore ``value`` and its contents; ``visited`` keeps objects and so their ids.
 
     ``objects``: also restore the contents of objects and closures, not only of lists and similar containers.
     """
@@ -298,7 +298,7 @@ def _items(base: Any, holder: Any) -> dict[Any, Any] | list[Any]:
 
 
 def _refill(base: Any, holder: Any, items: dict[Any, Any] | list[Any]) -> None:
-    """Put ``items`` back into a container by the methods of ``base``: a class that derives from it may forbid that."""
+    """Restore the ``items`` of a container by methods of ``base``, since a subclass may forbid changes."""
     now = _items(base, holder)
     if len(now) == len(items) and all(a is b for a, b in zip(_flat(now), _flat(items), strict=True)):
         return
@@ -317,13 +317,13 @@ def _remember_variables(
     for value in before.values():
         _remember(value, undo, visited, objects=False)
     if not isinstance(holder, ContextVariable):
-        # What the code does not assign is another's, who may do so meanwhile.
+        # Other threads may change variables that the code does not assign.
         before = {name: value for name, value in before.items() if name in assigned}
     undo.append(functools.partial(_reset_variables, holder, before, assigned - _attributes_of(holder)))
 
 
 def _attributes_of(holder: Holder) -> Set[str]:
-    """The names of all plain attributes, also of those that the code does not name yet."""
+    """Return the names of all plain attributes, including attributes that the code does not name yet."""
     return {name for name, value in _table(holder).items() if isinstance(value, VALUES) and not name.startswith("__")}
 
 
@@ -335,7 +335,7 @@ def _reset_variables(holder: Holder, before: dict[str, Any], added: Set[str]) ->
     """Put back the values ``before``, and remove attributes that are ``added``."""
     for name, value in before.items():
         now = holder.read(name)
-        # Others are set by whom they belong to, as the stream of a logger.
+        # Other values are set by their owners, such as the stream of a logger.
         if now is not value and (now is MISSING or isinstance(now, VALUES) or array_bytes(now) is not None):
             holder.write(name, value)
     for name in (_attributes_of(holder) & added) - before.keys():
@@ -343,6 +343,6 @@ def _reset_variables(holder: Holder, before: dict[str, Any], added: Set[str]) ->
 
 
 def _filled(holders: Iterable[Holder]) -> dict[Any, int]:
-    """The functions under ``functools.lru_cache``, with how often they were filled: traced, they keep no tensors."""
+    """Return the functions under ``functools.lru_cache``, each with its number of misses."""
     values = [holder.read(name) for holder in holders for name in list(holder.names)]
     return {v: v.cache_info().misses for v in values if isinstance(v, functools._lru_cache_wrapper)}

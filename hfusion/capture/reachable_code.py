@@ -32,10 +32,10 @@ from hfusion.core.fingerprint import imported_modules, is_user_code, names_in
 
 MAPPINGS = (dict, types.MappingProxyType)
 CONTAINERS = (*MAPPINGS, list, tuple, set, frozenset, deque)
-# Items of a container, and levels of containers and objects in one another, that are looked at.
+# Largest number of items of a container, and of nested levels of containers and objects, that are searched.
 MAX_ITEMS = 10_000
 MAX_DEPTH = 4
-# Items of a container whose attributes are looked at.
+# Largest number of items of a container whose attributes are searched.
 _MAX_OBJECTS = 100
 SCALARS = (str, bool, int, float, complex, bytes, types.NoneType)
 _UNREAD = (Tensor, nn.Module, logging.Logger, types.ModuleType)
@@ -45,11 +45,11 @@ _OF_THREADS = frozenset({"threading", "_thread", "queue", "_queue", "multiproces
 
 @dataclass(frozen=True)
 class _Scope:
-    """The names that count where code looks into objects.
+    """The names by which code may use the objects that it reaches.
 
     Attributes:
-        called: of methods.
-        read: of attributes, also those in code that the objects are passed to.
+        called: names of methods.
+        read: names of attributes, including names in code that the objects are passed to.
     """
 
     called: frozenset[str]
@@ -66,7 +66,7 @@ def names_of(models: Sequence[nn.Module]) -> frozenset[str]:
 
 
 def holders_of(module: nn.Module) -> list[Holder]:
-    """Return all that holds variables within reach of the code that ``module`` runs, with the names in the code."""
+    """Return the holders of all variables that the code of ``module`` can reach, with the names that the code uses."""
     return CodeSearch([module]).holders
 
 
@@ -74,8 +74,8 @@ class CodeSearch:
     """Follows the code of modules from their forward on: methods, functions of files, and the names in these.
 
     Attributes:
-        holders: all within reach that holds variables, also where the code names none of them.
-        spaces: the global variables that functions use, by id: the dict of a file, and the names.
+        holders: the holders of variables within reach, even if the code names none of their variables.
+        spaces: by the id of a file's dict of globals, the dict and the names that functions use.
         assigned: the names of variables and attributes that the code may assign.
     """
 
@@ -99,9 +99,9 @@ class CodeSearch:
         self._reached: dict[int, tuple[list[types.FunctionType], list[tuple[Holder, str]]]] = {}
         self._titles = Counter[str]()
         self._noted: list[tuple[Holder, str]] = []
-        # By id: the levels below that were looked at.
+        # By id of an object: the number of nested levels that were searched.
         self._looked_at: dict[int, int] = {}
-        # Methods are called from any module, so that what is named anywhere counts for all.
+        # Any module may call a method, so a name used anywhere counts for all of them.
         before = -1
         while before != len(self._named):
             before = len(self._named)
@@ -219,7 +219,7 @@ class CodeSearch:
             yield from self._object(title, value, scope, depth)
 
     def _object(self, title: str, value: Any, scope: _Scope, depth: int) -> Iterator[types.FunctionType]:
-        """The same as `_inside` for what has attributes: an object, or a function."""
+        """Do the same as `_inside` for a value that may have attributes: an object, or a function."""
         if callable(value):
             yield from functions_behind(value)
         if isinstance(value, types.FunctionType):
@@ -242,7 +242,7 @@ class CodeSearch:
         return known
 
     def _known(self, holder: Holder, numbered: bool = True) -> Holder:
-        """Return the first holder of the same object; ``numbered``: with a number if its title is another's."""
+        """Return the holder registered for the same object. ``numbered``: add a number to a title that is taken."""
         key = (type(holder), id(holder.held))
         if key not in self._holders:
             self._holders[key] = holder
@@ -260,13 +260,13 @@ def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
 
 
 def _attributes(value: Any) -> frozenset[str]:
-    """The names that an object has, itself and not by its class."""
+    """Return the names of the attributes of an object itself, without those of its class."""
     attributes = getattr(value, "__dict__", None)
     return slots(type(value)).union(attributes if isinstance(attributes, dict) else ())
 
 
 def _hidden(value: Any) -> frozenset[str]:
-    """The variables of an object's class; an attribute of the object with the same name hides the class's."""
+    """Return the class variables of an object, which its own attributes of the same names would hide."""
     return frozenset(
         name
         for kind in (type(value).__mro__ if hasattr(value, "__dict__") else ())
@@ -280,7 +280,7 @@ _MADE = frozenset({"__init__", "__post_init__", "__call__", "__getattr__", "__ge
 
 
 def _called(kind: type, names: Set[str]) -> list[types.FunctionType]:
-    """The methods of a class that code with these names may call."""
+    """Return the methods of a class that code with these ``names`` may call."""
     return [
         function
         for base in kind.__mro__
@@ -291,12 +291,12 @@ def _called(kind: type, names: Set[str]) -> list[types.FunctionType]:
     ]
 
 
-# What reads global variables by a text.
+# Names by which code may read global variables whose names are strings.
 _BY_TEXT = frozenset({"globals", "vars", "eval", "exec", "__dict__", "__globals__", "modules"})
 
 
 def _attributes_named(function: types.FunctionType) -> frozenset[str]:
-    """Return the attributes in its code, and those that it reads by getattr."""
+    """Return the attributes that the code of ``function`` names or may read by getattr."""
     return _names_of_code(function.__code__)
 
 
@@ -306,13 +306,13 @@ def _names_of_code(code: types.CodeType) -> frozenset[str]:
     return frozenset((*names.attributes, *names.texts))
 
 
-# What assigns by a text.
+# Names by which code may assign variables whose names are strings.
 _ASSIGNING = frozenset({"setattr", "delattr", "__setattr__", "__dict__", "vars", "globals", "exec", "update"})
 
 
 @functools.lru_cache(maxsize=4096)
 def _assigned(code: types.CodeType) -> frozenset[str]:
-    """The names of variables and attributes that code, and functions inside it, may assign."""
+    """Return the names of variables and attributes that ``code`` and its nested functions may assign."""
     attributes = writes(code)
     names = {
         step.argval
@@ -329,14 +329,14 @@ def _assigned(code: types.CodeType) -> frozenset[str]:
 
 
 def _variables_named(function: types.FunctionType) -> set[str]:
-    """The global variables in its code, and those that it may ask for by a text."""
+    """Return the global variables that the code of ``function`` names, or may read by a string."""
     names = names_in(function.__code__)
     by_text = not _BY_TEXT.isdisjoint((*names.variables, *names.attributes))
     return {*names.variables, *(names.texts if by_text else ())}
 
 
 def _wraps_for_others(function: types.FunctionType) -> bool:
-    """Return whether it is torch's or hfusion's, and only called like the user's function that it wraps."""
+    """Return whether ``function`` is a wrapper defined in a library that has the name of the function it wraps."""
     file = function.__globals__.get("__name__")
     return file != function.__module__ and not is_user_code(file)
 

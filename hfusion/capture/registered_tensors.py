@@ -15,7 +15,7 @@ from hfusion.core.memory import is_plain, overlap
 
 
 def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers, of ``model`` by key; a tensor with two names comes twice."""
+    """Yield the parameters, then the buffers, of ``model`` by key; a tensor with two names is yielded twice."""
     if not _lists_as_torch(type(model)):
         yield from model.named_parameters(remove_duplicate=False)
         yield from model.named_buffers(remove_duplicate=False)
@@ -52,13 +52,13 @@ def holder_of(model: nn.Module, key: str) -> tuple[Any, str, str]:
 
 
 def ties(named: Mapping[str, Tensor]) -> dict[str, str]:
-    """The names of tied tensors, each with the first name of the same tensor."""
+    """Return the names of tied tensors, each with the first name of the same tensor."""
     first: dict[int, str] = {}
     return {name: first[id(t)] for name, t in named.items() if first.setdefault(id(t), name) != name}
 
 
 def overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Pairs of names whose tensors are two, and have memory in common."""
+    """Yield pairs of names of different tensors that overlap in memory."""
     held: dict[Any, dict[str, Tensor]] = {}
     for name, tensor in named.items():
         if is_plain(tensor) and tensor.numel() and not tensor.is_meta:
@@ -90,7 +90,7 @@ class Registered:
 
 
 def _shared_memory(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
-    """Pairs of names whose tensors share memory."""
+    """Return each name, in a pair after the first name with the same storage, which may be itself."""
     first: dict[int, str] = {}
     held = {name: t.untyped_storage().data_ptr() for name, t in named.items() if t.layout is torch.strided}
     return frozenset((first.setdefault(place, name), name) for name, place in held.items() if place)
@@ -126,7 +126,7 @@ def check_registered(module: nn.Module, before: Registered, member: nn.Module) -
 
 
 def _check_ties(before: Registered, now: Mapping[str, str]) -> None:
-    """Raise where names of one tensor, of which an array has one stack, have become names of two."""
+    """Raise FusionError if a tensor with several names, for which an array has one stack, has become two."""
     for name, first in before.ties.items():
         if now.get(name) != first:
             raise FusionError(

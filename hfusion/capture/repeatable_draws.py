@@ -1,4 +1,4 @@
-"""Run members' own code twice with the same result: inside `repeatable`, its draws depend only on its place."""
+"""Repeat the draws of eager fallbacks: inside `repeatable`, they depend only on the number of a call and its member."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _active = threading.local()
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """While active, `seeded` numbers the calls of one run, and seeds each of them."""
+    """Context manager: number the calls of one run from 0, so that `seeded` seeds each of them."""
     before = getattr(_active, "count", None)
     _active.count = 0
     try:
@@ -30,7 +30,7 @@ def repeatable() -> Iterator[None]:
 
 
 def next_call() -> int | None:
-    """The number of a call that begins; None where it need not be repeatable."""
+    """Return the number of a new call; None if it need not be repeatable."""
     count: int | None = getattr(_active, "count", None)
     if count is not None:
         _active.count = count + 1
@@ -39,7 +39,7 @@ def next_call() -> int | None:
 
 @contextmanager
 def seeded(call: int | None, member: int) -> Iterator[None]:
-    """Random numbers that follow from the call and the member; afterwards torch's are as before."""
+    """Context manager: seed random numbers by the call and the member; torch's states are restored at the end."""
     if call is None:
         yield
         return
@@ -48,7 +48,7 @@ def seeded(call: int | None, member: int) -> Iterator[None]:
         seed_in_use(seed)
         random.seed(seed)
         np.random.seed(seed)
-        # What is called inside is a part of this call.
+        # Calls inside this one are not numbered.
         _active.count = None
         try:
             yield
@@ -58,13 +58,13 @@ def seeded(call: int | None, member: int) -> Iterator[None]:
 
 @contextmanager
 def repeating(model: nn.Module, islands: Iterable[Island], member: int) -> Iterator[None]:
-    """While active, ``islands`` of ``model`` run as the array runs them for ``member``."""
+    """Context manager: let ``islands`` of ``model`` draw the same numbers as in the array for ``member``."""
 
     def call(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = next_call()
         if number is None:
             return method.original(*args, **kwargs)
-        # Its draws must not be replaced, as those of the rest of the member are.
+        # Active modes may replace the draws of the rest of the member, but not these.
         with disable_current_modes(), seeded(number, member):
             return method.original(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Later calls of a copy of a member that was called once, beside calls of fresh copies."""
+"""Make later calls of a member's copy that was called once, and the same calls of fresh copies."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from hfusion.capture.observe import Observation
 from hfusion.core.copies import copies
 from hfusion.core.program import Capture
 
-# Sizes of the inputs that are tried shortened.
+# Largest number of input sizes that are halved one by one.
 MAX_SIZES = 4
 
 
 @dataclass(frozen=True)
 class LaterCall:
-    """A call of a copy that was called before, beside the same call of a fresh copy or of the graph.
+    """A call of a copy that was called before, and the same call of a fresh copy or of the graph.
 
     Attributes:
-        fresh, warmed: what both gave; the latter may have raised an error.
+        fresh, warmed: the outcomes of both; the copy that was called before may have raised an error.
         before, after: the Python state of the copy around the call, by attribute and variable.
-        first: that of the fresh copy after its call, in a call of other sizes and values; None in the last calls.
+        first: the Python state of the fresh copy after its call; None for the last calls.
     """
 
     fresh: Outcome
@@ -55,17 +55,17 @@ def tensors_of(outcome: Outcome) -> Outcome:
 def left_between(
     start: Mapping[str, Any], now: Mapping[str, Any], end: Mapping[str, Any]
 ) -> dict[str, list[tuple[Any, Any]]]:
-    """Return the parts of the state that other calls change (``start`` to ``now``), as they were and are at the end."""
+    """Return pairs of parts that differ between ``start`` and ``end``, for the names that differ at ``now`` already."""
     changed = [name for name in end if any(differing(start.get(name), now.get(name)))]
     return {name: list(differing(start.get(name), end[name])) for name in changed}
 
 
 @dataclass(frozen=True)
 class LaterCalls:
-    """Makes the calls, one after another: the state that one leaves is spoiled before the next.
+    """Iterates over later calls. State that a call has changed is overwritten before the next call.
 
     Attributes:
-        captured: the graph, with which the last calls are compared. Without one, forward itself is run once more.
+        captured: the graph that the last calls are compared with. Without one, they are compared with forward itself.
         back: restores Python state outside of the copies; no copy made before may be run after it.
     """
 
@@ -74,7 +74,7 @@ class LaterCalls:
     back: Callable[[], None]
 
     def __iter__(self) -> Iterator[LaterCall]:
-        # Other values as well, so that one run asks several questions; in eval mode parameters change at the end only.
+        # The first calls change sizes and values together; in eval mode, parameters change only for the last calls.
         training = self.observed.module.training
         firsts = list(self._first_calls(training))
         last_call, expected = self._last_call()
@@ -85,7 +85,7 @@ class LaterCalls:
             warmed = self._run(member, call, training)
             before, now = now, self._state(member)
             yield LaterCall(outcome, warmed, before, now, state)
-        # An integer may be the smallest size so far, which another would hide.
+        # Integers are kept: one may be the smallest size so far, which another number would hide.
         spoil_changed(member, start, now, math.inf, lambda first, _: first[0] not in ("int", "bool"))
         warmed = self._run(member, last_call, True, self.captured is not None)
         end = self._state(member)
@@ -97,7 +97,7 @@ class LaterCalls:
                 yield LaterCall(expected, warmed, end, end, None)
 
     def _first_calls(self, training: bool) -> Iterator[tuple[Any, Outcome, dict[str, Any]]]:
-        """Yield calls with other sizes and values, with the outcomes and the state after first calls."""
+        """Yield calls with other sizes and values, each with the outcome and the state of a fresh copy."""
         for group in _shorter_calls(self.observed.module, *self.observed.call):
             taken = False
             for call in group:
@@ -143,7 +143,7 @@ class LaterCalls:
         return contents(member) | variable_contents(member, self.observed.variables)
 
     def _run(self, member: nn.Module, call: Any, changed: bool, without_gradients: bool = False) -> Outcome | Exception:
-        """Call ``member`` with the tensors that it had at first, and changed parameters if ``changed``."""
+        """Reset the tensors of ``member``, change its parameters if ``changed``, and call it."""
         reset(member, self.observed.module)
         if changed:
             change_parameters(member)
@@ -159,7 +159,7 @@ def _same_kind(first: Any, second: Any) -> bool:
 
 
 def _moved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The call with other values: samples in another order, numbers a little smaller."""
+    """Return the call with other values: samples in another order, floating-point numbers a little smaller."""
 
     def other(x: Tensor) -> Tensor:
         dims = [dim for dim, size in enumerate(x.shape) if size > 1]
@@ -170,9 +170,10 @@ def _moved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _shorter_calls(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
-    """Yield groups of calls with other values. If forward takes none of a group, the next one is to be tried.
+    """Yield groups of calls to try in order, until forward accepts a call of a group.
 
-    The first has half of each size that is none of a parameter, and of first dims; the second half of one size each.
+    The first group halves all first dims and all sizes that no parameter has; the second halves one such size per call.
+    The last two keep the sizes: first with other values, then with the original ones.
     """
     call = _moved(args, kwargs)
     features = {size for parameter in module.parameters() for size in parameter.shape}
@@ -187,7 +188,7 @@ def _shorter_calls(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def _halved(call: Any, features: Set[int], sizes: Set[int]) -> Any:
-    """The call with half of the dims of ``sizes``; of ``features`` only those that come first."""
+    """Return the call with dims of ``sizes`` halved; sizes in ``features`` are halved only in the first dim."""
 
     def halved(x: Tensor) -> Tensor:
         y = x.detach()

@@ -1,4 +1,4 @@
-"""Members as modules: a model without its tensors, and that model again around other tensors."""
+"""Members as modules: strip the tensors from a model, and rebuild the model around other tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_restrided(tensor: Tensor) -> bool:
 
 
 def skeleton(index: int, model: nn.Module) -> nn.Module:
-    """A deep copy of ``model`` whose parameters and buffers are empty ``meta`` tensors; ``index`` is for errors."""
+    """Return a deep copy of ``model`` whose parameters and buffers are ``meta`` tensors; ``index`` is for errors."""
     memo: dict[int, Any] = {id(tensor): _empty(tensor) for _, tensor in tensors(model)}
     memo |= {id(tensor): copied_result(tensor) for tensor in results(model)}
     memo |= {id(vars(part).get(name)): None for part in model.modules() for name in recomputed(part)}
@@ -43,7 +43,7 @@ def skeleton(index: int, model: nn.Module) -> nn.Module:
 
 
 def materialize(skeleton: nn.Module, rows: Mapping[str, Tensor], training: Mapping[str, bool]) -> nn.Module:
-    """The module of ``skeleton`` around ``rows``, its tensors by key, with ``training`` flags by module path."""
+    """Return the module of ``skeleton`` with the tensors ``rows``, by key, and ``training`` flags, by module path."""
     memo = {}
     for name, empty in tensors(skeleton):
         row = rows[name]
@@ -60,15 +60,16 @@ def materialize(skeleton: nn.Module, rows: Mapping[str, Tensor], training: Mappi
 
 
 def own_part(row: Tensor, shape: torch.Size) -> Tensor:
-    """The part of a member's ``row`` that its own tensor fills, in the same memory; a parameter if the row is one."""
+    """Return the part of a member's ``row`` that its own tensor fills, as a view; a parameter if the row is one."""
     part = leading(row.detach(), shape)
     return nn.Parameter(part, requires_grad=row.requires_grad) if isinstance(row, nn.Parameter) else part
 
 
 def live_rows(stack: Tensor, rows: int | slice | None) -> Tensor:
-    """A live view of a member's row or of several, a parameter where the stack is one; of all of it for None.
+    """Return a live view of ``rows`` of a stack, or of the whole stack for None; a parameter if the stack is one.
 
-    Its storage ends where it ends, so that saving it writes no more; writes still count as writes to the stack.
+    If possible, its storage holds only these rows, so that saving it writes no more; writes count as writes to the
+    stack.
     """
     if rows is not None:
         check_whole_stack(stack, TAKE_BEFORE)
@@ -77,7 +78,7 @@ def live_rows(stack: Tensor, rows: int | slice | None) -> Tensor:
         view = view[rows]
         if view.is_contiguous() and view.numel() > 0 and type(view) is Tensor and backend(view.device).hands_over:
             with torch.inference_mode(False):
-                # Of an alias: what is exported is kept by the memory that it gives, and would keep itself.
+                # Export an alias: the new memory keeps the exported tensor alive, so the view would keep itself.
                 view.data = dlpack.from_dlpack(view.detach())
     return nn.Parameter(view, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else view
 

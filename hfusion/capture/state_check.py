@@ -22,11 +22,11 @@ from hfusion.core.program import Capture
 
 
 class StateError(FusionError):
-    """Forward keeps state in Python attributes, of which an array has none."""
+    """Raised if forward keeps state in Python attributes, which an array cannot do."""
 
 
 def judge(observed: Observation, captured: Capture | None = None) -> str:
-    """Return why a graph would lose what forward does; empty if it loses nothing. Warns of results in attributes.
+    """Return why a graph would not reproduce forward; empty if it would. Warns of results left in attributes.
 
     Args:
         captured: the graph, if there is one: its results are compared with those of a later call.
@@ -42,7 +42,7 @@ def judge(observed: Observation, captured: Capture | None = None) -> str:
                 _warn(observed.module, _results_left(observed, LaterCalls(observed, captured, back)))
                 return ""
         except Exception:
-            # A later call differs, or the graph does by rounding: the code itself shows which.
+            # A later call differs, or the graph differs by rounding: the comparison with forward below decides.
             pass
         try:
             _warn(observed.module, _results_left(observed, LaterCalls(observed, None, back)))
@@ -62,7 +62,7 @@ def _asks_for_gradients(observed: Observation) -> str:
     try:
         without = run_without_gradients(twin(observed.module), *observed.call)
     except Exception:
-        # Such as torch.autograd.grad in forward: alone, it cannot be called so.
+        # Forward needs gradients, for example for torch.autograd.grad: nothing to compare.
         return ""
     unlike = difference(tensors_of(without), tensors_of(observed.outcome), ALIKE)
     if unlike is None:
@@ -74,7 +74,7 @@ def _asks_for_gradients(observed: Observation) -> str:
 
 
 def _results_left(observed: Observation, calls: Iterable[LaterCall]) -> list[str]:
-    """The attributes in which forward leaves results. Raises FusionError if a later call differs."""
+    """Return the attributes in which forward leaves results. Raises FusionError if a later call differs."""
     others, last = list[LaterCall](), list[LaterCall]()
     for call in calls:
         _check(observed, call)
@@ -88,7 +88,7 @@ def _results_left(observed: Observation, calls: Iterable[LaterCall]) -> list[str
 
 
 def _check(observed: Observation, call: LaterCall) -> None:
-    """Raise FusionError if a call depends on those before it."""
+    """Raise FusionError if a call depends on the calls before it."""
     names = ", ".join((*observed.attributes, *observed.variables))
     if isinstance(call.warmed, Exception):
         raise FusionError(
@@ -97,7 +97,7 @@ def _check(observed: Observation, call: LaterCall) -> None:
         ) from call.warmed
     fresh, warmed = call.fresh, call.warmed
     if warmed.failed and not fresh.failed and not observed.module.training:
-        # What was kept has a graph that is gone: such a member cannot be trained in this mode, only called.
+        # Kept values refer to a freed autograd graph: in eval mode, such a member can be called, but not trained.
         fresh, warmed = (Outcome(outcome.outputs, {}) for outcome in (fresh, warmed))
     unlike = difference(warmed, fresh, EQUAL)
     if unlike is not None:

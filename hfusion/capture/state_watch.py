@@ -1,9 +1,9 @@
-"""The Python state of modules while forward runs: attributes, and the lists, dicts and objects that they lead to.
+"""The Python state of modules while forward runs: attributes, and the lists, dicts and objects that they refer to.
 
-A submodule that runs as the members' own code keeps its Python state from call to call, as alone. That is exact only
-while no code outside of it uses that state: the rest of forward is a graph, which neither repeats assignments of a
-parent (``self.cell.state = None``) nor reads the submodule's. A recorded run detects such use: the state is read
-whenever a call begins and ends.
+A submodule that runs as an eager fallback keeps its Python state from call to call, as outside of an array. That is
+exact only while no code outside of it uses that state: the rest of forward is a graph, which neither repeats
+assignments of a parent (``self.cell.state = None``) nor reads the state. A recorded run detects such use: the state is
+read whenever a call begins and ends.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hfusion.capture.reachable_code import holders_of
 from hfusion.core.errors import FusionError
 from hfusion.torch_private.dispatch_modes import disable_current_modes
 
-# These lead to no state of a model.
+# Types whose contents are no state of a model.
 _LEAVES = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType, nn.Module, fx.Graph)
 
-# The items of each holder (a module, an object, a container) by its id: names, with what identifies the values. And by
-# its full name each variable of a class or file.
+# By the id of each holder (a module, an object, a container), its items as pairs of a name and the value's `identity`;
+# by the full name of each variable of a class or file, one such pair.
 State: TypeAlias = Mapping[int | str, Sequence[tuple[Any, Any]]]
 
 
@@ -47,7 +47,8 @@ class CallState:
     Attributes:
         before: the state at the beginning.
         after: the state at the end.
-        left: the attributes, by path in the module and name, that lead to changes by the call; with their values.
+        left: the attributes that the call changed, or whose contents it changed, with their values. A key has the path
+            in the module and the name.
     """
 
     before: State
@@ -57,7 +58,7 @@ class CallState:
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a whole model before and after a run of forward, and of each island at its calls in turn."""
+    """The state of a whole model before and after a run of forward, and of each island around each of its calls."""
 
     start: State
     calls: Mapping[Island, Sequence[CallState]]
@@ -70,13 +71,13 @@ class RunState:
         return any(changed(before, after) for before, after in [*borders, (self.start, self.end)])
 
     def changed_outside(self, island: Island) -> Set[int | str]:
-        """The holders within reach of ``island`` that change, though not during its calls."""
+        """Return the holders within reach of ``island`` that change outside of its calls."""
         calls = self.calls.get(island, ())
         ends, begins = [self.start, *(call.after for call in calls)], [*(call.before for call in calls), self.end]
         return {holder for end, begin in zip(ends, begins, strict=True) for holder in changed(end, begin)}
 
     def changed_inside(self, island: Island) -> Set[int | str]:
-        """The holders that change during its calls."""
+        """Return the holders that change during the calls of ``island``."""
         return {holder for call in self.calls.get(island, ()) for holder in changed(call.before, call.after)}
 
 
@@ -89,7 +90,7 @@ class ModelState:
     runs: Sequence[RunState]
 
     def shared(self, island: Island) -> str | None:
-        """An attribute below ``island`` that others change, or can read, while it changes; None if there is none."""
+        """Return an attribute below ``island`` that other code can change, or read while it changes; None if none."""
         module = self.model.get_submodule(island.path)
         within = set(module.modules())
         others = [part for part in self.model.modules() if part not in within]
@@ -101,7 +102,7 @@ class ModelState:
         if written:
             return min(written)
         last = self.runs[-1]
-        # Others, such as the next call for another member, see what a call leaves there. Caches are filled by now.
+        # Other calls, such as that of the next member, see variables that a call changed. Caches are filled by now.
         variables = {key for key in last.changed_inside(island) if isinstance(key, str)}
         named = names_in_call(island, module)
         variables |= {k for k in last.changed_outside(island) if isinstance(k, str) and k.rpartition(".")[2] in named}
@@ -117,9 +118,9 @@ class ModelState:
     def _read_while_assigned(
         self, island: Island, module: nn.Module, others: Sequence[nn.Module], inside: State, both: Set[int | str]
     ) -> Set[str]:
-        """The attributes that a call of ``island`` may change and other code may read, though no run has shown it.
+        """Return the attributes that a call of ``island`` may change and other code may read, even if no run shows it.
 
-        Rare values of a batch may set a flag, on which everything else depends from then on.
+        Rare values of a batch may set a flag that all later calls depend on.
         """
         read = read_elsewhere(others)
         assigned = written_by_call(island, module) & read & self.reader.assignable(inside)
@@ -128,7 +129,7 @@ class ModelState:
 
 
 def changed(before: State, after: State) -> Set[int | str]:
-    """The holders in reach of both states whose items differ."""
+    """Return the holders in both states whose items differ."""
     return {holder for holder, items in after.items() if before.get(holder, items) != items}
 
 
@@ -140,12 +141,12 @@ class StateReader:
         self._variables = holders_of(model)
 
     def read(self, module: nn.Module) -> State:
-        """The state within reach of ``module`` and its submodules, and the variables that the model's code names."""
+        """Return the state within reach of ``module`` and its submodules, and all variables that code names."""
         variables = compared_variables(self._variables, self._alive)
         return {**self.reach(module.modules()), **{name: [(name, value)] for name, value in variables}}
 
     def reach(self, roots: Iterable[Any]) -> State:
-        """The state within reach of ``roots``: modules without their submodules, objects, containers."""
+        """Return the state within reach of ``roots``: modules without their submodules, objects, containers."""
         items_of: dict[int | str, Sequence[tuple[Any, Any]]] = {}
         waiting = list(roots)
         while waiting:
@@ -168,7 +169,7 @@ class StateReader:
         return {name for key, holder in holders if type(holder).__module__ in files for name, _ in state[key]}
 
     def containers(self, state: Collection[int | str]) -> Set[str]:
-        """The attributes that lead to a list, dict or set among the holders in ``state``."""
+        """Return the attributes that hold a list, dict or set among the holders in ``state``."""
         return {
             name
             for holder in list(self._alive.values())
@@ -178,7 +179,7 @@ class StateReader:
         }
 
     def name(self, module: nn.Module, holders: Set[int | str]) -> str:
-        """An attribute of ``module`` or its submodules that leads to one of ``holders``, by path."""
+        """Return the path of an attribute of ``module`` or its submodules that leads to one of ``holders``."""
         for path, part in module.named_modules():
             for name, value in python_attributes(part):
                 if not isinstance(value, _LEAVES) and holders & self.reach([value]).keys():
@@ -186,7 +187,7 @@ class StateReader:
         return next((path or type(part).__name__ for path, part in module.named_modules() if id(part) in holders), "")
 
     def left(self, module: nn.Module, before: State, after: State) -> dict[tuple[str, str], Any]:
-        """See `CallState`."""
+        """Return the attributes that a call changed, see `CallState.left`."""
         holders = changed(before, after)
         if not holders:
             return {}
@@ -203,7 +204,7 @@ class StateReader:
 
 
 def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
-    """The attributes and items of a holder by name; of a module those that its author gave it."""
+    """Yield the attributes and items of a holder by name; for a module, the attributes that its author set."""
     yield from python_attributes(holder) if isinstance(holder, nn.Module) else parts(holder)
 
 
@@ -211,13 +212,13 @@ def hide(island: Island, module: nn.Module, assigned: Mapping[tuple[str, str], A
     """Replace the attributes that a loop over members may set by objects that raise when they are read.
 
     Args:
-        module: that of ``island``, while forward is traced.
-        left: those that a recorded call set, see `CallState`.
+        module: the module of ``island``, while forward is traced.
+        assigned: the attributes that a recorded call changed, see `CallState.left`.
     """
     written = written_by_call(island, module)
     for path, part in module.named_modules():
         for name, value in python_attributes(part):
-            # Code tests whether there is a value: after a call that left None there is none.
+            # None stays readable: code may test whether a call left a value.
             if (path, name) in assigned and assigned[path, name] is None:
                 vars(part)[name] = None
             elif (path, name) in assigned or name in written:

@@ -18,7 +18,7 @@ from hfusion.capture.reachable_code import CodeSearch
 
 @contextmanager
 def symbolic_len(module: nn.Module) -> Iterator[None]:
-    """Context manager: ``len`` of a tensor is its first size in the files of the code that ``module`` runs.
+    """Context manager: in the files of the code that ``module`` runs, ``len`` of a tensor returns ``shape[0]``.
 
     Other threads that run this code meanwhile get the same numbers as from Python's own. Code that takes the length as
     a key of a dict cannot be traced so, and is traced again: use it where sizes have varied.
@@ -34,5 +34,5 @@ def symbolic_len(module: nn.Module) -> Iterator[None]:
 
 
 def _len(value: Any) -> Any:
-    # Of a tensor without dims Python's own raises an error.
+    # For a tensor without dims, Python's own len raises the usual error.
     return value.shape[0] if isinstance(value, Tensor) and value.dim() else builtins.len(value)

@@ -1,7 +1,7 @@
 """Registered tensors that a module holds a second time, in plain attributes: ``self.gains = {"input": self.w}``.
 
-Members' own code runs with tensors of the array in place of its own. They must replace these wherever they are held:
-in lists, dicts, tuples, objects and `functools.partial`.
+Eager fallbacks run with tensors of the array in place of the module's own, which must be replaced wherever they are
+held: in lists, dicts, tuples, objects and `functools.partial`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hfusion.capture.variable_scopes import slots
 
 _LEAVES = (*PLAIN, type, nn.Module, torch.Generator)
 
-# From a module to a slot: names of attributes, and keys of items as tuples of one.
+# The path from a module to a slot: names of attributes as strings, and keys of items as tuples of one element.
 Steps: TypeAlias = tuple[str | tuple[Any], ...]
 
 
@@ -35,7 +35,7 @@ class Reference:
     names: frozenset[str]
 
     def put(self, module: nn.Module, substitutes: Mapping[int, Tensor]) -> None:
-        """Replace the tensors in this slot of ``module`` by ``substitutes``, by the ids of those that are there."""
+        """Replace the tensors in this slot of ``module``; ``substitutes`` maps the ids of old tensors to new ones."""
         holder: Any = module.get_submodule(self.path)
         for step in self.steps[:-1]:
             holder = getattr(holder, step) if isinstance(step, str) else holder[step[0]]
@@ -49,7 +49,7 @@ class Reference:
 
 
 def references(module: nn.Module, used: frozenset[str]) -> tuple[Reference, ...]:
-    """The slots that hold registered tensors of ``module``.
+    """Return the slots that hold registered tensors of ``module``.
 
     Args:
         used: names that forward may read, see `names_of`; optimizers under other names are left out.
@@ -81,7 +81,7 @@ def _slots(
     items += [(name, getattr(value, name, None)) for name in slots(type(value))]
     items += list(getattr(value, "__dict__", {}).items())
     for step, item in items:
-        # A tuple is replaced as a whole; what it leads to is not in it.
+        # A tuple is replaced as a whole: its tensors have no slots of their own.
         if not isinstance(value, tuple) or not _held(item, names):
             yield from _slots(item, (*steps, step), names, visited, used)
 
@@ -91,12 +91,12 @@ def is_optimizer(value: Any) -> bool:
 
 
 def _elements(value: list[Any] | deque[Any] | tuple[Any, ...]) -> Sequence[Any]:
-    # Past what classes that derive from them may forbid.
+    # By list's own method: subclasses may forbid iteration.
     return list(list.__iter__(value) if isinstance(value, list) else iter(value))
 
 
 def _held(value: Any, names: Mapping[int, str]) -> set[str]:
-    """The tensors with ``names`` in a value that cannot be changed in place, or the tensor that it is."""
+    """Return the names of the tensors in a tuple or partial, which are replaced as a whole, or of a tensor."""
     if isinstance(value, Tensor):
         return {names[id(value)]} if id(value) in names else set()
     if isinstance(value, tuple):
@@ -107,7 +107,7 @@ def _held(value: Any, names: Mapping[int, str]) -> set[str]:
 
 
 def _replaced(value: Any, substitutes: Mapping[int, Tensor]) -> Any:
-    """``value`` with other tensors; itself where none is in it."""
+    """Return ``value`` with its tensors replaced by ``substitutes``; ``value`` itself if none is."""
     if isinstance(value, Tensor):
         return substitutes.get(id(value), value)
     if isinstance(value, functools.partial):

@@ -1,4 +1,4 @@
-"""The variables that forward's code names, of files, classes, objects and closures: a graph has their values in it."""
+"""Guards on the variables that forward's code names, since a graph holds their values as constants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hfusion.core.torch_settings import RANDOM_STATE, asked_settings
 from hfusion.device.backend import AUTOCAST_QUESTIONS
 
 _END, _LARGE = object(), object()
-# To these attributes are seldom added, and there are many.
+# Types of objects to which attributes are seldom added, and of which there are many.
 _RARELY_GIVEN = (type, types.FunctionType, functools._lru_cache_wrapper)
 
 Read: TypeAlias = Callable[[Any], Iterable[Any]]
@@ -59,9 +59,9 @@ class Questions:
 
 
 class Variables:
-    """The variables that the code of ``models`` names, with the values they had at the last check.
+    """The variables that the code of ``models`` names, with their values when this object was created.
 
-    ``without`` are left out, by name. ``questions``: the other properties that the code may read.
+    ``without``: names of variables to leave out. ``questions``: the other properties that the code may read.
     """
 
     def __init__(self, models: Sequence[nn.Module], without: frozenset[str] = frozenset()) -> None:
@@ -75,7 +75,7 @@ class Variables:
         self.questions = Questions.of(search.all_names)
 
     def same(self) -> bool:
-        """Return whether all are the very objects that they were."""
+        """Return whether all variables still hold the same objects, with the same items."""
         try:
             for read, held, values in self._groups:
                 if not all(map(operator.is_, read(held), values)):
@@ -105,7 +105,7 @@ class Variables:
 
 
 def _reader(held: Any, names: list[str]) -> Read:
-    # With one name more, as of a single one there would be no tuple.
+    # The last name is repeated: for a single name, the getter would not return a tuple.
     return (operator.itemgetter if isinstance(_table(held), MAPPINGS) else operator.attrgetter)(*names, names[-1])
 
 
@@ -114,7 +114,7 @@ def _table(held: Any) -> Any:
 
 
 def _items(value: Any, depth: int = MAX_DEPTH) -> Iterator[tuple[Read, Any, tuple[Any, ...]]]:
-    """Yield what to compare of containers and arrays, which may be changed in place."""
+    """Yield readers and expected results for containers and arrays, which may be changed in place."""
     if (held := array_bytes(value)) is not None:
         yield functools.partial(_same_bytes, held), value, (held,)
     if not isinstance(value, CONTAINERS) or depth == 0:
@@ -127,7 +127,7 @@ def _items(value: Any, depth: int = MAX_DEPTH) -> Iterator[tuple[Read, Any, tupl
 
 
 def _keys(value: Any) -> tuple[Any, ...]:
-    """The names of its attributes: others may come."""
+    """Return the names of the attributes of ``value``, to detect added ones."""
     return (*getattr(value, "__dict__", ()), _END)
 
 
@@ -137,7 +137,7 @@ def _same_bytes(before: bytes, value: Any) -> tuple[bytes | None]:
 
 
 def _flat(value: Any) -> tuple[Any, ...]:
-    """The items, keys and values, and what ends them; nothing of a large container."""
+    """Return the items, or keys and values, and an end mark; only a mark for a large container."""
     if len(value) > MAX_ITEMS:
         return (_LARGE,)
     return (*value, *value.values(), _END) if isinstance(value, MAPPINGS) else (*value, _END)
@@ -146,7 +146,7 @@ def _flat(value: Any) -> tuple[Any, ...]:
 def content(value: Any, depth: int = MAX_DEPTH) -> Any:
     """Return a hashable form of a value: plain values, containers and small arrays by value, others by identity."""
     if isinstance(value, SCALARS):
-        # 0.0 equals -0.0, and a NaN nothing.
+        # By repr: 0.0 and -0.0 differ, and NaN equals itself.
         return (type(value), repr(value) if isinstance(value, float | complex) else value)
     if (held := array_bytes(value)) is not None:
         return (type(value), held)

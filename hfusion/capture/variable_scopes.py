@@ -15,7 +15,7 @@ MISSING = object()
 
 @dataclass
 class Holder(ABC):
-    """Something whose variables are named: ``names`` to the paths of the modules whose code does."""
+    """An object that holds variables. ``names``: for each variable, the paths of the modules whose code names it."""
 
     title: str
     held: Any
@@ -23,11 +23,11 @@ class Holder(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Any:
-        """The value of a variable, or `MISSING`."""
+        """Return the value of a variable, or `MISSING`."""
 
     @abstractmethod
     def write(self, name: str, value: Any) -> None:
-        """Give a variable another value; `MISSING` removes it."""
+        """Assign a variable; `MISSING` removes it."""
 
 
 class ClosureVariable(Holder):
@@ -59,7 +59,7 @@ class ContextVariable(Holder):
 
 
 class DefaultArguments(Holder):
-    """The default arguments of a function. They are never other objects, but may change in place."""
+    """The default arguments of a function. They are never replaced, but may change in place."""
 
     def read(self, name: str) -> Any:
         return defaults(self.held).get(name, MISSING)
@@ -106,7 +106,7 @@ def defaults(function: types.FunctionType) -> dict[str, Any]:
 
 
 def slots(kind: type) -> frozenset[str]:
-    """The names in ``__slots__`` of a class and of those that it derives from, as its objects have them."""
+    """Return the names of the slots of a class and its bases."""
     bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
     members = types.MemberDescriptorType
     return frozenset(name for base in bases for name, value in vars(base).items() if isinstance(value, members))

@@ -1,8 +1,8 @@
 """Models of one array that differ in some submodules: checks of the differences, and the layout of shared stacks.
 
-A stack ``[B, *T]`` has a row for every member. T is the largest of the members' own shapes in every dim: the tensor of
-a member is the leading part of its row, the rest is zero and no member reads it; all of it where a member has no such
-tensor.
+A stack ``[B, *T]`` has a row for every member. T is the largest size among the members' tensors in every dim. A
+member's tensor is the leading part of its row; the rest of the row is zero, and no member reads it. The row of a member
+without the tensor is zero.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ LEAST_COMMON = 0.5
 
 
 def check_structures(models: Sequence[nn.Module], numbers: Sequence[int] | None = None) -> None:
-    """Raise a FusionError where ``models`` differ in more than an array of variants can hold.
+    """Raise FusionError if ``models`` differ in more than an array of variants can hold.
 
-    ``numbers``: what errors call the models, by default their positions.
+    ``numbers``: the numbers of the models in errors, by default their positions.
     """
     numbers = range(len(models)) if numbers is None else numbers
     # One model of each structure.
@@ -48,7 +48,7 @@ def _difference(first: int, model: nn.Module, index: int, other: nn.Module) -> F
 
 
 def _check_variant(model: nn.Module, other: nn.Module, difference: FusionError | None) -> None:
-    """Raise the ``difference`` of two models unless it is one of submodules alone."""
+    """Raise ``difference`` unless two models differ in nothing but their submodules."""
     assert difference is not None
     ours, theirs = (dict(each.named_modules(remove_duplicate=False)) for each in (model, other))
     for path, module in theirs.items():
@@ -69,7 +69,7 @@ def _check_variant(model: nn.Module, other: nn.Module, difference: FusionError |
 
 
 def _kind(tensor: Tensor) -> object:
-    """Equal for tensors that can have one stack."""
+    """Return a key that is equal for tensors that fit into one stack."""
     return isinstance(tensor, nn.Parameter), tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
@@ -111,7 +111,7 @@ def _describe(tensor: Tensor) -> str:
 
 
 def row_shapes(models: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Size]:
-    """Return the shape of a row of each stack that the tensors of ``models``, shapes by key, do not all fill.
+    """Return the row shape of each stack that not all ``models`` fill. ``models``: shapes of tensors by key.
 
     >>> row_shapes([{"a": torch.Size([2]), "b": torch.Size([3])}, {"a": torch.Size([4])}])
     {'a': torch.Size([4]), 'b': torch.Size([3])}
@@ -138,7 +138,7 @@ def union_of_modules(models: Sequence[nn.Module]) -> dict[str, tuple[nn.Module, 
 
 
 def _inserted(found: dict[str, list[nn.Module]], path: str, before: str) -> dict[str, list[nn.Module]]:
-    """``found`` with a place for ``path`` behind ``before`` and all that is below it."""
+    """Return ``found`` with an entry for ``path`` after ``before`` and, unless it is below it, its descendants."""
     result: dict[str, list[nn.Module]] = {}
     names = list(found)
     # Behind the descendants that only other models have, unless it is a child itself.

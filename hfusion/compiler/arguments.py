@@ -18,7 +18,7 @@ from hfusion.core.memory import memory_order
 from hfusion.core.program import describe_value
 from hfusion.core.ragged import Ragged
 
-# What a call may hold: tensors, and values that cannot change while a program built on them is kept.
+# Types of arguments besides tensors: values that cannot change while a program that depends on them is cached.
 _NUMBERS = (str, int, float, complex, bytes, enum.Enum, types.NoneType)
 
 _NAMES = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.device, torch.memory_format)
@@ -53,7 +53,7 @@ class Arguments:
 
     @property
     def key(self) -> Any:
-        """Hashable: two calls with one key run one program."""
+        """A hashable key; calls with the same key run the same program."""
         return (self.spec, *map(_leaf_key, self.leaves))
 
     @property
@@ -105,7 +105,7 @@ class Arguments:
         return [_shape(leaf) for leaf in self.leaves]
 
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> Arguments:
-        """Return the arguments with ``fn`` applied to every tensor, of a stacked one to the stack."""
+        """Return the arguments with ``fn`` applied to every tensor, and to the stack of a stacked one."""
         return Arguments(tuple(_mapped(leaf, fn) for leaf in self.leaves), self.spec)
 
     @property
@@ -179,12 +179,12 @@ def _loose_key(leaf: Any) -> Any:
 
 
 def is_tensors(leaf: Any) -> bool:
-    """True if a leaf is, or holds, tensors."""
+    """Return whether a leaf is a tensor or holds tensors."""
     return isinstance(leaf, (*BATCHED, Ragged))
 
 
 def describe_leaf(leaf: Any) -> str:
-    """Such as ``f32[32,64]`` or ``stacked f32[4,32,64]``; ``stacked f32[*,64]`` where members' sizes differ."""
+    """Describe a leaf: ``f32[32,64]``, ``stacked f32[4,32,64]``; ``stacked f32[*,64]`` if sizes differ."""
     if isinstance(leaf, Ragged):
         kind = describe_value(leaf[0], None, 0).partition("[")[0]
         if len({tensor.dim() for tensor in leaf}) > 1:

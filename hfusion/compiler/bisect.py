@@ -19,7 +19,7 @@ LIMIT = 1e-3
 
 
 class _ValueRecorder(fx.Interpreter):
-    """Runs a program and keeps every node's value, by the member's node that it computes."""
+    """Runs a program, and records values and layouts by the nodes of the member's graph that they belong to."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
@@ -39,11 +39,11 @@ def first_difference(
     member: int,
     difference: Callable[[Tensor, Tensor], float],
 ) -> str:
-    """Run both on ``given``, the program's inputs, and describe the first node of ``member`` that differs."""
+    """Run both on ``given``, the program's inputs, and describe the first node that differs for ``member``."""
     if has_variants(graph):
         return "members differ in submodules, so that nodes are not compared one by one"
     recorder = _ValueRecorder(program.module)
-    # As the program writes into buffers.
+    # Copied, since the program writes into buffers.
     before = [value.clone() if isinstance(value, Tensor) else value for value in given]
     with torch.no_grad():
         recorder.run(*given)
@@ -71,7 +71,7 @@ def first_difference(
 
 
 def row(value: Any, layout: Layout, member: int, members: int) -> Any:
-    """Member ``member``'s part of a value."""
+    """Return the part of a value that belongs to ``member``."""
     if isinstance(value, list | tuple) and layout is not Layout.LISTED:
         return type(value)(row(part, layout, member, members) for part in value)
     if layout is Layout.SHARED or not isinstance(value, Tensor | tuple):

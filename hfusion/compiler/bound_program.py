@@ -17,15 +17,15 @@ from hfusion.core.program import Kind, Slot
 from hfusion.passes.expected_checks import FailedCheck
 from hfusion.passes.gather import gather_listed, width
 
-# A tensor that may be replaced: where it is looked up, a mapping and the key in it.
+# Where a tensor that may be replaced is looked up: a mapping, and the key in it.
 Place: TypeAlias = tuple[Mapping[str, Any], str]
 
 
 @dataclass(frozen=True, eq=False)
 class BoundProgram:
-    """A program, and where the tensors are found that it takes before its inputs.
+    """A program, and the places of the tensors that it takes before its inputs.
 
-    ``failed``: takes up, under "members", which members a check of forward has failed for, where a step makes checks.
+    ``failed``: in a step with checks, the entry "members" shows for which members a check of forward failed.
     """
 
     compiled: Compiled
@@ -34,7 +34,7 @@ class BoundProgram:
 
     @staticmethod
     def of(compiled: Compiled, owner: nn.Module) -> BoundProgram:
-        """The program with the tensors of ``owner``."""
+        """Bind a program to the tensors of ``owner``."""
         slots = compiled.program.slots
         return BoundProgram(
             compiled, tuple(_place(slot, owner, compiled) for slot in slots if slot.kind is not Kind.INPUT)
@@ -64,9 +64,9 @@ class BoundProgram:
 
 
 def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Callable[[list[Any]], Any]:
-    """The program as a function of its inputs; its tensors are looked up in ``owner`` at every call.
+    """Return the program as a function of its inputs; its tensors are looked up in ``owner`` at every call.
 
-    So a conversion of ``owner`` to another dtype or device, and loading, are seen. ``members``: as of `watched`.
+    Calls thus use the new tensors after ``owner`` was converted or loaded. ``members``: see `watched`.
     """
     places = BoundProgram.of(compiled, owner).places
     run, spec = compiled.program.run, compiled.program.out_spec
@@ -88,7 +88,7 @@ def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Ca
 
 
 def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
-    """``run``, which leaves no trace in buffers where sizes are others than inferred, or a check fails."""
+    """Return ``run`` with written tensors restored if result sizes were inferred wrongly, or if a check fails."""
     written = [k for k, slot in enumerate(compiled.program.slots) if slot.name in compiled.written]
 
     def call(*values: Any) -> Any:

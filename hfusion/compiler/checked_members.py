@@ -9,7 +9,7 @@ from typing import Any
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.passes.align import scalars
 
-# Arrays of so few members are compared whole.
+# Largest number of members of which all are compared.
 MAX_COMPARED_WHOLE = 16
 # The least number of members compared in larger arrays, and of values of one kind that are distinguished.
 MIN_COMPARED, MAX_VALUES = 8, 8
@@ -35,7 +35,7 @@ def checked_members(compiled: Compiled, variants: Sequence[int]) -> list[int]:
 
 
 def _distinct(column: Sequence[Any]) -> Iterator[int]:
-    """Members of a column ``[B]`` whose values are unlike one another."""
+    """Yield members that represent the different values of a column ``[B]``."""
     first: dict[Any, int] = {}
     for member, value in enumerate(column):
         first.setdefault(repr(value), member)
@@ -49,5 +49,5 @@ def _distinct(column: Sequence[Any]) -> Iterator[int]:
     yield from kinds.values()
     ordered = sorted((member for member in numbers if math.isfinite(column[member])), key=column.__getitem__)
     yield from (*ordered[:1], *ordered[-1:])
-    # Nearest to zero: where a number switches something off.
+    # The value nearest to zero, since zero often switches something off.
     yield from (min(ordered, key=lambda member: abs(column[member])),) if ordered else ()

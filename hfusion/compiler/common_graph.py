@@ -16,9 +16,9 @@ from hfusion.core.program import Capture, Kind, Slot
 from hfusion.passes.align import align
 from hfusion.passes.merge import VariantGraph, merge
 
-# Models of a group that are compared with those of another one.
+# Largest number of models per group whose attributes are compared with another group.
 _COMPARED = 8
-# Members that a message names.
+# Largest number of members that a message names.
 _NAMED = 6
 
 
@@ -28,10 +28,13 @@ LEAST_COMMON = 0.5
 
 @dataclass(frozen=True, eq=False)
 class CommonGraph:
-    """The graph of all members of an array, its placeholders' slots, and the constants that it holds.
+    """The graph of all members of an array.
 
-    ``differing``: the constants of which each member has its own, stacked. ``partial``, ``apart``: those of
-    `hfusion.passes.merge`; None if all members run the same operators.
+    Attributes:
+        slots: the slots of the placeholders.
+        constants: the constants that the graph holds.
+        differing: the names of the constants that differ between members and are stacked.
+        partial, apart: see `hfusion.passes.merge`; empty and None if all members run the same operators.
     """
 
     graph: fx.Graph
@@ -49,18 +52,18 @@ def common_graph(
     member: Callable[[int], nn.Module],
     shapes: Mapping[str, torch.Size] | None,
 ) -> CommonGraph:
-    """Lay the graphs of all variants of an array over one another.
+    """Combine the graphs of all variants of an array into one.
 
     Args:
-        member: ``member(b)`` gives member b.
-        shapes: the shape of a row of each stack that members' own tensors do not all fill; None where members have one
-            structure, and are to do the same.
+        member: ``member(b)`` returns member b.
+        shapes: the row shape of each stack that not all members fill; None if members have one structure, and must run
+            the same operators.
 
     Raises:
-        ForwardsDiffer: members that do different things, with the attributes in which they differ.
+        ForwardsDiffer: members do different things; the message names the attributes in which they differ.
     """
     if len(captures) == 1:
-        # Programs are kept until tensors of the user's are gone, so they hold aliases of these.
+        # Cached programs must not keep the user's tensors alive, so they hold aliases of them.
         constants = {name: tensor.detach() for name, tensor in captures[0].constants.items()}
         return CommonGraph(captures[0].graph, captures[0].slots, constants, frozenset())
     try:
@@ -88,7 +91,7 @@ def common_graph(
 
 
 def _aligned(captures: Sequence[Capture], variants: Sequence[int]) -> fx.Graph:
-    """Raises FusionError for members that do different things."""
+    """Return the common graph. Raises FusionError if members do different things."""
     first = captures[0]
     graph = align([capture.graph for capture in captures], variants)
     for variant, capture in enumerate(captures):
@@ -114,10 +117,10 @@ def _merged(
     groups: Sequence[Sequence[int]],
     shapes: Mapping[str, torch.Size],
 ) -> CommonGraph:
-    """The graph of members that do different things, ``groups`` of variants that do the same.
+    """Return one graph for members that do different things; variants in one of the ``groups`` do the same.
 
     Raises:
-        FusionError: they cannot be merged, or have less in common than pays.
+        FusionError: the graphs cannot be merged, or have too little in common.
     """
     first = captures[0]
     graphs, constants, differing = [], dict[str, Tensor](), set[str]()
@@ -151,7 +154,7 @@ def _merged(
 
 
 def _check_common(captures: Sequence[Capture], variants: Sequence[VariantGraph], common: frozenset[str]) -> None:
-    """Raise a FusionError where too little of the parameters is computed with for all members together."""
+    """Raise FusionError if too small a share of the parameters is used in operators of all members."""
     totals = []
     for capture, variant in zip(captures, variants, strict=True):
         pairs = zip(capture.graph.find_nodes(op="placeholder"), capture.slots, strict=True)
@@ -166,7 +169,7 @@ def _check_common(captures: Sequence[Capture], variants: Sequence[VariantGraph],
 
 
 def _constants(captures: Sequence[Capture], variants: Sequence[int]) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """The captures' own tensors, stacked per member where they differ; and the names of those."""
+    """Return the constants of the captures, stacked per member if they differ, and the names of the stacked ones."""
     constants, differing = {}, set()
     for name, tensor in captures[0].constants.items():
         rows = [c.constants[name] for c in captures]
@@ -179,7 +182,7 @@ def _constants(captures: Sequence[Capture], variants: Sequence[int]) -> tuple[di
 
 
 def _sizes(first: Capture, capture: Capture) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """The keys of two models' own tensors, with the shapes in both."""
+    """Yield the key of each parameter and buffer, with its shapes in two captures."""
     columns = [capture.graph.find_nodes(op="placeholder") for capture in (first, capture)]
     for slot, *nodes in zip(first.slots, *columns, strict=True):
         if slot.kind in (Kind.PARAMETER, Kind.BUFFER):

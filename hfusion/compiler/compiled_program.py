@@ -51,13 +51,15 @@ UNKNOWN = VaryingSizes()
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """The array to compile: ``member(b)`` returns member b as a live module.
+    """The array to compile.
 
-    ``loops``: code that cannot be captured runs in a loop over members, at the smallest submodule; otherwise it is an
-    error. ``tune``: lowerings are measured, not estimated. ``device``: where the program will run, if that is not the
-    device of the tensors. ``looped``: submodules that run in a loop in any case, with the reason of each; it may grow.
-    ``shapes``: the shape of a row of each stack that members' own tensors do not all fill; None for members of one
-    structure, which run the same operators.
+    Attributes:
+        member: ``member(b)`` returns member b as a live module.
+        loops: whether the smallest submodules that cannot be captured run in a loop over members, or are an error.
+        tune: whether lowerings are measured instead of estimated.
+        device: where the program will run, if that is not the device of the tensors.
+        looped: submodules that run in a loop in any case, with the reasons; it may grow.
+        shapes: the row shape of each stack that not all members fill; None for members of one structure.
     """
 
     name: str
@@ -76,8 +78,8 @@ class ArraySpec:
 class Compiled:
     """A program with the graph it was compiled from.
 
-    ``graph`` is the members' common graph, ``constants`` the tensors that the program holds, ``opaque`` the calls that
-    run the members' own code; ``modes`` those of `Capture`. ``partial``: the parameters that some members lack.
+    ``graph`` is the members' common graph, ``constants`` the tensors that the program holds, ``opaque`` the calls of
+    eager fallbacks; for ``modes`` see `Capture`. ``partial``: the parameters that some members lack.
     """
 
     program: Program
@@ -88,14 +90,14 @@ class Compiled:
     modes: Mapping[str, bool] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     memory_orders: tuple[Any, ...] | None = None
-    """Of the inputs that the program holds for, as of `Arguments.memory_orders`; None where it holds for all."""
+    """The `Arguments.memory_orders` of inputs that the program is valid for; None if it is valid for all."""
     numbers: frozenset[str] = frozenset()
     """The keys of the buffers whose values the program holds as constants."""
     origin: object = field(default_factory=object)
-    """The same in all programs that were made of one capture, for whichever members."""
+    """The same object in all programs that were derived from one capture, for any members."""
     calls: tuple[Any, ...] = ()
     size_uses: tuple[Any, ...] = ()
-    """As of `Capture`, for members that join with numbers of their own."""
+    """``calls`` and ``size_uses`` of `Capture`, for members that join with other numbers."""
 
     @cached_property
     def written(self) -> frozenset[str]:
@@ -105,7 +107,7 @@ class Compiled:
 
     @property
     def infers_sizes(self) -> bool:
-        """True if sizes of results of members' own code are inferred from those of the inputs."""
+        """Whether result sizes of eager fallbacks are inferred from sizes of their inputs."""
         return any(call.open_sizes for call in self.opaque)
 
     @property
@@ -120,9 +122,9 @@ class Compiled:
 
 
 def compile_array(subject: ArraySpec, arguments: Arguments, training: bool, sizes: VaryingSizes = UNKNOWN) -> Compiled:
-    """The program of ``subject`` for calls like ``arguments``, and for other ``sizes`` of its leaves.
+    """Compile the program of ``subject`` for calls like ``arguments``, whose ``sizes`` may vary.
 
-    A submodule with an operator that no array can compute runs in a loop over members, as one that no graph can hold.
+    A submodule with an operator that cannot be batched runs in a loop over members, like one that cannot be captured.
     """
     check_members(subject.members, arguments)
     _check_signature(subject, arguments)
@@ -174,7 +176,7 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
     layouts = tuple(_layout(slot, subject, arguments, common.differing) for slot in common.slots)
     calls = tuple(call for _, calls in found for call in calls)
 
-    # Of the captures nothing more, as they hold tensors.
+    # Only the guards of the captures are kept, since captures hold tensors.
     guards = AllHold(tuple({id(c.guards): c.guards for c in captures}.values()))
     orders = arguments.memory_orders if any(c.needs_strides for c in captures) else None
     uses = tuple(dict.fromkeys(use for capture in captures for use in capture.size_uses))
@@ -189,7 +191,7 @@ def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compile
     if captured.apart is None:
         choices = choose_ways(graph, layouts, subject.members, subject.tune, subject.device)
     else:
-        # What variants have in common may cost more to bring together than it saves.
+        # Running common operators of variants together may cost more than it saves.
         rates = None if subject.device is None else compute_rates(subject.device)
         price = partial(Model.of, members=subject.members, rates=rates)
         graph, choices = choose_graph(graph, captured.apart, layouts, subject.members, RULES, price)
@@ -206,7 +208,7 @@ def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compile
         first.modes,
         captured.partial,
         captured.memory_orders,
-        # Numbers of members that join are not filled into a graph of variants.
+        # A graph of variants cannot be filled with the numbers of members that join.
         calls=() if has_variants(graph) else first.calls,
         size_uses=captured.size_uses,
     )
@@ -223,7 +225,7 @@ def of_member(compiled: Compiled, member: int) -> Compiled:
 
 
 def with_inputs_of(compiled: Compiled, rows: Sequence[int]) -> Compiled:
-    """Return ``compiled`` without the slots of inputs that hold nothing of members ``rows``."""
+    """Return ``compiled`` without the slots of inputs that no member in ``rows`` uses."""
     own = [rows_of(node) for node in compiled.graph.find_nodes(op="placeholder")]
     if not any(own):
         return compiled
@@ -255,7 +257,7 @@ def choose_ways(
 
 
 def representatives(variants: Sequence[int]) -> list[int]:
-    """The first member of every variant."""
+    """Return the first member of every variant."""
     return [variants.index(variant) for variant in range(max(variants) + 1)]
 
 
@@ -269,7 +271,7 @@ def _member(subject: ArraySpec, member: int, arguments: Arguments) -> Member:
 def _captured_member(
     subject: ArraySpec, member: int, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]
 ) -> tuple[Capture, list[OpaqueCall]]:
-    """One member's graph, and the calls in it that stay in a loop over members, among them those of ``looped``."""
+    """Return one member's graph, and its calls that run in a loop over members, including the ``looped`` ones."""
 
     try:
         return capture_member(_member(subject, member, arguments), sizes, looped, subject.loops)
@@ -280,7 +282,7 @@ def _captured_member(
 
 
 def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
-    """Raise a ValueError where forward does not take such arguments, a FusionError where there is none."""
+    """Raise ValueError if forward does not take these arguments, and FusionError if there is no forward."""
     args, kwargs = arguments.of_member(0)
     member = subject.member(0)
     if type(member).forward is nn.Module.forward and "forward" not in vars(member):
@@ -309,7 +311,7 @@ def check_stackable(compiled: Compiled, what: str) -> None:
 
 
 def check_members(members: int, arguments: Arguments) -> None:
-    """Raise a ValueError for a stacked argument of another number of members."""
+    """Raise ValueError if a stacked argument has another number of members."""
     for leaf in arguments.leaves:
         if isinstance(leaf, StackedInput) and leaf.tensor.shape[0] != members:
             raise ValueError(

@@ -19,25 +19,25 @@ from hfusion.core.program import Kind
 from hfusion.device.backend import active_autocast
 from hfusion.torch_private.functorch import outside_transforms, unwrapped
 
-# Programs of one kind of call that hold for one size each; for further sizes, what needs to know them runs member by
-# member. And of any sizes: beyond so many, all of forward does.
+# Largest number of programs of one kind of call that hold for one size each. For further sizes, code that needs to know
+# sizes runs member by member; beyond `MAX_PROGRAMS` programs of any kind, all of forward does.
 MAX_CLOSED = 2
 MAX_PROGRAMS = 8
 
-# Values of the numbers among arguments for which programs are made without a word.
+# Number of values of the numbers among arguments from which on a warning is shown.
 MAX_NUMBERS = 16
 
-# Kinds of calls whose program is looked up directly; those of others are found by guards.
+# Largest number of cached call keys; programs of other calls are found by their guards.
 MAX_KEYS = 4096
 
 
 class SparseArgument(FusionError):
-    """Raised for a call with a sparse argument, which only the members' own code can take."""
+    """Raised for a call with a sparse argument, which only the eager fallback can take."""
 
 
 @dataclass
 class Met:
-    """The sizes of one kind of call: ``dims[k]`` are the dims of leaf k that were met with two sizes."""
+    """The sizes of one kind of call: ``dims[k]`` are the dims of leaf k that had at least two sizes so far."""
 
     first: tuple[tuple[int, ...], ...]
     dims: tuple[set[int], ...]
@@ -51,7 +51,7 @@ class Met:
             dims.update(dim for dim, (a, b) in enumerate(zip(first, now, strict=True)) if a != b)
 
     def closed_in(self, compiled: Compiled) -> bool:
-        """True if a program is specialized to one size of a dim that was called with two. Sizes of 1 do not count."""
+        """Return whether a program is specialized to one size of a dim that varies. Sizes of 0 and 1 do not count."""
         placeholders = compiled.graph.find_nodes(op="placeholder")
         pairs = zip(placeholders, compiled.program.slots, strict=True)
         examples = [node.meta.get("val") for node, slot in pairs if slot.kind is Kind.INPUT]
@@ -79,11 +79,11 @@ class Compiler:
     refused: dict[Any, str] = field(default_factory=dict)
     numbers: dict[Any, set[Any]] = field(default_factory=dict)
     kin: Callable[[Any, Arguments], Compiled | None] | None = None
-    """Makes a program without a capture, of one of another array with the like members; None if there is none."""
+    """Derives a program without a capture from another array with similar members; returns None if there is none."""
     make_program: Callable[[ArraySpec, Arguments, bool, VaryingSizes], Compiled] = compile_array
 
     def find(self, training: Any, arguments: Arguments) -> Compiled | None:
-        """The program for this call if there is one already; also for sizes not met before, where the guards hold."""
+        """Return an existing program for this call, also for new sizes if the guards hold; None if there is none."""
         key = (training, arguments.key)
         found = self.programs.get(key)
         if found is None or not _in_order(found, arguments):
@@ -98,17 +98,17 @@ class Compiler:
         self.programs[key] = found
 
     def fitting(self, training: Any, arguments: Arguments) -> Compiled | None:
-        """The program whose guards hold for the sizes of this call, if there is one."""
+        """Return a program whose guards hold for the sizes of this call; None if there is none."""
         shapes = arguments.shapes
         family = self.families.get((training, arguments.loose_key), [])
-        # The latest is the most general, but for those in which more runs member by member.
+        # The latest program is the most general one, except that more code may run member by member in it.
         fitting = (
             compiled for compiled in reversed(family) if compiled.guards(shapes) and _in_order(compiled, arguments)
         )
         return min(fitting, key=lambda compiled: len(compiled.opaque), default=None)
 
     def get(self, training: Any, arguments: Arguments) -> Compiled:
-        """The program for this call, made if there is none. Raises FusionError."""
+        """Return the program for this call; compile it if there is none. Raises FusionError."""
         found = self.find(training, arguments)
         if found is not None:
             return found
@@ -117,7 +117,7 @@ class Compiler:
             return self.find(training, arguments) or self.make(training, arguments)
 
     def make(self, training: Any, arguments: Arguments) -> Compiled:
-        """Capture, align and batch; raises FusionError where that is impossible."""
+        """Compile a program: capture, align and batch. Raises FusionError if that is impossible."""
         if (layout := arguments.sparse) is not None:
             raise SparseArgument(f"an argument is a tensor of layout {layout}, which no program takes; give to_dense()")
         self._count(training, arguments)
@@ -146,7 +146,7 @@ class Compiler:
         return compiled
 
     def _count(self, training: Any, arguments: Arguments) -> None:
-        """Tell where a number among the arguments has had many values, each of which was captured."""
+        """Warn if a number among the arguments has had many values, each of which was captured."""
         met = self.numbers.setdefault((training, arguments.numberless_key), set())
         before = len(met)
         met.add(arguments.loose_key)
@@ -160,12 +160,12 @@ class Compiler:
             )
 
     def adopt(self, training: Any, arguments: Arguments, compiled: Compiled) -> None:
-        """Keep a program that was made under another training pattern, for this one."""
+        """Add a program that was made for another training pattern to this one."""
         self._keep((training, arguments.key), compiled)
         self.families.setdefault((training, arguments.loose_key), []).append(compiled)
 
     def distrust(self, training: Any, arguments: Arguments, compiled: Compiled, why: str) -> None:
-        """Forget a program that inferred other sizes than there are; from here on none is inferred."""
+        """Remove a program that inferred wrong sizes; later programs for this kind of call infer none."""
         loose = arguments.loose_key
         self.whole[loose] = why
         self.programs = {key: found for key, found in self.programs.items() if found is not compiled}
@@ -177,7 +177,7 @@ class Compiler:
 
 
 def _in_order(compiled: Compiled, arguments: Arguments) -> bool:
-    """True if the inputs have the memory orders that the program requires."""
+    """Return whether the inputs have the memory orders that the program requires."""
     return compiled.memory_orders is None or compiled.memory_orders == arguments.memory_orders
 
 

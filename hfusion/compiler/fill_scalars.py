@@ -28,23 +28,23 @@ from hfusion.core.program import Capture, Kind, Slot
 from hfusion.passes.align import align, scalars
 from hfusion.passes.fill import Changes, Unexplained, fill
 
-# So many members that differ in numbers only are captured at most: the first, and those that prove the places.
+# Largest number of captures of members that differ in numbers only: the first, and those that verify the places.
 MAX_CAPTURES = 3
-# Structures of traces; members of more are captured one by one.
+# Largest number of structures of traces; members with further structures are captured one by one.
 MAX_STRUCTURES = 8
 
 T = TypeVar("T")
 
 aten = torch.ops.aten
-# An export writes them where a buffer is assigned; they take no numbers.
+# Operators that an export adds where a buffer is assigned; they take no numbers.
 _ADDED = frozenset({aten.detach.default, aten.copy_.default})
-# An export writes one for the other.
+# Operators that an export replaces by others.
 _SAME = {aten.lift_fresh_copy.default: aten.lift_fresh.default}
 
 
 @dataclass(frozen=True)
 class _Variants:
-    """Members to capture: ``member(k)`` gives the one of variant k, ``capture(k)`` its capture, with its own code."""
+    """Variants: ``member(k)`` returns a member of variant k, ``capture(k)`` its capture and eager fallback calls."""
 
     member: Callable[[int], Member]
     capture: Callable[[int], tuple[Capture, list[OpaqueCall]]]
@@ -72,7 +72,7 @@ def capture_variants(
 
 
 def _groups(subject: _Variants, count: int) -> list[tuple[list[int], list[OperatorTrace]]]:
-    """Variants whose traces have one structure, those that are enough to be worth it; each with its traces."""
+    """Return groups of more than `MAX_CAPTURES` variants whose traces have one structure, with the traces."""
     groups: list[tuple[list[int], list[OperatorTrace]]] = []
     structures = [_structure(subject.member(variant).model) for variant in range(count)]
     often = Counter(structures)
@@ -82,7 +82,7 @@ def _groups(subject: _Variants, count: int) -> list[tuple[list[int], list[Operat
         own = _trace(subject.member(variant))
         if own is None:
             if variant == 0:
-                # So it would be with the others.
+                # The other variants would probably fail, too.
                 return []
             continue
         for variants, traces in groups:
@@ -97,7 +97,7 @@ def _groups(subject: _Variants, count: int) -> list[tuple[list[int], list[Operat
 
 
 def _structure(model: nn.Module) -> Any:
-    """The classes of a model's submodules, and the sizes of its tensors: equal in members that differ in numbers."""
+    """Return the classes of submodules and the shapes of tensors: equal for members that differ in numbers only."""
     classes = tuple((path, type(module).__qualname__) for path, module in model.named_modules(remove_duplicate=False))
     return classes, tuple((name, tuple(tensor.shape)) for name, tensor in tensors(model))
 
@@ -109,7 +109,7 @@ def _trace(member: Member) -> OperatorTrace | None:
 def _capture_group(
     subject: _Variants, group: Sequence[int], traces: Sequence[OperatorTrace]
 ) -> dict[int, tuple[Capture, list[OpaqueCall]]]:
-    """The captures of variants whose traces have one structure; only of some where the others cannot be filled in."""
+    """Return the captures of variants whose traces have one structure; of some only if filling in numbers fails."""
     first, calls = subject.capture(group[0])
     found = {group[0]: (first, calls)}
     if calls:
@@ -138,7 +138,7 @@ def _capture_group(
 
 
 def _is_faithful(capture: Capture, member: Member) -> bool:
-    """True if a capture computes the same as the member's code, gradients included."""
+    """Return whether a capture computes the same as the member's code, gradients included."""
     try:
         check_faithful(capture, member.model, member.args, member.kwargs)
     except FusionError:
@@ -147,7 +147,7 @@ def _is_faithful(capture: Capture, member: Member) -> bool:
 
 
 def may_be_sizes(calls: Sequence[Any], changes: Changes) -> bool:
-    """True if a changed number may determine sizes, so that the guards on sizes need a capture."""
+    """Return whether a changed number may determine sizes, so that the guards on sizes need a capture."""
     kinds = (
         str(argument.type)
         for call, paths in changes.items()
@@ -159,10 +159,10 @@ def may_be_sizes(calls: Sequence[Any], changes: Changes) -> bool:
 
 
 def changes_between(calls: Sequence[Any], mine: OperatorTrace, other: OperatorTrace) -> Changes:
-    """The numbers that differ between two traces of one structure, by the operators ``calls`` of a capture.
+    """Return the numbers that differ between two traces of one structure, by index into the ``calls`` of a capture.
 
     Raises:
-        Unexplained: the capture has operators that the first trace has not.
+        Unexplained: the capture has operators that the first trace lacks.
     """
     place_of: dict[int, int] = {}
     start = 0
@@ -182,7 +182,7 @@ def _same_target(one: Any, other: Any) -> bool:
 
 
 def filled_capture(first: Capture, changes: Changes) -> Capture:
-    """The capture of a member that differs from that of ``first`` by ``changes``. Raises Unexplained."""
+    """Return the capture of a member whose numbers differ from ``first`` by ``changes``. Raises Unexplained."""
     graph, tensors = fill(first.graph, changes)
     constants = dict(first.constants)
     for key, (old, new) in keyed_constants(first.graph, first.slots, tensors).items():
@@ -216,7 +216,7 @@ def _equal_tensors(one: Tensor, other: Tensor) -> bool:
 
 
 def _provers(changes: Mapping[int, Changes]) -> list[int]:
-    """The variants to capture besides the first: those in which the most numbers differ that differ in none before."""
+    """Choose the variants to capture besides the first: each has the most differing numbers not covered before."""
     differing = {v: {(call, path) for call, paths in own.items() for path in paths} for v, own in changes.items()}
     chosen: list[int] = []
     proven: set[Any] = set()
@@ -245,5 +245,5 @@ def _same_capture(mine: Capture, other: Capture) -> bool:
 
 
 def sizes_meet_none(uses: Sequence[SizeUse], model: Any, others: Sequence[Any]) -> bool:
-    """True if no number in which ``others`` differ from ``model`` is combined with a size that varies."""
+    """Return whether no number in which ``others`` differ from ``model`` is combined with a size that varies."""
     return not uses or not DifferingNumbers.of(model, others).may_stand_in(uses, model)

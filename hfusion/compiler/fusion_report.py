@@ -12,7 +12,7 @@ from hfusion.core import html
 from hfusion.core.program import Program
 from hfusion.ops.lowering import Lowering
 
-# Characters of a column of a report; the rare longer cell, as a reason in words, pushes its row to the right.
+# Largest width of a column in characters; a longer cell pushes the rest of its row to the right.
 WIDEST = 40
 
 
@@ -33,7 +33,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Row:
-    """``count`` operators of one name that run alike; ``cost``: of all of them, forward and backward."""
+    """``count`` operators of one name that run in the same way; ``cost``: their total, forward and backward."""
 
     operator: str
     lowering: Lowering
@@ -68,7 +68,9 @@ class ProgramReport:
 
 @dataclass(frozen=True, repr=False)
 class FusionReport:
-    """``str(report)`` is for people, ``report.parts`` for programs; ``print(part.program)`` shows every node.
+    """A report on the programs of a fused module: ``str(report)`` to read, ``report.parts`` as data.
+
+    ``print(part.program)`` shows every node.
 
     ``loops`` lists the code that was not captured and runs in a loop over members; ``sizes`` how batches of different
     sizes run.
@@ -123,12 +125,12 @@ def describe(program: Program, check: str) -> ProgramReport:
 
 
 def operator_name(origin: fx.Node) -> str:
-    """Such as ``conv2d.default``."""
+    """Return the name of an operator, such as ``conv2d.default``."""
     return str(origin.target).removeprefix("aten.")
 
 
 def _cost(nodes: Sequence[fx.Node]) -> Cost:
-    """The sums over operators that run alike; of lowerings that lost, over those for which they were a candidate."""
+    """Return the total cost of operators; a rejected lowering counts only operators for which it was measured."""
     total = Cost()
     for choice in (node.meta["choice"] for node in nodes if "choice" in node.meta):
         total.estimate += choice.price.estimate
@@ -141,7 +143,7 @@ def _cost(nodes: Sequence[fx.Node]) -> Cost:
 
 
 def seconds(value: float) -> str:
-    """Such as ``31us``, ``2.5ms``, ``1.2s``."""
+    """Format a time, such as ``31us``, ``2.5ms``, ``1.2s``."""
     if value < 1e-3:
         return f"{value * 1e6:.0f}us"
     return f"{value * 1e3:.1f}ms" if value < 1 else f"{value:.1f}s"

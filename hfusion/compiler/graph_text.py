@@ -1,4 +1,4 @@
-"""Graphs as JSON: calls by the names of what they call, values as they are.
+"""Write graphs as JSON, and read them: functions are written as names.
 
 A text contains no code. Functions are looked up among torch's operators and in the modules named in `_SOURCES`; a
 graph that calls others is refused when it is written.
@@ -33,10 +33,9 @@ class Unwritable(Exception):
 
 
 def write_graph(graph: fx.Graph, root: nn.Module | None = None) -> list[Any]:
-    """``graph`` as JSON's values: a list for each node. ``root`` holds the regions that it calls, if it calls any.
+    """Return ``graph`` as JSON values, a list for each node. ``root`` holds the regions that the graph calls, if any.
 
-    Of the nodes' ``meta`` only the scalars of members are written, and the members that compute a node, without which a
-    graph is wrong.
+    Of a node's ``meta``, only the scalars of members and the members that compute the node are written.
     """
     places = {node: place for place, node in enumerate(graph.nodes)}
     return [_write_node(node, places, root) for node in graph.nodes]
@@ -77,7 +76,7 @@ def _write_node(node: fx.Node, places: dict[fx.Node, int], root: nn.Module | Non
 
 
 def write_value(value: Any, places: dict[fx.Node, int]) -> Any:
-    """An argument of a call. Raises Unwritable."""
+    """Return an argument of a call as a JSON value. Raises Unwritable."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, list):

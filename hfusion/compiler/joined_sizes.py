@@ -20,15 +20,15 @@ from hfusion.passes.regions import regions
 
 
 def join_sizes(arguments: Arguments, blocks: Sequence[tuple[Sequence[int], Compiled]]) -> Compiled:
-    """Return one program of all members for ``arguments``, of which some are ragged.
+    """Return one program of all members for ``arguments``, some of which are ragged.
 
-    It takes, in place of each ragged argument, a tensor ``[k, ...]`` for the members of each shape.
+    In place of each ragged argument, it takes one tensor ``[k, ...]`` per shape, for the k members with that shape.
 
     Args:
         blocks: members whose ragged arguments have the same shapes, with the program for them.
 
     Raises:
-        FusionError: a program of a block holds what cannot run for some members only.
+        FusionError: the program of a block cannot run for some members only.
     """
     members = sum(len(rows) for rows, _ in blocks)
     # Of each leaf, the members whose rows an input holds; None for all.
@@ -69,7 +69,7 @@ def join_sizes(arguments: Arguments, blocks: Sequence[tuple[Sequence[int], Compi
 
 
 def _moved(slot: Slot, number: int, positions: Sequence[int]) -> Slot:
-    """The slot of the joined program for one of the program of block ``number``."""
+    """Return the slot of the joined program for a ``slot`` of the program of block ``number``."""
     if slot.kind is Kind.INPUT:
         return Slot(Kind.INPUT, str(positions[int(slot.name)]))
     return replace(slot, name=f"{slot.name}_of_{number}") if slot.kind is Kind.CONSTANT else slot

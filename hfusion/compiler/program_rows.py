@@ -1,4 +1,4 @@
-"""The program of an array whose members have left, joined or been copied: made of the one before, without a capture."""
+"""Derive the program of an array whose members have left, joined or been copied, without a new capture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hfusion.passes.islands import OPAQUE
 from hfusion.passes.layouts import Choice
 from hfusion.passes.regions import regions
 
-# The place of the call's number among the arguments of `OPAQUE`.
+# The index of the call's number among the arguments of `OPAQUE`.
 _CALL = 3
 
 
@@ -93,7 +93,7 @@ def _varies(nest: Any) -> Any:
 
 
 def _with_values(key: str, stack: Tensor, values: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
-    """A stack of a constant in which members have other ``values``; with each the one that is to be there so far."""
+    """Return the stack of a constant with new values. ``values``: by member, the expected old and the new value."""
     result = stack.clone()
     for member, (old, new) in values.items():
         check_constant(key, stack[member], old)
@@ -102,7 +102,7 @@ def _with_values(key: str, stack: Tensor, values: Mapping[int, tuple[Tensor, Ten
 
 
 def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, ...]:
-    """Let the calls of members' own code in ``graph`` be those of the members of ``subject``; the new calls."""
+    """Let the eager fallbacks in ``graph`` call the members of ``subject``; return the new calls."""
     bodies = [subject.member(member) for member in range(subject.members)]
     used = names_of([bodies[0]])
     made: dict[int, OpaqueCall] = {}

@@ -1,4 +1,4 @@
-"""The draws of a program, given to a member's own code in place of its own."""
+"""Replay the random draws of a program in a member's code."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class Unmatched(Exception):
 
 
 class Replay:
-    """One member's rows of ``draws``, in order, for the random operators that its code calls.
+    """Gives the random operators of one member's code the member's rows of ``draws``, in order.
 
-    A backward that computes a part of forward again, as a checkpoint's does, restores the state of torch's random
-    numbers; by that state it is given the same rows.
+    A backward that runs a part of forward again, as a checkpoint does, restores the state of torch's random numbers.
+    That state identifies the rows to give again.
     """
 
     def __init__(self, draws: Sequence[Tensor], member: int) -> None:
@@ -74,7 +74,7 @@ class Replay:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """While active, forward's random operators give the next rows, and all rows must be used."""
+        """Context manager: random operators return the next rows. Raises Unmatched if rows remain at the end."""
         self._state = _state()
         with _Replaced(self._next):
             yield
@@ -82,7 +82,7 @@ class Replay:
             raise Unmatched("a member draws fewer random numbers than the program")
 
     def backward(self) -> AbstractContextManager[Any]:
-        """While active, random operators give the rows that they gave in forward."""
+        """Return a context manager in which random operators return the same rows as in forward."""
         return _Replaced(self._again)
 
     def _next(self, func: OpOverload) -> Tensor:
@@ -112,13 +112,13 @@ def _state() -> bytes:
 
 
 def _advanced() -> bytes:
-    """The state after one more number."""
+    """Draw one number, and return the new random state."""
     torch.rand((), device="cpu")
     return _state()
 
 
 class _Replaced(TorchDispatchMode):
-    """Replaces the draws of every random operator by those of ``row``."""
+    """Replaces the draws of every random operator ``func`` by ``row(func)``."""
 
     def __init__(self, row: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Run other people's code without a trace: with the process as it was before."""
+"""Run users' code without side effects on the state of the process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hfusion.torch_private.tracer_warnings import silence_tracers
 
 @contextmanager
 def without_trace() -> Iterator[None]:
-    """Gradients are on inside; random states and the default dtype are afterwards as before.
+    """Context manager: run code with gradients on; random states and the default dtype are restored afterwards.
 
     Warnings are not shown. Nothing is drawn from members' seeds: a step draws the same with and without a self-check.
     """
@@ -34,7 +34,7 @@ def without_trace() -> Iterator[None]:
 def apart() -> Iterator[None]:
     """Context manager: hide computations from an outer checkpoint, export, dispatch mode or `parametrize.cached`.
 
-    Python's and numpy's random states are afterwards as before.
+    Python's and numpy's random states are restored afterwards.
     """
     with (
         python_draws_kept(),
@@ -48,9 +48,9 @@ def apart() -> Iterator[None]:
 
 @contextmanager
 def _outside_export() -> Iterator[None]:
-    """Hide computations from the mode by which an outer `torch.export` records autocast and grad mode.
+    """Context manager: hide computations from the mode in which an outer `torch.export` records autocast and grad mode.
 
-    It would record those of a capture, without a tensor in them: a program that `torch.export.load` refuses.
+    It would record changes by a capture without any tensor in them, and `torch.export.load` refuses such a program.
     """
     modes = function_modes()
     others = [mode for mode in modes if not isinstance(mode, PreDispatchTorchFunctionMode)]

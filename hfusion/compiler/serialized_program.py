@@ -1,4 +1,4 @@
-"""A program of an array as JSON, and made again of it: so it can be given to another process, or kept for one."""
+"""Write the program of an array as JSON, and read it, to pass it to another process or to store it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def read_compiled(written: Mapping[str, Any], constants: Mapping[str, Tensor]) -
 
 
 def _write_example(value: Any, names: dict[str, str]) -> Any:
-    """A tensor without its values; its open sizes by ``names``, which are given in their order, and as they were."""
+    """Return an example without its values. Dynamic sizes are pairs (name, hint); new names are added to ``names``."""
     if not isinstance(value, Tensor):
         return write_value(value, {})
     if value.layout is not torch.strided or not _plain_strides(value):
@@ -106,7 +106,7 @@ def _write_size(size: Any, names: dict[str, str]) -> Any:
 
 @dataclass
 class _OpenSizes:
-    """The open sizes of one text, by name."""
+    """The dynamic sizes of one written program, by name."""
 
     mode: Any
     known: dict[str, Any] = field(default_factory=dict)
@@ -134,14 +134,14 @@ class _OpenSizes:
 
 
 def _symbol(mode: Any, name: str, hint: int) -> Any:
-    # Outside of the mode, so that it is a tensor with a size that can be left open.
+    # Outside of the mode, so that it is a real tensor whose size can be made dynamic.
     with disable_current_modes():
         vector = torch.empty(hint, device="cpu")
     return with_dynamic_dims(mode, vector, [True], name).shape[0]
 
 
 def _propagate(graph: fx.Graph, inputs: Sequence[Any]) -> None:
-    """Give every node the example of its value."""
+    """Set the example value ``meta["val"]`` of every node."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     correct_lstm_decomposition()

@@ -1,4 +1,4 @@
-"""A few samples of a batch, where fewer samples change nothing but the time it takes."""
+"""Shorten a batch to a few samples, if that changes nothing but the run time."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FEW = 4
 
 
 def shortened(compiled: Compiled, arguments: Arguments) -> Arguments | None:
-    """The first samples of ``arguments``, in the same order of dims in memory, as forward may ask for that.
+    """Return the first samples of ``arguments``, with the same memory order of dims, which forward may read.
 
-    None where the program was not made for fewer, looks up samples, or takes slices of wider tensors.
+    None if the program does not hold for fewer samples, looks up samples, or takes slices of wider tensors.
     """
     slots = compiled.program.slots
     placeholders = [node for node in compiled.graph.nodes if node.op == "placeholder"]
@@ -47,7 +47,7 @@ def _first(leaf: Any, example: Any) -> Any:
 
 
 def looks_up_samples(graph: fx.Graph, inputs: list[fx.Node]) -> bool:
-    """True if integers computed from ``inputs`` may be indices into a dim whose size varies.
+    """Return whether integers computed from ``inputs`` may be indices into a dim whose size varies.
 
     An example are the edges of a graph passed with its nodes: with fewer nodes some edges would be out of range.
     """
@@ -65,7 +65,7 @@ def looks_up_samples(graph: fx.Graph, inputs: list[fx.Node]) -> bool:
 
 
 def _looks_alike(node: fx.Node, operand: fx.Node) -> bool:
-    """True if the call is pointwise in the operand, or views it, so that it does not use its values as indices."""
+    """Return whether the call is pointwise in the operand or views it, and so cannot use its values as indices."""
     target = node.target
     if not isinstance(target, OpOverload):
         return True
@@ -82,7 +82,7 @@ def _integers(node: fx.Node) -> bool:
 
 
 def _varies(node: fx.Node) -> bool:
-    """True if a value has, or is, a size that varies."""
+    """Return whether a value is a dynamic size, or has one."""
     example = node.meta.get("val")
     if isinstance(example, torch.SymInt):
         return True

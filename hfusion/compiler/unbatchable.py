@@ -14,7 +14,7 @@ from hfusion.passes.candidates import Result, Unbatchable, candidates, result
 
 
 def unbatchable(graph: fx.Graph, layouts: Sequence[Layout], members: int, rules: RuleTable) -> dict[Island, str]:
-    """Return the submodules that must run in a loop, with the reasons. ``layouts`` are those of the placeholders.
+    """Return the submodules that must run in a loop, with the reasons. ``layouts``: the layouts of the placeholders.
 
     Operators that depend on one without a rule, in its submodule or by a number or size outside of it, are not judged:
     they may be different once the submodule runs in a loop.
@@ -58,7 +58,7 @@ def _inside(path: str, around: str) -> bool:
 
 
 def _known(node: fx.Node) -> bool:
-    """True if the value of ``node`` is a tensor whose sizes do not depend on values."""
+    """Return whether the value of ``node`` is a tensor whose sizes do not depend on values."""
     # Imported late: it imports sympy.
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 

@@ -72,12 +72,12 @@ class CheckedArray:
         return checked_members(self.compiled, self.variants)
 
 
-# Of an array, outputs whose shapes differ between members are `Ragged`.
+# Values by name. In the outcome of an array, outputs whose shapes differ between members are `Ragged`.
 Outcome = dict[str, Any]
 
 
 def verify(subject: CheckedArray) -> str:
-    """Compare the members, of large arrays some of them, and return a summary for the report.
+    """Compare the members, or some of them in a large array, and return a summary for the report.
 
     Raises:
         FusionError: a member's output or gradient differs beyond rounding; names the member, the tensor and the node.
@@ -114,7 +114,7 @@ def _asks_class(call: OpaqueCall) -> bool:
 
 @contextmanager
 def _members_restored(compiled: Compiled) -> Iterator[None]:
-    """Restore the attributes of members with their own code, and the variables of their classes and files."""
+    """Context manager: restore attributes of members that eager fallbacks call, and variables that their code names."""
     with ExitStack() as stack:
         for call in compiled.opaque:
             stack.enter_context(restored(call.bodies[0]))
@@ -123,13 +123,13 @@ def _members_restored(compiled: Compiled) -> Iterator[None]:
 
 
 def _check(subject: CheckedArray) -> None:
-    """Compare on a few samples, or on all where fewer do not do."""
+    """Compare on a few samples, or on all if a few do not suffice."""
     few = shortened(subject.compiled, subject.arguments)
     if few is not None:
         try:
             return _compare(replace(subject, arguments=few))
         except FailedCheck:
-            # A check of forward that fewer samples do not pass.
+            # A check in forward may fail only because there are fewer samples.
             pass
         except (Unmatched, FusionError):
             raise
@@ -146,10 +146,10 @@ def _compare(subject: CheckedArray) -> None:
 
 
 def allowed_differences(compiled: Compiled, stacks: Mapping[str, Tensor]) -> Mapping[torch.dtype, float]:
-    """Return the largest differences, relative; for float32 where TF32 computes it, those of float16, as exact."""
+    """Return the largest allowed relative differences. With TF32, float32 gets that of float16, which is as exact."""
     graphs = compiled.graph, compiled.program.module.graph
     operators = {str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"}
-    # Members' own code may call anything.
+    # Eager fallbacks may call any operator.
     operators |= {"conv", "rnn", "linear"} if compiled.opaque else set()
     devices = {stack.device for stack in stacks.values()}
     rounded = any(computes_by_tf32(device, operators) for device in devices)
@@ -191,7 +191,7 @@ def _differences(subject: CheckedArray, member: int, ours: Outcome, theirs: Outc
     found = {}
     for name in private:
         expected = theirs[name]
-        # A gradient that the array has not is zero, which it may be.
+        # A gradient that is missing in the array counts as zero.
         none = name not in ours and name.startswith("gradient of ")
         if name in ours or none:
             row = torch.zeros_like(expected) if none else ours[name][member]
@@ -265,7 +265,7 @@ def _array_outcome(subject: CheckedArray) -> Outcome:
 
 
 def _trained(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The leaves with a gradient in the array: not a buffer that forward itself makes require one."""
+    """Return the leaves with a gradient in the array, without buffers that only forward makes require grad."""
     return {name: leaf for name, leaf in leaves.items() if leaf.requires_grad and subject.stacks[name].requires_grad}
 
 
@@ -276,9 +276,9 @@ def _left(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> Outcome:
 
 
 def _program_inputs(subject: CheckedArray) -> tuple[list[Any], dict[str, Tensor]]:
-    """The program's inputs with fresh leaves for parameters and copies of buffers; and those by key."""
+    """Return the program's inputs, with new leaves for parameters and copies of buffers, and these leaves by key."""
     once: dict[int, Tensor] = {}
-    # Members' own code may write into anything.
+    # Eager fallbacks may write into any tensor.
     names = subject.stacks.keys() if subject.compiled.opaque else subject.compiled.written
     written = {id(subject.stacks[name]) for name in names}
     leaves = {name: once.setdefault(id(t), _leaf(t, id(t) in written)) for name, t in subject.stacks.items()}
@@ -289,7 +289,7 @@ def _program_inputs(subject: CheckedArray) -> tuple[list[Any], dict[str, Tensor]
 
 
 def _leaf(tensor: Tensor, written: bool) -> Tensor:
-    """The values of a parameter or buffer in another leaf: a copy if forward may write to them."""
+    """Return a new leaf with the values of a parameter or buffer; copied if it is a buffer or may be written to."""
     values = tensor.detach()
     copied = written or not isinstance(tensor, nn.Parameter)
     return (values.clone() if copied else values).requires_grad_(tensor.requires_grad)
@@ -327,7 +327,7 @@ def _outcome(
 
 
 def fixed_projection(output: Tensor, members: int | None = None) -> Tensor:
-    """A fixed random projection, the same for every member, so that all parameters get a gradient."""
+    """Return a fixed random projection, the same for every member, so that all parameters get a gradient."""
     shape = output.shape if members is None else output.shape[1:]
     generator = torch.Generator(device="cpu").manual_seed(len(shape))
     weights = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(output.device, output.dtype)
@@ -335,7 +335,7 @@ def fixed_projection(output: Tensor, members: int | None = None) -> Tensor:
 
 
 def _culprit(subject: CheckedArray, member: int) -> str:
-    """Words for the first node where the program and the member's graph part."""
+    """Describe the first node where the program and the member's graph differ."""
     given, _ = _program_inputs(subject)
     return first_difference(subject.compiled.program, subject.compiled.graph, given, member, relative_difference)
 
@@ -370,7 +370,7 @@ def _repeats(subject: CheckedArray, member: int) -> bool:
 
 
 def _moved(tensor: Tensor, run: int) -> Tensor:
-    """A copy, for ``run`` > 0 with every value moved by at most one rounding step."""
+    """Return a copy; for ``run`` > 0, every value is moved by at most one rounding step."""
     if run == 0 or not tensor.is_floating_point():
         return tensor.clone()
     generator = torch.Generator(device="cpu").manual_seed(run)
@@ -386,5 +386,5 @@ def _rounding(tensor: Tensor) -> float:
 
 
 def relative_difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
-    """The norm of the difference over that of ``theirs``, which is at least ``floor`` and the dtype's rounding step."""
+    """Return the norm of the difference, divided by the norm of ``theirs`` or a lower bound: ``floor`` or the eps."""
     return differences.relative_difference(ours, theirs, max(floor, torch.finfo(theirs.dtype).eps))
