@@ -242,7 +242,10 @@ class CodeSearch:
         return known
 
     def _known(self, holder: Holder, numbered: bool = True) -> Holder:
-        """Return the holder registered for the same object. ``numbered``: add a number to a title that is taken."""
+        """Return the registered holder of the same kind and object, or register ``holder``.
+
+        ``numbered``: if its title is taken, add a number to it.
+        """
         key = (type(holder), id(holder.held))
         if key not in self._holders:
             self._holders[key] = holder

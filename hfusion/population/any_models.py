@@ -214,9 +214,9 @@ class Population(PopulationRows):
         """Add a model of any shape as a member, with a step count of 0, and return its row. The model is not changed.
 
         Args:
-            row: a free row; None for the first free row, or a new one. For several rows, pass as many models and tags,
-                and one value for all or one for each in the following.
-            hypers: the member's hyper-parameters. Those that all members began with need not be given.
+            row: a free row; None for the first free row, or a new one. For several rows, pass a list of models, and for
+                each argument below one value for all rows, or a list; a list of rows is returned.
+            hypers: the member's hyper-parameters. One may be left out if all members began with the same value.
             scheduler, clip_norm, clip_value, accumulate: likewise.
 
         Raises:

@@ -1,4 +1,4 @@
-"""A member that is in no array: plain torch, with all that a member of a population has."""
+"""A population of one member that is in no array: its model runs in eager torch."""
 
 from __future__ import annotations
 

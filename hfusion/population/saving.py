@@ -185,9 +185,11 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 def restore(
     pop: ArrayGroup, reader: SaveReader, rows: Sequence[str | None], loader: Any, random: bool, counted: bool
 ) -> None:
-    """Load a save into ``pop``, created of models for ``rows``; ``counted``: ``pop`` keeps its ``accumulate``.
+    """Load a save into ``pop``, which has a model in each row. Raises CheckpointError.
 
-    Raises CheckpointError.
+    Args:
+        rows: the tag of each row, None for a free one.
+        counted: whether the user has passed ``accumulate``, which is used instead of the saved one.
     """
     with told(reader.path):
         live = [row for row, tag in enumerate(rows) if tag is not None]

@@ -113,7 +113,10 @@ class ProgramMaker:
             self._make(way, replace(request, behind=request.behind or way.clock.behind))
 
     def _pays(self, way: StepVariant, request: MakeRequest, steps: int) -> bool:
-        """Return whether to compile ``way`` after ``steps`` of its kind, at least one of them timed."""
+        """Return whether compiling ``way`` pays after ``steps`` steps of its kind; always True on an accelerator.
+
+        Before the first timed step, only a cached program is taken.
+        """
         if any(holder[name].device.type != "cpu" for holder, name in way.places):
             # On an accelerator, calls return before the work is done, so they cannot be timed here.
             return True
