@@ -15,7 +15,7 @@ from torch import Tensor
 from hfusion.core.layout import Layout
 from hfusion.device import native
 from hfusion.ops.rnn import is_large, kernels, reduced, runs
-from hfusion.ops.rnn_layers import run_per_member, through_layers
+from hfusion.ops.rnn_layers import differentiable_gradients, has_all_weights, run_per_member, through_layers
 from hfusion.ops.rnn_steps import recurrent, steps_of_all
 from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member
 from hfusion.ops.saved import GATES
@@ -58,8 +58,7 @@ def gru(site: Site, input: Value, hx: Value, params: Sequence[Value], **options:
     """Compute `torch.nn.GRU`. Calls that the kernels do not support use torch's operator."""
     if input.example.device.type != "cpu":
         return recurrent(site, "gru", input, [hx], params, options)
-    per_layer = (4 if options["has_biases"] else 2) * (2 if options["bidirectional"] else 1)
-    known = input.example.dtype in native.TYPES and len(params) == per_layer * options["num_layers"]
+    known = input.example.dtype in native.TYPES and has_all_weights(params, options)
     if has_per_member(options) or not known or is_large(params) or kernels():
         return None
     x, h = (v if v.shared else v.to(Layout.STACKED) for v in (input, hx))
@@ -142,11 +141,7 @@ def _differentiable(
     first = h.expand(len(sums), *h.shape[-2:])
     y, *_ = steps_of_all(sums.transpose(0, 1), first, None, w_hidden, b_hidden, "gru", reverse)
     results = y.transpose(0, 1), y[0 if reverse else -1]
-    given = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
-    asked = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want and tensor is not None]
-    outputs, seeds = zip(*given, strict=True)
-    found = iter(torch.autograd.grad(outputs, asked, seeds, create_graph=True, allow_unused=True))
-    return [next(found) if want else None for want in wanted]
+    return differentiable_gradients(results, grads, inputs, wanted)
 
 
 RULES: RuleTable = {aten.gru.input: gru}

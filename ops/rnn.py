@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hfusion.core.layout import Layout
 from hfusion.device import native
-from hfusion.ops.rnn_layers import run_per_member, through_layers
+from hfusion.ops.rnn_layers import differentiable_gradients, has_all_weights, run_per_member, through_layers
 from hfusion.ops.rnn_steps import recurrent
 from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member, hint
 from hfusion.ops.saved import GATES
@@ -130,9 +130,8 @@ def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value],
     """Compute `torch.nn.LSTM`. Projections, and calls that the kernels do not support, use torch's operator."""
     if input.example.device.type != "cpu":
         return recurrent(site, "lstm", input, hx, params, options)
-    per_layer = (4 if options["has_biases"] else 2) * (2 if options["bidirectional"] else 1)
     x = input.example
-    known = x.dtype in native.TYPES and len(params) == per_layer * options["num_layers"]
+    known = x.dtype in native.TYPES and has_all_weights(params, options)
     if has_per_member(options) or not known or is_large(params) or kernels():
         return None
     samples = hint(x.shape[0 if options["batch_first"] else 1]) or 1
@@ -314,11 +313,7 @@ def _differentiable(
     states = h.unsqueeze(-3), c.unsqueeze(-3)
     y, *lasts = run_per_member("lstm", len(stacks[0]), turned, states, stacks, dict(zip(named, options, strict=True)))
     results = [y.flip(1) if reverse else y, *(last.squeeze(1) for last in lasts)]
-    given = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
-    asked = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want and tensor is not None]
-    outputs, seeds = zip(*given, strict=True)
-    found = iter(torch.autograd.grad(outputs, asked, seeds, create_graph=True, allow_unused=True))
-    return [next(found) if want else None for want in wanted]
+    return differentiable_gradients(results, grads, inputs, wanted)
 
 
 RULES: RuleTable = {aten.lstm.input: lstm}

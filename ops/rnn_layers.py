@@ -54,3 +54,29 @@ def run_per_member(
     target = getattr(aten, kind).input
     rows = each(target, members, (own, given if kind == "lstm" else given[0], params, *options.values()), {})
     return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
+
+
+def has_all_weights(params: Sequence[object], options: Mapping[str, Any]) -> bool:
+    """Return whether each layer and direction has its two matrices, its biases if there are any, and no projection."""
+    per_layer = (4 if options["has_biases"] else 2) * (2 if options["bidirectional"] else 1)
+    layers: int = options["num_layers"]
+    return len(params) == per_layer * layers
+
+
+def differentiable_gradients(
+    results: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of the ``wanted`` inputs, of which higher derivatives can be taken; None for the others.
+
+    Args:
+        results: computed from ``inputs`` by torch's operators.
+        grads: the gradient of each result, None where it has none.
+    """
+    given = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+    asked = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want and tensor is not None]
+    outputs, seeds = zip(*given, strict=True)
+    found = iter(torch.autograd.grad(outputs, asked, seeds, create_graph=True, allow_unused=True))
+    return [next(found) if want else None for want in wanted]

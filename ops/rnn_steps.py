@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.layout import Layout
-from hfusion.ops.rnn_layers import run_per_member, through_layers
+from hfusion.ops.rnn_layers import has_all_weights, run_per_member, through_layers
 from hfusion.ops.rule import Call, RuleTable, Site, Value, has_per_member
 from hfusion.ops.saved import GATES_TWICE
 from hfusion.torch_private.functorch import in_transform, is_wrapped
@@ -278,8 +278,7 @@ def recurrent(
     site: Site, kind: str, input: Value, states: Sequence[Value], params: Sequence[Value], options: Mapping[str, Any]
 ) -> Call | None:
     """Compute `torch.nn.LSTM`, `torch.nn.GRU` or `torch.nn.RNN`; None for projections, and on a CPU."""
-    per_layer = (4 if options["has_biases"] else 2) * (2 if options["bidirectional"] else 1)
-    known = input.example.is_floating_point() and len(params) == per_layer * options["num_layers"]
+    known = input.example.is_floating_point() and has_all_weights(params, options)
     on_host = input.example.device.type == "cpu"
     if on_host or not known or site.members < MIN_MEMBERS or has_per_member(options):
         return None

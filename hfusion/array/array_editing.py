@@ -109,7 +109,7 @@ class Rows(nn.Module):
 def listed(models: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the models to append as a list. Raises FusionError if ``models`` is empty or not a sequence."""
     if isinstance(models, nn.Module) or not isinstance(models, Sequence) or len(models) == 0:
-        given = "an empty list" if models == [] else type(models).__name__
+        given = "an empty one" if isinstance(models, Sequence) else type(models).__name__
         raise FusionError(f"append takes a list of one model or more, not {given}: append([model])")
     return list(models)
 

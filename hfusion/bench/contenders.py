@@ -7,6 +7,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,9 +61,9 @@ def eager_step(workload: Workload, fused: hf.FusedModule, optimizer: hf.optim.Ad
     return step
 
 
-def _limit(workload: Workload, fused: hf.FusedModule, optimizer: hf.optim.Adam) -> int:
+def _limit(workload: Workload, inputs: Any, fused: hf.FusedModule, optimizer: hf.optim.Adam) -> int:
     """Bytes: `MEMORY` times what the loop is estimated to take."""
-    args, kwargs = call_arguments(workload.batch()[0], {})
+    args, kwargs = call_arguments(inputs, {})
     with workload.autocast():
         return round(MEMORY * least_bytes(fused, optimizer, Arguments.of(args, kwargs)))
 
@@ -72,7 +73,7 @@ def start_hfusion_blocks(workload: Workload) -> Running:
     fused = hf.fuse(workload.models())
     optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
     inputs, target = workload.batch()
-    memory = _limit(workload, fused, optimizer)
+    memory = _limit(workload, inputs, fused, optimizer)
     train = hf.train_step(fused, workload.case.loss, optimizer, compile=False, memory=memory)
 
     def step() -> Tensor:
@@ -86,9 +87,9 @@ def start_hfusion_compiled(workload: Workload, parts: int | str = "auto", limite
     """The public way in one call: forward, losses and backward as programs, then the fused optimizer."""
     fused = hf.fuse(workload.models())
     optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
-    memory = _limit(workload, fused, optimizer) if limited else None
-    train = hf.train_step(fused, workload.case.loss, optimizer, parts=parts, compile=True, memory=memory)
     inputs, target = workload.batch()
+    memory = _limit(workload, inputs, fused, optimizer) if limited else None
+    train = hf.train_step(fused, workload.case.loss, optimizer, parts=parts, compile=True, memory=memory)
 
     def step() -> Tensor:
         with workload.autocast():

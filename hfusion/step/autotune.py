@@ -104,14 +104,20 @@ def measure(ways: Mapping[str, StepProgram], call: StepCall, places: Sequence[Pl
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.callback(_put_back, tensors, before)
         for row in range(_ROWS_IF_CLOSE):
-            least = [min(seconds) for seconds in taken.values() if seconds]
-            if row and not (row < ROWS if max(least) <= _LONG / TURNS else max(least) < _FAR * min(least)):
+            if row and row >= _rows([min(seconds) for seconds in taken.values()]):
                 break
             for way, program in ways.items():
                 taken[way] += _row(program, call)
     if any(median(seconds) > _STEADY * min(seconds) for seconds in taken.values()):
         return None
     return WayTimes({way: min(seconds) for way, seconds in taken.items()})
+
+
+def _rows(least: Sequence[float]) -> int:
+    """Return how many rows of each program are timed, from the shortest step of each so far."""
+    if max(least) <= _LONG / TURNS:
+        return ROWS
+    return _ROWS_IF_CLOSE if max(least) < _FAR * min(least) else 1
 
 
 def _put_back(tensors: Sequence[Tensor], before: Sequence[tuple[Tensor, Tensor | None]]) -> None:

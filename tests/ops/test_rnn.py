@@ -1,4 +1,4 @@
-"""LSTMs: values, gradients and second derivatives against the loop over members."""
+"""LSTMs, and what GRUs share with them: values, gradients and second derivatives against the loop over members."""
 
 from __future__ import annotations
 
@@ -62,12 +62,6 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     elif isinstance(found := native.library(rnn.SOURCE), str):
         pytest.skip(found)
     return str(request.param)
-
-
-@pytest.fixture
-def kernels() -> None:
-    if isinstance(found := native.library(rnn.SOURCE), str):
-        pytest.skip(found)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -183,8 +177,9 @@ def test_frozen_weights_get_no_gradients_and_inputs_theirs() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_member_that_explodes_changes_no_other() -> None:
-    fused = hf.fuse([nn.LSTM(3, 4) for _ in range(3)])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_a_member_that_explodes_changes_no_other(layer: type[nn.RNNBase]) -> None:
+    fused = hf.fuse([layer(3, 4) for _ in range(3)])
     x = torch.randn(5, 2, 3)
 
     def run() -> list[Tensor]:
