@@ -164,7 +164,10 @@ class MemberSpread:
     def _knowledge(self, member: PlainMember) -> MovableMember:
         known = self._known.get(member)
         if known is None or not (known.why_not or known.holds()):
+            # A change does not tell that a fork could compute it now: many members change at each forward.
+            stays = known is not None and known.stays
             known = self._known[member] = MovableMember(member)
+            known.stays = stays
             if known.why_not:
                 _log.info("%s is computed in this process: %s", member._roll.tags[0], known.why_not)
         return known
