@@ -22,9 +22,9 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
     """Return one module that computes and trains all ``models``, each exactly as if alone.
 
     Args:
-        models: B modules of one structure. They are not changed; their tensors are copied. A frozen parameter that is
-            the same object in all models is used without a copy. A tensor that only some models share gets a row for
-            each member.
+        models: B modules of one class, whose submodules may differ in part (see the page on models that differ in
+            submodules). They are not changed; their tensors are copied. A frozen parameter that is the same object in
+            all models is used without a copy. A tensor that only some models share gets a row for each member.
         verify: compare the outputs and gradients of the members with their original code, on a few samples of the
             first training batch of every signature.
         tune: time the possible implementations of operators at the first call of every signature, instead of estimating

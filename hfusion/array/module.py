@@ -91,7 +91,7 @@ class FusedModule(Rows, Tree):
     def _own_branches(self, array: Array) -> None:
         modules = union_of_modules(array.skeletons)
         for path, module in self.named_modules():
-            # What members have left behind stays in the tree.
+            # No member may have the module any more: those that had it have left the array.
             own = any(map(own_modes, modules.get(path, ())))
             object.__setattr__(module, "_place", (weakref.ref(self), path, own))
 

@@ -21,7 +21,7 @@ _here = _CompilingThread()
 
 @contextmanager
 def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Context manager: this thread compiles within ``alone()``, and releases hfusion's locks before it enters that."""
+    """Context manager: this thread enters ``alone()`` before it waits for the locks of `compiling`."""
     before, _here.within = _here.within, alone
     try:
         yield
