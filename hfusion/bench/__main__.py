@@ -14,25 +14,26 @@ from rich.console import Console
 from rich.table import Table
 
 from hfusion.bench import (
-    foretold,
-    fuse,
-    memory,
-    optim,
+    comparison_table,
+    foretold_benchmark,
+    fuse_benchmark,
+    memory_benchmark,
+    optim_benchmark,
     plot,
     results,
-    schedule,
+    schedule_benchmark,
     search_spaces,
-    shard,
+    shard_benchmark,
     shard_cases,
     shard_results,
-    short,
-    startup,
-    sweep,
+    short_benchmark,
+    startup_benchmark,
+    sweep_benchmark,
     sweep_contenders,
-    table,
-    train,
+    train_benchmark,
 )
-from hfusion.bench.arguments import (
+from hfusion.bench.cases import CASES
+from hfusion.bench.command_line import (
     SEPARATE,
     SUB_BENCHMARKS,
     foretold_settings,
@@ -46,15 +47,12 @@ from hfusion.bench.arguments import (
     sweep_settings,
     train_settings,
 )
-from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.gpu_state import gpu_state
-from hfusion.bench.machine import describe
+from hfusion.bench.machine_description import describe
 from hfusion.bench.policies import COMPARED
 from hfusion.bench.progress import meter
 
-# Of sub-benchmarks whose file is not called as they are.
-FILES = {"cluster": "cluster_cost", "unlike-members": "unlike_members"}
 # A table of all contenders; a terminal is as wide as it is, a file or a pipe has no width.
 WIDTH_WITHOUT_TERMINAL = 200
 
@@ -72,13 +70,13 @@ def print_names(out: Console) -> None:
         "sub-benchmarks": SUB_BENCHMARKS | SEPARATE,
         "models of fuse": {case.name: case.about for case in CASES},
         "contenders of fuse": {contender.name: contender.about for contender in CONTENDERS},
-        "cases of optim": {case.name: case.about for case in optim.CASES},
-        "contenders of optim": optim.ABOUT,
+        "cases of optim": {case.name: case.about for case in optim_benchmark.CASES},
+        "contenders of optim": optim_benchmark.ABOUT,
         "cases of shard": {case.name: case.about for case in shard_cases.CASES},
         "contenders of shard": shard_results.ABOUT,
-        "models of short": {name: f"{steps} steps" for name, steps in short.STEPS.items()},
-        "contenders of short": {contender.name: contender.about for contender in short.CONTENDERS},
-        "models of sweep": {case.name: case.about for case in sweep.CASES},
+        "models of short": {name: f"{steps} steps" for name, steps in short_benchmark.STEPS.items()},
+        "contenders of short": {contender.name: contender.about for contender in short_benchmark.CONTENDERS},
+        "models of sweep": {case.name: case.about for case in sweep_benchmark.CASES},
         "contenders of sweep": {contender.name: contender.about for contender in sweep_contenders.CONTENDERS},
         "spaces of sweep": search_spaces.SPACES,
         "contenders of sweep --space": search_spaces.ABOUT,
@@ -124,30 +122,30 @@ def run_fuse(parsed: argparse.Namespace) -> BenchmarkResult:
         return run_startup(chosen)
     if parsed.memory:
         return run_memory(chosen)
-    with meter(fuse.pieces(chosen)) as bar:
-        found, interrupted = collect(fuse.run(chosen, bar))
+    with meter(fuse_benchmark.pieces(chosen)) as bar:
+        found, interrupted = collect(fuse_benchmark.run(chosen, bar))
     names = [contender.name for contender in chosen.contenders]
-    shown, footnotes = table.table(found, names)
+    shown, footnotes = comparison_table.table(found, names)
     if parsed.plot and found:
         plot.draw(results.rows_of(found), parsed.plot)
     wrong = [cell.reason for comparison in found for cell in comparison.cells if cell.disagrees]
     return BenchmarkResult(shown, footnotes, results.rows_of(found), interrupted, wrong)
 
 
-def run_startup(chosen: fuse.FuseSettings) -> BenchmarkResult:
+def run_startup(chosen: fuse_benchmark.FuseSettings) -> BenchmarkResult:
     """Measure the time that arrays need before they train."""
-    with meter(startup.pieces(chosen)) as bar:
-        rows, interrupted = collect(startup.run(chosen, bar))
-    shown, footnotes = startup.table(rows)
+    with meter(startup_benchmark.pieces(chosen)) as bar:
+        rows, interrupted = collect(startup_benchmark.run(chosen, bar))
+    shown, footnotes = startup_benchmark.table(rows)
     return BenchmarkResult(shown, footnotes, rows, interrupted, wrong=[], kind="startup")
 
 
-def run_memory(chosen: fuse.FuseSettings) -> BenchmarkResult:
+def run_memory(chosen: fuse_benchmark.FuseSettings) -> BenchmarkResult:
     """Measure the memory that contenders need for each member."""
-    with meter(memory.pieces(chosen)) as bar:
-        found, interrupted = collect(memory.run(chosen, bar))
+    with meter(memory_benchmark.pieces(chosen)) as bar:
+        found, interrupted = collect(memory_benchmark.run(chosen, bar))
     rows = [row for group in found for row in group]
-    shown, footnotes = memory.table(rows, [contender.name for contender in chosen.contenders])
+    shown, footnotes = memory_benchmark.table(rows, [contender.name for contender in chosen.contenders])
     wrong = [row.reason for row in rows if row.disagrees]
     return BenchmarkResult(shown, footnotes, rows, interrupted, wrong, kind="memory")
 
@@ -155,19 +153,19 @@ def run_memory(chosen: fuse.FuseSettings) -> BenchmarkResult:
 def run_optim(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``optim``."""
     chosen = optim_settings(parsed)
-    with meter(optim.pieces(chosen)) as bar:
-        found, interrupted = collect(optim.run(chosen, bar))
+    with meter(optim_benchmark.pieces(chosen)) as bar:
+        found, interrupted = collect(optim_benchmark.run(chosen, bar))
     rows = [row for group in found for row in group]
-    footnotes = [f"{name}: {about}" for name, about in optim.ABOUT.items()]
-    footnotes.append(f"kernels of {optim.OURS}: {optim.form(chosen.device)}")
-    return BenchmarkResult(optim.table(rows), footnotes, rows, interrupted, wrong=[])
+    footnotes = [f"{name}: {about}" for name, about in optim_benchmark.ABOUT.items()]
+    footnotes.append(f"kernels of {optim_benchmark.OURS}: {optim_benchmark.form(chosen.device)}")
+    return BenchmarkResult(optim_benchmark.table(rows), footnotes, rows, interrupted, wrong=[])
 
 
 def run_shard(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``shard``."""
     chosen = shard_settings(parsed)
-    with meter(shard.pieces(chosen)) as bar:
-        found, interrupted = collect(shard.run(chosen, bar))
+    with meter(shard_benchmark.pieces(chosen)) as bar:
+        found, interrupted = collect(shard_benchmark.run(chosen, bar))
     rows = [row for group in found for row in group]
     shown, footnotes = shard_results.table(rows)
     wrong = [row.reason for row in rows if row.disagrees]
@@ -177,26 +175,26 @@ def run_shard(parsed: argparse.Namespace) -> BenchmarkResult:
 def run_schedule(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``schedule``."""
     chosen = schedule_settings(parsed)
-    with meter(schedule.pieces(chosen)) as bar:
-        rows, interrupted = collect(schedule.run(chosen, bar))
+    with meter(schedule_benchmark.pieces(chosen)) as bar:
+        rows, interrupted = collect(schedule_benchmark.run(chosen, bar))
     footnotes = [f"{policy.name}: {policy.about}" for policy in chosen.policies]
-    return BenchmarkResult(schedule.table(rows), footnotes, rows, interrupted, wrong=[])
+    return BenchmarkResult(schedule_benchmark.table(rows), footnotes, rows, interrupted, wrong=[])
 
 
 def run_foretold(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``foretold``."""
     chosen = foretold_settings(parsed)
-    with meter(foretold.pieces(chosen)) as bar:
-        rows, interrupted = collect(foretold.run(chosen, bar))
-    return BenchmarkResult(foretold.table(rows), [], rows, interrupted, wrong=[])
+    with meter(foretold_benchmark.pieces(chosen)) as bar:
+        rows, interrupted = collect(foretold_benchmark.run(chosen, bar))
+    return BenchmarkResult(foretold_benchmark.table(rows), [], rows, interrupted, wrong=[])
 
 
 def run_train(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``train``."""
     chosen = train_settings(parsed)
-    with meter(train.pieces(chosen)) as bar:
-        rows, interrupted = collect(train.run(chosen, bar))
-    return BenchmarkResult(train.table(rows), [], rows, interrupted, wrong=[])
+    with meter(train_benchmark.pieces(chosen)) as bar:
+        rows, interrupted = collect(train_benchmark.run(chosen, bar))
+    return BenchmarkResult(train_benchmark.table(rows), [], rows, interrupted, wrong=[])
 
 
 def run_sweep(parsed: argparse.Namespace) -> BenchmarkResult:
@@ -204,15 +202,15 @@ def run_sweep(parsed: argparse.Namespace) -> BenchmarkResult:
     if parsed.space:
         return run_spaces(space_settings(parsed))
     chosen = sweep_settings(parsed)
-    with meter(sweep.pieces(chosen)) as bar:
-        rows, interrupted = collect(sweep.run(chosen, bar))
+    with meter(sweep_benchmark.pieces(chosen)) as bar:
+        rows, interrupted = collect(sweep_benchmark.run(chosen, bar))
     if parsed.plot and rows:
         plot.draw_sweep(rows, parsed.plot)
     missing = [contender.name for contender in chosen.contenders if contender.missing()]
     footnotes = [f"{contender.name}: {contender.about}" for contender in chosen.contenders]
     footnotes += [f"left out, as a package is not installed: {', '.join(missing)}"] if missing else []
     wrong = [f"{row.case}, {row.contender}: {row.trials} trials" for row in rows if row.trials != chosen.trials]
-    return BenchmarkResult(sweep.table(rows), footnotes, rows, interrupted, wrong)
+    return BenchmarkResult(sweep_benchmark.table(rows), footnotes, rows, interrupted, wrong)
 
 
 def run_spaces(chosen: search_spaces.SpaceSettings) -> BenchmarkResult:
@@ -227,9 +225,9 @@ def run_spaces(chosen: search_spaces.SpaceSettings) -> BenchmarkResult:
 def run_short(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``short``."""
     chosen = short_settings(parsed)
-    with meter(short.pieces(chosen)) as bar:
-        rows, interrupted = collect(short.run(chosen, bar))
-    shown, footnotes = short.table(rows)
+    with meter(short_benchmark.pieces(chosen)) as bar:
+        rows, interrupted = collect(short_benchmark.run(chosen, bar))
+    shown, footnotes = short_benchmark.table(rows)
     wrong = [row.reason for row in rows if row.disagrees]
     return BenchmarkResult(shown, footnotes, rows, interrupted, wrong)
 
@@ -253,7 +251,8 @@ def main(arguments: Sequence[str]) -> int:
     measurements so far are still shown and written.
     """
     if arguments and arguments[0] in SEPARATE:
-        status = importlib.import_module(f"hfusion.bench.{FILES.get(arguments[0], arguments[0])}").main(arguments[1:])
+        name = arguments[0].replace("-", "_")
+        status = importlib.import_module(f"hfusion.bench.{name}_benchmark").main(arguments[1:])
         return status if isinstance(status, int) else 0
     parsed = parse(arguments)
     out = console()

@@ -16,7 +16,7 @@ from threading import Thread
 import torch
 
 from hfusion.bench.contact_item import CheckResult, ContactItem, ContactStatus
-from hfusion.bench.fuse import reason_of
+from hfusion.bench.fuse_benchmark import reason_of
 
 
 def main(arguments: Sequence[str]) -> None:

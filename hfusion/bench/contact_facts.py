@@ -17,9 +17,9 @@ import torch
 
 import hfusion
 from hfusion.bench.contact_item import CheckResult, ContactItem, ContactStatus, Need, computes
-from hfusion.bench.fuse import reason_of
+from hfusion.bench.fuse_benchmark import reason_of
 from hfusion.bench.gpu_state import gpu_state
-from hfusion.bench.machine import describe
+from hfusion.bench.machine_description import describe
 from hfusion.device.backend import accelerators, backend
 from hfusion.device.calibrate import compute_rates
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.bench import timing
-from hfusion.bench.arguments import named
+from hfusion.bench.command_line import named
 from hfusion.bench.contact_item import CheckResult, ContactItem, ContactStatus, computes
 
 MEMBERS = 16

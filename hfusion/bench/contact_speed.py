@@ -9,9 +9,9 @@ from statistics import median
 
 import torch
 
-from hfusion.bench import contenders, fuse, serial, timing
-from hfusion.bench.arguments import named
+from hfusion.bench import contenders, fuse_benchmark, serial, timing
 from hfusion.bench.cases import CASES
+from hfusion.bench.command_line import named
 from hfusion.bench.contact_item import CheckResult, ContactItem, ContactStatus, computes
 from hfusion.bench.mps import multi_process_service
 from hfusion.bench.results import Cell
@@ -35,7 +35,7 @@ def time_steps(model: str, members: int, device: torch.device) -> CheckResult:
     """Time a training step of all members by every contender whose losses are right."""
     (case,) = named(CASES, [model])
     workload = Workload(case, members, device)
-    expected = losses(serial.start(workload), fuse.AGREEMENT_STEPS)
+    expected = losses(serial.start(workload), fuse_benchmark.AGREEMENT_STEPS)
     steps, absent, wrong = {}, {}, []
     with ExitStack() as stack:
         mps = stack.enter_context(multi_process_service()) if device.type == "cuda" else "needs a CUDA device"
@@ -67,8 +67,8 @@ def time_steps(model: str, members: int, device: torch.device) -> CheckResult:
 def _start(contender: Contender, workload: Workload, expected: torch.Tensor) -> Running | Cell:
     """Return a contender that is ready, its losses compared where the device computes any."""
     if computes(workload.device):
-        return fuse.prepare(contender, workload, expected)
+        return fuse_benchmark.prepare(contender, workload, expected)
     try:
         return contender.start(workload)
     except Exception as error:
-        return Cell(contender.name, reason=fuse.reason_of(error))
+        return Cell(contender.name, reason=fuse_benchmark.reason_of(error))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.bench import serial
-from hfusion.bench.arguments import named
 from hfusion.bench.cases import CASES
+from hfusion.bench.command_line import named
 from hfusion.bench.contact_item import CheckResult, ContactItem, compare, compare_losses, computes, difference
 from hfusion.bench.workload import Running, Workload, losses
 from hfusion.core.membership import Membership, mark

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hfusion.bench.results import BASELINE, OURS, FuseRow
-from hfusion.bench.sweep import SweepRow
+from hfusion.bench.sweep_benchmark import SweepRow
 
 COLUMNS = 4
 COLOURS = {"hfusion": "tab:red", "hfusion-compiled": "darkred"}

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hfusion.bench.placement import RealCluster, SimulatedRun, VirtualClock, loaded
+from hfusion.bench.placement_simulation import RealCluster, SimulatedRun, VirtualClock, loaded
 from hfusion.cluster.longest_first import Load, lower_bound
 from hfusion.cluster.placement import Placement
 

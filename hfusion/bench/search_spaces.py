@@ -25,9 +25,9 @@ from rich.text import Text
 
 import hfusion
 from hfusion.bench import search_job, timing
+from hfusion.bench.comparison_table import Footnotes, factor
 from hfusion.bench.progress import Meter
 from hfusion.bench.search_job import SearchJob, SearchReport
-from hfusion.bench.table import Footnotes, factor
 
 LOOP, OURS = "loop", "hfusion"
 ABOUT = {

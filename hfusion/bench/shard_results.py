@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import Tensor
 
 from hfusion.bench import timing
-from hfusion.bench.table import Footnotes, factor
+from hfusion.bench.comparison_table import Footnotes, factor
 
 PLAIN = "plain loop"
 OURS = "hf.train"

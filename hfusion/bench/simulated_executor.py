@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hfusion.bench.placement import VirtualClock
+from hfusion.bench.placement_simulation import VirtualClock
 from hfusion.cluster.driver import Drive
 from hfusion.cluster.jobs import ClusterArrays, PlacedArray, RunOptions
 from hfusion.cluster.longest_first import Load

@@ -1,4 +1,4 @@
-"""Ways to search hyper-parameters on one machine: `hfusion.bench.sweep` compares them."""
+"""Ways to search hyper-parameters on one machine: `hfusion.bench.sweep_benchmark` compares them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import hfusion as hf
-from hfusion.bench.sweep import (
+from hfusion.bench.sweep_benchmark import (
     BATCH,
     REDUCTION,
     Searched,

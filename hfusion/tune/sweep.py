@@ -170,12 +170,7 @@ def sweep(
     """
     _check_kinds(make_model, space, loss, metric, optimizer, scheduler, machine)
     extent = _extent(trials, epochs, rows, seed, timeout, catch, pbt)
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm={clip_norm!r}: give a norm above 0, or None")
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate={accumulate!r}: give a whole number of at least 1")
-    if processes is not None and (not isinstance(processes, int) or processes < 0):
-        raise ValueError(f"processes={processes!r}: give a whole number of at least 0, or None")
+    _check_numbers(clip_norm, accumulate, processes)
     _check_choice("scheduler_interval", scheduler_interval, ("epoch", "step"))
     _check_choice("rounds", rounds, _CONDUCTORS)
     if pbt is not None and scheduler is not None:
@@ -221,11 +216,11 @@ def sweep(
         conductor = _CONDUCTORS[rounds](asked, maker, recipe, extent, workers, folder, beats, bar, log)
         if not isinstance(workers, LocalWorkers):
             workers.place, workers.lost = conductor.take_over, conductor.lost
+        if before is None:
+            conductor.save()
+        else:
+            conductor.resume(*before)
         try:
-            if before is None:
-                conductor.save()
-            else:
-                conductor.resume(*before)
             conductor.run()
         except BaseException:
             if folder is None:
@@ -236,6 +231,15 @@ def sweep(
             raise
         beats.end()
         return SweepResult(found, tuple(asked.asked), conductor.best.all, chosen)
+
+
+def _check_numbers(clip_norm: float | None, accumulate: int, processes: int | None) -> None:
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm={clip_norm!r}: give a norm above 0, or None")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate={accumulate!r}: give a whole number of at least 1")
+    if processes is not None and (not isinstance(processes, int) or processes < 0):
+        raise ValueError(f"processes={processes!r}: give a whole number of at least 0, or None")
 
 
 def _check_choice(name: str, value: str, choices: Collection[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hfusion.bench import arguments, optim
+from hfusion.bench import command_line, optim_benchmark
 from hfusion.bench.__main__ import collect, main
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
@@ -18,11 +18,11 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--list"]) == 0
     shown = capsys.readouterr().out
     for name in (
-        *arguments.SUB_BENCHMARKS,
-        *arguments.SEPARATE,
-        *(case.name for case in (*CASES, *optim.CASES)),
+        *command_line.SUB_BENCHMARKS,
+        *command_line.SEPARATE,
+        *(case.name for case in (*CASES, *optim_benchmark.CASES)),
         *(contender.name for contender in CONTENDERS),
-        *optim.ABOUT,
+        *optim_benchmark.ABOUT,
     ):
         assert f"  {name} " in shown
 
@@ -63,11 +63,11 @@ def test_a_bad_argument_is_one_line(given: list[str], message: str, capsys: pyte
 
 
 def test_quick_fills_only_what_was_not_chosen() -> None:
-    chosen = arguments.fuse_settings(arguments.parse(["--quick", "--models", "lstm", "--repeats", "9"]))
+    chosen = command_line.fuse_settings(command_line.parse(["--quick", "--models", "lstm", "--repeats", "9"]))
     assert [case.name for case in chosen.cases] == ["lstm"]
     assert chosen.rounds == 9
-    assert chosen.members == arguments.QUICK_MEMBERS
-    assert [contender.name for contender in chosen.contenders] == [*arguments.QUICK_CONTENDERS]
+    assert chosen.members == command_line.QUICK_MEMBERS
+    assert [contender.name for contender in chosen.contenders] == [*command_line.QUICK_CONTENDERS]
 
 
 def test_the_whole_command(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_optim(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "ns per parameter" in capsys.readouterr().out
     rows = json.loads(target.read_text())["rows"]
     assert {"optimizer", "params", "members", "contender", "ns_per_param"} <= rows[0].keys()
-    assert {row["optimizer"] for row in rows} == {*optim.OPTIMIZERS}
+    assert {row["optimizer"] for row in rows} == {*optim_benchmark.OPTIMIZERS}
 
 
 def test_an_interruption_keeps_what_was_found() -> None:

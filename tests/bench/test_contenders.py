@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from hfusion.bench import cases, processes, serial, vmapped
 from hfusion.bench.contenders import start_hfusion, start_hfusion_compiled
-from hfusion.bench.fuse import prepare
+from hfusion.bench.fuse_benchmark import prepare
 from hfusion.bench.workload import Contender, Disagreement, Running, Unavailable, Workload, check_agreement, losses
 from tests.bench.tiny import TINY, TINY_BATCH_NORM, TINY_BRANCHING, TINY_IMAGES, workload
 from tests.step.test_train_step import needs_compiler

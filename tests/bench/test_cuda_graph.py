@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfusion.bench import cuda_graph, fuse, memory, serial
+from hfusion.bench import cuda_graph, fuse_benchmark, memory_benchmark, serial
 from hfusion.bench.cases import FuseCase
 from hfusion.bench.contenders import start_hfusion
 from hfusion.bench.progress import Meter
@@ -30,11 +30,11 @@ def test_graphs_train_as_the_serial_loop(case: FuseCase, amp: torch.dtype | None
 @pytest.mark.gpu
 def test_times_and_bytes_on_a_gpu() -> None:
     contenders = (Contender("serial", "", serial.start), Contender("hfusion", "", start_hfusion))
-    chosen = fuse.FuseSettings(
+    chosen = fuse_benchmark.FuseSettings(
         (TINY,), members=(2,), contenders=contenders, rounds=1, slot=1e-3, threads=1, device=CUDA
     )
     meter = Meter(say=lambda _: None, advance=lambda _: None)
-    (comparison,) = fuse.run(chosen, meter)
+    (comparison,) = fuse_benchmark.run(chosen, meter)
     assert all(row.ms and row.ms > 0 for row in comparison.rows())
-    (rows,) = memory.run(chosen, meter)
+    (rows,) = memory_benchmark.run(chosen, meter)
     assert all(row.bytes and row.bytes > 0 for row in rows)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("optuna")
-from hfusion.bench import arguments, search_job, search_spaces
+from hfusion.bench import command_line, search_job, search_spaces
 from hfusion.bench.__main__ import main
 from hfusion.bench.progress import meter
 from hfusion.bench.search_job import SearchJob, SearchReport
@@ -24,7 +24,7 @@ def standard_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfusion.bench.arguments.cores", lambda: 1)
+    monkeypatch.setattr("hfusion.bench.command_line.cores", lambda: 1)
     target = tmp_path / "bench.json"
     assert main(["sweep", "--space", "unlike", "--cells", "2x1", "--repeats", "1", "--json", str(target)]) == 0
     assert "whole commands" in capsys.readouterr().out
@@ -113,10 +113,12 @@ def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_arguments() -> None:
-    chosen = arguments.space_settings(arguments.parse(["sweep", "--space", "twins,widths", "--cells", "24x3,96x5"]))
+    chosen = command_line.space_settings(
+        command_line.parse(["sweep", "--space", "twins,widths", "--cells", "24x3,96x5"])
+    )
     assert (chosen.spaces, chosen.rounds) == (("twins", "widths"), 3)
     assert chosen.cells == (SearchCell(24, 3), SearchCell(96, 5))
-    assert arguments.space_settings(arguments.parse(["sweep", "--space", "unlike"])).cells == search_spaces.CELLS
+    assert command_line.space_settings(command_line.parse(["sweep", "--space", "unlike"])).cells == search_spaces.CELLS
 
 
 @pytest.mark.parametrize(

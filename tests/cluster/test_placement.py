@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfusion.bench.placement import RealCluster, SimulatedRun, VirtualClock, loaded
+from hfusion.bench.placement_simulation import RealCluster, SimulatedRun, VirtualClock, loaded
 from hfusion.cluster.longest_first import Load, lower_bound, place
 from hfusion.cluster.placement import Placement
 from hfusion.core.errors import PlanError

@@ -24,7 +24,7 @@ WHY = {
     "hfusion/bench/contenders.py": "lists that contender",
     "hfusion/bench/mps.py": "starts NVIDIA's MPS, another contender",
     "hfusion/bench/gpu_state.py": "reads the clock and the temperature by NVML",
-    "hfusion/bench/memory.py": "names the contenders whose tensors are in other processes",
+    "hfusion/bench/memory_benchmark.py": "names the contenders whose tensors are in other processes",
     "hfusion/bench/contact_facts.py": "reports the driver and the settings of a GPU",
     "hfusion/bench/contact_item.py": "tells the checks that need CUDA",
     "hfusion/bench/contact_speed.py": "times the contender of CUDA graphs",

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hfusion.bench import mps
-from hfusion.bench.arguments import named
 from hfusion.bench.cases import CASES
+from hfusion.bench.command_line import named
 from hfusion.bench.gpu_state import gpu_state
 from hfusion.bench.workload import Unavailable, Workload
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from hfusion.bench import optim as bench
+from hfusion.bench import optim_benchmark as bench
 from hfusion.bench.progress import Meter
 
 TINY = bench.OptimCase("tiny", "for tests", lambda members: ((3, 2), (3,)))

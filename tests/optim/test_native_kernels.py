@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hfusion import optim
-from hfusion.bench import optim as bench
+from hfusion.bench import optim_benchmark as bench
 from hfusion.core.membership import Membership, mark
 from hfusion.device import native as machine
 from hfusion.device.team import helped_by, team

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfusion.bench.policies import COMPARED
-from hfusion.bench.schedule import MIXES, ScheduleCase, plan_of
+from hfusion.bench.schedule_benchmark import MIXES, ScheduleCase, plan_of
 from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Plan

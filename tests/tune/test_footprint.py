@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hfusion as hf
-from hfusion.bench.sweep import cnn
+from hfusion.bench.sweep_benchmark import cnn
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.device.calibrate import Rates
 from hfusion.tune.footprint import Footprint

@@ -11,14 +11,14 @@ import torch
 pytest.importorskip("optuna")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
-from hfusion.bench import sweep
+from hfusion.bench import sweep_benchmark
 from hfusion.bench.__main__ import main
 from hfusion.bench.sweep_contenders import CONTENDERS, configurations
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFUSION_RATES", "standard")
-    monkeypatch.setattr("hfusion.bench.arguments.cores", lambda: 1)
+    monkeypatch.setattr("hfusion.bench.command_line.cores", lambda: 1)
     target = tmp_path / "bench.json"
     names = "one-by-one,threads,hfusion"
     options = ["--quick", "--contenders", names, "--trials", "3", "--plot", str(tmp_path / "bench.svg")]
@@ -52,9 +52,9 @@ def test_all_contenders_get_the_same_configurations() -> None:
     assert len({one.name for one in CONTENDERS}) == len(CONTENDERS)
 
 
-@pytest.mark.parametrize("case", sweep.CASES, ids=lambda case: case.name)
-def test_every_case_can_be_learned_from(case: sweep.SweepCase) -> None:
+@pytest.mark.parametrize("case", sweep_benchmark.CASES, ids=lambda case: case.name)
+def test_every_case_can_be_learned_from(case: sweep_benchmark.SweepCase) -> None:
     data = case.data()
-    values = list(sweep.train(case, data, {"lr": 3e-3, "weight_decay": 1e-4}, 0, 2))
+    values = list(sweep_benchmark.train(case, data, {"lr": 3e-3, "weight_decay": 1e-4}, 0, 2))
     _, counts = torch.unique(data.judge[1], return_counts=True)
     assert values[-1] > 1.5 * float(counts.max()) / len(data.judge[1])

@@ -16,12 +16,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from hfusion.bench.comparison_table import factor
 from hfusion.bench.progress import Meter, meter
 from hfusion.bench.results import write_json
-from hfusion.bench.shard import ShardWorkload, read, without_prefetch
+from hfusion.bench.shard_benchmark import ShardWorkload, read, without_prefetch
 from hfusion.bench.shard_cases import CASES, LARGE_CASES, QUICK_CASES, ShardCase
 from hfusion.bench.shard_results import ALONE, OURS
-from hfusion.bench.table import factor
 from hfusion.core.errors import PlanError
 from hfusion.device.backend import types
 from hfusion.device.calibrate import Rates

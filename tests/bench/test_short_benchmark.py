@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hfusion.bench import arguments, short
+from hfusion.bench import command_line, short_benchmark
 from hfusion.bench.progress import meter
-from hfusion.bench.short import JobTime, WrongJob, check_losses, run_job
+from hfusion.bench.short_benchmark import JobTime, WrongJob, check_losses, run_job
 
 
 @pytest.mark.parametrize("way", ["eager", "steps"])
@@ -43,15 +43,15 @@ ROUNDS = [
 
 
 def test_rows() -> None:
-    rows = [short.row("cnn", 16, name, ROUNDS) for name in NAMES]
+    rows = [short_benchmark.row("cnn", 16, name, ROUNDS) for name in NAMES]
     assert [row.beyond for row in rows] == [0.0, 2.0, -6.0]
-    assert short.table(rows)[0].row_count == 3
+    assert short_benchmark.table(rows)[0].row_count == 3
 
 
 def test_rows_without_times() -> None:
-    rows = [short.row("cnn", 16, name, ROUNDS) for name in ("eager-cold", "eager-warm")]
+    rows = [short_benchmark.row("cnn", 16, name, ROUNDS) for name in ("eager-cold", "eager-warm")]
     assert [(row.seconds, row.disagrees) for row in rows] == [(None, True), (None, False)]
-    shown, footnotes = short.table(rows)
+    shown, footnotes = short_benchmark.table(rows)
     console = Console(width=120)
     with console.capture() as captured:
         console.print(shown)
@@ -71,11 +71,11 @@ def test_what_fills_the_caches_is_timed_with_empty_ones(monkeypatch: pytest.Monk
         (Path(folder) / way).touch()
         return JobTime(1.0, 1.0, 1.0, (1.0,))
 
-    monkeypatch.setattr(short, "run_job", job)
-    settings = short.ShortSettings(("cnn",), (16,), short.CONTENDERS, 1, 1)
-    with meter(short.pieces(settings)) as bar:
-        rows = list(short.run(settings, bar))
-    assert [row.contender for row in rows] == [contender.name for contender in short.CONTENDERS]
+    monkeypatch.setattr(short_benchmark, "run_job", job)
+    settings = short_benchmark.ShortSettings(("cnn",), (16,), short_benchmark.CONTENDERS, 1, 1)
+    with meter(short_benchmark.pieces(settings)) as bar:
+        rows = list(short_benchmark.run(settings, bar))
+    assert [row.contender for row in rows] == [contender.name for contender in short_benchmark.CONTENDERS]
     both = [False, True]
     assert filled == {"serial": [False], "eager": both, "compiled": both, "background": both, "steps": both}
 
@@ -83,13 +83,13 @@ def test_what_fills_the_caches_is_timed_with_empty_ones(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("given", "models", "names"),
     [
-        (["--models", "cnn", "--repeats", "2"], ("cnn",), [one.name for one in short.CONTENDERS]),
+        (["--models", "cnn", "--repeats", "2"], ("cnn",), [one.name for one in short_benchmark.CONTENDERS]),
         (["--repeats", "2", "--contenders", "steps-warm"], ("mlp-small", "cnn", "transformer"), ["steps-warm"]),
         (["--repeats", "2", "--models", "lstm", "--contenders", "serial"], ("lstm",), ["serial"]),
     ],
     ids=["model", "contender", "another model"],
 )
 def test_arguments(given: list[str], models: tuple[str, ...], names: list[str]) -> None:
-    chosen = arguments.short_settings(arguments.parse(["short", *given]))
-    contenders = arguments.named(short.CONTENDERS, names)
-    assert chosen == short.ShortSettings(models, (16,), contenders, 2, 1)
+    chosen = command_line.short_settings(command_line.parse(["short", *given]))
+    contenders = command_line.named(short_benchmark.CONTENDERS, names)
+    assert chosen == short_benchmark.ShortSettings(models, (16,), contenders, 2, 1)

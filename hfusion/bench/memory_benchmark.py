@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hfusion.bench import serial
-from hfusion.bench.fuse import AGREEMENT_STEPS, FuseSettings, prepare
+from hfusion.bench.comparison_table import Footnotes
+from hfusion.bench.fuse_benchmark import AGREEMENT_STEPS, FuseSettings, prepare
 from hfusion.bench.progress import Meter
 from hfusion.bench.results import BASELINE, Cell
-from hfusion.bench.table import Footnotes
 from hfusion.bench.workload import Contender, Running, Workload, losses
 from hfusion.device.backend import backend
 

@@ -17,7 +17,7 @@ from statistics import mean
 
 from rich.table import Table
 
-from hfusion.bench.placement import placed
+from hfusion.bench.placement_simulation import placed
 from hfusion.bench.progress import Meter
 from hfusion.bench.replanning import replanned
 from hfusion.schedule.dispatch import Dispatcher

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from hfusion.bench.__main__ import main
-from hfusion.bench.unlike_members import measure
+from hfusion.bench.unlike_members_benchmark import measure
 
 
 def test_every_contender_is_measured() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfusion.bench import cluster_cost
+from hfusion.bench import cluster_benchmark
 from hfusion.bench.__main__ import main
 from hfusion.bench.simulated_executor import driver_cost
 
@@ -33,7 +33,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     target = tmp_path / "bench.json"
     assert main(["cluster", "--quick", "--tasks", "2", "--json", str(target)]) == 0
     rows = json.loads(target.read_text())["rows"]
-    assert [row["what"] for row in rows[:-1]] == [f"2 tasks, {way}" for way in cluster_cost.WAYS]
+    assert [row["what"] for row in rows[:-1]] == [f"2 tasks, {way}" for way in cluster_benchmark.WAYS]
     assert all(row["cpu_seconds"] > 0 for row in rows)
     assert rows[-1]["us_per_message"] > 0
     assert "x loop" in capsys.readouterr().out

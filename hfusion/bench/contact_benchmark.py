@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hfusion.bench.arguments import OneLineParser
+from hfusion.bench.command_line import OneLineParser
 from hfusion.bench.contact_item import ContactItem, ContactStatus
 from hfusion.bench.contact_items import items
 from hfusion.bench.contact_process import ContactRow, ContactRun, run_all

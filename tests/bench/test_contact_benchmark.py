@@ -18,8 +18,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from hfusion.bench import contact, contact_child, contact_lowering, contact_speed, contact_steps, contact_training
-from hfusion.bench.arguments import named
+from hfusion.bench import (
+    contact_benchmark,
+    contact_child,
+    contact_lowering,
+    contact_speed,
+    contact_steps,
+    contact_training,
+)
+from hfusion.bench.command_line import named
 from hfusion.bench.contact_item import (
     CheckResult,
     ContactItem,
@@ -208,8 +215,8 @@ def test_an_interrupted_run_keeps_its_lines(tmp_path: Path) -> None:
         assert json.loads(file.read_text())["item"] == "check"
         signal.raise_signal(signal.SIGTERM)
 
-    with contact.interrupted_by_termination():
-        rows, interrupted = contact.ContactLog(Console(quiet=True), file, 2).collect(lines())
+    with contact_benchmark.interrupted_by_termination():
+        rows, interrupted = contact_benchmark.ContactLog(Console(quiet=True), file, 2).collect(lines())
     assert (rows, interrupted) == ([line], True)
 
 
@@ -217,9 +224,9 @@ def test_the_command_goes_on_after_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checks = [ContactItem("first", raise_error), ContactItem("second", succeed)]
-    monkeypatch.setattr(contact, "items", lambda quick: checks)
+    monkeypatch.setattr(contact_benchmark, "items", lambda quick: checks)
     file = tmp_path / "contact.json"
-    assert contact.main(["--device", "cpu", "--json", str(file), "--jobs", "1"]) == 1
+    assert contact_benchmark.main(["--device", "cpu", "--json", str(file), "--jobs", "1"]) == 1
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["item"], line["status"]) for line in rows] == [("first", "failed"), ("second", "ok")]
     printed = capsys.readouterr().out
@@ -229,11 +236,13 @@ def test_the_command_goes_on_after_a_failure(
 
 def test_facts_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "contact.json"
-    assert contact.main(["--device", "cpu", "--quick", "--only", "facts,pytest", "--json", str(file)]) == 0
+    assert contact_benchmark.main(["--device", "cpu", "--quick", "--only", "facts,pytest", "--json", str(file)]) == 0
     rows = {line["item"]: line for line in map(json.loads, file.read_text().splitlines())}
     assert rows["facts"]["values"]["computes"] is True
     assert rows["pytest -m gpu"]["status"] == "skipped"
-    assert (contact.NO_ACCELERATOR in capsys.readouterr().out) == (contact.first_accelerator() is None)
+    assert (contact_benchmark.NO_ACCELERATOR in capsys.readouterr().out) == (
+        contact_benchmark.first_accelerator() is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,11 +255,11 @@ def test_facts_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 )
 def test_arguments_that_are_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        contact.main(arguments)
+        contact_benchmark.main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_the_list_is_of_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert contact.main(["--quick", "--list"]) == 0
+    assert contact_benchmark.main(["--quick", "--list"]) == 0
     assert capsys.readouterr().out.split("\n")[:-1] == [item.name for item in items(quick=True)]

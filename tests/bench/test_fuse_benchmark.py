@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from torch import Tensor
 
-from hfusion.bench import fuse, machine, plot, results, serial, table, vmapped
+from hfusion.bench import comparison_table, fuse_benchmark, machine_description, plot, results, serial, vmapped
 from hfusion.bench.progress import Meter
 from hfusion.bench.workload import Contender, Running, Workload
 from tests.bench.tiny import CPU, TINY
@@ -17,8 +17,10 @@ SERIAL = Contender("serial", "", serial.start)
 VMAP = Contender("vmap", "", vmapped.start)
 
 
-def settings(*contenders: Contender) -> fuse.FuseSettings:
-    return fuse.FuseSettings((TINY,), members=(2, 3), contenders=contenders, rounds=2, slot=1e-4, threads=1, device=CPU)
+def settings(*contenders: Contender) -> fuse_benchmark.FuseSettings:
+    return fuse_benchmark.FuseSettings(
+        (TINY,), members=(2, 3), contenders=contenders, rounds=2, slot=1e-4, threads=1, device=CPU
+    )
 
 
 def compare(*contenders: Contender) -> list[results.ModelResult]:
@@ -27,8 +29,8 @@ def compare(*contenders: Contender) -> list[results.ModelResult]:
     def advance(pieces: int) -> None:
         done[0] += pieces
 
-    found = list(fuse.run(chosen, Meter(say=lambda _: None, advance=advance)))
-    assert done[0] == fuse.pieces(chosen)
+    found = list(fuse_benchmark.run(chosen, Meter(say=lambda _: None, advance=advance)))
+    assert done[0] == fuse_benchmark.pieces(chosen)
     return found
 
 
@@ -50,7 +52,7 @@ def step_broken(workload: Workload) -> Running:
 
 def rendered(found: list[results.ModelResult], *names: str) -> str:
     console = Console(width=150, record=True, file=None, quiet=False)
-    shown, footnotes = table.table(found, names)
+    shown, footnotes = comparison_table.table(found, names)
     with console.capture() as captured:
         console.print(shown)
     return captured.get() + "\n".join(footnotes)
@@ -59,7 +61,7 @@ def rendered(found: list[results.ModelResult], *names: str) -> str:
 def test_rows_of_the_json_file(tmp_path: Path) -> None:
     found = compare(SERIAL, VMAP)
     target = tmp_path / "bench.json"
-    results.write_json(target, machine.describe(CPU), results.rows_of(found))
+    results.write_json(target, machine_description.describe(CPU), results.rows_of(found))
     read = json.loads(target.read_text())
     assert {"cpu", "cores", "threads", "torch", "python", "platform", "date"} <= read["machine"].keys()
     assert [(row["model"], row["members"], row["contender"]) for row in read["rows"]] == [

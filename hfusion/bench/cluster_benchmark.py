@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from hfusion.bench.machine import describe
+from hfusion.bench.machine_description import describe
 from hfusion.bench.results import write_json
 from hfusion.bench.simulated_executor import driver_cost
 from hfusion.cluster.cluster import Cluster

@@ -1,7 +1,7 @@
 """Measure how long members take to stop, start and be copied, and how long steps take after members were lost.
 
-``python -m hfusion.bench.population``: CPU time of one thread, the least of several repeats, so that other work on the
-machine does not count.
+``python -m hfusion.bench.population_benchmark`` prints the CPU time of one thread, the least of several repeats, so
+that other work on the machine does not count.
 """
 
 from __future__ import annotations

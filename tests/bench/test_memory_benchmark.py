@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from rich.console import Console
 
-from hfusion.bench import cases, fuse, memory, models, processes, serial
+from hfusion.bench import cases, fuse_benchmark, memory_benchmark, models, processes, serial
 from hfusion.bench.contenders import start_hfusion
 from hfusion.bench.progress import Meter
 from hfusion.bench.workload import Contender, Running, Unavailable, Workload
@@ -20,7 +20,7 @@ def allocation(ts: float, size: int, address: int) -> dict[str, object]:
     return {"name": "[memory]", "ts": ts, "args": {"Bytes": size, "Addr": address}}
 
 
-STEADY = {"name": memory.STEADY, "ph": "X", "ts": 10.0}
+STEADY = {"name": memory_benchmark.STEADY, "ph": "X", "ts": 10.0}
 
 
 @pytest.mark.parametrize(
@@ -39,18 +39,20 @@ STEADY = {"name": memory.STEADY, "ph": "X", "ts": 10.0}
     ],
 )
 def test_the_peak_of_a_trace(events: list[dict[str, object]], peak: int) -> None:
-    assert memory.peak_of([*events, STEADY]) == peak
+    assert memory_benchmark.peak_of([*events, STEADY]) == peak
 
 
 def start_never(workload: Workload) -> Running:
     raise Unavailable("it cannot")
 
 
-def rows_of(*contenders: Contender) -> list[memory.MemoryRow]:
-    chosen = fuse.FuseSettings((WIDE,), members=(3,), contenders=contenders, rounds=1, slot=1e-3, threads=1, device=CPU)
+def rows_of(*contenders: Contender) -> list[memory_benchmark.MemoryRow]:
+    chosen = fuse_benchmark.FuseSettings(
+        (WIDE,), members=(3,), contenders=contenders, rounds=1, slot=1e-3, threads=1, device=CPU
+    )
     done: list[int] = []
-    (rows,) = memory.run(chosen, Meter(say=lambda _: None, advance=done.append))
-    assert sum(done) == memory.pieces(chosen)
+    (rows,) = memory_benchmark.run(chosen, Meter(say=lambda _: None, advance=done.append))
+    assert sum(done) == memory_benchmark.pieces(chosen)
     return rows
 
 
@@ -71,7 +73,7 @@ def test_what_is_not_counted_has_a_reason() -> None:
     assert [row.reason for row in rows] == ["", "its tensors are in other processes", "it cannot"]
     assert [row.bytes is None for row in rows] == [False, True, True]
     console = Console(width=150)
-    shown, footnotes = memory.table(rows, ["serial", "processes", "never"])
+    shown, footnotes = memory_benchmark.table(rows, ["serial", "processes", "never"])
     with console.capture() as captured:
         console.print(shown)
     assert "1.00x" in captured.get()

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.bench.machine import describe
+from hfusion.bench.machine_description import describe
 from hfusion.bench.results import write_json
 from hfusion.bench.timing import interleave, speedup, spread
 from hfusion.bench.workload import check_agreement

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfusion.bench import lora
+from hfusion.bench import lora_benchmark
 from hfusion.bench.workload import Disagreement
 
 pytest.importorskip("peft")
@@ -13,20 +13,23 @@ pytest.importorskip("transformers")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("case", [lora.CASES[0], lora.CASES[-1]], ids=lambda case: case.name)
-def test_contenders_compute_the_same(case: lora.LoraCase) -> None:
+@pytest.mark.parametrize("case", [lora_benchmark.CASES[0], lora_benchmark.CASES[-1]], ids=lambda case: case.name)
+def test_contenders_compute_the_same(case: lora_benchmark.LoraCase) -> None:
     # What is compiled is tested where it is compiled.
-    names = [name for name in lora.CONTENDERS if name != "hfusion-compiled"]
-    steps = {name: lora.CONTENDERS[name](case, 2) for name in names}
-    lora.check(steps)
+    names = [name for name in lora_benchmark.CONTENDERS if name != "hfusion-compiled"]
+    steps = {name: lora_benchmark.CONTENDERS[name](case, 2) for name in names}
+    lora_benchmark.check(steps)
     steps["wrong"] = lambda: torch.zeros(2)
     with pytest.raises(Disagreement, match="wrong: member 0 has loss 0"):
-        lora.check(steps)
+        lora_benchmark.check(steps)
 
 
 def test_the_table_has_a_cell_for_each_contender() -> None:
-    rows = [lora.LoraRow("llama", 4, name, 10.0 * k, 1.0 * k, 0.1) for k, name in enumerate(lora.CONTENDERS, 1)]
-    shown = lora.table(rows)
+    rows = [
+        lora_benchmark.LoraRow("llama", 4, name, 10.0 * k, 1.0 * k, 0.1)
+        for k, name in enumerate(lora_benchmark.CONTENDERS, 1)
+    ]
+    shown = lora_benchmark.table(rows)
     assert shown.row_count == 1
     assert [next(iter(column.cells)) for column in shown.columns][2:] == [
         "10.0  1.00x",

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hfusion.bench import shard, shard_cases
+from hfusion.bench import shard_benchmark, shard_cases
 from hfusion.bench.__main__ import console, main
 from hfusion.bench.cases import classified, tokens
 from hfusion.bench.models import TransformerLM, mlp
 from hfusion.bench.offload import Alone, fsdp_offload
 from hfusion.bench.progress import Meter
-from hfusion.bench.shard import Entry, ShardSettings, ShardWorkload, compare, read
+from hfusion.bench.shard_benchmark import Entry, ShardSettings, ShardWorkload, compare, read
 from hfusion.bench.shard_cases import ShardCase, adapters, blocks, children, linears, seeded
 from hfusion.bench.shard_results import (
     ALONE,
@@ -68,8 +68,8 @@ def rows_of(case: ShardCase) -> list[ShardRow]:
         done[0] += pieces
 
     settings = ShardSettings((case,), 1, 4, CPU)
-    (found,) = shard.run(settings, Meter(say=lambda _: None, advance=advance))
-    assert done[0] == shard.pieces(settings)
+    (found,) = shard_benchmark.run(settings, Meter(say=lambda _: None, advance=advance))
+    assert done[0] == shard_benchmark.pieces(settings)
     return found
 
 

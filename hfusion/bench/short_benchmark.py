@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
+from hfusion.bench.comparison_table import Footnotes
 from hfusion.bench.progress import Meter
 from hfusion.bench.results import BASELINE
-from hfusion.bench.table import Footnotes
 from hfusion.bench.timing import children_cpu_seconds
 
 # Which the serial loop of 16 members does in some ten seconds on two cores of an AMD EPYC (third generation).

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfusion.bench import schedule
+from hfusion.bench import schedule_benchmark
 from hfusion.bench.__main__ import main
 from hfusion.bench.policies import COMPARED
 
@@ -17,9 +17,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["schedule", "--quick", "--json", str(target)]) == 0
     assert "makespan" in capsys.readouterr().out
     rows = json.loads(target.read_text())["rows"]
-    policies = [*COMPARED] * len(schedule.QUICK_CASES) + ["placement"]
+    policies = [*COMPARED] * len(schedule_benchmark.QUICK_CASES) + ["placement"]
     plans = ["first plan", "made anew", "rates known"]
-    assert len(rows) == len(schedule.MIXES) * (len(policies) + len(plans))
+    assert len(rows) == len(schedule_benchmark.MIXES) * (len(policies) + len(plans))
     assert {row["policy"] for row in rows} == {*policies, *plans}
     first, anew, *_ = (row["makespan"] for row in rows if row["mix"] == "estimates wrong")
     assert anew < 0.7 * first
@@ -38,9 +38,9 @@ def test_members_do_not_belong_to_it(capsys: pytest.CaptureFixture[str]) -> None
     assert "--members does not belong to schedule: leave it out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mix", schedule.MIXES)
-@pytest.mark.parametrize("case", schedule.CASES)
-def test_every_case_is_a_plan_of_its_size(case: schedule.ScheduleCase, mix: str) -> None:
-    plan = schedule.plan_of(case, mix)
+@pytest.mark.parametrize("mix", schedule_benchmark.MIXES)
+@pytest.mark.parametrize("case", schedule_benchmark.CASES)
+def test_every_case_is_a_plan_of_its_size(case: schedule_benchmark.ScheduleCase, mix: str) -> None:
+    plan = schedule_benchmark.plan_of(case, mix)
     assert (len(plan.tasks), len(plan.devices)) == (case.tasks, case.devices)
     assert len({task.seconds for task in plan.tasks}) == (1 if mix == "homogeneous" else case.tasks)

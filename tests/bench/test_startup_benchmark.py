@@ -2,25 +2,25 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from hfusion.bench import startup
+from hfusion.bench import startup_benchmark
 from tests.bench.tiny import TINY, TINY_BRANCHING, workload
 from tests.step.test_train_step import needs_compiler
 
 
 @needs_compiler
 def test_stages() -> None:
-    row = startup.once(workload(TINY))
+    row = startup_benchmark.once(workload(TINY))
     assert (row.model, row.members, row.note) == ("tiny", 3, "")
-    for name in startup.STAGES:
+    for name in startup_benchmark.STAGES:
         assert getattr(row, name) > 0
 
 
 def test_what_is_not_compiled_is_told() -> None:
-    row = startup.once(workload(TINY_BRANCHING))
+    row = startup_benchmark.once(workload(TINY_BRANCHING))
     assert row.compiled_ms is None
     assert row.next_ms is None
     assert row.note.startswith("eager: forward runs in a loop over members")
-    shown, footnotes = startup.table([row])
+    shown, footnotes = startup_benchmark.table([row])
     console = Console(width=150)
     with console.capture() as captured:
         console.print(shown)

@@ -22,10 +22,10 @@ from torch._inductor.utils import fresh_cache
 
 import hfusion as hf
 from hfusion.bench import cases, models, serial
+from hfusion.bench.comparison_table import Footnotes
 from hfusion.bench.contenders import eager_step
-from hfusion.bench.fuse import FuseSettings
+from hfusion.bench.fuse_benchmark import FuseSettings
 from hfusion.bench.progress import Meter
-from hfusion.bench.table import Footnotes
 from hfusion.bench.workload import Workload
 from hfusion.device.backend import backend
 

@@ -10,7 +10,18 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
-from hfusion.bench import foretold, fuse, optim, schedule, search_spaces, shard, shard_cases, short, sweep, train
+from hfusion.bench import (
+    foretold_benchmark,
+    fuse_benchmark,
+    optim_benchmark,
+    schedule_benchmark,
+    search_spaces,
+    shard_benchmark,
+    shard_cases,
+    short_benchmark,
+    sweep_benchmark,
+    train_benchmark,
+)
 from hfusion.bench.cases import CASES
 from hfusion.bench.contenders import CONTENDERS
 from hfusion.bench.policies import COMPARED
@@ -46,8 +57,8 @@ CHOSEN_BY = {
 }
 # What models and contenders are chosen from, other than those of fuse.
 ENTRANTS: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
-    "short": (CASES, short.CONTENDERS),
-    "sweep": (sweep.CASES, SEARCHES),
+    "short": (CASES, short_benchmark.CONTENDERS),
+    "sweep": (sweep_benchmark.CASES, SEARCHES),
 }
 QUICK_SWEEP = (6, 3)
 AMP = {"bf16": torch.bfloat16}
@@ -184,13 +195,13 @@ def _check_paths(made: argparse.ArgumentParser, parsed: argparse.Namespace) -> N
         made.error("--from draws: say where to with --plot")
 
 
-def fuse_settings(parsed: argparse.Namespace) -> fuse.FuseSettings:
+def fuse_settings(parsed: argparse.Namespace) -> fuse_benchmark.FuseSettings:
     """Return the settings of the sub-benchmark ``fuse``; explicit options override those of ``--quick``."""
     cases, entrants = parsed.cases, parsed.entrants
     if parsed.quick:
         cases = cases if parsed.models else named(CASES, QUICK_MODELS)
         entrants = entrants if parsed.contenders else named(CONTENDERS, QUICK_CONTENDERS)
-    return fuse.FuseSettings(
+    return fuse_benchmark.FuseSettings(
         cases=cases,
         members=_members(parsed),
         contenders=entrants,
@@ -202,10 +213,10 @@ def fuse_settings(parsed: argparse.Namespace) -> fuse.FuseSettings:
     )
 
 
-def optim_settings(parsed: argparse.Namespace) -> optim.OptimSettings:
+def optim_settings(parsed: argparse.Namespace) -> optim_benchmark.OptimSettings:
     """The settings of the sub-benchmark ``optim``."""
-    return optim.OptimSettings(
-        cases=optim.CASES[:1] if parsed.quick else optim.CASES,
+    return optim_benchmark.OptimSettings(
+        cases=optim_benchmark.CASES[:1] if parsed.quick else optim_benchmark.CASES,
         members=_members(parsed),
         rounds=_rounds(parsed),
         slot=_slot(parsed),
@@ -213,9 +224,9 @@ def optim_settings(parsed: argparse.Namespace) -> optim.OptimSettings:
     )
 
 
-def shard_settings(parsed: argparse.Namespace) -> shard.ShardSettings:
+def shard_settings(parsed: argparse.Namespace) -> shard_benchmark.ShardSettings:
     """The settings of the sub-benchmark ``shard``."""
-    return shard.ShardSettings(
+    return shard_benchmark.ShardSettings(
         cases=shard_cases.QUICK_CASES if parsed.quick else shard_cases.CASES,
         rounds=parsed.repeats or (1 if parsed.quick else 3),
         steps=5 if parsed.quick else 24,
@@ -223,44 +234,50 @@ def shard_settings(parsed: argparse.Namespace) -> shard.ShardSettings:
     )
 
 
-def schedule_settings(parsed: argparse.Namespace) -> schedule.ScheduleSettings:
+def schedule_settings(parsed: argparse.Namespace) -> schedule_benchmark.ScheduleSettings:
     """The settings of the sub-benchmark ``schedule``."""
-    cases = schedule.QUICK_CASES if parsed.quick else schedule.CASES
-    placements = schedule.PLACEMENT_CASES[: 1 if parsed.quick else None]
-    replanned = schedule.REPLANNED_CASES[: 1 if parsed.quick else None]
-    return schedule.ScheduleSettings(cases, tuple(COMPARED.values()), placements, replanned)
+    cases = schedule_benchmark.QUICK_CASES if parsed.quick else schedule_benchmark.CASES
+    placements = schedule_benchmark.PLACEMENT_CASES[: 1 if parsed.quick else None]
+    replanned = schedule_benchmark.REPLANNED_CASES[: 1 if parsed.quick else None]
+    return schedule_benchmark.ScheduleSettings(cases, tuple(COMPARED.values()), placements, replanned)
 
 
-def foretold_settings(parsed: argparse.Namespace) -> foretold.ForetoldSettings:
+def foretold_settings(parsed: argparse.Namespace) -> foretold_benchmark.ForetoldSettings:
     """The settings of the sub-benchmark ``foretold``."""
-    cases = parsed.cases if parsed.models else named(CASES, QUICK_MODELS[:1] if parsed.quick else foretold.MODELS)
+    cases = (
+        parsed.cases if parsed.models else named(CASES, QUICK_MODELS[:1] if parsed.quick else foretold_benchmark.MODELS)
+    )
     rounds = parsed.repeats or (1 if parsed.quick else 3)
-    return foretold.ForetoldSettings(cases, parsed.members or foretold.MEMBERS, rounds, parsed.device)
+    return foretold_benchmark.ForetoldSettings(
+        cases, parsed.members or foretold_benchmark.MEMBERS, rounds, parsed.device
+    )
 
 
-def train_settings(parsed: argparse.Namespace) -> train.TrainSettings:
+def train_settings(parsed: argparse.Namespace) -> train_benchmark.TrainSettings:
     """The settings of the sub-benchmark ``train``."""
-    cases = parsed.cases if parsed.models else named(CASES, QUICK_MODELS[:1] if parsed.quick else train.MODELS)
+    cases = (
+        parsed.cases if parsed.models else named(CASES, QUICK_MODELS[:1] if parsed.quick else train_benchmark.MODELS)
+    )
     rounds = parsed.repeats or (1 if parsed.quick else 3)
-    return train.TrainSettings(cases, parsed.members or train.MEMBERS, rounds, parsed.device)
+    return train_benchmark.TrainSettings(cases, parsed.members or train_benchmark.MEMBERS, rounds, parsed.device)
 
 
-def short_settings(parsed: argparse.Namespace) -> short.ShortSettings:
+def short_settings(parsed: argparse.Namespace) -> short_benchmark.ShortSettings:
     """The settings of the sub-benchmark ``short``."""
-    models = tuple(case.name for case in parsed.cases) if parsed.models else tuple(short.STEPS)
-    return short.ShortSettings(
+    models = tuple(case.name for case in parsed.cases) if parsed.models else tuple(short_benchmark.STEPS)
+    return short_benchmark.ShortSettings(
         models=models[:1] if parsed.quick and not parsed.models else models,
-        members=parsed.members or short.MEMBERS,
+        members=parsed.members or short_benchmark.MEMBERS,
         contenders=parsed.entrants,
         rounds=parsed.repeats or (1 if parsed.quick else 3),
         threads=parsed.threads,
     )
 
 
-def sweep_settings(parsed: argparse.Namespace) -> sweep.SweepSettings:
+def sweep_settings(parsed: argparse.Namespace) -> sweep_benchmark.SweepSettings:
     """The settings of the sub-benchmark ``sweep``."""
     trials, epochs = QUICK_SWEEP if parsed.quick else (256, 9)
-    return sweep.SweepSettings(
+    return sweep_benchmark.SweepSettings(
         cases=parsed.cases[:1] if parsed.quick and not parsed.models else parsed.cases,
         contenders=parsed.entrants,
         trials=parsed.trials or trials,

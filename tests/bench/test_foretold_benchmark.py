@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfusion.bench import foretold
+from hfusion.bench import foretold_benchmark
 from hfusion.bench.__main__ import main
 
 
@@ -16,5 +16,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["foretold", "--quick", "--json", str(target)]) == 0
     assert "ran / said" in capsys.readouterr().out
     (row,) = json.loads(target.read_text())["rows"]
-    assert (row["model"], row["members"], row["steps"]) == ("mlp-small", 4, foretold.STEPS)
+    assert (row["model"], row["members"], row["steps"]) == ("mlp-small", 4, foretold_benchmark.STEPS)
     assert row["ratio"] == row["ran"] / row["said"] > 0

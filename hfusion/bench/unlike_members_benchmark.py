@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.bench.machine import describe
+from hfusion.bench.machine_description import describe
 from hfusion.bench.results import write_json
 
 

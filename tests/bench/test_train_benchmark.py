@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hfusion.bench import train
+from hfusion.bench import train_benchmark
 from hfusion.bench.__main__ import main
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "_SECONDS", 0.01)
+    monkeypatch.setattr(train_benchmark, "_SECONDS", 0.01)
     target = tmp_path / "bench.json"
     assert main(["train", "--quick", "--members", "2", "--json", str(target)]) == 0
     assert "train_step ms" in capsys.readouterr().out
