@@ -384,4 +384,6 @@ class Rescaled(nn.Module):
 
 
 def test_backward_uses_a_buffer_as_it_was_before_it_was_replaced() -> None:
-    assert_alone([Rescaled() for _ in range(3)], normal(2, 4), normal(2, 4))
+    fused = assert_alone([Rescaled() for _ in range(3)], normal(2, 4), normal(2, 4))
+    # Reading the new value would be noticed, and members would run one after another.
+    assert not looped(fused.report().parts[0])
