@@ -68,13 +68,13 @@ def member_class(kind: Any) -> Any:
 
 def kind_of(member: nn.Module) -> type[nn.Module]:
     """Return the peft class from which the class of a member was derived."""
-    found: type[nn.Module] = type(member).__mro__[2]
-    return found
+    peft_class: type[nn.Module] = type(member).__mro__[2]
+    return peft_class
 
 
 def _blank(kind: type[nn.Module]) -> Any:
-    made = member_class(kind)
-    return made.__new__(made)
+    member_type = member_class(kind)
+    return member_type.__new__(member_type)
 
 
 def plain(member: AdapterMember, own_base: bool = False) -> nn.Module:
@@ -85,12 +85,12 @@ def plain(member: AdapterMember, own_base: bool = False) -> nn.Module:
     model.__class__ = kind_of(member)
     for path, value in caches.items():
         cast(Any, model.get_submodule(f"{PREFIX}{path}".rstrip("."))).config.use_cache = value
-    found = layers(model)
-    sizes = {path: cut(layer) for path, layer in found.items()}
+    adapter_layers = layers(model)
+    sizes = {path: cut(layer) for path, layer in adapter_layers.items()}
     for path, (size, _) in sizes.items():
         if not size:
-            _take_out(model, path, found[path])
-    cast(Any, model).base_model.peft_config[NAME] = _own_config(model, found, sizes)
+            _take_out(model, path, adapter_layers[path])
+    cast(Any, model).base_model.peft_config[NAME] = _own_config(model, adapter_layers, sizes)
     return model
 
 
@@ -101,17 +101,17 @@ def _take_out(model: nn.Module, path: str, layer: Any) -> None:
     names.remove(path.removeprefix(PREFIX))
 
 
-def _own_config(model: nn.Module, found: Mapping[str, Any], sizes: Mapping[str, tuple[int, float]]) -> Any:
+def _own_config(model: nn.Module, adapter_layers: Mapping[str, Any], sizes: Mapping[str, tuple[int, float]]) -> Any:
     """Return the LoraConfig from which peft creates exactly the adapter layers that this member has."""
     config = copy.deepcopy(cast(Any, model).peft_config[NAME])
-    there = {path.removeprefix(PREFIX): terms for path, terms in sizes.items() if terms[0]}
-    if not there:
+    active_sizes = {path.removeprefix(PREFIX): terms for path, terms in sizes.items() if terms[0]}
+    if not active_sizes:
         raise FusionError("this member has no adapter in any layer: there is nothing to save")
-    if len(there) < len(sizes):
-        target_only(config, there)
-    config.r, config.rank_pattern = _most({path: size for path, (size, _) in there.items()})
-    config.lora_alpha, config.alpha_pattern = _most({path: alpha for path, (_, alpha) in there.items()})
-    config.lora_dropout = max(dropout(found[PREFIX + path]) for path in there)
+    if len(active_sizes) < len(sizes):
+        target_only(config, active_sizes)
+    config.r, config.rank_pattern = _most({path: size for path, (size, _) in active_sizes.items()})
+    config.lora_alpha, config.alpha_pattern = _most({path: alpha for path, (_, alpha) in active_sizes.items()})
+    config.lora_dropout = max(dropout(adapter_layers[PREFIX + path]) for path in active_sizes)
     return config
 
 

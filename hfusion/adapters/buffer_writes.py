@@ -42,7 +42,7 @@ def _functions_of_torch(base: nn.Module) -> Iterator[types.FunctionType]:
 def _written_names(function: types.FunctionType) -> frozenset[str]:
     code = function.__code__
     assigned = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_ATTR", "DELETE_ATTR")}
-    if not assigned and not any(_writes_in_place(each.__code__) for each in (function, *_called(function))):
+    if not assigned and not any(_writes_in_place(candidate.__code__) for candidate in (function, *_called(function))):
         return frozenset()
     texts = {constant for constant in code.co_consts if isinstance(constant, str)}
     return frozenset(assigned | texts | set(names_in(code).attributes))

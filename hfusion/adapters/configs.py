@@ -53,7 +53,7 @@ def configs(config: Config, members: int | Sequence[Config | Change]) -> list[Co
         )
     if not members:
         raise ValueError("members is an empty list; give at least one")
-    return [changed(config, one, f"member {index}") for index, one in enumerate(members)]
+    return [changed(config, member, f"member {index}") for index, member in enumerate(members)]
 
 
 def changed(config: Config, change: Config | Change, who: str) -> Config:
@@ -70,10 +70,10 @@ def changed(config: Config, change: Config | Change, who: str) -> Config:
     for name in change:
         if name not in fields:
             raise ValueError(f"{who}: {name!r} is no field of LoraConfig; those of its own are {sorted(OWN)}")
-    found = dataclasses.replace(copy.deepcopy(config), **change)
-    check(found, who)
-    check_common(config, found, who)
-    return found
+    new_config = dataclasses.replace(copy.deepcopy(config), **change)
+    check(new_config, who)
+    check_common(config, new_config, who)
+    return new_config
 
 
 def target_only(config: Config, paths: Collection[str]) -> None:
@@ -117,15 +117,15 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def check_common(config: Config, other: Config, who: str) -> None:
     """Raise a FusionError if members with these two configurations would have different tensors or modules."""
     for name in COMMON:
-        mine, theirs = getattr(config, name), getattr(other, name)
-        if _plain(mine) != _plain(theirs):
+        array_value, value = getattr(config, name), getattr(other, name)
+        if _plain(array_value) != _plain(value):
             remedy = (
                 "write the scale into lora_alpha: alpha / sqrt(r) is what lora_alpha = alpha * sqrt(r) gives without it"
                 if name == "use_rslora"
                 else "make an array for each kind, by a call of hf.lora each"
             )
             raise FusionError(
-                f"{who} has {name}={theirs!r}, the array {mine!r}, and its members have one shape; {remedy}"
+                f"{who} has {name}={value!r}, the array {array_value!r}, and its members have one shape; {remedy}"
             )
 
 

@@ -38,19 +38,19 @@ def layers(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import layer as kinds
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    known = (kinds.Linear, kinds.Embedding, kinds.Conv1d, kinds.Conv2d, kinds.Conv3d)
-    found = {}
+    supported = (kinds.Linear, kinds.Embedding, kinds.Conv1d, kinds.Conv2d, kinds.Conv3d)
+    adapter_layers = {}
     for path, module in model.named_modules():
         if not isinstance(module, BaseTunerLayer):
             continue
-        if type(module) not in known:
+        if type(module) not in supported:
             raise FusionError(
                 f"{path} is adapted by a {type(module).__module__}.{type(module).__name__}, which has no array form: "
                 "hf.lora adapts dense Linear, Conv1D, Embedding and convolution layers; choose target_modules without "
                 "it, or a base that is not quantized"
             )
-        found[path] = module
-    return found
+        adapter_layers[path] = module
+    return adapter_layers
 
 
 def rank(layer: Any) -> int:
@@ -69,43 +69,43 @@ def settle(layer: Any) -> None:
 
 
 @torch.no_grad()
-def fill(layer: Any, own: Any, where: str) -> None:
-    """Copy peft's layer ``own`` into ``layer``, which `settle` has prepared. None: no adapter, rank 0.
+def fill(layer: Any, source: Any, where: str) -> None:
+    """Copy peft's layer ``source`` into ``layer``, which `settle` has prepared. None: no adapter, rank 0.
 
     Raises:
-        FusionError: ``own`` does not fit, for example as its rank is larger.
+        FusionError: ``source`` does not fit, for example as its rank is larger.
     """
-    given = {} if own is None else dict(own.named_parameters())
+    parameters = {} if source is None else dict(source.named_parameters())
     for name, dim in _RANK_DIMS.items():
         room = _tensor(layer, name)
         if room is None:
             continue
         room.zero_()
-        if own is not None:
-            _check_room(where, rank(own), room.shape[dim], layer)
-            room.narrow(dim, 0, rank(own)).copy_(given[name])
-    layer.rank.fill_(0 if own is None else rank(own))
-    layer.alpha.fill_(0.0 if own is None else own.lora_alpha[NAME])
-    layer.scaling[NAME].fill_(0.0 if own is None else own.scaling[NAME])
-    if own is not None:
-        _fill_dropout(layer, own, where)
+        if source is not None:
+            _check_room(where, rank(source), room.shape[dim], layer)
+            room.narrow(dim, 0, rank(source)).copy_(parameters[name])
+    layer.rank.fill_(0 if source is None else rank(source))
+    layer.alpha.fill_(0.0 if source is None else source.lora_alpha[NAME])
+    layer.scaling[NAME].fill_(0.0 if source is None else source.scaling[NAME])
+    if source is not None:
+        _fill_dropout(layer, source, where)
 
 
-def _check_room(where: str, given: int, most: int, layer: Any) -> None:
-    if given > most:
+def _check_room(where: str, member_rank: int, largest_rank: int, layer: Any) -> None:
+    if member_rank > largest_rank:
         raise FusionError(
-            f"{where}: an adapter of rank {given} does not fit an array whose largest rank is {most} there; make the "
-            f"array with room for it, hf.lora(..., max_rank={given})"
+            f"{where}: an adapter of rank {member_rank} does not fit an array whose largest rank is {largest_rank} "
+            f"there; make the array with room for it, hf.lora(..., max_rank={member_rank})"
         )
-    if given < most and getattr(layer.get_base_layer(), "groups", 1) > 1:
+    if member_rank < largest_rank and getattr(layer.get_base_layer(), "groups", 1) > 1:
         raise FusionError(
-            f"{where} is a convolution in groups, in each of which the rank is split: ranks {given} and {most} cannot "
-            "be padded to one; give all members one rank there (rank_pattern)"
+            f"{where} is a convolution in groups, in each of which the rank is split: ranks {member_rank} and "
+            f"{largest_rank} cannot be padded to one; give all members one rank there (rank_pattern)"
         )
 
 
-def _fill_dropout(layer: Any, own: Any, where: str) -> None:
-    room, p = layer.lora_dropout[NAME], dropout(own)
+def _fill_dropout(layer: Any, source: Any, where: str) -> None:
+    room, p = layer.lora_dropout[NAME], dropout(source)
     if isinstance(room, nn.Dropout):
         room.p = p
     elif p:
@@ -118,10 +118,10 @@ def dropout(layer: Any) -> float:
     return float(getattr(layer.lora_dropout[NAME], "p", 0.0))
 
 
-def lora_names(found: Mapping[str, Any]) -> frozenset[str]:
+def lora_names(adapter_layers: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the tensors that `fill` writes, including the buffers that `settle` adds."""
-    own = (*_RANK_DIMS, "rank", "alpha", f"scaling.{NAME}")
-    return frozenset(f"{path}.{name}" for path in found for name in own)
+    names = (*_RANK_DIMS, "rank", "alpha", f"scaling.{NAME}")
+    return frozenset(f"{path}.{name}" for path in adapter_layers for name in names)
 
 
 def cut(layer: Any) -> tuple[int, float]:
@@ -163,5 +163,5 @@ def _tensor(layer: Any, name: str) -> Tensor | None:
         holder = holder._modules.get(part)
         if holder is None:
             return None
-    found: Tensor | None = holder._parameters.get(key)
-    return found
+    tensor: Tensor | None = holder._parameters.get(key)
+    return tensor

@@ -61,17 +61,19 @@ def lora(
         torch.Size([2, 3, 2])
     """
     _check_peft()
-    made = configs(config, members)
-    if seeds is not None and len(seeds) != len(made):
-        raise ValueError(f"{len(seeds)} seeds for {len(made)} members: give one for each")
+    member_configs = configs(config, members)
+    if seeds is not None and len(seeds) != len(member_configs):
+        raise ValueError(f"{len(seeds)} seeds for {len(member_configs)} members: give one for each")
     _check_base(base)
-    first = made[0]
-    for index, one in enumerate(made):
-        check_common(first, one, f"member {index}")
+    first = member_configs[0]
+    for index, member_config in enumerate(member_configs):
+        check_common(first, member_config, f"member {index}")
     frozen = FrozenBase(base, autocast_adapter_dtype)
-    given: Sequence[int | None] = seeds or [None] * len(made)
-    adapted = [frozen.adapted(one, seed) for one, seed in zip(made, given, strict=True)]
-    return Adapters(frozen, _template(frozen, made[0], adapted, max_rank), config, adapted)
+    member_seeds: Sequence[int | None] = seeds or [None] * len(member_configs)
+    adapted = [
+        frozen.adapted(member_config, seed) for member_config, seed in zip(member_configs, member_seeds, strict=True)
+    ]
+    return Adapters(frozen, _template(frozen, member_configs[0], adapted, max_rank), config, adapted)
 
 
 class Adapters(Sequence[nn.Module]):
@@ -93,7 +95,7 @@ class Adapters(Sequence[nn.Module]):
         self, frozen: FrozenBase, template: AdapterMember, config: Config, adapted: Sequence[nn.Module]
     ) -> None:
         self._frozen, self._template, self._config = frozen, template, config
-        self._members = [self._padded(one, f"member {index}") for index, one in enumerate(adapted)]
+        self._members = [self._padded(model, f"member {index}") for index, model in enumerate(adapted)]
 
     @overload
     def __getitem__(self, index: int) -> AdapterMember: ...
@@ -106,7 +108,7 @@ class Adapters(Sequence[nn.Module]):
         return len(self._members)
 
     def __repr__(self) -> str:
-        ranks = [int(max(layer.rank for layer in layers(one).values())) for one in self]
+        ranks = [int(max(layer.rank for layer in layers(member).values())) for member in self]
         return f"Adapters({len(self)} of one {type(self._frozen.base).__name__}, ranks {ranks})"
 
     def member(self, config: Config | None = None, *, seed: int | None = None, **own: Any) -> AdapterMember:
@@ -121,9 +123,9 @@ class Adapters(Sequence[nn.Module]):
             FusionError: it does not fit the array, such as a larger rank, or a layer that no initial member adapts.
         """
         first = self._config
-        one = changed(first if config is None else config, own, "the member that joins")
-        check_common(first, one, "the member that joins")
-        return self._padded(self._frozen.adapted(one, seed), "the member that joins")
+        member_config = changed(first if config is None else config, own, "the member that joins")
+        check_common(first, member_config, "the member that joins")
+        return self._padded(self._frozen.adapted(member_config, seed), "the member that joins")
 
     def load(self, directory: Any) -> AdapterMember:
         """Return a member that continues from an adapter that peft, or a member's ``save_pretrained``, has saved.
@@ -145,28 +147,28 @@ class Adapters(Sequence[nn.Module]):
     def _padded(self, model: nn.Module, who: str) -> AdapterMember:
         """Return a member that computes the same as the peft model ``model``, padded to the ranks of the array."""
         member = cast(AdapterMember, self._frozen.copy_of(self._template))
-        room, own = layers(member), layers(model)
-        for path in own:
-            if path not in room:
+        padded_layers, source_layers = layers(member), layers(model)
+        for path in source_layers:
+            if path not in padded_layers:
                 raise FusionError(
                     f"{who} adapts {path}, which none of the members adapts that the array was made with; make it with "
                     "a member that does"
                 )
-        for path, layer in room.items():
-            fill(layer, own.get(path), f"{who}, {path}")
-        filled, mine = lora_names(room), dict(model.named_parameters()) | dict(model.named_buffers())
+        for path, layer in padded_layers.items():
+            fill(layer, source_layers.get(path), f"{who}, {path}")
+        filled, source_tensors = lora_names(padded_layers), dict(model.named_parameters()) | dict(model.named_buffers())
         for name, tensor in [*member.named_parameters(), *member.named_buffers()]:
-            if name not in filled and name in mine and mine[name] is not tensor:
-                tensor.copy_(mine[name])
-        _check_trained(member, model, room.keys() - own.keys(), who)
+            if name not in filled and name in source_tensors and source_tensors[name] is not tensor:
+                tensor.copy_(source_tensors[name])
+        _check_trained(member, model, padded_layers.keys() - source_layers.keys(), who)
         return member
 
 
 def _check_trained(member: nn.Module, model: nn.Module, absent: set[str], who: str) -> None:
     """Raise a FusionError if a member would train tensors that ``model`` does not, other than padding."""
-    theirs = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
+    trained_names = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
     for name, tensor in member.named_parameters():
-        if not tensor.requires_grad or name in theirs:
+        if not tensor.requires_grad or name in trained_names:
             continue
         layer = next((path for path in absent if name.startswith(f"{path}.")), None)
         if layer is None or name not in lora_names({layer: None}):
@@ -223,13 +225,13 @@ class FrozenBase:
 
     def part(self, model: nn.Module) -> nn.Module:
         """Return ``model`` with its own copies of base parameters that it trains, as with ``bias="all"``."""
-        own: dict[int, nn.Parameter] = {}
+        copies: dict[int, nn.Parameter] = {}
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) in self._shared and parameter.requires_grad:
-                    if id(parameter) not in own:
-                        own[id(parameter)] = nn.Parameter(parameter.detach().clone())
-                    setattr(module, name, own[id(parameter)])
+                    if id(parameter) not in copies:
+                        copies[id(parameter)] = nn.Parameter(parameter.detach().clone())
+                    setattr(module, name, copies[id(parameter)])
         for tensor in self._shared.values():
             if isinstance(tensor, nn.Parameter):
                 tensor.requires_grad_(False)
@@ -238,39 +240,39 @@ class FrozenBase:
 
 def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], max_rank: int | None) -> AdapterMember:
     """Return the template of the members: all layers that any of them adapts, with room for the largest rank."""
-    found = [layers(model) for model in adapted]
+    layers_by_member = [layers(model) for model in adapted]
     ranks: dict[str, int] = {}
-    for one in found:
-        for path, layer in one.items():
+    for member_layers in layers_by_member:
+        for path, layer in member_layers.items():
             ranks[path] = max(ranks.get(path, 0), rank(layer))
-    most = max(ranks.values())
+    largest_rank = max(ranks.values())
     if max_rank is not None:
-        if max_rank < most:
-            raise ValueError(f"max_rank={max_rank} is less than the rank {most} of a member")
+        if max_rank < largest_rank:
+            raise ValueError(f"max_rank={max_rank} is less than the rank {largest_rank} of a member")
         ranks = dict.fromkeys(ranks, max_rank)
     chosen = copy.deepcopy(config)
     target_only(chosen, {path.removeprefix(PREFIX) for path in ranks})
     chosen.rank_pattern = patterns({path.removeprefix(PREFIX): size for path, size in ranks.items()})
-    chosen.lora_dropout = max(dropout(layer) for one in found for layer in one.values())
+    chosen.lora_dropout = max(dropout(layer) for member_layers in layers_by_member for layer in member_layers.values())
     chosen.init_lora_weights = True
-    made = frozen.adapted(chosen, 0)
-    for layer in layers(made).values():
+    template = frozen.adapted(chosen, 0)
+    for layer in layers(template).values():
         settle(layer)
     # Attributes that rebuild a member, except those stored in its buffers.
     first = cast(Any, adapted[0]).peft_config[NAME]
-    alike = all(one.keys() == ranks.keys() for one in found)
-    cast(Any, made).base_model.peft_config[NAME] = _kept(first, None if alike else chosen.target_modules)
-    made.__class__ = member_class(type(made))
-    member = cast(AdapterMember, made)
+    same_layers = all(member_layers.keys() == ranks.keys() for member_layers in layers_by_member)
+    cast(Any, template).base_model.peft_config[NAME] = _kept(first, None if same_layers else chosen.target_modules)
+    template.__class__ = member_class(type(template))
+    member = cast(AdapterMember, template)
     member.caches = frozen.caches
     return member
 
 
 def _kept(config: Config, targets: set[str] | None) -> Config:
-    found = copy.deepcopy(config)
+    saved_config = copy.deepcopy(config)
     if targets is not None:
-        target_only(found, targets)
-    return found
+        target_only(saved_config, targets)
+    return saved_config
 
 
 def _check_peft() -> None:

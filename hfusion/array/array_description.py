@@ -73,12 +73,12 @@ class Array:
     @cached_property
     def own_shapes(self) -> tuple[dict[str, torch.Size], ...]:
         """The shapes of the tensors of each variant, by key."""
-        return tuple(structure_of(each).shapes for each in self.skeletons)
+        return tuple(structure_of(skeleton).shapes for skeleton in self.skeletons)
 
     @cached_property
     def own_modules(self) -> tuple[dict[str, tuple[str, str]], ...]:
         """The classes of the modules of each variant, by path: the Python module and the name in it."""
-        return tuple(structure_of(each).modules for each in self.skeletons)
+        return tuple(structure_of(skeleton).modules for skeleton in self.skeletons)
 
     @cached_property
     def row_shapes(self) -> dict[str, torch.Size]:
@@ -88,12 +88,12 @@ class Array:
     @cached_property
     def structures(self) -> tuple[Any, ...]:
         """For each variant, a key of its modules and shapes, equal for variants that differ in attributes only."""
-        return tuple(structure_of(each).key for each in self.skeletons)
+        return tuple(structure_of(skeleton).key for skeleton in self.skeletons)
 
     @cached_property
     def has_variants(self) -> bool:
         """Whether members differ in submodules."""
-        return bool(self.row_shapes) or any(own != self.own_modules[0] for own in self.own_modules)
+        return bool(self.row_shapes) or any(modules != self.own_modules[0] for modules in self.own_modules)
 
     def shapes_of(self, name: str) -> tuple[torch.Size | None, ...]:
         """Return the shape of tensor ``name`` in each member (None: missing), or () if every member fills its row."""
@@ -122,10 +122,10 @@ class ArrayState:
     compiler: Compiler
 
 
-def renewed(array: Array, found: Sequence[Any], views: Sequence[nn.Module]) -> Array:
-    """Return ``array`` for changed members. ``found[b]`` is all that forward can read of member b besides tensors."""
+def renewed(array: Array, contents: Sequence[Any], views: Sequence[nn.Module]) -> Array:
+    """Return ``array`` for changed members. ``contents[b]``: all that forward can read of member b besides tensors."""
     prints: dict[Any, int] = {}
-    variants = tuple(prints.setdefault(content, len(prints)) for content in found)
+    variants = tuple(prints.setdefault(content, len(prints)) for content in contents)
     skeletons = tuple(skeleton(variants.index(v), views[variants.index(v)]) for v in range(len(prints)))
     return replace(array, skeletons=skeletons, comparison=replace(array.comparison, variants=variants))
 
@@ -136,38 +136,38 @@ def mark_tensors(array: Array, named: Mapping[str, Tensor]) -> None:
     for name, tensor in named.items():
         shapes, stacked = array.shapes_of(name), name not in array.comparison.shared
         mark(tensor, Membership(name, array.members, stacked, bool(shapes) or name in padded, shapes=shapes))
-    same = same_marks(array.skeletons)
+    common = same_marks(array.skeletons)
     variants = [dict(skeleton.named_parameters()) for skeleton in array.skeletons]
     for name in dict.fromkeys(name for parameters in variants for name in parameters):
-        mark_stack(named[name], name, [parameters[name] for parameters in variants if name in parameters], same)
+        mark_stack(named[name], name, [parameters[name] for parameters in variants if name in parameters], common)
 
 
-def check_one_structure(fused: Any, what: str) -> None:
-    """Raise a FusionError if members differ in submodules, which ``what`` does not support."""
+def check_one_structure(fused: Any, feature: str) -> None:
+    """Raise a FusionError if members differ in submodules, which ``feature`` does not support."""
     array: Array = fused._array
     if not array.has_variants:
         return
     first = array.own_modules[0]
-    pairs = [(number, path) for number, own in enumerate(array.own_modules) for path in [*first, *own]]
-    apart = next((pair for pair in pairs if first.get(pair[1]) != array.own_modules[pair[0]].get(pair[1])), None)
-    if apart is None:
+    pairs = [(number, path) for number, modules in enumerate(array.own_modules) for path in [*first, *modules]]
+    difference = next((pair for pair in pairs if first.get(pair[1]) != array.own_modules[pair[0]].get(pair[1])), None)
+    if difference is None:
         key, shapes = next((key, array.shapes_of(key)) for key in array.row_shapes)
         differs = f"{key} has the shapes {[None if shape is None else tuple(shape) for shape in shapes]}"
     else:
-        number, path = apart
+        number, path = difference
         member = array.comparison.variants.index(number)
         kinds = _named_apart(first.get(path), array.own_modules[number].get(path))
         differs = f"{path} is {kinds[0]} in member 0 and {kinds[1]} in member {member}"
     raise FusionError(
-        f"members of a fused {fused._original} differ in submodules ({differs}), with which {what} cannot be "
+        f"members of a fused {fused._original} differ in submodules ({differs}), with which {feature} cannot be "
         "combined; give the models to hf.Population, which makes an array of those of each structure"
     )
 
 
 def _named_apart(*classes: tuple[str, str] | None) -> list[str]:
     """Return the names of classes, with their Python modules if the names alone are equal."""
-    alike = len({None if each is None else each[1] for each in classes}) == 1
-    return ["missing" if each is None else ".".join(each) if alike else each[1] for each in classes]
+    alike = len({None if kind is None else kind[1] for kind in classes}) == 1
+    return ["missing" if kind is None else ".".join(kind) if alike else kind[1] for kind in classes]
 
 
 def row_copy(tensor: Tensor, index: int | None, shape: Sequence[int] | None = None) -> Tensor:
@@ -182,8 +182,8 @@ def member_rows(
     array: Array, index: int, stacks: Mapping[str, Tensor], shared: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return copies of the tensors of member ``index``, by key; tensors in ``shared`` are not copied."""
-    own = array.own_shapes[array.comparison.variants[index]]
-    return {name: shared[name] if name in shared else row_copy(stacks[name], index, own[name]) for name in own}
+    shapes = array.own_shapes[array.comparison.variants[index]]
+    return {name: shared[name] if name in shared else row_copy(stacks[name], index, shapes[name]) for name in shapes}
 
 
 def empty_stack(tensor: Tensor, members: int, shape: Sequence[int] | None = None) -> Tensor:
@@ -199,9 +199,9 @@ def empty_stack(tensor: Tensor, members: int, shape: Sequence[int] | None = None
 def stack_of(rows: Sequence[Tensor | None], like: Tensor, shape: Sequence[int] | None) -> Tensor:
     """Stack ``rows``, which hold None for a member without the tensor. ``like``, ``shape``: see `empty_stack`."""
     stack = empty_stack(like, len(rows), shape)
-    for place, row in zip(stack.detach(), rows, strict=True):
+    for target, row in zip(stack.detach(), rows, strict=True):
         if row is not None:
-            leading(place, row.shape).copy_(row.detach())
+            leading(target, row.shape).copy_(row.detach())
     return stack
 
 

@@ -109,20 +109,20 @@ class Rows(nn.Module):
 def listed(models: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the models to append as a list. Raises FusionError if ``models`` is empty or not a sequence."""
     if isinstance(models, nn.Module) or not isinstance(models, Sequence) or len(models) == 0:
-        given = "an empty one" if isinstance(models, Sequence) else type(models).__name__
-        raise FusionError(f"append takes a list of one model or more, not {given}: append([model])")
+        description = "an empty one" if isinstance(models, Sequence) else type(models).__name__
+        raise FusionError(f"append takes a list of one model or more, not {description}: append([model])")
     return list(models)
 
 
 def placed(rows: int | Sequence[int], models: nn.Module | Sequence[nn.Module], members: int) -> list[Source]:
     """Return the source of each member if ``models`` replace the members ``rows``. Raises ValueError."""
     targets = rows_of(rows, members)
-    given = [models] if isinstance(models, nn.Module) else list(models)
-    if len(given) != len(targets):
-        raise ValueError(f"put of {len(given)} models into {len(targets)} rows: give one for each of {targets}")
+    replacements = [models] if isinstance(models, nn.Module) else list(models)
+    if len(replacements) != len(targets):
+        raise ValueError(f"put of {len(replacements)} models into {len(targets)} rows: give one for each of {targets}")
     check_once(targets)
     sources: list[Source] = list(range(members))
-    for row, model in zip(targets, given, strict=True):
+    for row, model in zip(targets, replacements, strict=True):
         sources[row] = model
     return sources
 
@@ -184,17 +184,19 @@ class Kinds:
     @staticmethod
     def of(fused: FusedModule) -> Kinds:
         array = fused._array
-        found = [_content(each) for each in array.skeletons]
-        return Kinds([found[v] for v in array.comparison.variants], dict(zip(found, array.skeletons, strict=True)), {})
+        contents = [_content(skeleton) for skeleton in array.skeletons]
+        return Kinds(
+            [contents[v] for v in array.comparison.variants], dict(zip(contents, array.skeletons, strict=True)), {}
+        )
 
     def add(self, index: int, model: nn.Module) -> None:
         """Add a model that joins as member ``index``."""
         content = modeless_fingerprint(model)
         if content not in self.skeletons:
-            made = skeleton(index, model)
+            new_skeleton = skeleton(index, model)
             # Fingerprint the skeleton, as for other members: attributes compared by identity differ in a copy.
-            content = _content(made)
-            self.skeletons[content] = made
+            content = _content(new_skeleton)
+            self.skeletons[content] = new_skeleton
         self.joined[index] = content
 
     def after(self, sources: Sequence[Source]) -> tuple[Any, ...]:
@@ -207,28 +209,30 @@ class Kinds:
 
 def _array(array: Array, sources: Sequence[Source], kinds: Kinds, partly: frozenset[str]) -> Array:
     contents = kinds.after(sources)
-    once = list(dict.fromkeys(contents))
-    comparison = Comparison(tuple(once.index(one) for one in contents), array.comparison.shared, partly)
-    made = replace(
+    distinct = list(dict.fromkeys(contents))
+    comparison = Comparison(
+        tuple(distinct.index(fingerprint) for fingerprint in contents), array.comparison.shared, partly
+    )
+    new_array = replace(
         array,
         members=len(sources),
-        skeletons=tuple(kinds.skeletons[content] for content in once),
+        skeletons=tuple(kinds.skeletons[content] for content in distinct),
         comparison=comparison,
         origins=WeakIdKeyDictionary(),
     )
-    places: dict[int, int] = {}
+    new_rows: dict[int, int] = {}
     for index, source in enumerate(sources):
         if isinstance(source, int):
             # A copied member keeps its own row if it remains there; its copies have no original model.
-            if source not in places or source == index:
-                places[source] = index
+            if source not in new_rows or source == index:
+                new_rows[source] = index
         else:
             for name, parameter in source.named_parameters():
-                made.origins.setdefault(parameter, (index, name))
+                new_array.origins.setdefault(parameter, (index, name))
     for parameter, (member, name) in array.origins.items():
-        if member in places:
-            made.origins[parameter] = (places[member], name)
-    return made
+        if member in new_rows:
+            new_array.origins[parameter] = (new_rows[member], name)
+    return new_array
 
 
 def enter(fused: FusedModule, before: Sequence[Any], after: Sequence[Any], array: Array) -> None:
@@ -237,15 +241,15 @@ def enter(fused: FusedModule, before: Sequence[Any], after: Sequence[Any], array
 
     states, after = fused._states, tuple(after)
     states.setdefault(tuple(before), ArrayState(fused._number, fused._array, fused._compiler))
-    found = states.pop(after, None)
+    state = states.pop(after, None)
     fused._array = array
-    if found is None:
+    if state is None:
         compiler = fused._new_compiler()
         compiler.opens = fused._compiler.opens
         compiler.kin = Kin(fused, compiler, after)
-        found = ArrayState(next(fused._numbers), array, compiler)
+        state = ArrayState(next(fused._numbers), array, compiler)
     # The most recently used state comes last.
-    states[after] = ArrayState(found.number, array, found.compiler)
+    states[after] = ArrayState(state.number, array, state.compiler)
     while len(states) > MAX_STATES:
         _drop(fused, states.pop(next(iter(states))).compiler)
     fused._enter(states[after])

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 def slice_of(fused: FusedModule, rows: slice, chosen: range) -> FusedModule:
     """Return the slice of members ``chosen``, whose stacks are live views of their rows; cached while referenced."""
-    known = fused._views.slices.get(chosen)
-    if known is not None:
-        return known
+    cached = fused._views.slices.get(chosen)
+    if cached is not None:
+        return cached
     part = part_of(fused, chosen, lambda stack, members: live_rows(stack, None if members is None else rows))
     part._views = SliceViews(part, fused, chosen)
     fused._views.slices[chosen] = part
@@ -54,15 +54,15 @@ class SliceViews(Views):
         A slice that was moved to another dtype or device becomes an independent array.
         """
         for name in self._joined:
-            stack, place = fused.stacks[name], self._in_whole(fused, name)
-            if _is_view(stack, place):
+            stack, rows = fused.stacks[name], self._in_whole(fused, name)
+            if _is_view(stack, rows):
                 continue
-            if (stack.shape, stack.dtype, stack.device) != (place.shape, place.dtype, place.device):
+            if (stack.shape, stack.dtype, stack.device) != (rows.shape, rows.dtype, rows.device):
                 self._whole._views.slices.pop(self._chosen, None)
                 fused._views = Views(fused)
                 return
-            place.copy_(stack.detach())
-            stack.data = place
+            rows.copy_(stack.detach())
+            stack.data = rows
         super().follow(fused)
 
     @property
@@ -89,14 +89,14 @@ class SliceViews(Views):
         before, after = Kinds.of(fused), Kinds.of(whole)
         contents = [after.contents[row] for row in self._chosen]
         if contents != before.contents:
-            comparison, left = whole._array.comparison.of_members(self._chosen)
-            skeletons = tuple(whole._array.skeletons[variant] for variant in left)
+            comparison, variants = whole._array.comparison.of_members(self._chosen)
+            skeletons = tuple(whole._array.skeletons[variant] for variant in variants)
             enter(fused, before.contents, contents, replace(fused._array, skeletons=skeletons, comparison=comparison))
         for name, stack in fused.stacks.items():
-            theirs = whole.stacks[name]
-            if stack.requires_grad != theirs.requires_grad and name not in fused._array.comparison.shared:
-                stack.requires_grad_(theirs.requires_grad)
-            frozen = frozen_rows(theirs)
+            whole_stack = whole.stacks[name]
+            if stack.requires_grad != whole_stack.requires_grad and name not in fused._array.comparison.shared:
+                stack.requires_grad_(whole_stack.requires_grad)
+            frozen = frozen_rows(whole_stack)
             freeze_rows(stack, None if frozen is None else frozen[list(self._chosen)])
         self.note(fused)
 
@@ -106,7 +106,7 @@ class SliceViews(Views):
         whole, members = self._whole, self.own
         modes = {index: member.training for index, member in members.items()}
         hooked = {index: where for index, member in members.items() if (where := member.hooked)}
-        if hooked or any(own != modes[0] for own in modes.values()):
+        if hooked or any(member_modes != modes[0] for member_modes in modes.values()):
             raise FusionError(
                 f"members {list(self._chosen)} of a fused {fused._original} cannot be computed together: "
                 f"{whole._views.split.why if whole._views.split is not None else hooked}; call the whole array, or "
@@ -127,8 +127,8 @@ class SliceViews(Views):
         fused._views = Views(fused)
 
 
-def _is_view(stack: Tensor, place: Tensor) -> bool:
-    return has_address(stack) and stack.shape == place.shape and stack.data_ptr() == place.data_ptr()
+def _is_view(stack: Tensor, rows: Tensor) -> bool:
+    return has_address(stack) and stack.shape == rows.shape and stack.data_ptr() == rows.data_ptr()
 
 
 def chosen_rows(rows: slice, members: int) -> range:

@@ -57,8 +57,8 @@ def _outputs(arguments: Arguments) -> set[tuple[int, ...]]:
     """Return the shapes of stacked inputs per member, without scalars (weights) unless the first argument has one."""
     args, _ = arguments.of_member(0)
     firsts = {tuple(leaf.shape) for leaf in pytree.tree_leaves(args[:1]) if isinstance(leaf, Tensor)}
-    found = {tuple(leaf.tensor.shape[1:]) for leaf in arguments.leaves if is_stacked(leaf)}
-    return found if () in firsts else found - {()}
+    shapes = {tuple(leaf.tensor.shape[1:]) for leaf in arguments.leaves if is_stacked(leaf)}
+    return shapes if () in firsts else shapes - {()}
 
 
 def _plain(arguments: Arguments) -> list[Tensor]:
@@ -84,12 +84,12 @@ def warn_as_alone(function: Callable[..., Any], arguments: Arguments) -> None:
 def _broadcasts(outputs: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether a tensor in ``outputs`` and one in ``others`` differ in shape, but broadcast."""
     return any(
-        isinstance(one, Tensor) and isinstance(other, Tensor) and _fits(one.shape, other.shape)
-        for one, other in itertools.product(outputs, others)
+        isinstance(output, Tensor) and isinstance(other, Tensor) and _fits(output.shape, other.shape)
+        for output, other in itertools.product(outputs, others)
     )
 
 
-def _fits(one: torch.Size, other: torch.Size) -> bool:
-    sizes = list(zip(reversed(one), reversed(other), strict=False))
+def _fits(shape: torch.Size, other: torch.Size) -> bool:
+    sizes = list(zip(reversed(shape), reversed(other), strict=False))
     # A scalar broadcasts with everything, as intended.
-    return one != other and bool(sizes) and all(a == b or 1 in (a, b) for a, b in sizes)
+    return shape != other and bool(sizes) and all(a == b or 1 in (a, b) for a, b in sizes)

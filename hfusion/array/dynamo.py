@@ -43,8 +43,8 @@ class Inlined(nn.Module):
 
     def forward(self, owner: nn.Module, inputs: list[Any]) -> Any:
         constants = iter(self.constants)
-        own = [reduce(_child, path, owner) if path else next(constants) for path in self.paths]
-        outputs = self.code(*own, *inputs)
+        tensors = [reduce(_child, path, owner) if path else next(constants) for path in self.paths]
+        outputs = self.code(*tensors, *inputs)
         return outputs[0] if self.single else pytree.tree_unflatten(list(outputs), self.spec)
 
 
@@ -61,8 +61,8 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
 
     def found(signature: Any, *args: Any, **kwargs: Any) -> str:
         """Find the program. ``signature``: the positions and names of stacked arguments, then other constants."""
-        places, keys = signature[0], signature[1]
-        plain = [StackedInput(value) if k in places else value for k, value in enumerate(args)]
+        positions, keys = signature[0], signature[1]
+        plain = [StackedInput(value) if k in positions else value for k, value in enumerate(args)]
         named = {key: StackedInput(value) if key in keys else value for key, value in kwargs.items()}
         # Hide the trace: assumptions made during capture must not become its guards.
         with outside_trace():
@@ -77,17 +77,17 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
 
 
 def inline(
-    owner: nn.Module, found: Callable[..., str], pattern: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    owner: nn.Module, find_name: Callable[..., str], pattern: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the result of a call of ``owner`` in a form that Dynamo traces."""
-    places = tuple([k for k, value in enumerate(args) if isinstance(value, StackedInput)])
+    positions = tuple([k for k, value in enumerate(args) if isinstance(value, StackedInput)])
     keys = tuple([key for key, value in kwargs.items() if isinstance(value, StackedInput)])
     plain = [_tensor(value) for value in args]
     named = {key: _tensor(value) for key, value in kwargs.items()}
     sizes = tuple(
         [tuple([operator.index(n) for n in v.shape]) for v in (*plain, *named.values()) if isinstance(v, Tensor)]
     )
-    program = getattr(owner, found((places, keys, pattern, sizes), *plain, **named))
+    program = getattr(owner, find_name((positions, keys, pattern, sizes), *plain, **named))
     leaves, _ = pytree.tree_flatten((tuple(plain), named))
     return program(owner, leaves)
 

@@ -23,15 +23,15 @@ def switch(fused: FusedModule, path: str, change: Change) -> None:
     fused._split()
     members = _copies(fused)
     before = tuple(map(modeless_fingerprint, members))
-    left = Switch(members, fused._array.comparison.shared).run(path, change)
+    effects = Switch(members, fused._array.comparison.shared).run(path, change)
     stacks = fused.stacks
     with torch.no_grad():
-        for (name, index), tensor in left.moved.items():
+        for (name, index), tensor in effects.moved.items():
             stacks[name].detach()[index].copy_(tensor)
-    changed = {name: trained for name, trained in left.trained.items() if stacks[name].requires_grad != trained}
+    changed = {name: trained for name, trained in effects.trained.items() if stacks[name].requires_grad != trained}
     for name, trained in changed.items():
         stacks[name].requires_grad_(trained)
-    _adopt(fused, before, left, members)
+    _adopt(fused, before, effects, members)
     fused._views.renew(fused, changed)
 
 
@@ -44,18 +44,18 @@ def _copies(fused: FusedModule) -> list[nn.Module]:
     return models
 
 
-def _adopt(fused: FusedModule, before: tuple[Any, ...], left: Left, members: Sequence[nn.Module]) -> None:
-    """Adopt the flags and attributes in ``left``. The programs of each state are cached."""
-    for path, training in left.training.items():
+def _adopt(fused: FusedModule, before: tuple[Any, ...], effects: Left, members: Sequence[nn.Module]) -> None:
+    """Adopt the flags and attributes in ``effects``. The programs of each state are cached."""
+    for path, training in effects.training.items():
         fused.get_submodule(path).training = training
-    if left.contents == before:
+    if effects.contents == before:
         return
     states = fused._states
     states.setdefault(before, ArrayState(fused._number, fused._array, fused._compiler))
-    if left.contents not in states:
-        fused._array = renewed(fused._array, left.contents, members)
-        states[left.contents] = ArrayState(next(fused._numbers), fused._array, fused._new_compiler())
-    fused._enter(states[left.contents])
+    if effects.contents not in states:
+        fused._array = renewed(fused._array, effects.contents, members)
+        states[effects.contents] = ArrayState(next(fused._numbers), fused._array, fused._new_compiler())
+    fused._enter(states[effects.contents])
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def evaluating(fused: FusedModule) -> Iterator[None]:
     """Context manager: see `FusedModule.evaluating`."""
     fused._split()
     modes = [(branch, branch.training) for branch in fused._branches]
-    own = {row: member.training for row, member in fused._views.members.items()}
+    member_modes = {row: member.training for row, member in fused._views.members.items()}
     state = ArrayState(fused._number, fused._array, fused._compiler)
     has_own = own_modes(fused._array.skeletons[0])
     if has_own:
@@ -71,14 +71,14 @@ def evaluating(fused: FusedModule) -> Iterator[None]:
         before = tuple(map(modeless_fingerprint, members))
         trained = {name: tensor.requires_grad for name, tensor in fused.stacks.items()}
         change = Switch(members, fused._array.comparison.shared)
-        left = change.run("", lambda module: module.eval())
-        if left.moved or left.written or left.trained != trained:
+        effects = change.run("", lambda module: module.eval())
+        if effects.moved or effects.written or effects.trained != trained:
             change.undo()
             raise FusionError(
                 f"the own eval of {fused._original} changes parameters or buffers, and this evaluation uses them as "
                 "training has them; evaluate the trained models by themselves"
             )
-        _adopt(fused, before, left, members)
+        _adopt(fused, before, effects, members)
         fused._views.renew(fused, {})
     else:
         fused.eval()
@@ -90,4 +90,4 @@ def evaluating(fused: FusedModule) -> Iterator[None]:
         fused._enter(state)
         if has_own:
             fused._views.renew(fused, {})
-        fused._views.set_modes(fused, own)
+        fused._views.set_modes(fused, member_modes)

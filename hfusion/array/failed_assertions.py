@@ -25,11 +25,11 @@ def call_members(array: Iterable[nn.Module], arguments: Arguments, refusal: Fusi
     if not isinstance(refusal, FailedCheck):
         return
     members = list(array)
-    before: list[tuple[Tensor, Tensor]] = []
+    saved_values: list[tuple[Tensor, Tensor]] = []
     for index, member in enumerate(members):
         args, kwargs = arguments.of_member(index)
-        before += [(tensor, tensor.detach().clone()) for _, tensor in tensors(member)]
+        saved_values += [(tensor, tensor.detach().clone()) for _, tensor in tensors(member)]
         member(*args, **kwargs)
     with torch.no_grad():
-        for tensor, value in before:
+        for tensor, value in saved_values:
             tensor.copy_(value)

@@ -193,8 +193,8 @@ def current_programs(origin: Any, arguments: Arguments) -> FunctionPrograms | No
     if torch.is_grad_enabled() and not any(output.requires_grad for output in outputs):
         return None
     _last_call.functions |= {origin}
-    known = _of_arrays.get(array)
-    return programs_of(array) if known is None else known
+    programs = _of_arrays.get(array)
+    return programs_of(array) if programs is None else programs
 
 
 class OwnPrograms:
@@ -217,10 +217,10 @@ class OwnPrograms:
             variant = self._origin, state, tuple(arguments.shapes)
             with _lock:
                 count = self._counts.get(self._origin, 0)
-                known = self._known.get(variant) is not None
-                if not known and count < MAX_VARIANTS:
+                is_counted = self._known.get(variant) is not None
+                if not is_counted and count < MAX_VARIANTS:
                     self._counts[self._origin] = count + 1
                     self._known.put(variant, state, True)
-                    known = True
-            self._programs = FunctionPrograms() if known else _of_many_variants
+                    is_counted = True
+            self._programs = FunctionPrograms() if is_counted else _of_many_variants
         return self._programs

@@ -62,15 +62,17 @@ def _largest(model: nn.Module) -> int:
 
 def _stacks(rows: Sequence[dict[str, Tensor]], array: Array) -> dict[str, Tensor]:
     """The stacked tensors by key; tied keys give one object."""
-    once: dict[int, Tensor] = {}
+    stacks_by_id: dict[int, Tensor] = {}
     stacks = {}
     for name in dict.fromkeys(name for row in rows for name in row):
-        own = [row.get(name) for row in rows]
-        tensor = next(row for row in own if row is not None)
-        if id(tensor) not in once:
+        member_tensors = [row.get(name) for row in rows]
+        tensor = next(row for row in member_tensors if row is not None)
+        if id(tensor) not in stacks_by_id:
             shared = name in array.comparison.shared
-            once[id(tensor)] = _keep(tensor) if shared else stack_of(own, tensor, array.row_shapes.get(name))
-        stacks[name] = once[id(tensor)]
+            stacks_by_id[id(tensor)] = (
+                _keep(tensor) if shared else stack_of(member_tensors, tensor, array.row_shapes.get(name))
+            )
+        stacks[name] = stacks_by_id[id(tensor)]
     return stacks
 
 
@@ -134,13 +136,13 @@ def build(
 
 def _part(stacks: dict[str, Tensor], names: frozenset[str], index: int, members: int) -> None:
     """Give each member a row of the tensors ``names``, which the models before ``index`` share."""
-    once: dict[int, Tensor] = {}
+    stacks_by_id: dict[int, Tensor] = {}
     for name in sorted(names):
         tensor = stacks[name]
-        if id(tensor) not in once:
-            once[id(tensor)] = stack = empty_stack(tensor, members)
+        if id(tensor) not in stacks_by_id:
+            stacks_by_id[id(tensor)] = stack = empty_stack(tensor, members)
             stack.detach()[:index].copy_(tensor.detach())
-        stacks[name] = once[id(tensor)]
+        stacks[name] = stacks_by_id[id(tensor)]
 
 
 def _check_made(index: int, model: object, first: nn.Module | None) -> None:
@@ -158,12 +160,12 @@ def _made(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 def _room(first: nn.Module, members: int, shared: frozenset[str]) -> dict[str, Tensor]:
     """Return stacks that hold the first member, with memory for the others."""
-    once: dict[int, Tensor] = {}
+    stacks_by_id: dict[int, Tensor] = {}
     stacks = {}
     for name, tensor in tensors(first):
-        if id(tensor) not in once:
-            once[id(tensor)] = _keep(tensor) if name in shared else empty_stack(tensor, members)
-        stacks[name] = once[id(tensor)]
+        if id(tensor) not in stacks_by_id:
+            stacks_by_id[id(tensor)] = _keep(tensor) if name in shared else empty_stack(tensor, members)
+        stacks[name] = stacks_by_id[id(tensor)]
     _fill(stacks, 0, first, shared)
     return stacks
 

@@ -62,12 +62,12 @@ class GatheredRows:
 
     def fits(self) -> bool:
         """Return whether the array still has the tensors, dtypes and devices that this was made for."""
-        ours, theirs = dict(tensors(self.array)), dict(tensors(self.whole))
-        if ours.keys() != theirs.keys() and not self.whole._array.has_variants:
+        current, expected = dict(tensors(self.array)), dict(tensors(self.whole))
+        if current.keys() != expected.keys() and not self.whole._array.has_variants:
             return False
-        return ours.keys() <= theirs.keys() and all(
-            (t.dtype, t.device, t.dim()) == (theirs[name].dtype, theirs[name].device, theirs[name].dim())
-            for name, t in ours.items()
+        return current.keys() <= expected.keys() and all(
+            (t.dtype, t.device, t.dim()) == (expected[name].dtype, expected[name].device, expected[name].dim())
+            for name, t in current.items()
         )
 
     def load(self, rows: Sequence[int]) -> None:
@@ -94,8 +94,8 @@ class GatheredRows:
         before, contents = Kinds.of(array).contents, Kinds.of(whole).contents
         after = [contents[row] for row in rows]
         if after != before:
-            comparison, left = whole._array.comparison.of_members(rows)
-            skeletons = tuple(whole._array.skeletons[variant] for variant in left)
+            comparison, variants = whole._array.comparison.of_members(rows)
+            skeletons = tuple(whole._array.skeletons[variant] for variant in variants)
             smaller = replace(array._array, members=len(rows), skeletons=skeletons, comparison=comparison)
             enter(array, before, after, smaller)
             self._find_kin(array._compiler, after)

@@ -59,22 +59,22 @@ def check_one_kind(fused: FusedModule, rows: Sequence[int], models: Sequence[nn.
 
 def _members_of_each_structure(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn.Module]:
     """Return one remaining member of each structure, by its new row; member 0 if no member remains."""
-    array, found = fused._array, dict[Any, tuple[int, int]]()
+    array, representatives = fused._array, dict[Any, tuple[int, int]]()
     for index, source in enumerate(sources):
         if isinstance(source, int):
-            found.setdefault(array.structures[array.comparison.variants[source]], (index, source))
-    return {index: fused._member(source) for index, source in found.values() or [(0, 0)]}
+            representatives.setdefault(array.structures[array.comparison.variants[source]], (index, source))
+    return {index: fused._member(source) for index, source in representatives.values() or [(0, 0)]}
 
 
-def _check_shared(name: str, own: Tensor, index: int, given: Tensor | None) -> None:
-    if given is None:
+def _check_shared(name: str, array_tensor: Tensor, index: int, model_tensor: Tensor | None) -> None:
+    if model_tensor is None:
         raise FusionError(
             f"{name} is one tensor for all members of the array, and model {index} has none; fuse a new array in "
             "which members have their own"
         )
-    if own.data_ptr() == given.data_ptr() and own.stride() == given.stride():
+    if array_tensor.data_ptr() == model_tensor.data_ptr() and array_tensor.stride() == model_tensor.stride():
         return
-    if not torch.equal(own.detach(), given.detach()):
+    if not torch.equal(array_tensor.detach(), model_tensor.detach()):
         raise FusionError(
             f"{name} is one tensor for all members of the array, and model {index} has another value there; give it "
             f"the array's own, fused[0].{name}, or fuse a new array in which members have their own"
@@ -84,8 +84,8 @@ def _check_shared(name: str, own: Tensor, index: int, given: Tensor | None) -> N
 def partly_shared(joining: Mapping[int, nn.Module]) -> frozenset[str]:
     """Return the keys of tensors that joining models share. Raises FusionError for a shared trained parameter."""
     sharing = Sharing()
-    for place, model in enumerate(joining.values()):
-        sharing.add(place, model)
+    for index, model in enumerate(joining.values()):
+        sharing.add(index, model)
     if len(joining) > 1:
         named = dict(next(iter(joining.values())).named_parameters(remove_duplicate=False))
         for name in sorted(sharing.keys):

@@ -86,55 +86,55 @@ def run_vmapped(fn: Callable[..., Any], name: str, call: EachCall) -> None:
     changed: list[Address] = []
 
     def single(*values: Tensor) -> tuple[Tensor, ...]:
-        own = dict(zip(keys, values[: len(keys)], strict=True))
+        member_tensors = dict(zip(keys, values[: len(keys)], strict=True))
         filled = list(leaves)
         for index, value in zip(tensors, values[len(keys) :], strict=True):
             filled[index] = value
         args, kwargs = replace(call.arguments, leaves=tuple(filled)).of_member(0)
-        changes = call_member(fn, name, own, args, kwargs)
+        changes = call_member(fn, name, member_tensors, args, kwargs)
         changed.extend(changes)
         return tuple(changes.values())
 
-    before = {what: _version(tensor) for what, tensor in call.common().items()}
+    versions = {label: _version(tensor) for label, tensor in call.common().items()}
     with vmap_fallback_refused():
         values = torch.func.vmap(single, in_dims=in_dims)(*call.tensors.values(), *(leaves[k] for k in tensors))
-    _check_common(name, call, before)
+    _check_common(name, call, versions)
     _commit(call, dict(zip(changed, values, strict=True)), name)
 
 
 def run_looped(fn: Callable[..., Any], name: str, call: EachCall) -> None:
     """Run ``fn`` member by member."""
     for position, row in enumerate(call.rows):
-        own = {key: t if key in call.shared else t[position] for key, t in call.tensors.items()}
-        addresses = {key: t.data_ptr() for key, t in own.items()}
-        before = {what: _version(tensor) for what, tensor in call.common().items()}
+        tensors = {key: t if key in call.shared else t[position] for key, t in call.tensors.items()}
+        addresses = {key: t.data_ptr() for key, t in tensors.items()}
+        versions = {label: _version(tensor) for label, tensor in call.common().items()}
         args, kwargs = call.arguments.of_member(position)
         try:
-            changes = call_member(fn, name, own, args, kwargs)
+            changes = call_member(fn, name, tensors, args, kwargs)
         except Exception as error:
             done = f"; members {list(call.rows[:position])} have been changed" if position else ""
             error.add_note(f"hf.each: {name} ran for member {row}{done}")
             raise
         member = {key: t if key in call.shared else t[position] for key, t in call.tensors.items()}
-        for key, tensor in own.items():
+        for key, tensor in tensors.items():
             # After `tensor.data = value` the tensor does not lie in the row any more.
             if tensor.data_ptr() != addresses[key]:
                 _check_value(name, f"{key[0]}[{key[1]!r}]", tensor, member[key])
                 changes[key] = tensor
-        _check_common(name, call, before)
+        _check_common(name, call, versions)
         _commit(replace(call, tensors=member), changes, name)
 
 
 def call_member(
-    fn: Callable[..., Any], name: str, own: Mapping[Address, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fn: Callable[..., Any], name: str, tensors: Mapping[Address, Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[Address, Tensor]:
     """Call ``fn`` for one member and return the tensors that replace those it was given.
 
     Raises:
         ValueError: ``fn`` returned, or put into a dict, a value for a name that the member does not have.
     """
-    given = {kind: {key: t for (k, key), t in own.items() if k == kind} for kind in ("params", "grads")}
-    params, grads = dict(given["params"]), dict(given["grads"])
+    inputs = {kind: {key: t for (k, key), t in tensors.items() if k == kind} for kind in ("params", "grads")}
+    params, grads = dict(inputs["params"]), dict(inputs["grads"])
     leaves = pytree.tree_leaves((args, kwargs))
     answer = fn(params, grads, *args, **kwargs)
     if answer is not None and not isinstance(answer, Mapping):
@@ -143,19 +143,21 @@ def call_member(
             "parameters"
         )
     changes: dict[Address, Tensor] = {}
-    for kind, now in (("params", {**params, **(answer or {})}), ("grads", grads)):
-        if missing := given[kind].keys() - now.keys():
+    for kind, current in (("params", {**params, **(answer or {})}), ("grads", grads)):
+        if missing := inputs[kind].keys() - current.keys():
             raise ValueError(
                 f"{name} removed {kind}[{min(missing)!r}] in hf.each: keep it, and change the tensor or assign another"
             )
-        for key, value in now.items():
-            if key not in given[kind]:
-                hint = "this member has no gradient of it" if key in given["params"] else f"names: {list(given[kind])}"
+        for key, value in current.items():
+            if key not in inputs[kind]:
+                hint = (
+                    "this member has no gradient of it" if key in inputs["params"] else f"names: {list(inputs[kind])}"
+                )
                 raise ValueError(f"{name} gave hf.each a value for {kind}[{key!r}], which is not there; {hint}")
-            if value is not given[kind][key]:
-                _check_value(name, f"{kind}[{key!r}]", value, given[kind][key])
+            if value is not inputs[kind][key]:
+                _check_value(name, f"{kind}[{key!r}]", value, inputs[kind][key])
                 changes[kind, key] = value
-    for key, tensor in given["params"].items():
+    for key, tensor in inputs["params"].items():
         if tensor.grad is not None:
             raise ValueError(f"{name} set .grad of params[{key!r}] in hf.each: write into grads[{key!r}]")
     after = pytree.tree_leaves((args, kwargs))
@@ -164,21 +166,21 @@ def call_member(
     return changes
 
 
-def _check_value(name: str, what: str, value: Any, like: Tensor) -> None:
+def _check_value(name: str, label: str, value: Any, like: Tensor) -> None:
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name} gave hf.each a {type(value).__name__} for {what}: give a tensor")
+        raise ValueError(f"{name} gave hf.each a {type(value).__name__} for {label}: give a tensor")
     if (value.shape, value.dtype, value.device) != (like.shape, like.dtype, like.device):
         raise ValueError(
-            f"{name} gave hf.each a tensor {list(value.shape)} {value.dtype} on {value.device} for {what}, which is "
+            f"{name} gave hf.each a tensor {list(value.shape)} {value.dtype} on {value.device} for {label}, which is "
             f"{list(like.shape)} {like.dtype} on {like.device}"
         )
 
 
-def _check_common(name: str, call: EachCall, before: Mapping[str, int]) -> None:
-    for what, tensor in call.common().items():
-        if _version(tensor) != before[what]:
+def _check_common(name: str, call: EachCall, versions: Mapping[str, int]) -> None:
+    for label, tensor in call.common().items():
+        if _version(tensor) != versions[label]:
             raise FusionError(
-                f"{name} writes into {what} in hf.each, which all members see: give each member its own, "
+                f"{name} writes into {label} in hf.each, which all members see: give each member its own, "
                 "hf.stacked([B, ...]) for an argument, or write into a copy"
             )
 
@@ -203,16 +205,16 @@ def _commit(call: EachCall, changes: Mapping[Address, Tensor], name: str) -> Non
 
 def differs(looped: EachCall, vmapped: EachCall) -> str:
     """Return the name of a tensor that differs after the two runs; empty if there is none."""
-    for (what, one), (_, other) in zip(looped.written_tensors(), vmapped.written_tensors(), strict=True):
-        if not (one.is_floating_point() or one.is_complex()):
-            if not torch.equal(one, other):
-                return what
+    for (label, expected), (_, actual) in zip(looped.written_tensors(), vmapped.written_tensors(), strict=True):
+        if not (expected.is_floating_point() or expected.is_complex()):
+            if not torch.equal(expected, actual):
+                return label
             continue
-        finite = one[one.isfinite()]
+        finite = expected[expected.isfinite()]
         scale = float(finite.abs().max()) if finite.numel() else 0.0
-        relative = _RELATIVE.get(one.dtype, _RELATIVE_OF_HALVES)
-        if not torch.allclose(one, other, rtol=relative, atol=relative * scale, equal_nan=True):
-            return what
+        relative = _RELATIVE.get(expected.dtype, _RELATIVE_OF_HALVES)
+        if not torch.allclose(expected, actual, rtol=relative, atol=relative * scale, equal_nan=True):
+            return label
     return ""
 
 

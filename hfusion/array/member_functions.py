@@ -149,14 +149,14 @@ class Each:
             name: mark.shapes for name, t in named.items() if (mark := membership(t)) is not None and mark.shapes
         }
         for row in rows:
-            without = frozenset(name for name, gone in absent.items() if gone is not None and gone[row])
-            groups.setdefault((without, tuple(shapes[row] for shapes in differing.values())), []).append(row)
-        for (without, own), members in groups.items():
-            shapes = dict(zip(differing, own, strict=True))
+            without_grad = frozenset(name for name, flags in absent.items() if flags is not None and flags[row])
+            groups.setdefault((without_grad, tuple(shapes[row] for shapes in differing.values())), []).append(row)
+        for (without_grad, member_shapes), members in groups.items():
+            shapes = dict(zip(differing, member_shapes, strict=True))
             tensors = {
                 (kind, name): tensor if (shape := shapes.get(name)) is None else cut_rows(tensor, shape)
                 for (kind, name), tensor in whole.tensors.items()
-                if not (kind == "grads" and name in without) and shapes.get(name, ()) is not None
+                if not (kind == "grads" and name in without_grad) and shapes.get(name, ()) is not None
             }
             with selected(EachCall(whole.rows, tensors, whole.shared, whole.arguments), members) as call:
                 self._run_together(call)
@@ -168,11 +168,11 @@ class Each:
                 f"{name} is padded, as members' ranks differ, and {self!r} would see the padding: give all members "
                 f"one rank, or call it for each member's own model"
             )
-        for what, value in ((name, tensor), (f"the gradient of {name}", tensor.grad)):
+        for label, value in ((name, tensor), (f"the gradient of {name}", tensor.grad)):
             if value is not None and not has_address(value):
                 kind = "sparse" if value.layout is not torch.strided else type(value).__name__
                 raise FusionError(
-                    f"{what} is {kind}, and {self!r} can write to plain strided tensors only: call the function for "
+                    f"{label} is {kind}, and {self!r} can write to plain strided tensors only: call the function for "
                     "each member's own model"
                 )
 
@@ -247,11 +247,11 @@ def training_rows(fused: FusedModule) -> list[int]:
     """Return the members that train at least one parameter; all members if the array trains none."""
     # Apply settings that were made on members to the stacks.
     fused._split()
-    resting = [frozen_rows(parameter) for parameter in fused.parameters() if parameter.requires_grad]
-    frozen = [rows for rows in resting if rows is not None]
-    if not frozen or len(frozen) < len(resting):
+    flags = [frozen_rows(parameter) for parameter in fused.parameters() if parameter.requires_grad]
+    frozen = [rows for rows in flags if rows is not None]
+    if not frozen or len(frozen) < len(flags):
         return list(range(len(fused)))
-    return [row for row, rests in enumerate(torch.stack(frozen).all(0).tolist()) if not rests]
+    return [row for row, is_frozen in enumerate(torch.stack(frozen).all(0).tolist()) if not is_frozen]
 
 
 def _absent(tensor: Tensor) -> Sequence[bool] | None:

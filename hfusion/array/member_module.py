@@ -142,12 +142,15 @@ class RowView:
 
     def _watch_tables(self) -> None:
         for module in self.modules.values():
-            held = module.__dict__
-            if not isinstance(held["_parameters"], ParameterTable) or held["_parameters"].member is not self:
-                held["_parameters"] = ParameterTable(self, held["_parameters"])
+            attributes = module.__dict__
+            if (
+                not isinstance(attributes["_parameters"], ParameterTable)
+                or attributes["_parameters"].member is not self
+            ):
+                attributes["_parameters"] = ParameterTable(self, attributes["_parameters"])
             for name in HOOKS:
-                if not isinstance(held[name], HookTable) or held[name].member is not self:
-                    held[name] = HookTable(self, held[name])
+                if not isinstance(attributes[name], HookTable) or attributes[name].member is not self:
+                    attributes[name] = HookTable(self, attributes[name])
 
     def _watch_calls(self) -> None:
         """Watch calls: attributes that forward sets are no changes by the user."""
@@ -161,9 +164,9 @@ class RowView:
             if not torch.compiler.is_compiling():
                 self.accept()
 
-        held = self.model.__dict__
-        held["_forward_pre_hooks"]["hfusion"] = own_hook(before)
-        held["_forward_hooks"]["hfusion"] = own_hook(after)
+        attributes = self.model.__dict__
+        attributes["_forward_pre_hooks"]["hfusion"] = own_hook(before)
+        attributes["_forward_hooks"]["hfusion"] = own_hook(after)
 
     def take_tensors(self, shared: frozenset[str]) -> None:
         """Record the tensors that the model has now, except those in ``shared``."""
@@ -178,8 +181,8 @@ class RowView:
         self._attributes = [(vars(module), dict(vars(module))) for module in self.modules.values()]
         self._mutable = any(
             name not in _STANDARD and not isinstance(value, _FIXED)
-            for _, held in self._attributes
-            for name, value in held.items()
+            for _, attributes in self._attributes
+            for name, value in attributes.items()
         )
 
     def rest(self) -> None:
@@ -211,8 +214,8 @@ class RowView:
     def _find_hook(self) -> str:
         """Return the path of a user's hook; empty if there is none."""
         for path, module in self.modules.items():
-            held = module.__dict__
-            if any(map(is_of_user, chain.from_iterable(held[name].values() for name in HOOKS))):
+            attributes = module.__dict__
+            if any(map(is_of_user, chain.from_iterable(attributes[name].values() for name in HOOKS))):
                 return path or "(root)"
         return next((name for name, p in self.parameters.items() if tensor_hooks(p)), "")
 
@@ -220,7 +223,7 @@ class RowView:
     def hooks(self) -> dict[str, list[RegisteredHook]]:
         """The hooks of the user, by path."""
         hooks = {path: registered_hooks(module, is_of_user) for path, module in self.model.named_modules()}
-        return {path: own for path, own in hooks.items() if own}
+        return {path: registered for path, registered in hooks.items() if registered}
 
     def set(self, modes: Mapping[str, bool], trained: Mapping[str, bool]) -> None:
         """Set modes by path, and requires_grad of parameters by key."""
@@ -235,9 +238,9 @@ class RowView:
         for tensor in (*self.parameters.values(), *self.buffers.values()):
             tensor.data = tensor.data.clone()
         for module in self.modules.values():
-            held = module.__dict__
-            held["_parameters"] = dict(dict.items(held["_parameters"]))
-            held |= {name: OrderedDict(held[name].of_model()) for name in HOOKS}
+            attributes = module.__dict__
+            attributes["_parameters"] = dict(dict.items(attributes["_parameters"]))
+            attributes |= {name: OrderedDict(attributes[name].of_model()) for name in HOOKS}
 
     @property
     def changed(self) -> bool:
@@ -245,13 +248,15 @@ class RowView:
         return self._said or self._mutable or self._attributes_differ()
 
     def _attributes_differ(self) -> bool:
-        return any(_differ(now, before) for now, before in self._attributes)
+        return any(_differ(current, recorded) for current, recorded in self._attributes)
 
     @property
     def same_modules(self) -> bool:
         """True if its modules are still the original ones."""
-        now = dict(self.model.named_modules(remove_duplicate=False))
-        return now.keys() == self.modules.keys() and all(now[path] is module for path, module in self.modules.items())
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        return modules.keys() == self.modules.keys() and all(
+            modules[path] is module for path, module in self.modules.items()
+        )
 
     def take_modules(self) -> None:
         """Adopt the modules that the model has now."""
@@ -261,15 +266,15 @@ class RowView:
     def become(self, skeleton: nn.Module) -> None:
         """Replace the attributes by those of ``skeleton``, a model of the same structure."""
         others = dict(skeleton.named_modules(remove_duplicate=False))
-        own, given = dict(tensors(self.model)), dict(tensors(skeleton))
-        memo: dict[int, Any] = {id(given[name]): tensor for name, tensor in own.items()}
+        model_tensors, skeleton_tensors = dict(tensors(self.model)), dict(tensors(skeleton))
+        memo: dict[int, Any] = {id(skeleton_tensors[name]): tensor for name, tensor in model_tensors.items()}
         memo |= {id(others[path]): module for path, module in self.modules.items()}
         for path, module in dict(self.model.named_modules()).items():
             values = {name: value for name, value in vars(others[path]).items() if name not in _STANDARD}
-            held = module.__dict__
-            for name in held.keys() - _STANDARD:
-                del held[name]
-            held.update({name: copy.deepcopy(value, memo) for name, value in values.items()})
+            attributes = module.__dict__
+            for name in attributes.keys() - _STANDARD:
+                del attributes[name]
+            attributes.update({name: copy.deepcopy(value, memo) for name, value in values.items()})
         self.fingerprint = None
         self.accept()
         if self._mutable:
@@ -290,22 +295,22 @@ def said_to(member: RowView) -> Said:
     return Said(member.training, {n: p.requires_grad for n, p in member.parameters.items()}, member.hooks)
 
 
-def _differ(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    if len(now) != len(before):
+def _differ(current: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
+    if len(current) != len(recorded):
         return True
-    return any(now.get(name, _MISSING) is not value for name, value in before.items() if name != "training")
+    return any(current.get(name, _MISSING) is not value for name, value in recorded.items() if name != "training")
 
 
 def tensor_states(parameters: Sequence[Tensor]) -> tuple[list[bool], list[int], Any]:
     """Return the state that users can change in parameters: requires_grad, memory and hooks."""
     hooks = list(map(_HOOKED, parameters))
-    told = [tensor_hooks(parameter) for parameter in parameters] if hooks.count(_UNHOOKED) < len(hooks) else None
-    return list(map(_TRAINED, parameters)), list(map(Tensor.data_ptr, parameters)), told
+    hook_lists = [tensor_hooks(parameter) for parameter in parameters] if hooks.count(_UNHOOKED) < len(hooks) else None
+    return list(map(_TRAINED, parameters)), list(map(Tensor.data_ptr, parameters)), hook_lists
 
 
 def tensor_hooks(parameter: Tensor) -> list[Any]:
     """The hooks of a parameter."""
-    return [hook for held in _HOOKED(parameter) for hook in (held or {}).values()]
+    return [hook for table in _HOOKED(parameter) for hook in (table or {}).values()]
 
 
 def without_hooks(model: nn.Module) -> nn.Module:

@@ -30,13 +30,13 @@ def rearranged(views: Views, fused: FusedModule, sources: Sequence[Any], members
             freeze_rows(stack, torch.tensor([isinstance(s, int) and bool(frozen[s]) for s in sources], device="cpu"))
     if not views.members:
         return
-    said = {row: said_to(member) for row, member in views.members.items()}
-    places = _places(sources, members)
+    settings = {row: said_to(member) for row, member in views.members.items()}
+    new_rows = _places(sources, members)
     before, views.members = views.members, {}
     views.watched.clear()
     for row, member in before.items():
-        if row in places:
-            member.row = places[row]
+        if row in new_rows:
+            member.row = new_rows[row]
             views.members[member.row] = member
         else:
             member.leave()
@@ -47,30 +47,33 @@ def rearranged(views: Views, fused: FusedModule, sources: Sequence[Any], members
         for parameter in member.parameters.values():
             parameter.grad = None
     views.follow(fused)
-    _copy(views, fused, sources, said)
+    _copy(views, fused, sources, settings)
     views.index()
     views.freeze(fused)
     views.hear(fused, views.members)
 
 
-def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], said: Mapping[int, Said]) -> None:
+def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], settings: Mapping[int, Said]) -> None:
     """Set modes and frozen parameters of overwritten members to those of the members they are copies of."""
     array, base = fused._array, Said(fused.training_by_path(), {}, {})
     for row, source in enumerate(sources):
-        own = said.get(source) if isinstance(source, int) else None
+        source_settings = settings.get(source) if isinstance(source, int) else None
         member = views.members.get(row)
-        if member is None and own is not None and _modes_differ(own, base):
+        if member is None and source_settings is not None and _modes_differ(source_settings, base):
             member = views.add(fused, row)
-        if member is not None and source != row and said.get(row, own) is not None:
+        if member is not None and source != row and settings.get(row, source_settings) is not None:
             member.become(array.skeletons[array.comparison.variants[row]])
-            own = base if own is None else own
-            member.set(own.modes, own.trained or {n: fused.stacks[n].requires_grad for n in member.parameters})
+            source_settings = base if source_settings is None else source_settings
+            member.set(
+                source_settings.modes,
+                source_settings.trained or {n: fused.stacks[n].requires_grad for n in member.parameters},
+            )
 
 
 def restructured(before: Array, after: Array, sources: Sequence[Any]) -> list[int]:
     """Return the rows of ``before`` whose members are overwritten by members with other modules or sizes."""
-    places = _places(sources, before.members)
-    return [row for row, place in places.items() if _differ(_skeleton(before, row), _skeleton(after, place))]
+    new_rows = _places(sources, before.members)
+    return [row for row, new_row in new_rows.items() if _differ(_skeleton(before, row), _skeleton(after, new_row))]
 
 
 def part(views: Views, rows: Sequence[int]) -> None:
@@ -92,38 +95,42 @@ def _skeleton(array: Array, row: int) -> nn.Module:
     return array.skeletons[array.comparison.variants[row]]
 
 
-def _differ(one: nn.Module, other: nn.Module) -> bool:
+def _differ(first: nn.Module, second: nn.Module) -> bool:
     """Return whether two members, without their tensors, have other modules or sizes."""
-    if one is other:
+    if first is second:
         return False
-    kinds = [[(path, type(m)) for path, m in each.named_modules(remove_duplicate=False)] for each in (one, other)]
-    return kinds[0] != kinds[1] or structure_of(one).shapes != structure_of(other).shapes
+    kinds = [
+        [(path, type(m)) for path, m in member.named_modules(remove_duplicate=False)] for member in (first, second)
+    ]
+    return kinds[0] != kinds[1] or structure_of(first).shapes != structure_of(second).shapes
 
 
 def said(views: Views, fused: FusedModule) -> dict[int, Said]:
     """Return the settings in which members differ from the array, by row. Members must be up to date."""
     base = Said(fused.training_by_path(), {n: t.requires_grad for n, t in fused.stacks.items()}, {})
-    found = {row: said_to(member) for row, member in views.own.items()}
+    settings = {row: said_to(member) for row, member in views.own.items()}
     return {
-        row: own
-        for row, own in found.items()
-        if _modes_differ(own, base) or own.hooks or any(base.trained[n] != flag for n, flag in own.trained.items())
+        row: member_settings
+        for row, member_settings in settings.items()
+        if _modes_differ(member_settings, base)
+        or member_settings.hooks
+        or any(base.trained[n] != flag for n, flag in member_settings.trained.items())
     }
 
 
-def _modes_differ(own: Said, base: Said) -> bool:
+def _modes_differ(settings: Said, base: Said) -> bool:
     """Return whether a member is in other modes than its array, which may have more modules."""
-    return any(base.modes[path] != mode for path, mode in own.modes.items())
+    return any(base.modes[path] != mode for path, mode in settings.modes.items())
 
 
-def restore(views: Views, fused: FusedModule, said: Mapping[int, Said]) -> None:
+def restore(views: Views, fused: FusedModule, settings: Mapping[int, Said]) -> None:
     """Apply the settings that `said` returned to members."""
-    if said:
+    if settings:
         views.note(fused)
-    for row, own in said.items():
+    for row, member_settings in settings.items():
         member = views.add(fused, row)
-        member.set(own.modes, own.trained)
-        for path, hooks in own.hooks.items():
+        member.set(member_settings.modes, member_settings.trained)
+        for path, hooks in member_settings.hooks.items():
             for hook in hooks:
                 hook.register(member.modules[path])
         member.touch()
@@ -134,25 +141,25 @@ def unfused(fused: FusedModule) -> list[nn.Module]:
     fused._views.update(fused)
     whole, rows = fused._views.place(fused)
     array, stacks = whole._array, dict(tensors(whole))
-    once = {name: row_copy(tensor, None) for name, tensor in stacks.items() if name in array.comparison.shared}
-    models = {row: whole._around(row, member_rows(array, row, stacks, once)) for row in rows}
-    for row, own in said(whole._views, whole).items():
+    shared_copies = {name: row_copy(tensor, None) for name, tensor in stacks.items() if name in array.comparison.shared}
+    models = {row: whole._around(row, member_rows(array, row, stacks, shared_copies)) for row in rows}
+    for row, settings in said(whole._views, whole).items():
         if row in models:
-            _apply(own, whole._views.members[row], models[row])
+            _apply(settings, whole._views.members[row], models[row])
     return list(models.values())
 
 
-def _apply(own: Said, member: RowView, model: nn.Module) -> None:
+def _apply(settings: Said, member: RowView, model: nn.Module) -> None:
     """Give ``model``, a copy of ``member``, its settings."""
     modules = dict(model.named_modules(remove_duplicate=False))
     # A hook that is a method of a member's module becomes one of the copy's, as in a copy of the model.
     memo = {id(module): modules[path] for path, module in member.modules.items()}
     for path, module in modules.items():
-        module.training = own.modes[path]
-        for hook in own.hooks.get(path, ()):
+        module.training = settings.modes[path]
+        for hook in settings.hooks.get(path, ()):
             copy.deepcopy(hook, memo).register(module)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(own.trained.get(name, parameter.requires_grad))
+        parameter.requires_grad_(settings.trained.get(name, parameter.requires_grad))
 
 
 def _places(sources: Sequence[Any], members: int) -> dict[int, int]:
@@ -160,11 +167,11 @@ def _places(sources: Sequence[Any], members: int) -> dict[int, int]:
     rows = [source for source in sources if isinstance(source, int)]
     if len(sources) == members and len(set(rows)) < members:
         return {row: row for row in range(members)}
-    places: dict[int, int] = {}
+    new_rows: dict[int, int] = {}
     for index, source in enumerate(sources):
-        if isinstance(source, int) and (source not in places or source == index):
-            places[source] = index
-    return places
+        if isinstance(source, int) and (source not in new_rows or source == index):
+            new_rows[source] = index
+    return new_rows
 
 
 def check_fits(fused: FusedModule, row: int, model: nn.Module) -> None:

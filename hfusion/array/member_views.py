@@ -167,8 +167,8 @@ class Views:
                     tensor.data = leading(live_rows(stack, row).data, tensor.shape)
                 if tie is not None:
                     tie.tie(row, tensor)
-        kept = {id(stack) for stack in stacks.values()}
-        self.ties = {key: tie for key, tie in self.ties.items() if key in kept}
+        stack_ids = {id(stack) for stack in stacks.values()}
+        self.ties = {key: tie for key, tie in self.ties.items() if key in stack_ids}
 
     def _tie(self, stack: Tensor) -> RowGradients:
         if id(stack) not in self.ties:
@@ -222,7 +222,7 @@ class Views:
     def _watch_held(self, counts: list[int]) -> set[int]:
         """Watch and return the rows whose parameters have more references than our own, so are held outside."""
         self._own_counts = list(map(min, counts, self._own_counts))
-        held = {row for row, now, own in zip(self._rows, counts, self._own_counts, strict=True) if now > own}
+        held = {row for row, count, base in zip(self._rows, counts, self._own_counts, strict=True) if count > base}
         for row in held - self.watched:
             self._settle_row(row)
         self.watched |= held
@@ -230,12 +230,12 @@ class Views:
 
     def index(self) -> None:
         """List the members' parameters, with the number of our own references to each."""
-        own = {id(t): count for t, count in zip(self._flat, self._own_counts, strict=True)}
+        own_counts = {id(t): count for t, count in zip(self._flat, self._own_counts, strict=True)}
         self._flat = [t for member in self.members.values() for t in member.flat]
         self._rows = [row for row, member in self.members.items() for _ in member.flat]
         self._states = tensor_states(self._flat)
         self._last_counts = list(map(getrefcount, self._flat))
-        self._own_counts = [own.get(id(t), now) for t, now in zip(self._flat, self._last_counts, strict=True)]
+        self._own_counts = [own_counts.get(id(t), last) for t, last in zip(self._flat, self._last_counts, strict=True)]
 
     def _hear_all(self, fused: FusedModule) -> None:
         self._pass_on(fused)
@@ -288,38 +288,38 @@ class Views:
                     if path in member.modules:
                         member.modules[path].training = branch.training
         trained, addresses = self._stack_states()
-        for name, stack, now, before in zip(self._names, self._stacks, trained, self._trained, strict=True):
-            if now != before:
+        for name, stack, flag, old_flag in zip(self._names, self._stacks, trained, self._trained, strict=True):
+            if flag != old_flag:
                 freeze_rows(stack, None)
                 for member in self.own.values():
                     if name in member.parameters:
-                        member.parameters[name].requires_grad_(now)
+                        member.parameters[name].requires_grad_(flag)
         if addresses != self._addresses:
             self._align(fused, list(self.members))
 
     def _hear_tensors(self, fused: FusedModule, row: int, member: RowView) -> None:
         """Copy tensors that were assigned to a member into its row."""
         stacks, shared = fused.stacks, fused._array.comparison.shared
-        now = dict(tensors(member.model))
-        known = {**member.parameters, **member.buffers, **{name: stacks[name] for name in shared}}
-        same = member.same_modules and now.keys() == known.keys()
-        moved = [n for n, t in now.items() if n not in shared and not (n in stacks and lies_in(t, stacks[n], row))]
-        if same and not moved and all(now[name] is tensor for name, tensor in known.items()):
+        current = dict(tensors(member.model))
+        recorded = {**member.parameters, **member.buffers, **{name: stacks[name] for name in shared}}
+        same_structure = member.same_modules and current.keys() == recorded.keys()
+        moved = [n for n, t in current.items() if n not in shared and not (n in stacks and lies_in(t, stacks[n], row))]
+        if same_structure and not moved and all(current[name] is tensor for name, tensor in recorded.items()):
             return
         check_fits(fused, row, member.model)
         for name, stack in stacks.items():
-            if name in shared and now[name] is not stack:
+            if name in shared and current[name] is not stack:
                 raise FusionError(
                     f"{name} of member {row} of a fused {fused._original} was assigned, and is one tensor of all "
                     "members; write into it, or fuse models that have one each"
                 )
         with torch.no_grad():
             for name in moved:
-                if known[name] is not now[name]:
-                    known[name].data = known[name].data.clone()
-                target = leading(live_rows(stacks[name], row).data, now[name].shape)
-                target.copy_(now[name].detach())
-                now[name].data = target
+                if recorded[name] is not current[name]:
+                    recorded[name].data = recorded[name].data.clone()
+                target = leading(live_rows(stacks[name], row).data, current[name].shape)
+                target.copy_(current[name].detach())
+                current[name].data = target
         member.take_modules()
         member.take_tensors(shared)
         self._align(fused, [row])
@@ -331,22 +331,22 @@ class Views:
 
         kinds, array = Kinds.of(fused), fused._array
         after = list(kinds.contents)
-        for row, found in changed.items():
-            if found not in kinds.skeletons:
-                kinds.skeletons[found] = without_hooks(skeleton(row, self.members[row].model))
-            after[row] = found
-        once = list(dict.fromkeys(after))
-        comparison = replace(array.comparison, variants=tuple(map(once.index, after)))
-        skeletons = tuple(kinds.skeletons[content] for content in once)
+        for row, fingerprint in changed.items():
+            if fingerprint not in kinds.skeletons:
+                kinds.skeletons[fingerprint] = without_hooks(skeleton(row, self.members[row].model))
+            after[row] = fingerprint
+        distinct = list(dict.fromkeys(after))
+        comparison = replace(array.comparison, variants=tuple(map(distinct.index, after)))
+        skeletons = tuple(kinds.skeletons[content] for content in distinct)
         enter(fused, kinds.contents, after, replace(array, skeletons=skeletons, comparison=comparison))
-        for row, found in changed.items():
-            self.members[row].fingerprint = found
+        for row, fingerprint in changed.items():
+            self.members[row].fingerprint = fingerprint
 
     def _divide(self, fused: FusedModule) -> None:
         """Update `split`: divide members by modes and hooks, or set None if all can be computed together."""
         base = fused.training_by_path()
-        own = {row: member.training for row, member in self.members.items()}
-        modes = [tuple({**base, **own.get(row, {})}.values()) for row in range(len(fused))]
+        member_modes = {row: member.training for row, member in self.members.items()}
+        modes = [tuple({**base, **member_modes.get(row, {})}.values()) for row in range(len(fused))]
         hooked = {row: where for row, member in self.members.items() if (where := member.hooked)}
         trained = flags_read(fused)
         if hooked or len(set(modes)) > 1 or any(flags != trained[0] for flags in trained):

@@ -92,8 +92,8 @@ class FusedModule(Rows, Tree):
         modules = union_of_modules(array.skeletons)
         for path, module in self.named_modules():
             # No member may have the module any more: those that had it have left the array.
-            own = any(map(own_modes, modules.get(path, ())))
-            object.__setattr__(module, "_place", (weakref.ref(self), path, own))
+            overrides = any(map(own_modes, modules.get(path, ())))
+            object.__setattr__(module, "_place", (weakref.ref(self), path, overrides))
 
     def _new_compiler(self) -> Compiler:
         array, looped = self._array, self._situations.looped
@@ -143,7 +143,7 @@ class FusedModule(Rows, Tree):
             self._check_once(compiled, arguments)
             if in_transform() and (why := unserved(compiled)):
                 return self._transformed(compiled, arguments, why)
-            found = self._bound[id(compiled)](arguments.values)
+            output = self._bound[id(compiled)](arguments.values)
         except REFUSALS as error:
             if in_transform():
                 return self._transformed(compiled, arguments, str(error))
@@ -154,7 +154,7 @@ class FusedModule(Rows, Tree):
         if compiled.opaque:
             self._situations.ran([call.place for call in compiled.opaque])
         note_call(self)
-        return found
+        return output
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call another method of the members in the same way as forward; ``fused.method(...)`` is equivalent.
@@ -167,7 +167,7 @@ class FusedModule(Rows, Tree):
     def fingerprint(self) -> Any:
         """Return all that forward depends on besides tensors and modes, hashable: for models that contain an array."""
         array = self._array
-        members = tuple((type(each), modeless_fingerprint(each)) for each in array.skeletons)
+        members = tuple((type(skeleton), modeless_fingerprint(skeleton)) for skeleton in array.skeletons)
         return array.members, members, array.comparison
 
     def __getattr__(self, name: str) -> Any:
@@ -201,13 +201,13 @@ class FusedModule(Rows, Tree):
         if not first.modes:
             return first
         self._leave(first)
-        again = self.compiled(arguments)
-        if again.modes or str(again.graph) != str(first.graph):
+        second = self.compiled(arguments)
+        if second.modes or str(second.graph) != str(first.graph):
             raise FusionError(
                 f"forward of {self._original} leaves {next(iter(first.modes)) or '(root)'} in another mode, so that "
                 "its next call computes something else; set modes before training"
             )
-        return again
+        return second
 
     def _check_once(self, compiled: Compiled, arguments: Arguments) -> None:
         if self.training and torch.is_grad_enabled():
@@ -229,10 +229,10 @@ class FusedModule(Rows, Tree):
 
         Programs are lowered for ``device``, wherever the tensors are now.
         """
-        compiler, here = self._compiler, {tensor.device.type for _, tensor in tensors(self)}
-        compiler.opens, other = False, None if here | {device.type} == {"cpu"} else device
-        if compiler.subject.device != other:
-            compiler.subject = replace(compiler.subject, device=other)
+        compiler, device_types = self._compiler, {tensor.device.type for _, tensor in tensors(self)}
+        compiler.opens, target = False, None if device_types | {device.type} == {"cpu"} else device
+        if compiler.subject.device != target:
+            compiler.subject = replace(compiler.subject, device=target)
             compiler.clear()
             self._bound.clear()
             self._checks.clear()
@@ -248,19 +248,19 @@ class FusedModule(Rows, Tree):
 
     def _program(self, arguments: Arguments) -> Compiled:
         modes = self._modes(arguments)
-        found = self._compiler.find(modes, arguments)
-        if found is None:
+        compiled = self._compiler.find(modes, arguments)
+        if compiled is None:
             with hint_at_stacked(arguments, len(self)):
-                found = self._compiler.get(modes, arguments)
-            if partly := found.written & self._array.comparison.partly:
+                compiled = self._compiler.get(modes, arguments)
+            if partly := compiled.written & self._array.comparison.partly:
                 self._compiler.clear()
                 raise partly_written(min(partly))
-            if self._number_buffers.hold(found.numbers):
+            if self._number_buffers.hold(compiled.numbers):
                 self._forget()
-                self._compiler.adopt(self._modes(arguments), arguments, found)
-            self._unstacked.look(self._original, found, arguments, len(self))
-            self._on_program(found)
-        return found
+                self._compiler.adopt(self._modes(arguments), arguments, compiled)
+            self._unstacked.look(self._original, compiled, arguments, len(self))
+            self._on_program(compiled)
+        return compiled
 
     def _exportable(self, arguments: Arguments) -> Compiled:
         """Return a program without loops over members. A new one is not cached, as an export hides the tensors."""
@@ -298,7 +298,9 @@ class FusedModule(Rows, Tree):
 
     def report(self) -> FusionReport:
         """Report how each operator runs, and why, with one part per program that has been created."""
-        forward = [compiled for each in self._compilers() for family in each.families.values() for compiled in family]
+        forward = [
+            compiled for compiler in self._compilers() for family in compiler.families.values() for compiled in family
+        ]
         parts = [describe(c.program, self._checks.get(id(c), "self-check not run")) for c in forward]
         methods = [array.report() for _, array in self._methods.values()]
         return joined([FusionReport(tuple(parts), tuple(self._loops)), *methods, *size_reports(self)])
@@ -340,8 +342,8 @@ class FusedModule(Rows, Tree):
 
     def _member(self, index: int, stacks: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Return member ``index`` around its rows of ``stacks``, by default the array's own tensors."""
-        shared, own = self._array.comparison.shared, stacks or plain_stacks(self, self._real)
-        rows = {name: live_rows(t, None if name in shared else index) for name, t in own.items()}
+        shared, source = self._array.comparison.shared, stacks or plain_stacks(self, self._real)
+        rows = {name: live_rows(t, None if name in shared else index) for name, t in source.items()}
         return self._around(index, rows)
 
     def _around(self, index: int, rows: Mapping[str, Tensor]) -> nn.Module:
@@ -357,8 +359,8 @@ class FusedModule(Rows, Tree):
 
     def origin(self, parameter: Tensor) -> tuple[int, str] | None:
         """Return member and key ``(b, name)`` of a parameter of an original model; None for other parameters."""
-        found: tuple[int, str] | None = self._array.origins.get(parameter)
-        return found
+        origin: tuple[int, str] | None = self._array.origins.get(parameter)
+        return origin
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedModule:
         self._split()
@@ -370,8 +372,8 @@ class FusedModule(Rows, Tree):
 
     def _forget(self) -> None:
         """Drop all programs, as tensors of another dtype or device need new ones."""
-        held: list[Any] = [*self._compilers(), self._bound, self._checks, self._methods]
-        for programs in held:
+        caches: list[Any] = [*self._compilers(), self._bound, self._checks, self._methods]
+        for programs in caches:
             programs.clear()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -385,12 +387,12 @@ class FusedModule(Rows, Tree):
 
     def __getstate__(self) -> dict[str, Any]:
         self._views.update(self)
-        own = STATE - {"_original", "_fixed", "_tied", "_array"}
-        state = {name: value for name, value in super().__getstate__().items() if name not in own}
+        excluded = STATE - {"_original", "_fixed", "_tied", "_array"}
+        state = {name: value for name, value in super().__getstate__().items() if name not in excluded}
         return {**state, "_said": said(self._views, self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        words = state.pop("_said", {})
+        settings = state.pop("_said", {})
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
-        restore(self._views, self, words)
+        restore(self._views, self, settings)

@@ -118,22 +118,22 @@ class Tree(nn.Module):
 
     def _widened(self, state_dict: Any, prefix: str, metadata: Any) -> Any:
         """Return ``state_dict`` with a row for every member. Rows of members that lack a tensor keep their values."""
-        found = state_dict
+        widened = state_dict
         for name, rows in own_rows(self).items():
-            value, known = state_dict.get(prefix + name), metadata.get("rows", {}).get(name, rows)
+            value, saved_rows = state_dict.get(prefix + name), metadata.get("rows", {}).get(name, rows)
             if value is None:
                 continue
-            if tuple(known) != rows:
+            if tuple(saved_rows) != rows:
                 raise FusionError(
-                    f"{prefix}{name} holds the rows of members {list(known)}, and members {list(rows)} of this fused "
-                    "module have it: load it into an array of models in the order in which they were fused"
+                    f"{prefix}{name} holds the rows of members {list(saved_rows)}, and members {list(rows)} of this "
+                    "fused module have it: load it into an array of models in the order in which they were fused"
                 )
             stack: Any = self._parameters.get(name, self._buffers.get(name))
             if value.shape == (len(rows), *stack.shape[1:]):
                 whole = stack.detach().clone()
                 whole[list(rows)] = value.detach().to(whole)
-                found = {**found, prefix + name: whole}
-        return found
+                widened = {**widened, prefix + name: whole}
+        return widened
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Replace a parameter, as `torch.nn.Module` does. Raises FusionError for a new name or another shape."""
@@ -142,9 +142,9 @@ class Tree(nn.Module):
         before = self._parameters[name]
         self._check_replacement(name, param)
         super().register_parameter(name, param)
-        known = None if before is None else membership(before)
-        if param is not None and known is not None and membership(param) is None:
-            mark(param, known)
+        old_mark = None if before is None else membership(before)
+        if param is not None and old_mark is not None and membership(param) is None:
+            mark(param, old_mark)
         if param is not before:
             self._replaced()
 
@@ -183,13 +183,13 @@ class Tree(nn.Module):
 
     def get_submodule(self, target: str) -> nn.Module:
         """Same as torch.nn.Module, also if a submodule has the name of a method."""
-        found: nn.Module = self
+        module: nn.Module = self
         for name in target.split(".") if target else ():
-            child = found._modules.get(name)
+            child = module._modules.get(name)
             if child is None:
                 raise AttributeError(f"the fused {self._original} has no submodule {target}")
-            found = child
-        return found
+            module = child
+        return module
 
     def train(self, mode: bool = True) -> Tree:
         """Same as torch.nn.Module, for all members. If members override train or eval, their methods are called."""
@@ -200,8 +200,8 @@ class Tree(nn.Module):
         return self._switched(lambda module: module.eval(), False)
 
     def _switched(self, change: Change, mode: bool) -> Tree:
-        array, path, own = self._root()
-        if array is not None and own:
+        array, path, overrides = self._root()
+        if array is not None and overrides:
             # Imported late, as it imports this.
             from hfusion.array.eval_mode import switch
 
@@ -242,8 +242,8 @@ class Tree(nn.Module):
 
     def _root(self) -> tuple[Any, str, bool]:
         """Return the array (None during construction), the path in it, and whether members override train or eval."""
-        root, path, own = self.__dict__.get("_place") or (None, "", False)
-        return (None if root is None else root()), path, own
+        root, path, overrides = self.__dict__.get("_place") or (None, "", False)
+        return (None if root is None else root()), path, overrides
 
     def _replaced(self) -> None:
         """Update the array after a tensor has been replaced."""
@@ -314,8 +314,8 @@ def fixed_attributes(module: nn.Module) -> frozenset[str]:
     classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
     named = {
         name
-        for each in classes
-        for name, value in vars(each).items()
+        for kind in classes
+        for name, value in vars(kind).items()
         if not name.startswith("__") and (isinstance(value, property) or not hasattr(type(value), "__get__"))
     }
     return frozenset(named.union(vars(module)) - _STANDARD)
@@ -332,28 +332,28 @@ def grow(
     ``branches``: former branches of the tree by path, which are filled again and keep their modes.
     """
     grown: dict[tuple[int, ...], Branch] = {}
-    known = dict(branches or {})
-    free = {id(each): each for each in known.values()}
-    if not known:
+    former_branches = dict(branches or {})
+    free = {id(module): module for module in former_branches.values()}
+    if not former_branches:
         branch.training = skeletons[0].training
     for path, modules in union_of_modules(skeletons).items():
-        place: Tree = branch
+        target: Tree = branch
         if path:
             parent, _, leaf = path.rpartition(".")
             key = tuple(map(id, modules))
-            if key not in grown and (before := free.pop(id(known.get(path)), None)) is not None:
+            if key not in grown and (before := free.pop(id(former_branches.get(path)), None)) is not None:
                 grown[key] = before
             elif key not in grown:
                 grown[key] = Branch(kinds_of(modules))
                 grown[key].training = modules[0].training
-            place = grown[key]
-            branch.get_submodule(parent)._modules[leaf] = place
-            place._original, place._fixed = kinds_of(modules), fixed_of(modules)
+            target = grown[key]
+            branch.get_submodule(parent)._modules[leaf] = target
+            target._original, target._fixed = kinds_of(modules), fixed_of(modules)
         prefix = f"{path}." if path else ""
-        place._non_persistent_buffers_set = {name for each in modules for name in each._non_persistent_buffers_set}
-        for each in modules:
-            for table, own in ((place._parameters, each._parameters), (place._buffers, each._buffers)):
-                for name in own:
+        target._non_persistent_buffers_set = {name for module in modules for name in module._non_persistent_buffers_set}
+        for module in modules:
+            for table, source in ((target._parameters, module._parameters), (target._buffers, module._buffers)):
+                for name in source:
                     if table.get(name) is None:
                         table[name] = stacks.get(prefix + name)  # type: ignore[assignment]
     _note_ties(branch)
@@ -361,12 +361,12 @@ def grow(
 
 def own_rows(tree: Tree) -> dict[str, tuple[int, ...]]:
     """Return the tensors of ``tree`` that some members lack, each with the members that have it."""
-    found = {}
+    rows = {}
     for name, tensor in [*tree._parameters.items(), *tree._buffers.items()]:
-        known = None if tensor is None else membership(tensor)
-        if known is not None and None in known.shapes:
-            found[name] = tuple(member for member in range(known.members) if known.has(member))
-    return found
+        tensor_mark = None if tensor is None else membership(tensor)
+        if tensor_mark is not None and None in tensor_mark.shapes:
+            rows[name] = tuple(member for member in range(tensor_mark.members) if tensor_mark.has(member))
+    return rows
 
 
 def kinds_of(modules: Sequence[nn.Module]) -> str:
@@ -380,14 +380,14 @@ def fixed_of(modules: Sequence[nn.Module]) -> frozenset[str]:
 
 
 def _note_ties(root: Tree) -> None:
-    places: dict[int, list[tuple[Tree, str, str]]] = {}
+    occurrences: dict[int, list[tuple[Tree, str, str]]] = {}
     for path, tree in root.named_modules():
         for table in (tree._parameters, tree._buffers):
             for name, tensor in table.items():
                 if tensor is not None and isinstance(tree, Tree):
                     title = f"{path}.{name}" if path else name
-                    places.setdefault(id(tensor), []).append((tree, name, title))
-    for found in places.values():
-        for tree, name, title in found:
-            if len(found) > 1:
-                tree._tied[name] = [other for _, _, other in found if other != title]
+                    occurrences.setdefault(id(tensor), []).append((tree, name, title))
+    for aliases in occurrences.values():
+        for tree, name, title in aliases:
+            if len(aliases) > 1:
+                tree._tied[name] = [other for _, _, other in aliases if other != title]

@@ -137,10 +137,10 @@ def compiler_of(fused: FusedModule) -> Callable[[ArraySpec, Arguments, bool, Var
             if constant is None:
                 return compiled
             # Code that runs member by member may write to its buffers, in a branch that was not seen.
-            apart = tuple(name for name in names if not _inside(name, constant))
-            if apart == names:
+            remaining = tuple(name for name in names if not _inside(name, constant))
+            if remaining == names:
                 return constant
-            names = apart
+            names = remaining
         return compiled
 
     return make
@@ -160,10 +160,10 @@ def _running(
     """
     on_host = all(fused.get_buffer(name).device.type == "cpu" for name in names)
     # Tracers know the values of tensors in host memory; code that also computes with a buffer needs its own device.
-    for moved in (False,) if on_host else (True, False):
+    for to_host in (False,) if on_host else (True, False):
         # Suppress any error of members' code that looks for a buffer: without constants it runs unchanged.
         with suppress(Exception):
-            compiled = _with_constants(fused, names, subject, arguments, training, sizes, moved)
+            compiled = _with_constants(fused, names, subject, arguments, training, sizes, to_host)
             check_array(compiled.program.module, len(fused))
             return compiled
     return None
@@ -212,11 +212,11 @@ def _with_constants(
     arguments: Arguments,
     training: bool,
     sizes: VaryingSizes,
-    moved: bool,
+    to_host: bool,
 ) -> Compiled:
     """Return a program with the buffers ``names`` as constants. Members with other values become other variants.
 
-    moved: put the constants into host memory, whatever device the buffers are on.
+    to_host: put the constants into host memory, whatever device the buffers are on.
     """
     values = fused._number_buffers.values(fused, names)
     if values is None:
@@ -226,7 +226,7 @@ def _with_constants(
     variants = tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds)
 
     def member(index: int) -> nn.Module:
-        return _constant(subject.member(index), names, moved)
+        return _constant(subject.member(index), names, to_host)
 
     compiled = compile_array(replace(subject, variants=variants, member=member), arguments, training, sizes)
     if written := compiled.written & compiled.constants.keys():
@@ -235,12 +235,12 @@ def _with_constants(
 
 
 @torch.no_grad()
-def _constant(model: nn.Module, names: Sequence[str], moved: bool) -> nn.Module:
+def _constant(model: nn.Module, names: Sequence[str], to_host: bool) -> nn.Module:
     """Replace the buffers ``names`` of ``model`` by copies as attributes, which capture treats as constants."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         holder = model.get_submodule(path)
         tensor = holder._buffers.pop(leaf, None)
         if tensor is not None:
-            vars(holder)[leaf] = tensor.detach().to("cpu" if moved else tensor.device, copy=True)
+            vars(holder)[leaf] = tensor.detach().to("cpu" if to_host else tensor.device, copy=True)
     return model

@@ -34,8 +34,8 @@ def own_modes(model: nn.Module) -> bool:
 
 def _own(module: nn.Module) -> bool:
     kind = type(module)
-    own = kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
-    return own or "train" in vars(module) or "eval" in vars(module)
+    overridden = kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
+    return overridden or "train" in vars(module) or "eval" in vars(module)
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Switch:
             FusionError: members differ in the effects, or an array cannot represent them; rows are then as before.
         """
         try:
-            left = [self._one(index, view, path, change) for index, view in enumerate(self.views)]
+            effects = [self._one(index, view, path, change) for index, view in enumerate(self.views)]
             return Left(
-                _alike([one.training for one in left], "module {} is left in train mode"),
-                _alike([one.trained for one in left], "{} is left to be trained"),
-                tuple(one.contents[0] for one in left),
-                {key: tensor for one in left for key, tensor in one.moved.items()},
+                _alike([effect.training for effect in effects], "module {} is left in train mode"),
+                _alike([effect.trained for effect in effects], "{} is left to be trained"),
+                tuple(effect.contents[0] for effect in effects),
+                {key: tensor for effect in effects for key, tensor in effect.moved.items()},
                 frozenset(name for name, _, _ in self.backups),
             )
         except BaseException:
@@ -131,17 +131,17 @@ def _check_bound(index: int, module: nn.Module) -> None:
             )
 
 
-def _alike(found: Sequence[Mapping[str, bool]], what: str) -> dict[str, bool]:
+def _alike(flags: Sequence[Mapping[str, bool]], template: str) -> dict[str, bool]:
     """Return the changes common to all members. Raises FusionError if they differ."""
-    for index, other in enumerate(found):
-        for name, flag in found[0].items():
+    for index, other in enumerate(flags):
+        for name, flag in flags[0].items():
             if other[name] != flag:
-                left = what.format(name or "(root)")
+                effect = template.format(name or "(root)")
                 raise FusionError(
-                    f"after the members' own train or eval {left} by model {0 if flag else index}, but not by model "
+                    f"after the members' own train or eval {effect} by model {0 if flag else index}, but not by model "
                     f"{index if flag else 0}; fuse only models whose train and eval do the same"
                 )
-    return dict(found[0])
+    return dict(flags[0])
 
 
 def _shared_write(index: int, name: str) -> str:
@@ -184,8 +184,8 @@ class _Writes(TorchDispatchMode):
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     for position, parameter in enumerate(func._schema.arguments):
         if parameter.alias_info is not None and parameter.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(parameter.name)
-            yield from leaves(given, Tensor)
+            argument = args[position] if position < len(args) else kwargs.get(parameter.name)
+            yield from leaves(argument, Tensor)
 
 
 def _overlaps(tensor: Tensor, row: Tensor) -> bool:

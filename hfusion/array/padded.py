@@ -138,8 +138,8 @@ def run_padded(fused: FusedModule, arguments: Arguments, by_size: BySize) -> Any
 def _drop_unused(fused: FusedModule, paddings: dict[int, Padding]) -> None:
     """Forget programs that the array has dropped."""
     families = [family for compiler in fused._compilers() for family in compiler.families.values()]
-    used = {id(compiled) for family in families for compiled in family}
-    for number in paddings.keys() - used:
+    program_ids = {id(compiled) for family in families for compiled in family}
+    for number in paddings.keys() - program_ids:
         del paddings[number]
 
 
@@ -161,9 +161,9 @@ def _batches(compiled: Compiled, arguments: Arguments) -> list[fx.Node]:
 
 def _sizes(arguments: Arguments) -> tuple[int, ...] | None:
     """Return each member's number of samples; None if ragged arguments disagree on it, or differ in other sizes."""
-    found = {leaf.sizes for leaf in arguments.ragged}
+    sizes = {leaf.sizes for leaf in arguments.ragged}
     alike = all(len({tensor.shape[1:] for tensor in leaf}) == 1 for leaf in arguments.ragged)
-    return found.pop() if alike and len(found) == 1 else None
+    return sizes.pop() if alike and len(sizes) == 1 else None
 
 
 def _filled(leaf: Any, sizes: Sequence[int]) -> Any:
@@ -172,8 +172,8 @@ def _filled(leaf: Any, sizes: Sequence[int]) -> Any:
         return leaf
     device = leaf[0].device
     counts = torch.tensor(sizes, device=device).unsqueeze(1)
-    places = torch.arange(max(sizes), device=device).minimum(counts - 1)
-    return StackedInput(torch.cat(tuple(leaf))[counts.cumsum(0) - counts + places])
+    positions = torch.arange(max(sizes), device=device).minimum(counts - 1)
+    return StackedInput(torch.cat(tuple(leaf))[counts.cumsum(0) - counts + positions])
 
 
 def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Any:
@@ -188,20 +188,20 @@ def _disagreement(
     """Compare members of the smallest and largest size with calls by size. Return a difference found, or ''."""
     rows = sorted({sizes.index(min(sizes)), sizes.index(max(sizes))})
     parameters = {name: p for name, p in fused.named_parameters() if p.requires_grad}
-    ours = [_rows_of(leaf, rows) for leaf in pytree.tree_leaves(_run(fused, padding, filled, sizes))]
-    theirs = [[*leaf] if isinstance(leaf, Tensor | Ragged) else leaf for leaf in pytree.tree_leaves(by_size(rows))]
+    padded = [_rows_of(leaf, rows) for leaf in pytree.tree_leaves(_run(fused, padding, filled, sizes))]
+    expected = [[*leaf] if isinstance(leaf, Tensor | Ragged) else leaf for leaf in pytree.tree_leaves(by_size(rows))]
     allowed = allowed_differences(padding.compiled, fused.stacks)
     rounded = [TIGHT.get(dtype, 1e-2) for _, dtype in active_autocast() or ()]
-    pairs = zip(_outcome(ours, parameters), _outcome(theirs, parameters), strict=True)
+    pairs = zip(_outcome(padded, parameters), _outcome(expected, parameters), strict=True)
     compared = [(name, a, b) for (name, a), (_, b) in pairs]
     norms = [float(b.double().norm()) for name, _, b in compared if name in parameters]
     floor = 1e-4 * max(filter(math.isfinite, norms), default=0.0)
     for name, a, b in compared:
         looser = GRADIENTS if name in parameters else 1.0
-        found = relative_difference(a, b, floor if name in parameters else 0.0)
-        if found > looser * max(allowed.get(b.dtype, 1e-2), *rounded, 0.0):
-            what = f"the gradient of {name}" if name in parameters else name
-            return f"filled up, {what} differs by {found:.1e} relative"
+        difference = relative_difference(a, b, floor if name in parameters else 0.0)
+        if difference > looser * max(allowed.get(b.dtype, 1e-2), *rounded, 0.0):
+            label = f"the gradient of {name}" if name in parameters else name
+            return f"filled up, {label} differs by {difference:.1e} relative"
     return ""
 
 
@@ -213,10 +213,10 @@ def _outcome(outputs: Sequence[Any], parameters: Mapping[str, Tensor]) -> list[t
     """Return the outputs, and the gradients of a fixed projection of them, with their names."""
     tensors = [tensor for output in outputs if isinstance(output, list) for tensor in output]
     floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-    found = [(f"output {k}", tensor.detach()) for k, tensor in enumerate(floating)]
+    results = [(f"output {k}", tensor.detach()) for k, tensor in enumerate(floating)]
     total = sum((fixed_projection(t) for t in floating if t.requires_grad), start=torch.zeros((), device="cpu"))
     if parameters and total.requires_grad:
         gradients = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
         pairs = zip(parameters, gradients, parameters.values(), strict=True)
-        found += [(n, torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g) for n, g, p in pairs]
-    return found
+        results += [(n, torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g) for n, g, p in pairs]
+    return results

@@ -145,8 +145,8 @@ class PerModel(PerMemberFunction):
 
     def state(self) -> Any:
         """Everything that a program of the function depends on besides arguments; None if it cannot be compared."""
-        found, hooks = read_state(self._function), global_hooks()
-        return found if found is None or not hooks else (found, hooks)
+        state, hooks = read_state(self._function), global_hooks()
+        return state if state is None or not hooks else (state, hooks)
 
     @property
     def programs(self) -> list[Program]:
@@ -184,19 +184,19 @@ class PerModel(PerMemberFunction):
         state, programs = self.state(), self._last_programs
         calls = _Calls() if programs is None else self._calls.get(programs, _Calls())
         if arguments.ragged:
-            rows = [tuple(own) for own in rows_by_size(arguments, range(_members(arguments)))]
+            rows = [tuple(block_rows) for block_rows in rows_by_size(arguments, range(_members(arguments)))]
         else:
             rows = [tuple(range(_members(arguments)))]
         blocks = []
-        for own in rows:
-            block = arguments.of_rows(own) if arguments.ragged else arguments
-            compiler = calls.compilers.get((state, len(own)))
+        for block_rows in rows:
+            block = arguments.of_rows(block_rows) if arguments.ragged else arguments
+            compiler = calls.compilers.get((state, len(block_rows)))
             compiled = None if compiler is None else compiler.find(self._training, block)
             if compiled is None:
                 return calls.loops.get(
                     (state, block.loose_key), "it changes, at each call, values it reads besides its arguments"
                 )
-            blocks.append((own, compiled))
+            blocks.append((block_rows, compiled))
         if not arguments.ragged:
             return BoundProgram.of(blocks[0][1], self._module)
         try:
@@ -217,7 +217,7 @@ class PerModel(PerMemberFunction):
         members = _members(arguments)
         key = state, members
         if key not in calls.compilers:
-            if len({known for known, _ in calls.compilers} | {state}) > MAX_STATES:
+            if len({cached_state for cached_state, _ in calls.compilers} | {state}) > MAX_STATES:
                 raise FusionError(f"values it reads besides its arguments have changed {MAX_STATES} times")
             names = frozenset(name for name, _ in tensors(self._module))
             subject = ArraySpec(self._name, members, (0,) * members, names, lambda _: self._module, loops=False)
@@ -275,15 +275,15 @@ def _looped(function: Callable[..., Any], name: str, members: int, arguments: Ar
     rows = []
     pairs = zip(arguments.leaves, arguments.values, strict=True)
     # A member may write to its own row, unless it requires a gradient: all rows have one version counter.
-    given = [value for leaf, value in pairs if isinstance(leaf, Tensor) or (is_stacked(leaf) and value.requires_grad)]
-    given = [tensor for tensor in given if not tensor.is_inference()]
-    before = [tensor._version for tensor in given]
+    inputs = [value for leaf, value in pairs if isinstance(leaf, Tensor) or (is_stacked(leaf) and value.requires_grad)]
+    inputs = [tensor for tensor in inputs if not tensor.is_inference()]
+    versions = [tensor._version for tensor in inputs]
     with hinting(arguments, members):
         for member in range(members):
             args, kwargs = arguments.of_member(member)
             rows.append(function(*args, **kwargs))
             # The write would change the arguments or the gradient of another member.
-            if [tensor._version for tensor in given] != before:
+            if [tensor._version for tensor in inputs] != versions:
                 raise FusionError(
                     f"{name} writes into its arguments, and runs in a loop over members, which may share them; let it "
                     "write into a copy"

@@ -73,13 +73,15 @@ class Kin:
         if self.fused._array.has_variants:
             # Rows cannot be selected from a graph with variants, whose captures are cached for the process.
             return None
-        wanted = set(self.contents)
-        for contents, found in self._fitting([pair for pair in earlier if wanted <= set(pair[0])], modes, arguments):
-            made = of_rows(found, list(map(contents.index, self.contents)), self.compiler.subject)
-            trust(self.fused, found, self.fused, made)
-            return made
-        for contents, found in self._fitting(earlier, modes, arguments):
-            filled = self._filled(contents, found, modes, arguments)
+        required = set(self.contents)
+        for contents, program in self._fitting(
+            [pair for pair in earlier if required <= set(pair[0])], modes, arguments
+        ):
+            derived = of_rows(program, list(map(contents.index, self.contents)), self.compiler.subject)
+            trust(self.fused, program, self.fused, derived)
+            return derived
+        for contents, program in self._fitting(earlier, modes, arguments):
+            filled = self._filled(contents, program, modes, arguments)
             if filled is not None:
                 return filled
         return None
@@ -89,59 +91,63 @@ class Kin:
     ) -> Iterator[tuple[Sequence[Any], Compiled]]:
         """Yield the programs of ``earlier`` members for such a call, each with the contents of these members."""
         for contents, compiler in earlier:
-            found = compiler.fitting(modes, arguments)
+            program = compiler.fitting(modes, arguments)
             # Values of buffers belong to rows; the fingerprints of members do not contain them.
-            if found is not None and not found.numbers and not has_variants(found.graph):
-                yield contents, found
+            if program is not None and not program.numbers and not has_variants(program.graph):
+                yield contents, program
 
-    def _filled(self, contents: Sequence[Any], found: Compiled, modes: Any, arguments: Arguments) -> Compiled | None:
-        """Return ``found`` with the numbers of members that differ from earlier ones; None if that is impossible."""
+    def _filled(self, contents: Sequence[Any], program: Compiled, modes: Any, arguments: Arguments) -> Compiled | None:
+        """Return ``program`` with the numbers of members that differ from earlier ones; None if that is impossible."""
         row = next((row for row, content in enumerate(self.contents) if content in contents), None)
-        if row is None or found.opaque or not found.calls:
+        if row is None or program.opaque or not program.calls:
             return None
-        known = self._trace(row, modes, arguments)
+        base_trace = self._trace(row, modes, arguments)
         joining = {content: b for b, content in enumerate(self.contents) if content not in contents}
         traces = {content: self._trace(b, modes, arguments) for content, b in joining.items()}
-        if known is None or any(own is None or not known.same_structure(own) for own in traces.values()):
+        if base_trace is None or any(
+            trace is None or not base_trace.same_structure(trace) for trace in traces.values()
+        ):
             return None
-        if found.size_uses:
+        if program.size_uses:
             models = [self.fused._member(b) for b in joining.values()]
-            if not sizes_meet_none(found.size_uses, self.fused._member(row), models):
+            if not sizes_meet_none(program.size_uses, self.fused._member(row), models):
                 return None
         try:
-            by_content = {c: changes_between(found.calls, known, own) for c, own in traces.items() if own is not None}
-            if any(may_be_sizes(found.calls, changes) for changes in by_content.values()):
+            by_content = {
+                c: changes_between(program.calls, base_trace, trace) for c, trace in traces.items() if trace is not None
+            }
+            if any(may_be_sizes(program.calls, changes) for changes in by_content.values()):
                 return None
             base = contents.index(self.contents[row])
             rows = [base if content in joining else contents.index(content) for content in self.contents]
             changes = {b: by_content[content] for b, content in enumerate(self.contents) if content in joining}
-            made = of_rows(found, rows, self.compiler.subject, changes)
+            derived = of_rows(program, rows, self.compiler.subject, changes)
         except Unexplained:
             return None
-        if _proven(found, changes):
-            trust(self.fused, found, self.fused, made)
-            return made
+        if _proven(program, changes):
+            trust(self.fused, program, self.fused, derived)
+            return derived
         try:
-            self.fused.check(made, arguments)
+            self.fused.check(derived, arguments)
         except FusionError:
             return None
-        return made
+        return derived
 
     def _trace(self, row: int, modes: Any, arguments: Arguments) -> OperatorTrace | None:
         return self.fused._traces.trace(self.fused, row, self.contents[row], modes, arguments)
 
 
-def trust(donor: FusedModule, checked: Compiled, array: FusedModule, made: Compiled) -> None:
-    """Let ``made`` inherit the self-check of ``checked``, of which it was made, if both run every operator alike."""
+def trust(donor: FusedModule, checked: Compiled, array: FusedModule, derived: Compiled) -> None:
+    """Let ``derived`` inherit the self-check of ``checked``, its source, if both run every operator alike."""
     # A check with a single member cannot show that members are kept apart.
-    enough = checked.program.members >= min(made.program.members, 2)
-    if enough and id(checked) in donor._checks and _ways(checked) == _ways(made):
-        array._checks[id(made)] = donor._checks[id(checked)]
+    enough = checked.program.members >= min(derived.program.members, 2)
+    if enough and id(checked) in donor._checks and _ways(checked) == _ways(derived):
+        array._checks[id(derived)] = donor._checks[id(checked)]
 
 
-def _proven(found: Compiled, changes: Mapping[int, Changes]) -> bool:
+def _proven(program: Compiled, changes: Mapping[int, Changes]) -> bool:
     """Return whether members differed before wherever they differ now, so that these values are checked."""
-    return all(varying(found.graph, own) for own in changes.values())
+    return all(varying(program.graph, member_changes) for member_changes in changes.values())
 
 
 def _ways(compiled: Compiled) -> list[Any]:

@@ -85,9 +85,9 @@ class SizeGroups:
         else:
             divided = [(list(group.rows), *_said(group.array)) for group in split.groups]
         groups = [
-            _group(fused, own, modes, trained, arguments)
+            _group(fused, size_rows, modes, trained, arguments)
             for members, modes, trained in divided
-            for own in rows_by_size(arguments, members)
+            for size_rows in rows_by_size(arguments, members)
         ]
         alone, why = ({}, "") if split is None else (split.alone, split.why)
         return Split(None, tuple(groups), alone, why or "batches have different sizes").run(fused, arguments)
@@ -146,9 +146,9 @@ class _RelatedPrograms:
                 continue
             program = donor._compiler.fitting(donor._modes(arguments), arguments)
             if program is not None and not program.opaque:
-                made = of_rows(program, [pattern.index(v) for v in self.sized.pattern], array._compiler.subject)
-                trust(donor, program, array, made)
-                return made
+                derived = of_rows(program, [pattern.index(v) for v in self.sized.pattern], array._compiler.subject)
+                trust(donor, program, array, derived)
+                return derived
         return None
 
     def _donors(self) -> Iterator[tuple[tuple[int, ...], FusedModule]]:

@@ -45,5 +45,5 @@ def _regrow(root: Tree, skeletons: Sequence[nn.Module], stacks: Mapping[str, Ten
 
 def _is_extra(name: str, tensor: Tensor | None, stacks: Mapping[str, Tensor]) -> bool:
     """Return whether a buffer was registered on the array by the user, so that no member has it."""
-    known = None if tensor is None else membership(tensor)
-    return tensor is not None and name not in stacks and not (known is not None and known.is_unused)
+    tensor_mark = None if tensor is None else membership(tensor)
+    return tensor is not None and name not in stacks and not (tensor_mark is not None and tensor_mark.is_unused)

@@ -27,20 +27,20 @@ def move_stacks(fused: FusedModule, sources: Sequence[Source], after: Array) -> 
     The memory of stacks that no member has any more is freed, and they are marked as unused.
     """
     joining = {index: dict(tensors(source)) for index, source in enumerate(sources) if isinstance(source, nn.Module)}
-    shapes = {name: shape for own in after.own_shapes for name, shape in own.items()} | after.row_shapes
-    known = {name for own in fused._array.own_shapes for name in own}
-    stacks, met = dict[str, Tensor](), set[int]()
+    shapes = {name: shape for by_name in after.own_shapes for name, shape in by_name.items()} | after.row_shapes
+    member_names = {name for by_name in fused._array.own_shapes for name in by_name}
+    stacks, visited = dict[str, Tensor](), set[int]()
     for name, tensor in tensors(fused):
-        unused = name in known and name not in shapes
+        unused = name in member_names and name not in shapes
         if not unused:
             stacks[name] = tensor
-        if name in after.comparison.shared or id(tensor) in met:
+        if name in after.comparison.shared or id(tensor) in visited:
             continue
-        met.add(id(tensor))
+        visited.add(id(tensor))
         if unused:
             _empty(tensor, name, after.members)
         else:
-            _move(tensor, sources, {index: own.get(name) for index, own in joining.items()}, shapes.get(name))
+            _move(tensor, sources, {index: by_name.get(name) for index, by_name in joining.items()}, shapes.get(name))
     added = {}
     for name in shapes.keys() - stacks.keys():
         rows = [joining[index].get(name) if index in joining else None for index in range(after.members)]
@@ -51,14 +51,14 @@ def move_stacks(fused: FusedModule, sources: Sequence[Source], after: Array) -> 
 
 
 def _move(
-    stack: Tensor, sources: Sequence[Source], given: Mapping[int, Tensor | None], shape: torch.Size | None
+    stack: Tensor, sources: Sequence[Source], joining: Mapping[int, Tensor | None], shape: torch.Size | None
 ) -> None:
-    grad, before = stack.grad, stack.shape
+    grad, old_shape = stack.grad, stack.shape
     stack.grad = None
-    moved = moved_rows(stack.detach(), sources, given, shape)
-    resize(stack, moved, moved.shape == before)
+    moved = moved_rows(stack.detach(), sources, joining, shape)
+    resize(stack, moved, moved.shape == old_shape)
     if grad is not None:
-        stack.grad = _moved_grad(grad, sources, given, shape)
+        stack.grad = _moved_grad(grad, sources, joining, shape)
 
 
 def _empty(stack: Tensor, name: str, members: int) -> None:
@@ -67,14 +67,14 @@ def _empty(stack: Tensor, name: str, members: int) -> None:
     mark(stack, Membership(name, members, True, True, shapes=(None,) * members))
 
 
-def resize(tensor: Tensor, moved: Tensor, same: bool) -> None:
-    """Replace the data of ``tensor`` by ``moved``, unless ``same``: then it has been written in place."""
-    if not same:
+def resize(tensor: Tensor, moved: Tensor, in_place: bool) -> None:
+    """Replace the data of ``tensor`` by ``moved``, unless ``in_place``: then it has been written in place."""
+    if not in_place:
         if tensor.requires_grad:
             # Autograd's node that accumulates into the tensor, which outputs that are still there hold, knows its
             # old shape; torch forgets it where the dtype changes (as of 2.11 to 2.13, `VariableHooks::set_data`).
-            other = torch.float64 if tensor.dtype is torch.float32 else torch.float32
-            tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+            other_dtype = torch.float64 if tensor.dtype is torch.float32 else torch.float32
+            tensor.data = torch.empty(0, dtype=other_dtype, device=tensor.device)
         tensor.data = moved
     # Values that autograd saved of the tensor have changed.
     increment_version(tensor)
@@ -84,10 +84,10 @@ def _moved_grad(
     grad: Tensor, sources: Sequence[Source], joining: Mapping[int, Any], shape: torch.Size | None
 ) -> Tensor:
     absent = absent_rows(grad)
-    gone = torch.tensor(
+    new_absent = torch.tensor(
         [False if absent is None or not isinstance(s, int) else bool(absent[s]) for s in sources], device="cpu"
     )
-    gone[list(joining)] = True
-    found = moved_rows(grad, sources, dict.fromkeys(joining), shape)
-    mark_absent(found, gone)
-    return found
+    new_absent[list(joining)] = True
+    moved = moved_rows(grad, sources, dict.fromkeys(joining), shape)
+    mark_absent(moved, new_absent)
+    return moved

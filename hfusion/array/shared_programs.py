@@ -55,7 +55,7 @@ def share_programs(fused: FusedModule) -> None:
 
 def check_once(fused: FusedModule, compiled: Compiled, arguments: Arguments) -> None:
     """Run the self-check of a program, unless an array that shares it has run it already. Raises FusionError."""
-    shared = next((each for each in [*_programs.values()] if each.compiled is compiled), None)
+    shared = next((entry for entry in [*_programs.values()] if entry.compiled is compiled), None)
     if shared is not None and shared.check:
         fused._checks.setdefault(id(compiled), shared.check)
     fused.check(compiled, arguments)
@@ -89,7 +89,7 @@ def _key(fused: FusedModule, subject: ArraySpec, arguments: Arguments, sizes: Va
     if any(state is None or any(True for _ in tensors_of(state)) for state in states):
         return None
     leaves = [leaf.tensor if hasattr(leaf, "tensor") else leaf for leaf in arguments.leaves]
-    ties = tuple(next(place for place, other in enumerate(leaves) if other is leaf) for leaf in leaves)
+    ties = tuple(next(index for index, other in enumerate(leaves) if other is leaf) for leaf in leaves)
     return (
         tuple(states),
         fused.fingerprint(),

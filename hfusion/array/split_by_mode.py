@@ -48,9 +48,9 @@ class MemberGroup:
     def ready(self, fused: FusedModule, arguments: Arguments) -> Compiled:
         """Return the program for a call with ``arguments``, captured and checked with the current values."""
         array = self.array
-        found = array.find(arguments)
-        if found is not None and id(found) in array._checks:
-            return found
+        cached = array.find(arguments)
+        if cached is not None and id(cached) in array._checks:
+            return cached
         stacks = fused.stacks
         for name, tensor in tensors(array):
             if name not in array._array.comparison.shared:
@@ -76,21 +76,23 @@ class MemberGroup:
         stacks, shared = dict(tensors(fused)), array._array.comparison.shared
         fixed = {name for name, parameter in array.named_parameters() if not parameter.requires_grad}
         index = {device: torch.tensor(rows, device=device) for device in {t.device for t in stacks.values()}}
-        once: dict[int, Tensor] = {}
-        own = {
-            name: stack if name in shared else once.setdefault(id(stack), stack.index_select(0, index[stack.device]))
+        rows_by_id: dict[int, Tensor] = {}
+        group_tensors = {
+            name: stack
+            if name in shared
+            else rows_by_id.setdefault(id(stack), stack.index_select(0, index[stack.device]))
             for name, stack in stacks.items()
         }
-        own = {name: tensor.detach() if name in fixed else tensor for name, tensor in own.items()}
+        group_tensors = {name: tensor.detach() if name in fixed else tensor for name, tensor in group_tensors.items()}
         with (
-            holding(dict(array.named_modules(remove_duplicate=False)), own),
+            holding(dict(array.named_modules(remove_duplicate=False)), group_tensors),
             of_rows(rows, members),
             seeds_of_rows(rows),
         ):
             outputs = bind(compiled, array, len(rows) if watch else None)(arguments.values)
         with torch.no_grad():
             for name in compiled.written - shared:
-                stacks[name].detach()[rows] = own[name].detach()
+                stacks[name].detach()[rows] = group_tensors[name].detach()
         if compiled.opaque:
             array._situations.ran([call.place for call in compiled.opaque])
         return outputs
@@ -121,13 +123,13 @@ class Split:
 
         ``parts``: the cache of arrays of some of the members.
         """
-        found: dict[Any, list[int]] = {}
-        for row, own in enumerate(modes):
+        rows_by_modes: dict[Any, list[int]] = {}
+        for row, member_modes in enumerate(modes):
             if row not in hooked:
                 flags = tuple(trained[row].items()) if trained else ()
-                found.setdefault((tuple(own.items()), flags), []).append(row)
+                rows_by_modes.setdefault((tuple(member_modes.items()), flags), []).append(row)
         groups = []
-        for rows in found.values():
+        for rows in rows_by_modes.values():
             key = fused._number, len(fused), tuple(rows)
             part = parts.pop(key, None) or part_of(fused, rows, copied_rows)
             parts[key] = part
@@ -136,11 +138,14 @@ class Split:
             for path, branch in part.named_modules():
                 branch.training = modes[rows[0]][path]
             for name, parameter in part.named_parameters():
-                known = trained[rows[0]] if trained else {}
-                parameter.requires_grad_(known.get(name, fused.stacks[name].requires_grad))
+                group_trained = trained[rows[0]] if trained else {}
+                parameter.requires_grad_(group_trained.get(name, fused.stacks[name].requires_grad))
             groups.append(MemberGroup(tuple(rows), part))
-        division = tuple((tuple(rows), own) for own, rows in found.items()), tuple(hooked.items())
-        return Split(division, tuple(groups), {row: members[row] for row in hooked}, _why(found, hooked))
+        division = (
+            tuple((tuple(rows), member_modes) for member_modes, rows in rows_by_modes.items()),
+            tuple(hooked.items()),
+        )
+        return Split(division, tuple(groups), {row: members[row] for row in hooked}, _why(rows_by_modes, hooked))
 
     def run(self, fused: FusedModule, arguments: Arguments) -> Any:
         """Return the outputs of all members."""
@@ -149,20 +154,20 @@ class Split:
             return run_members(fused, arguments)
         check_members(len(fused), arguments)
         calls = [(group, arguments.of_rows(group.rows)) for group in self.groups]
-        compiled = [group.ready(fused, own) for group, own in calls]
-        watch = bool(self.alone) or any(one.opaque for one in compiled)
+        compiled = [group.ready(fused, inputs) for group, inputs in calls]
+        watch = bool(self.alone) or any(group_program.opaque for group_program in compiled)
         parts: list[tuple[Sequence[int], Any]] = []
-        for (group, own), program in zip(calls, compiled, strict=True):
+        for (group, inputs), program in zip(calls, compiled, strict=True):
             try:
-                parts.append((group.rows, group.run(fused, program, own, watch)))
+                parts.append((group.rows, group.run(fused, program, inputs, watch)))
             except REFUSALS as error:
                 models = [fused._member(row) for row in group.rows]
                 for path, training in group.array.training_by_path().items():
                     for model in models:
                         model.get_submodule(path).training = training
-                call_members(models, own, error)
-                group.array._compiler.distrust(group.array._modes(own), own, program, str(error))
-                parts.append((group.rows, group.run(fused, group.ready(fused, own), own, True)))
+                call_members(models, inputs, error)
+                group.array._compiler.distrust(group.array._modes(inputs), inputs, program, str(error))
+                parts.append((group.rows, group.run(fused, group.ready(fused, inputs), inputs, True)))
         for row, member in self.alone.items():
             parts.append(([row], _run_alone(fused, row, member, arguments)))
         return joined_by_size(parts) if arguments.ragged else _joined(fused, parts)
@@ -171,12 +176,12 @@ class Split:
 def _why(groups: Mapping[Any, Sequence[int]], hooked: Mapping[int, str]) -> str:
     reasons = [f"member {row} has a hook at {where}" for row, where in hooked.items()]
     if len(groups) > 1:
-        ((one, _), first), ((other, _), second) = list(groups.items())[:2]
-        path = next((name for (name, a), (_, b) in zip(one, other, strict=True) if a != b), None)
+        ((first_modes, _), first), ((second_modes, _), second) = list(groups.items())[:2]
+        path = next((name for (name, a), (_, b) in zip(first_modes, second_modes, strict=True) if a != b), None)
         if path is None:
             reasons.append("forward reads which parameters need a gradient, in which members differ")
             return "; ".join(reasons)
-        modes = ["train" if dict(own)[path] else "eval" for own in (one, other)]
+        modes = ["train" if dict(group_modes)[path] else "eval" for group_modes in (first_modes, second_modes)]
         reasons.append(
             f"{path or 'member'} is in {modes[0]} mode in members {list(first)}, in {modes[1]} mode in {list(second)}"
         )
@@ -201,34 +206,38 @@ def part_of(
     if not takes_variants:
         check_one_structure(fused, "an array of some of the members")
     array = fused._array
-    comparison, left = array.comparison.of_members(rows)
-    skeletons = tuple(array.skeletons[variant] for variant in left)
+    comparison, variants = array.comparison.of_members(rows)
+    skeletons = tuple(array.skeletons[variant] for variant in variants)
     part = replace(array, members=len(rows), skeletons=skeletons, comparison=comparison, origins=WeakIdKeyDictionary())
     for parameter, (member, name) in array.origins.items():
         if member in rows:
             part.origins[parameter] = (list(rows).index(member), name)
     shared = comparison.shared
-    shapes = {name: shape for own in part.own_shapes for name, shape in own.items()} | part.row_shapes
+    shapes = {
+        name: shape for variant_shapes in part.own_shapes for name, shape in variant_shapes.items()
+    } | part.row_shapes
 
     def of_part(name: str, whole: Tensor) -> Tensor:
-        made = stack(whole, None if name in shared else rows)
-        if name not in shared and made.shape[1:] != shapes[name]:
-            own = cut_rows(made.detach(), shapes[name]).contiguous()
-            made = nn.Parameter(own, requires_grad=made.requires_grad) if isinstance(made, nn.Parameter) else own
-        return made
+        tensor = stack(whole, None if name in shared else rows)
+        if name not in shared and tensor.shape[1:] != shapes[name]:
+            data = cut_rows(tensor.detach(), shapes[name]).contiguous()
+            tensor = (
+                nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+            )
+        return tensor
 
-    once: dict[int, Tensor] = {}
+    stacks_by_id: dict[int, Tensor] = {}
     stacks: dict[str, Tensor] = {}
     for name, whole in fused.stacks.items():
         if name in shapes:
-            if id(whole) not in once:
-                once[id(whole)] = of_part(name, whole)
-            stacks[name] = once[id(whole)]
-    found = FusedModule(part, stacks)
+            if id(whole) not in stacks_by_id:
+                stacks_by_id[id(whole)] = of_part(name, whole)
+            stacks[name] = stacks_by_id[id(whole)]
+    fused_part = FusedModule(part, stacks)
     modes = fused.training_by_path()
-    for path, module in found.named_modules(remove_duplicate=False):
+    for path, module in fused_part.named_modules(remove_duplicate=False):
         module.training = modes[path]
-    return found
+    return fused_part
 
 
 def copied_rows(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
@@ -238,46 +247,46 @@ def copied_rows(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
 
 
 @contextmanager
-def holding(modules: Mapping[str, nn.Module], own: Mapping[str, Tensor]) -> Iterator[None]:
-    """Context manager: replace tensors of ``modules`` (by path) by those of ``own`` (by key), and restore them."""
-    before = []
-    for name, tensor in own.items():
+def holding(modules: Mapping[str, nn.Module], replacements: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context manager: replace tensors of ``modules`` (by path) by ``replacements`` (by key), and restore them."""
+    replaced = []
+    for name, tensor in replacements.items():
         path, _, leaf = name.rpartition(".")
         table: Any = modules[path]._parameters
         table = table if dict.__contains__(table, leaf) else modules[path]._buffers
-        before.append((table, leaf, dict.__getitem__(table, leaf)))
+        replaced.append((table, leaf, dict.__getitem__(table, leaf)))
         dict.__setitem__(table, leaf, tensor)
     try:
         yield
     finally:
-        for table, leaf, tensor in reversed(before):
+        for table, leaf, tensor in reversed(replaced):
             dict.__setitem__(table, leaf, tensor)
 
 
 def _run_alone(fused: FusedModule, row: int, member: RowView, arguments: Arguments) -> Any:
     """Run a member's own code, with its hooks. Its parameters are rows of the stacks, so gradients reach the stacks."""
     stacks = dict(tensors(fused))
-    once: dict[int, Tensor] = {}
+    rows_by_id: dict[int, Tensor] = {}
     for name, parameter in member.parameters.items():
         stack, frozen = stacks[name], frozen_rows(stacks[name])
-        if id(stack) not in once:
+        if id(stack) not in rows_by_id:
             tensor = stack.detach()[row] if frozen is not None and frozen[row] else stack[row]
             for hook in (parameter._backward_hooks or {}).values() if tensor.requires_grad else ():
                 tensor.register_hook(hook)
-            once[id(stack)] = tensor
-    own = {name: once[id(stacks[name])] for name in member.parameters}
-    given = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-    versions = [tensor._version for tensor in given]
+            rows_by_id[id(stack)] = tensor
+    member_rows = {name: rows_by_id[id(stacks[name])] for name in member.parameters}
+    inputs = [leaf for leaf in arguments.leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    versions = [tensor._version for tensor in inputs]
     args, kwargs = arguments.of_member(row)
-    with holding(member.modules, own), watching_row(list(once.values()), row, len(fused)):
+    with holding(member.modules, member_rows), watching_row(list(rows_by_id.values()), row, len(fused)):
         outputs = member.model(*args, **kwargs)
     with torch.no_grad():
-        for name, tensor in own.items():
-            place = stacks[name].detach()[row]
-            if not is_wrapped(stacks[name]) and tensor.data_ptr() != place.data_ptr():
+        for name, tensor in member_rows.items():
+            target = stacks[name].detach()[row]
+            if not is_wrapped(stacks[name]) and tensor.data_ptr() != target.data_ptr():
                 # Forward has assigned other data to the parameter.
-                place.copy_(tensor.detach())
-    if [tensor._version for tensor in given] != versions:
+                target.copy_(tensor.detach())
+    if [tensor._version for tensor in inputs] != versions:
         raise FusionError(
             f"member {row} of a fused {fused._original} runs as its own code, as it has hooks, and writes into an "
             "input that all members see; let it write into a copy, or give each its own by hf.stacked"
@@ -321,24 +330,24 @@ def flags_read(fused: FusedModule) -> list[dict[str, bool]]:
     return [{name: not bool(rows[row]) for name, rows in frozen.items()} for row in range(len(fused))]
 
 
-def check_together(fused: FusedModule, what: str) -> None:
-    """Raise FusionError if members differ in modes or hooks, so that ``what`` cannot hold them."""
+def check_together(fused: FusedModule, feature: str) -> None:
+    """Raise FusionError if members differ in modes or hooks, so that ``feature`` cannot hold them."""
     split = fused._split()
     if split is not None:
         raise FusionError(
-            f"members of a fused {fused._original} cannot be computed together: {split.why}; {what} needs members of "
-            "equal modes without hooks: call train() or eval() of the array, and remove the hooks"
+            f"members of a fused {fused._original} cannot be computed together: {split.why}; {feature} needs members "
+            "of equal modes without hooks: call train() or eval() of the array, and remove the hooks"
         )
 
 
-def check_alike(fused: FusedModule, what: str) -> None:
+def check_alike(fused: FusedModule, feature: str) -> None:
     """Raise FusionError if members differ in modes, in hooks, or in the parameters they train."""
-    check_together(fused, what)
+    check_together(fused, feature)
     for name, tensor in fused.stacks.items():
         frozen = frozen_rows(tensor)
         if frozen is not None:
             raise FusionError(
                 f"members {frozen.nonzero().reshape(-1).tolist()} of a fused {fused._original} do not train {name}, "
-                f"which others train; {what} trains a parameter in all members or in none: use hf.train_step or "
+                f"which others train; {feature} trains a parameter in all members or in none: use hf.train_step or "
                 "hf.Population, or freeze it in all by requires_grad_ of the array"
             )

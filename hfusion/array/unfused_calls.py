@@ -54,14 +54,14 @@ def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str,
 
     Parameters are parameters again, with requires_grad as in ``originals``, and no tensor is wrapped by a transform.
     """
-    once: dict[int, Tensor] = {}
-    stacks = {name: once.setdefault(id(t), unwrapped(t)) for name, t in tensors(owner)}
-    for name, given in owner.named_parameters(remove_duplicate=False):
-        if not isinstance(given, nn.Parameter):
-            trained = originals.get(name, given).requires_grad
-            if not isinstance(once[id(given)], nn.Parameter):
-                once[id(given)] = nn.Parameter(once[id(given)].detach(), trained)
-            stacks[name] = once[id(given)]
+    plain_by_id: dict[int, Tensor] = {}
+    stacks = {name: plain_by_id.setdefault(id(t), unwrapped(t)) for name, t in tensors(owner)}
+    for name, tensor in owner.named_parameters(remove_duplicate=False):
+        if not isinstance(tensor, nn.Parameter):
+            trained = originals.get(name, tensor).requires_grad
+            if not isinstance(plain_by_id[id(tensor)], nn.Parameter):
+                plain_by_id[id(tensor)] = nn.Parameter(plain_by_id[id(tensor)].detach(), trained)
+            stacks[name] = plain_by_id[id(tensor)]
     return stacks
 
 
@@ -91,10 +91,10 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
             watching.took(listed)
     for index, member in enumerate(members):
         buffers = dict(member.named_buffers())
-        held = {name: rows[name][index] if name in rows else stack for name, stack in tensors(fused)}
-        given = {name: row for name, row in held.items() if name not in buffers or is_wrapped(row)}
+        member_tensors = {name: rows[name][index] if name in rows else stack for name, stack in tensors(fused)}
+        replacements = {name: row for name, row in member_tensors.items() if name not in buffers or is_wrapped(row)}
         args, kwargs = arguments.of_member(index)
-        yield torch.func.functional_call(member, given, args, kwargs)
+        yield torch.func.functional_call(member, replacements, args, kwargs)
         for name, buffer in member.named_buffers():
             if name in buffers and buffer is not buffers[name]:
                 buffers[name].copy_(buffer)

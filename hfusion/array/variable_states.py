@@ -54,15 +54,15 @@ class Situations:
         """
         if caches_parametrizations():
             _check_cached(models)
-        known = self._variables
-        if known is None or self._models != models or not known.same():
+        variables = self._variables
+        if variables is None or self._models != models or not variables.same():
             with tracing:
-                known = self._look(models)
-        around = _around(known.questions, tree, arguments)
+                variables = self._look(models)
+        around = _around(variables.questions, tree, arguments)
         if around != self._around:
             with tracing:
                 self._around = around
-                self.number = self._numbers.setdefault(self._key(known.values), len(self._numbers))
+                self.number = self._numbers.setdefault(self._key(variables.values), len(self._numbers))
         return self.number
 
     @property
@@ -72,8 +72,8 @@ class Situations:
 
     def asks_gradients(self, models: Sequence[nn.Module]) -> bool:
         """Return whether the code of ``models`` reads which parameters need a gradient."""
-        known = self._variables if self._variables is not None and self._models == models else None
-        return (known or Variables(models, self._left_out)).questions.gradients
+        variables = self._variables if self._variables is not None and self._models == models else None
+        return (variables or Variables(models, self._left_out)).questions.gradients
 
     def ran(self, places: Sequence[str]) -> None:
         """After members' own code at ``places`` has run, let only own code read the variables that it has changed."""
@@ -81,16 +81,16 @@ class Situations:
         if before is None or before.same():
             return
         with tracing:
-            now = Variables(self._models, self._left_out)
-            changed = {name for name, value in now.values.items() if before.values.get(name) != value}
+            current = Variables(self._models, self._left_out)
+            changed = {name for name, value in current.values.items() if before.values.get(name) != value}
             for name in sorted(changed):
-                if not within(now.readers, name, places):
-                    self._loop(now, name, f"it names {name}, which forward changes")
+                if not within(current.readers, name, places):
+                    self._loop(current, name, f"it names {name}, which forward changes")
             self._left_out |= changed
             # If only left-out variables have changed, the programs remain valid.
-            values = {name: value for name, value in now.values.items() if name not in changed}
+            values = {name: value for name, value in current.values.items() if name not in changed}
             self._variables = Variables(self._models, self._left_out)
-            if not changed or all(within(now.readers, name, places) for name in changed):
+            if not changed or all(within(current.readers, name, places) for name in changed):
                 self._numbers[self._key(values)] = self.number
             self.number = self._numbers.setdefault(self._key(values), len(self._numbers))
 
@@ -99,21 +99,21 @@ class Situations:
         variables = Variables(models, self._left_out)
         for name, value in variables.values.items():
             self._met.setdefault(name, set()).add(value)
-        often = {name for name in variables.values if len(self._met[name]) > MAX_VALUES}
-        if often:
-            for name in sorted(often):
+        unstable = {name for name in variables.values if len(self._met[name]) > MAX_VALUES}
+        if unstable:
+            for name in sorted(unstable):
                 self._loop(variables, name, f"it names {name}, which has had more than {MAX_VALUES} values")
                 del self._met[name]
-            self._left_out |= often
+            self._left_out |= unstable
             variables = Variables(models, self._left_out)
         if variables.questions.random_state:
             self.looped.setdefault(WHOLE, "it reads the state of random numbers, which a graph does not have")
         self._models, self._variables, self._around = models, variables, None
         return variables
 
-    def _loop(self, found: Variables, name: str, why: str) -> None:
+    def _loop(self, variables: Variables, name: str, why: str) -> None:
         remedy = "make that an argument of forward or a buffer"
-        for path in found.readers[name]:
+        for path in variables.readers[name]:
             self.looped.setdefault(Island(path) if path else WHOLE, f"{why}; {remedy}")
 
     def _key(self, values: dict[str, Any]) -> Any:
@@ -121,18 +121,18 @@ class Situations:
         return self._around, len(self.looped), tuple(values.items())
 
 
-def _around(asked: Questions, tree: Sequence[nn.Module], arguments: Arguments | None) -> Any:
+def _around(questions: Questions, tree: Sequence[nn.Module], arguments: Arguments | None) -> Any:
     """Return further state that a program depends on: of the process, the thread, the array and the call."""
     if arguments is not None:
-        _check_attributes(asked, arguments)
+        _check_attributes(questions, arguments)
     return (
         torch.get_default_dtype(),
         global_hooks(),
-        active_autocast() if asked.autocast else None,
-        read_settings(asked.settings) if asked.settings else None,
-        _trained(tree) if asked.gradients else None,
-        None if asked.names.isdisjoint(GRADIENT_QUESTIONS) else torch.is_grad_enabled(),
-        arguments.strides if asked.strides and arguments is not None else None,
+        active_autocast() if questions.autocast else None,
+        read_settings(questions.settings) if questions.settings else None,
+        _trained(tree) if questions.gradients else None,
+        None if questions.names.isdisjoint(GRADIENT_QUESTIONS) else torch.is_grad_enabled(),
+        arguments.strides if questions.strides and arguments is not None else None,
     )
 
 
@@ -141,13 +141,13 @@ def _trained(tree: Sequence[nn.Module]) -> tuple[bool, ...]:
     return tuple([p.requires_grad for module in tree for p in module._parameters.values() if p is not None])
 
 
-def _check_attributes(asked: Questions, arguments: Arguments) -> None:
+def _check_attributes(questions: Questions, arguments: Arguments) -> None:
     """Raise a FusionError where a tensor carries a Python attribute that forward may read: an array has none."""
-    for place, tensor in enumerate(arguments.values):
+    for index, tensor in enumerate(arguments.values):
         attributes = vars(tensor) if isinstance(tensor, Tensor) else None
-        if attributes and (read := sorted(asked.names & attributes.keys())):
+        if attributes and (read := sorted(questions.names & attributes.keys())):
             raise FusionError(
-                f"input {place} carries the Python attribute {read[0]}, a name that forward's code has, and a tensor "
+                f"input {index} carries the Python attribute {read[0]}, a name that forward's code has, and a tensor "
                 "of an array has no attributes; give its value as an argument of its own, and the tensor as "
                 "x.view_as(x)"
             )
