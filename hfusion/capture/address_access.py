@@ -36,9 +36,11 @@ class AddressWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "").partition(".")[0]
-        place = _PLACED.get(name)
-        placed = place is not None and (len(args) > place or kwargs.get("storage_offset") is not None)
-        if placed or name in _MEMORY:
+        offset_index = _PLACED.get(name)
+        passes_offset = offset_index is not None and (
+            len(args) > offset_index or kwargs.get("storage_offset") is not None
+        )
+        if passes_offset or name in _MEMORY:
             self._on_access()
         return func(*args, **kwargs)
 
@@ -84,8 +86,8 @@ def own_leaves(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return ``weights``, or, while gradients are off, detached leaves of them: forward may switch gradients on."""
     if torch.is_grad_enabled():
         return weights
-    once: dict[int, Tensor] = {}
-    return [once.setdefault(id(w), w.detach().requires_grad_(w.requires_grad)) for w in weights]
+    leaves: dict[int, Tensor] = {}
+    return [leaves.setdefault(id(w), w.detach().requires_grad_(w.requires_grad)) for w in weights]
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -58,10 +58,10 @@ def _selves(code: types.CodeType) -> set[str]:
 
 def holder_variable(steps: list[dis.Instruction], k: int) -> str | None:
     """Return the variable whose attribute the instruction at ``k`` accesses; None if the object is no variable."""
-    before = k - 1
-    if steps[before].opname == "SWAP":
+    previous = k - 1
+    if steps[previous].opname == "SWAP":
         # ``self.n += 1`` copies the object first, reads the attribute, and assigns it at the end.
-        before = next(
+        previous = next(
             (
                 j - 1
                 for j in range(k - 1, 0, -1)
@@ -69,7 +69,7 @@ def holder_variable(steps: list[dis.Instruction], k: int) -> str | None:
             ),
             -1,
         )
-    if before < 0 or "LOAD_" not in steps[before].opname or "ATTR" in steps[before].opname:
+    if previous < 0 or "LOAD_" not in steps[previous].opname or "ATTR" in steps[previous].opname:
         return None
-    name = steps[before].argval
+    name = steps[previous].argval
     return name[-1] if isinstance(name, tuple) else name if isinstance(name, str) else None

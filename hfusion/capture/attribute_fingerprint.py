@@ -142,11 +142,11 @@ def python_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Attributes that hooks recompute before each forward are left out, and so are all attributes of an array.
     """
-    torchs = (_OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN) | recomputed(module)
+    torch_names = (_OF_GRAPH if isinstance(module, fx.GraphModule) else _OWN) | recomputed(module)
     if is_array(module):
         return
     for name, value in list(vars(module).items()):
-        if name not in torchs and not is_intercepted(value):
+        if name not in torch_names and not is_intercepted(value):
             yield name, value
 
 

@@ -46,7 +46,7 @@ def derivatives_traced() -> Iterator[None]:
 
     `torch.autograd.grad` then raises FusionError for derivatives that cannot be written as operators.
     """
-    here = threading.get_ident()
+    thread_id = threading.get_ident()
 
     def traced(
         run: Callable[..., Any],
@@ -59,13 +59,13 @@ def derivatives_traced() -> Iterator[None]:
         **options: Any,
     ) -> Any:
         mode: Any = get_proxy_mode()
-        traces = threading.get_ident() == here and mode is not None and mode.pre_dispatch
+        traces = threading.get_ident() == thread_id and mode is not None and mode.pre_dispatch
         if not traces or options.get("accumulate_grad", False) or has_transforms_active():
             # A call by another thread, by a trace below autograd, by backward(), or inside a transform of torch.func.
             return run(outputs, gradients, keep, create, inputs, *args, **options)
         allow_unused = args[0] if args else options.get("allow_unused", False)
-        found = _gradients(mode.tracer, tuple(outputs), tuple(gradients), tuple(inputs), allow_unused)
-        return tuple(one if create or one is None else one.detach() for one in found)
+        derivatives = _gradients(mode.tracer, tuple(outputs), tuple(gradients), tuple(inputs), allow_unused)
+        return tuple(derivative if create or derivative is None else derivative.detach() for derivative in derivatives)
 
     with autograd_grad_replaced(lambda run: partial(traced, run)):
         yield
@@ -82,25 +82,29 @@ def _gradients(
     product = _Product(between, sources, ends)
     bound = _Bound(tracer)
     with disable_proxy_modes_tracing(), DisableTorchFunction(), torch.enable_grad():
-        args = [[one.detach() for one in inputs], [_value(n) for n in product.others], [one.detach() for one in seeds]]
+        args = [
+            [operand.detach() for operand in inputs],
+            [_value(n) for n in product.others],
+            [operand.detach() for operand in seeds],
+        ]
         module = make_fx(product, decomposition_table=_decompositions())(*args)
         _check_second(module, args)
     if not allow_unused and not all(product.used):
         raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
-    given = [*inputs, *map(bound, product.others), *seeds]
-    known = dict(zip(module.graph.find_nodes(op="placeholder"), given, strict=True))
+    arguments = [*inputs, *map(bound, product.others), *seeds]
+    values = dict(zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True))
     for node in list(module.graph.nodes):
         if node.name in product.repeats:
             with module.graph.inserting_before(node):
                 repeated = module.graph.placeholder(f"{node.name}_repeated")
             node.replace_all_uses_with(repeated)
-            known[repeated] = bound(product.repeats[node.name])
+            values[repeated] = bound(product.repeats[node.name])
         elif node.target is aten.detach.default:
             # Autograd detaches values that it saved; later derivatives must flow through them.
             node.replace_all_uses_with(node.args[0])
     module.graph.eliminate_dead_code()
-    results = iter(_Appended(module, known).run())
-    return [next(results) if used else None for used in product.used]
+    results = iter(_Appended(module, values).run())
+    return [next(results) if is_used else None for is_used in product.used]
 
 
 class _Product:
@@ -114,7 +118,7 @@ class _Product:
 
     def __init__(self, between: Sequence[fx.Node], sources: Sequence[fx.Node], ends: Sequence[fx.Node]) -> None:
         self._between, self._sources, self._ends = between, sources, ends
-        read = [*(node for one in between for node in one.all_input_nodes), *ends]
+        read = [*(node for call in between for node in call.all_input_nodes), *ends]
         inside = {*between, *sources}
         self.others = [node for node in dict.fromkeys(read) if node not in inside]
         self.used: list[bool] = []
@@ -130,13 +134,13 @@ class _Product:
             values[node] = target(*args, **kwargs)
             self._note(node, values[node])
         ends = [(values[node], seed) for node, seed in zip(self._ends, seeds, strict=True)]
-        found: Sequence[Tensor | None] = [None] * len(leaves)
+        derivatives: Sequence[Tensor | None] = [None] * len(leaves)
         if ends := [(end, seed) for end, seed in ends if end.requires_grad]:
             outputs, gradients = zip(*ends, strict=True)
             create = get_proxy_mode() is None
-            found = torch.autograd.grad(outputs, leaves, gradients, create_graph=create, allow_unused=True)
-        self.used = [gradient is not None for gradient in found]
-        return [gradient for gradient in found if gradient is not None]
+            derivatives = torch.autograd.grad(outputs, leaves, gradients, create_graph=create, allow_unused=True)
+        self.used = [gradient is not None for gradient in derivatives]
+        return [gradient for gradient in derivatives if gradient is not None]
 
     def _note(self, node: fx.Node, value: Any) -> None:
         mode = get_proxy_mode()
@@ -149,9 +153,9 @@ class _Product:
 class _Appended(fx.Interpreter):
     """Runs a graph some of whose nodes have known values."""
 
-    def __init__(self, module: fx.GraphModule, known: Mapping[fx.Node, Any]) -> None:
+    def __init__(self, module: fx.GraphModule, values: Mapping[fx.Node, Any]) -> None:
         super().__init__(module)
-        self._known = known
+        self._known = values
 
     def run_node(self, n: fx.Node) -> Any:
         return self._known[n] if n in self._known else super().run_node(n)
@@ -197,14 +201,14 @@ def _between(graph: fx.Graph, ends: Sequence[fx.Node], sources: Sequence[fx.Node
         elif enabled and node not in reached and not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
             following.append(node)
-    needed, found = set(ends), list[fx.Node]()
+    dependencies, operators = set(ends), list[fx.Node]()
     for node in reversed(following):
-        if node in needed:
-            found.append(node)
-            needed.update(node.all_input_nodes)
+        if node in dependencies:
+            operators.append(node)
+            dependencies.update(node.all_input_nodes)
     for node in following:
-        _check_operator(node, node in needed)
-    return found[::-1]
+        _check_operator(node, node in dependencies)
+    return operators[::-1]
 
 
 def _check_operator(node: fx.Node, between: bool) -> None:
@@ -220,8 +224,10 @@ def _check_operator(node: fx.Node, between: bool) -> None:
 
 def _check_second(module: fx.GraphModule, args: Any) -> None:
     """Raise FusionError if the remaining backward operators of ``module`` have no derivative in torch."""
-    left = [n.target for n in module.graph.nodes if isinstance(n.target, OpOverload) and "backward" in str(n.target)]
-    if not left:
+    operators = [
+        n.target for n in module.graph.nodes if isinstance(n.target, OpOverload) and "backward" in str(n.target)
+    ]
+    if not operators:
         return
     leaves = [t.requires_grad_() for group in args for t in group if isinstance(t, Tensor) and t.is_floating_point()]
     try:
@@ -229,7 +235,7 @@ def _check_second(module: fx.GraphModule, args: Any) -> None:
         if results:
             torch.autograd.grad(results, leaves, [torch.ones_like(result) for result in results], allow_unused=True)
     except (NotImplementedError, RuntimeError) as error:
-        raise FusionError(f"the derivative of forward has {left[0]}, of which torch has no derivative") from error
+        raise FusionError(f"the derivative of forward has {operators[0]}, of which torch has no derivative") from error
 
 
 @cache

@@ -31,14 +31,14 @@ def capture_key(
     ``opened``: for each export attempt, whether the first dim varies, and which other dims of each leaf vary.
     """
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    places = [id(leaf) for leaf in leaves]
+    ids = [id(leaf) for leaf in leaves]
     kinds = [_kind(leaf) for leaf in leaves]
     state = read_model(module, [leaf for leaf in leaves if not isinstance(leaf, Tensor)])
     # Unregistered tensors of a model belong to it alone, and must not be kept alive by the cache.
     if state is None or any(True for _ in tensors_of(state)):
         return None
     # If one tensor is passed as two arguments, a write into one changes the other.
-    ties = [places.index(place) for place in places]
+    ties = [ids.index(leaf_id) for leaf_id in ids]
     return (
         state,
         str(spec),

@@ -140,8 +140,12 @@ def _with_loops(
         if not sizes.open or not sizes.closed_by(graph, member.leaves) or WHOLE in fallbacks:
             return graph, calls
         with opaque(model, fallbacks, records, bodies):
-            more = closing(model, args, kwargs, sizes.dims)
-        looped = {**fallbacks, **more} if more.keys() - fallbacks.keys() else {WHOLE: next(iter(more.values()))}
+            specializing = closing(model, args, kwargs, sizes.dims)
+        looped = (
+            {**fallbacks, **specializing}
+            if specializing.keys() - fallbacks.keys()
+            else {WHOLE: next(iter(specializing.values()))}
+        )
 
 
 def _check_modes(modes: Mapping[str, bool], looped: Sequence[str]) -> None:
@@ -212,8 +216,8 @@ class _SizeWatch:
             self.reasons.setdefault(island, _why(f"a size that varies ({fixed(self.sizes[min(closed)])} now)"))
 
 
-def _why(needed: str) -> str:
+def _why(size_description: str) -> str:
     return (
-        f"it needs to know {needed}, as a Python loop over a length does, so that a graph would hold for one size "
-        "only; pad to a few sizes to have it fused"
+        f"it needs to know {size_description}, as a Python loop over a length does, so that a graph would hold "
+        "for one size only; pad to a few sizes to have it fused"
     )

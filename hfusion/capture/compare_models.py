@@ -136,29 +136,29 @@ def check_alone(index: int, model: nn.Module) -> None:
 
 
 def _check_modules(model: nn.Module, index: int, other: nn.Module) -> None:
-    ours = dict(model.named_modules(remove_duplicate=False))
-    theirs = dict(other.named_modules(remove_duplicate=False))
-    for path, module in theirs.items():
-        _same_class(ours.get(path), path, index, module)
-    missing = [path for path in ours if path not in theirs]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    other_modules = dict(other.named_modules(remove_duplicate=False))
+    for path, module in other_modules.items():
+        _same_class(modules.get(path), path, index, module)
+    missing = [path for path in modules if path not in other_modules]
     if missing:
         raise FusionError(f"model {index} has no module {missing[0]}, which model 0 has")
 
 
-def _same_class(mine: nn.Module | None, path: str, index: int, module: nn.Module) -> None:
+def _same_class(first_module: nn.Module | None, path: str, index: int, module: nn.Module) -> None:
     where = path or "(root)"
-    if mine is None:
+    if first_module is None:
         raise FusionError(f"model {index} has a module {where} ({type(module).__name__}) that model 0 lacks")
-    if not _alike(_class(mine), _class(module)):
-        names = (_class(mine).__name__, _class(module).__name__)
+    if not _alike(_class(first_module), _class(module)):
+        names = (_class(first_module).__name__, _class(module).__name__)
         other = f"{names[1]}, a class with other code," if names[0] == names[1] else names[1]
         raise FusionError(
             f"module {where} is {names[0]} in model 0 and {other} in model {index}; only models of one structure are "
             "fused"
         )
-    if mine.training != module.training:
+    if first_module.training != module.training:
         raise FusionError(
-            f"module {where} is in {_mode(mine)} mode in model 0 and in {_mode(module)} mode in model {index}; "
+            f"module {where} is in {_mode(first_module)} mode in model 0 and in {_mode(module)} mode in model {index}; "
             "call train() or eval() on all models first"
         )
 
@@ -169,16 +169,16 @@ def _class(module: nn.Module) -> type[nn.Module]:
     return type(module)
 
 
-def _alike(mine: type, theirs: type) -> bool:
+def _alike(kind: type, other: type) -> bool:
     """Return whether two classes are the same, or were created twice by the same code, as for graph modules."""
-    if mine is theirs:
+    if kind is other:
         return True
-    if (mine.__module__, mine.__qualname__) != (theirs.__module__, theirs.__qualname__):
+    if (kind.__module__, kind.__qualname__) != (other.__module__, other.__qualname__):
         return False
-    if len(mine.__bases__) != len(theirs.__bases__) or not all(map(_alike, mine.__bases__, theirs.__bases__)):
+    if len(kind.__bases__) != len(other.__bases__) or not all(map(_alike, kind.__bases__, other.__bases__)):
         return False
-    ours, others = ({k: _code(v) for k, v in vars(c).items() if k not in _MADE} for c in (mine, theirs))
-    return ours == others
+    attributes, other_attributes = ({k: _code(v) for k, v in vars(c).items() if k not in _MADE} for c in (kind, other))
+    return attributes == other_attributes
 
 
 # Attributes that Python adds to every class, or that `torch.fx` stores in classes.
@@ -201,33 +201,37 @@ def _mode(module: nn.Module) -> str:
 
 
 def _check_tensors(model: nn.Module, index: int, other: nn.Module) -> None:
-    ours, theirs = dict(tensors(model)), dict(tensors(other))
-    for name in [*theirs, *ours]:
-        if (name in ours) != (name in theirs):
-            has, lacks = (0, index) if name in ours else (index, 0)
+    registered, other_registered = dict(tensors(model)), dict(tensors(other))
+    for name in [*other_registered, *registered]:
+        if (name in registered) != (name in other_registered):
+            has, lacks = (0, index) if name in registered else (index, 0)
             raise FusionError(f"model {has} has a tensor {name} that model {lacks} lacks")
-    for name, mine in ours.items():
-        tensor = theirs[name]
+    for name, tensor in registered.items():
+        other_tensor = other_registered[name]
         for attribute in ("shape", "dtype", "device", "requires_grad"):
-            a, b = getattr(mine, attribute), getattr(tensor, attribute)
+            a, b = getattr(tensor, attribute), getattr(other_tensor, attribute)
             if a != b:
                 a, b = (tuple(a), tuple(b)) if attribute == "shape" else (a, b)
                 raise FusionError(f"{name} has {attribute} {a} in model 0 and {b} in model {index}; make them equal")
-    if ties(ours) != ties(theirs):
-        raise FusionError(f"model 0 and model {index} tie different tensors: {ties(ours)} and {ties(theirs)}")
+    if ties(registered) != ties(other_registered):
+        raise FusionError(
+            f"model 0 and model {index} tie different tensors: {ties(registered)} and {ties(other_registered)}"
+        )
 
 
 def _check_memory(models: Sequence[nn.Module]) -> None:
     """Raise FusionError if trained parameters of two models are different tensors at the same address."""
-    places: dict[tuple[torch.device, int], tuple[int, str, Tensor]] = {}
+    addresses: dict[tuple[torch.device, int], tuple[int, str, Tensor]] = {}
     for index, model in enumerate(models):
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad or not parameter.numel():
                 continue
-            other, owner, before = places.setdefault((parameter.device, parameter.data_ptr()), (index, name, parameter))
-            if before is not parameter and other != index:
+            other_index, other_name, other_parameter = addresses.setdefault(
+                (parameter.device, parameter.data_ptr()), (index, name, parameter)
+            )
+            if other_parameter is not parameter and other_index != index:
                 raise FusionError(
-                    f"{owner} of model {other} and {name} of model {index} share memory, so that training "
+                    f"{other_name} of model {other_index} and {name} of model {index} share memory, so that training "
                     "one changes the other; give each model its own, by copy.deepcopy"
                 )
 
@@ -253,11 +257,11 @@ class Sharing:
         named = dict(tensors(model))
         if index == 0:
             self._first = named
-        same = frozenset(name for name, tensor in named.items() if index and self._first.get(name) is tensor)
-        keys = same if index == 1 else self.keys & same
+        shared = frozenset(name for name, tensor in named.items() if index and self._first.get(name) is tensor)
+        keys = shared if index == 1 else self.keys & shared
         reused = frozenset(name for name, tensor in named.items() if self._owners.get(tensor, index) != index)
-        some = ((self.keys | same | reused) - keys) if index else frozenset()
-        for name in sorted(some):
+        partly_shared = ((self.keys | shared | reused) - keys) if index else frozenset()
+        for name in sorted(partly_shared):
             if isinstance(named.get(name), nn.Parameter) and (
                 named[name].requires_grad or self._first.get(name, named[name]).requires_grad
             ):
@@ -268,7 +272,7 @@ class Sharing:
         self.keys = keys
         self.partly |= frozenset(name for pair in overlaps(named) for name in pair)
         self.partly |= frozenset(
-            name for name in some if not isinstance(named.get(name, self._first.get(name)), nn.Parameter)
+            name for name in partly_shared if not isinstance(named.get(name, self._first.get(name)), nn.Parameter)
         )
         for tensor in named.values():
             self._owners.setdefault(tensor, index)

@@ -159,11 +159,11 @@ def size_uses() -> Iterator[list[SizeUse]]:
     A literal in the code, right of the operator, is not specific to a member and is left out.
     """
     uses: list[SizeUse] = []
-    here = threading.get_ident()
+    thread_id = threading.get_ident()
 
     def noting(method: Callable[..., Any]) -> Callable[..., Any]:
         def noted(size: Any, *others: Any) -> Any:
-            if others and threading.get_ident() == here:
+            if others and threading.get_ident() == thread_id:
                 _note(uses, others[0], sys._getframe(1))
             return method(size, *others)
 

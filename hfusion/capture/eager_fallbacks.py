@@ -219,12 +219,12 @@ class _Trace:
         """Return the recorded call that matches a new call of ``island``, by its index in the surrounding call."""
         if not self._open:
             return self._records.top if island == WHOLE else None
-        around = self._open[-1]
-        if around is None:
+        outer_call = self._open[-1]
+        if outer_call is None:
             return None
-        place = (around.number, island)
-        nth, calls = self._begun[place], self._inside[place]
-        self._begun[place] += 1
+        key = (outer_call.number, island)
+        nth, calls = self._begun[key], self._inside[key]
+        self._begun[key] += 1
         return calls[nth] if nth < len(calls) else None
 
 

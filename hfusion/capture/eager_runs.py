@@ -147,14 +147,14 @@ def run_graph(captured: Capture, module: nn.Module, args: tuple[Any, ...], kwarg
     written = {id(before[name]) for name in written_slots(captured.graph, captured.slots) if name in before}
     # A tensor that is registered under two names is one leaf.
     leaf_of = {id(tensor): _own_leaf(tensor, copied=id(tensor) in written) for tensor in before.values()}
-    own = {name: leaf_of[id(tensor)] for name, tensor in before.items()}
-    leaves = _leaves({name: own[name] for name, _ in module.named_parameters()}, (args, kwargs))
+    registered = {name: leaf_of[id(tensor)] for name, tensor in before.items()}
+    leaves = _leaves({name: registered[name] for name, _ in module.named_parameters()}, (args, kwargs))
     inputs = pytree.tree_leaves((args, kwargs), is_leaf=lambda leaf: leaf is None)
-    held = own | captured.constants
+    held = registered | captured.constants
     values = [inputs[int(slot.name)] if slot.kind is Kind.INPUT else held[slot.name] for slot in captured.slots]
     with apart(module):
         outputs = _MemberRun(fx.GraphModule(nn.Module(), captured.graph)).run(*values)
-        return _outcome(list(outputs), leaves, own, before)
+        return _outcome(list(outputs), leaves, registered, before)
 
 
 def _own_leaf(tensor: Tensor, *, copied: bool) -> Tensor:
@@ -257,22 +257,22 @@ def _projected(output: Tensor) -> Tensor:
     return (real * weights.to(real.dtype)).sum()
 
 
-def difference(ours: Outcome, theirs: Outcome, limits: Mapping[torch.dtype, float]) -> str | None:
+def difference(outcome: Outcome, expected: Outcome, limits: Mapping[torch.dtype, float]) -> str | None:
     """Return the first value in which two outcomes differ by more than ``limits``, by name; None if there is none."""
-    if len(ours.outputs) != len(theirs.outputs):
+    if len(outcome.outputs) != len(expected.outputs):
         return "the number of outputs"
-    for k, (a, b) in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
+    for k, (a, b) in enumerate(zip(outcome.outputs, expected.outputs, strict=True)):
         if isinstance(a, Tensor) != isinstance(b, Tensor) or not _alike(a, b, limits, 0.0, 1.0):
             return f"output {k}"
-    floor = 1e-4 * max((norm(t) for n, t in theirs.values.items() if n.startswith("gradient of ")), default=0.0)
-    for name in {**theirs.values, **ours.values}:
-        a, b = ours.values.get(name), theirs.values.get(name)
+    floor = 1e-4 * max((norm(t) for n, t in expected.values.items() if n.startswith("gradient of ")), default=0.0)
+    for name in {**expected.values, **outcome.values}:
+        a, b = outcome.values.get(name), expected.values.get(name)
         gradient = name.startswith("gradient of ")
         if gradient and (a is None or b is None):
             a, b = (torch.zeros_like(b) if a is None else a), (torch.zeros_like(a) if b is None else b)  # type: ignore[arg-type]
         if a is None or b is None or not _alike(a, b, limits, floor, GRADIENTS if gradient else 1.0):
             return name
-    return "backward" if ours.failed != theirs.failed else None
+    return "backward" if outcome.failed != expected.failed else None
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -309,42 +309,46 @@ def change_parameters(member: nn.Module) -> None:
 
 
 def spoil_changed(
-    member: nn.Module, before: Mapping[str, Any], after: Mapping[str, Any], number: float, which: Callable[..., bool]
+    member: nn.Module,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    number: float,
+    should_overwrite: Callable[..., bool],
 ) -> None:
     """Overwrite the parts of the attributes of ``member`` that differ between two results of `contents`.
 
     Args:
         number: the value that replaces numbers and elements of tensors.
-        which: called with the two contents of a differing part; returns whether to overwrite it.
+        should_overwrite: called with the two contents of a differing part; returns whether to overwrite it.
     """
     for path, module in member.named_modules():
         attributes = vars(module)
         for name in list(attributes):
             key = f"{path}.{name}".strip(".")
             if key in before and key in after:
-                attributes[name] = _spoiled(attributes[name], before[key], after[key], number, which)
+                attributes[name] = _spoiled(attributes[name], before[key], after[key], number, should_overwrite)
 
 
-def _spoiled(value: Any, before: Any, after: Any, number: float, which: Callable[..., bool]) -> Any:
+def _spoiled(value: Any, before: Any, after: Any, number: float, should_overwrite: Callable[..., bool]) -> Any:
     """Return ``value`` with ``number`` in place of numbers whose content differs; tensors are overwritten in place."""
     if before == after or isinstance(value, torch.Size):
         return value
     if isinstance(value, dict) and before[0] == after[0] == "mapping":
         old, new = dict(before[1]), dict(after[1])
         for key in [key for key in value if repr(key) in old and repr(key) in new]:
-            value[key] = _spoiled(value[key], old[repr(key)], new[repr(key)], number, which)
+            value[key] = _spoiled(value[key], old[repr(key)], new[repr(key)], number, should_overwrite)
         return value
     if isinstance(value, list | tuple) and before[0] == after[0] and len(value) == len(before[1]) == len(after[1]):
-        parts = [_spoiled(*both, number, which) for both in zip(value, before[1], after[1], strict=True)]
+        parts = [_spoiled(*part, number, should_overwrite) for part in zip(value, before[1], after[1], strict=True)]
         if isinstance(value, list):
             value[:] = parts
         return value
     if isinstance(value, FunctionType):
         return value
     if hasattr(value, "__dict__") and before[0] == after[0] == type(value).__qualname__:
-        _spoiled(vars(value), before[1][1][0], after[1][1][0], number, which)
+        _spoiled(vars(value), before[1][1][0], after[1][1][0], number, should_overwrite)
         return value
-    if not which(before, after):
+    if not should_overwrite(before, after):
         return value
     if isinstance(value, bool):
         return number != 0.0

@@ -215,10 +215,10 @@ def _check_faithful(
 ) -> None:
     """Raise FusionError if the graph's results differ from the code's: tracing loses effects that it does not see."""
     try:
-        ours = run_graph(captured, module, args, kwargs)
+        outcome = run_graph(captured, module, args, kwargs)
     except RuntimeError as error:
         raise FusionError(f"the graph of forward fails where forward does not: {_first_line(error)}") from error
-    lost = difference(ours, real, ALIKE)
+    lost = difference(outcome, real, ALIKE)
     if lost is not None:
         raise FusionError(
             f"forward does what a graph would lose (a hook, a seed, random numbers or variables of its own, a write "
@@ -319,11 +319,11 @@ def _first_line(error: Exception) -> str:
 def _varying(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opened: _Open) -> Any:
     shapes = torch.export.ShapesCollection()
     leaves = pytree.tree_leaves((args, dict(kwargs)))
-    for leaf, more in zip_longest(leaves, opened.dims, fillvalue=()):
+    for leaf, dims in zip_longest(leaves, opened.dims, fillvalue=()):
         # A size of 0 or 1 is no symbol.
         open_dims = [
             dim
-            for dim in {*([0] if opened.first else []), *more}
+            for dim in {*([0] if opened.first else []), *dims}
             if isinstance(leaf, Tensor) and dim < leaf.dim() and leaf.shape[dim] > 1
         ]
         if open_dims:
@@ -357,10 +357,10 @@ def _drawless(export: Callable[[], torch.export.ExportedProgram]) -> torch.expor
 @contextmanager
 def _watched() -> Iterator[None]:
     """Context manager: refuse custom backwards, which a graph would silently lose."""
-    here = threading.get_ident()
+    thread_id = threading.get_ident()
 
     def refuse(apply: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != here:
+        if threading.get_ident() != thread_id:
             return apply(*args, **kwargs)
         raise FusionError(f"{cls.__qualname__} is a custom autograd.Function, whose backward a graph would lose")
 
@@ -393,7 +393,7 @@ def _with_dense_gradients(graph: fx.Graph) -> fx.Graph:
     """Make embeddings in ``graph`` compute dense gradients, since a stack cannot hold sparse ones."""
     for node in graph.nodes:
         if node.target in _EMBEDDINGS:
-            place = [argument.name for argument in node.target._schema.arguments].index("sparse")
-            if len(node.args) > place:
-                node.update_arg(place, False)
+            index = [argument.name for argument in node.target._schema.arguments].index("sparse")
+            if len(node.args) > index:
+                node.update_arg(index, False)
     return graph

@@ -33,13 +33,13 @@ def told_autocast(active: Collection[str]) -> Iterator[None]:
         FusionError: the code fails because of that.
     """
     was_asked = False
-    here, outer = threading.get_ident(), _nesting()
+    thread_id, outer = threading.get_ident(), _nesting()
 
     def answering(name: str, original: Callable[..., bool]) -> Callable[..., bool]:
         def answer(*args: Any) -> bool:
             nonlocal was_asked
             asks = is_user_code(sys._getframe(1).f_globals.get("__name__", ""))
-            if asks and threading.get_ident() == here and _nesting() == outer + 1:
+            if asks and threading.get_ident() == thread_id and _nesting() == outer + 1:
                 is_active = (args[0] if args else AUTOCAST_QUESTIONS[name]) in active
                 was_asked |= is_active
                 return is_active
@@ -75,13 +75,13 @@ def assigned_as_writes(module: nn.Module) -> Iterator[None]:
 
     def end(module: nn.Module, args: Any, output: Any) -> Any:
         buffers = before.pop()
-        now = dict(_buffers(module))
-        changed = [key for key, tensor in buffers.items() if now.get(key) is not tensor]
+        new_buffers = dict(_buffers(module))
+        changed = [key for key, tensor in buffers.items() if new_buffers.get(key) is not tensor]
         # Outputs that share memory with an old buffer must keep the old values.
         memory = {buffers[key].untyped_storage()._cdata for key in changed}
         output = pytree.tree_map_only(Tensor, lambda x: x.clone() if _in(x, memory) else x, output)
         for path, name in changed:
-            _write(module, path, name, buffers[path, name], now.get((path, name)))
+            _write(module, path, name, buffers[path, name], new_buffers.get((path, name)))
         return output
 
     handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]

@@ -151,7 +151,7 @@ def run(
     for x in (*inputs, *fixed, *changing):
         if watching is not None and isinstance(x, Listed):
             watching.took(x)
-    first, place = calls[numbers[0]], next_call()
+    first, call_number = calls[numbers[0]], next_call()
     arguments = inputs
     if first.addresses:
         # Only tensors per member are copied; tensors that all members share stay in their memory.
@@ -165,10 +165,10 @@ def run(
             call = calls[number]
             watched = [memory[x][member] for x in alive if x not in shared]
             weights = own_leaves([x[member] if isinstance(x, Listed) else x for x in fixed])
-            with _unchanged(watched, f"{call.path} of model {member}"), seeded(place, member):
+            with _unchanged(watched, f"{call.path} of model {member}"), seeded(call_number, member):
                 rows.append(_run_member(call, member, [x[member] for x in rows_of], weights, apart, alive, sizes))
-            for mine, row in list(zip(rows_of, memory, strict=True))[len(inputs) :]:
-                _tell_version(mine[member], row[member])
+            for aliases, row in list(zip(rows_of, memory, strict=True))[len(inputs) :]:
+                _tell_version(aliases[member], row[member])
     return [_stack(first, parts) for parts in zip(*rows, strict=True)]
 
 
@@ -232,7 +232,7 @@ def _run_member(
     sizes: Sequence[int],
 ) -> list[Tensor]:
     count = len(tensors) - len(call.changing)
-    inputs = [_prepared(call, place, x) for place, x in enumerate(tensors[:count])]
+    inputs = [_prepared(call, index, x) for index, x in enumerate(tensors[:count])]
     held = [*inputs, *tensors[count:]]
     versions = [_version(x) for x in held]
     arguments, numbers = iter(inputs), iter(sizes)
@@ -242,9 +242,9 @@ def _run_member(
     with _filled(call, member, registered) as body, torch.set_grad_enabled(call.grad and torch.is_grad_enabled()):
         output = _called(call, member, body, args, kwargs)
     results = _results(call, member, output, inputs, sizes)
-    for place in [*range(count), *(place for place in alive if place >= count)]:
-        if _version(held[place]) != versions[place] and place not in call.written:
-            raise FusionError(_writes(f"{call.path} of model {member}", held[place]))
+    for index in [*range(count), *(index for index in alive if index >= count)]:
+        if _version(held[index]) != versions[index] and index not in call.written:
+            raise FusionError(_writes(f"{call.path} of model {member}", held[index]))
     _check_apart(call, member, results, [*inputs, *registered.values()], apart)
     return list(map(own_memory, results)) if call.addresses else results
 
@@ -269,17 +269,17 @@ def _next(leaf: Any, inputs: Iterator[Tensor], sizes: Iterator[int]) -> Any:
     return next(sizes) if leaf is SIZE else leaf
 
 
-def _prepared(call: OpaqueCall, place: int, x: Tensor) -> Tensor:
+def _prepared(call: OpaqueCall, index: int, x: Tensor) -> Tensor:
     """Return an input for a member's code: a copy if the code writes into it, else with the recorded memory order."""
-    if place in call.written:
-        return x.clone(memory_format=torch.contiguous_format if call.contiguous[place] else torch.preserve_format)
+    if index in call.written:
+        return x.clone(memory_format=torch.contiguous_format if call.contiguous[index] else torch.preserve_format)
     if not call.place and call.method == "forward":
         # The whole forward gets the caller's tensor as it is.
         return x
-    order = call.orders[place] if call.orders else None
+    order = call.orders[index] if call.orders else None
     if order is not None:
         return x.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
-    return x.contiguous() if call.contiguous[place] else x
+    return x.contiguous() if call.contiguous[index] else x
 
 
 def _results(
@@ -320,10 +320,10 @@ def _describe(value: Any) -> str:
 def _check_apart(
     call: OpaqueCall, member: int, results: Sequence[Tensor], sources: Sequence[Tensor], apart: Sequence[int]
 ) -> None:
-    around = [*sources, *results]
-    for k, place in zip(apart[::2], apart[1::2], strict=True):
-        if overlap(results[k], around[place]):
-            result = "one tensor twice" if place >= len(sources) else "its input or a tensor of its own"
+    tensors = [*sources, *results]
+    for k, source in zip(apart[::2], apart[1::2], strict=True):
+        if overlap(results[k], tensors[source]):
+            result = "one tensor twice" if source >= len(sources) else "its input or a tensor of its own"
             raise FusionError(
                 f"{call.path} of model {member} gives back {result}, or a view of it, which is changed in place later; "
                 "when it was captured it did not: give back a copy"
@@ -354,35 +354,35 @@ def _filled(call: OpaqueCall, member: int, registered: Mapping[str, Tensor]) -> 
     The tensors stay in the submodule afterwards: a checkpoint runs the body again in backward.
     """
     body = call.bodies[member]
-    places = []
+    slots = []
     substitutes: dict[int, Tensor] = {}
     changing = frozenset(call.changing)
     for (holder, name, key), tensor in zip(call.holders(member), registered.values(), strict=True):
         # Code that replaces a buffer leaves the old one unchanged, for backward.
-        mine = own_memory(tensor) if call.addresses or key in call.assigned else tensor
+        substitute = own_memory(tensor) if call.addresses or key in call.assigned else tensor
         # Detached now, since forward may move the tensor to other memory.
-        places.append((holder, name, key, mine, _version(mine) if key in changing else 0, tensor.detach()))
+        slots.append((holder, name, key, substitute, _version(substitute) if key in changing else 0, tensor.detach()))
         before = holder[name]
-        if vars(before) or type(mine) is not Tensor:
-            # The class and attributes that the tensor had: ``mine`` is used in this call, ``tensor`` after it.
-            keep_marks(mine, keep_marks(tensor, before))
-        substitutes[id(before)] = mine
-        holder[name] = mine
+        if vars(before) or type(substitute) is not Tensor:
+            # The class and attributes that the tensor had: ``substitute`` is used in this call, ``tensor`` after it.
+            keep_marks(substitute, keep_marks(tensor, before))
+        substitutes[id(before)] = substitute
+        holder[name] = substitute
     _put(call, member, substitutes)
     try:
         yield body
     finally:
-        for holder, name, key, mine, version, memory in places:
+        for holder, name, key, substitute, version, memory in slots:
             after = holder.get(name)
             holder[name] = registered[key]
-            if after is mine and after.data_ptr() == memory.data_ptr():
+            if after is substitute and after.data_ptr() == memory.data_ptr():
                 continue
             # A parameter may move to other memory with equal values, as in an RNN.
-            if after is not mine or key in changing or not same_values(after, memory):
-                seen = after is not mine or (key in changing and _version(after) != version)
-                _write_back(f"{call.path} of model {member} assigns {key}", memory, after, seen)
+            if after is not substitute or key in changing or not same_values(after, memory):
+                bump_version = after is not substitute or (key in changing and _version(after) != version)
+                _write_back(f"{call.path} of model {member} assigns {key}", memory, after, bump_version)
         if call.references:
-            _put(call, member, {id(mine): registered[key] for _, _, key, mine, *_ in places})
+            _put(call, member, {id(substitute): registered[key] for _, _, key, substitute, *_ in slots})
 
 
 def _put(call: OpaqueCall, member: int, substitutes: Mapping[int, Tensor]) -> None:
@@ -390,10 +390,10 @@ def _put(call: OpaqueCall, member: int, substitutes: Mapping[int, Tensor]) -> No
         reference.put(call.bodies[member], substitutes)
 
 
-def _write_back(description: str, memory: Tensor, after: Any, seen: bool) -> None:
-    """Copy ``after`` into ``memory``; the version counter of ``memory`` is bumped only if ``seen``."""
+def _write_back(description: str, memory: Tensor, after: Any, bump_version: bool) -> None:
+    """Copy ``after`` into ``memory``; the version counter of ``memory`` is bumped only if ``bump_version``."""
     kinds = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in (memory, after)]
     if kinds[0] != kinds[1] or isinstance(after, nn.Parameter):
         raise FusionError(f"{description}, but not a buffer of the same shape, dtype and device; write into it")
     with torch.no_grad():
-        (memory if seen else memory.data).copy_(after.detach())
+        (memory if bump_version else memory.data).copy_(after.detach())

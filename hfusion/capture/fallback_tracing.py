@@ -60,13 +60,17 @@ def opaque(
     that is traced, by default the call of the whole forward.
     """
     traced_calls: list[OpaqueCall] = []
-    seen = {island: itertools.cycle(records.within(top or records.top, island, culprits.keys())) for island in culprits}
+    recorded_calls = {
+        island: itertools.cycle(records.within(top or records.top, island, culprits.keys())) for island in culprits
+    }
     stubs: dict[Island, _Stub] = {}
 
     def trace(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         island = method.island
         if island not in stubs:
-            stubs[island] = _Stub(method, culprits[island], seen[island], records.changed, members, traced_calls)
+            stubs[island] = _Stub(
+                method, culprits[island], recorded_calls[island], records.changed, members, traced_calls
+            )
         return stubs[island].trace(args, kwargs)
 
     with intercepted(model, culprits, trace):
@@ -87,24 +91,24 @@ def stand_in(
 
 
 class _Stub:
-    """Replaces a submodule while forward is traced; ``seen`` are its recorded calls in order."""
+    """Replaces a submodule while forward is traced; ``records`` are its calls in an eager run, in order."""
 
     def __init__(
         self,
         method: Method,
         why: str,
-        seen: Iterator[RecordedCall],
+        records: Iterator[RecordedCall],
         changed: frozenset[str],
         members: Sequence[nn.Module],
         alive: list[OpaqueCall],
     ) -> None:
         island = method.island
-        self._module, self._island, self._why, self._seen, self._alive = method.module, island, why, seen, alive
+        self._module, self._island, self._why, self._seen, self._alive = method.module, island, why, records, alive
         prefix = f"{island.path}." if island.path else ""
         self._changed = frozenset(name.removeprefix(prefix) for name in changed if name.startswith(prefix))
         self._bodies = tuple(member.get_submodule(island.path) for member in members)
-        used = names_of([members[0]])
-        self._references = tuple(references(body, used) for body in self._bodies)
+        names = names_of([members[0]])
+        self._references = tuple(references(body, names) for body in self._bodies)
         self._asks_strides = not names_of([method.module]).isdisjoint(STRIDE_QUESTIONS)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,7 +125,7 @@ class _Stub:
                 f"{self._island} is called more often, or with another number of tensors, in a capture than in an "
                 "eager run: forward must not ask whether it is traced (torch.compiler.is_compiling)"
             )
-        seen = tensors_in((record.args, record.kwargs))
+        recorded_inputs = tensors_in((record.args, record.kwargs))
         output, out_spec = pytree.tree_flatten(record.output)
         sizes = [leaf for leaf in leaves if _open(leaf)]
         open_sizes = bool(sizes) or any(_open(size) and fixed_size(size) is None for x in inputs for size in x.shape)
@@ -138,7 +142,7 @@ class _Stub:
                 _result(leaf, inputs, sizes, free=self._island == WHOLE) if isinstance(leaf, Tensor) else leaf
                 for leaf in output
             ),
-            tuple(tensor.layout is torch.strided and tensor.is_contiguous() for tensor in seen),
+            tuple(tensor.layout is torch.strided and tensor.is_contiguous() for tensor in recorded_inputs),
             record.written,
             record.assigned,
             self._changed,
@@ -147,7 +151,7 @@ class _Stub:
             record.attached,
             self._bodies,
             self._references,
-            tuple(map(memory_order, seen)) if self._asks_strides else (),
+            tuple(map(memory_order, recorded_inputs)) if self._asks_strides else (),
             open_sizes,
         )
         number = numbered(call)
@@ -214,9 +218,9 @@ def _links(record: RecordedCall, keys: Mapping[str, int]) -> list[int]:
     sources = record.count + len(keys)
     links = []
     for result, source in sorted(record.links, key=str):
-        place = keys.get(source) if isinstance(source, str) else source if source >= 0 else sources - 1 - source
-        if place is not None:
-            links += [result, place]
+        position = keys.get(source) if isinstance(source, str) else source if source >= 0 else sources - 1 - source
+        if position is not None:
+            links += [result, position]
     return links
 
 
@@ -242,7 +246,11 @@ def rule(
                 "give each model its own"
             )
     # Tensors that all members share must not change, unless the capture recorded a write.
-    shared = [place for place, value in enumerate((*inputs, *changing)) if value.shared and place not in first.written]
+    shared = [
+        position
+        for position, value in enumerate((*inputs, *changing))
+        if value.shared and position not in first.written
+    ]
     watched = tuple(sorted({*shared, *_numbers_in(alive)}))
     rows = [[v if v.shared else v.to(Layout.LISTED) for v in group] for group in (inputs, fixed, changing)]
     text = f"loop over members, {first.path}: {first.why}"

@@ -208,7 +208,7 @@ class _CallRecorder:
         number, inside = len(self.calls), tuple(self.open)
         self.calls.append(None)
         self.begun.append(island)
-        begin = self.reader.read(module)
+        state_before = self.reader.read(module)
         before = [(tensor._version, tensor.detach().clone()) for tensor in inputs]
         registered = dict(tensors(module))
         states = {key: _state(tensor) for key, tensor in registered.items()}
@@ -232,7 +232,7 @@ class _CallRecorder:
             for k, (tensor, (version, copied)) in enumerate(zip(inputs, before, strict=True))
             if tensor._version != version or not same_values(tensor, copied)
         ]
-        end = self.reader.read(module)
+        state_after = self.reader.read(module)
         assigned = frozenset(key for key, tensor in tensors(module) if tensor is not registered.get(key))
         wrote = assigned.union(key for key, tensor in registered.items() if _state(tensor) != states[key])
         sources: dict[int | str, Tensor] = {}
@@ -257,7 +257,7 @@ class _CallRecorder:
             number in self.addressing,
             attached,
             altered,
-            CallState(begin, end, self.reader.left(module, begin, end)),
+            CallState(state_before, state_after, self.reader.left(module, state_before, state_after)),
         )
         return output
 
@@ -267,7 +267,7 @@ def _linked(results: Sequence[Tensor], sources: Mapping[int | str, Tensor]) -> I
         memory = _memory(result)
         if memory is None:
             continue
-        yield from ((k, place) for place, source in sources.items() if _memory(source) == memory)
+        yield from ((k, key) for key, source in sources.items() if _memory(source) == memory)
         yield from ((k, -1 - other) for other in range(k) if _memory(results[other]) == memory)
 
 

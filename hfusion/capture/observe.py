@@ -87,24 +87,24 @@ class Observation:
         ]
         for holder in self.search.holders:
             held = {f"{holder.title}{name}": holder.read(name) for name in sorted(holder.names)}
-            known = {name: value for name, value in held.items() if value is not MISSING}
-            read += [Access("variable", name, value) for name, value in known.items() if not isinstance(value, _CODE)]
+            values = {name: value for name, value in held.items() if value is not MISSING}
+            read += [Access("variable", name, value) for name, value in values.items() if not isinstance(value, _CODE)]
         questions = Questions.of(names)
         read += [Access("setting", ask.__name__, ask()) for ask in questions.settings]
-        asked = {
+        flags = {
             "autocast": questions.autocast,
             "requires_grad of tensors": questions.gradients,
             "strides of tensors": questions.strides,
             "state of random numbers": questions.random_state,
         }
-        return (*read, *(Access("setting", name) for name, is_asked in asked.items() if is_asked))
+        return (*read, *(Access("setting", name) for name, is_asked in flags.items() if is_asked))
 
     @cached_property
     def writes(self) -> tuple[Access, ...]:
         """What the run has changed, in the copy and outside of it."""
         after = self.outcome.values
         named = [(n, tensor, after.get(f"{n} afterwards")) for n, tensor in tensors(self.module)]
-        changed = [name for name, before, now in named if now is not None and not same_values(before, now)]
+        changed = [name for name, old, new in named if new is not None and not same_values(old, new)]
         return (
             *(Access("tensor", name) for name in changed),
             *(Access("attribute", name) for name in self.attributes),

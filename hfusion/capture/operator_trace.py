@@ -157,9 +157,9 @@ class _OperatorRecorder(PreDispatchMode):
         self._by_memory: dict[Any, TensorRef] = {}
 
     def know(self, kind: str, named: Any) -> None:
-        for place, tensor in named:
+        for key, tensor in named:
             if isinstance(tensor, Tensor):
-                self._origins.setdefault(id(tensor), (TensorRef(kind, place), tensor))
+                self._origins.setdefault(id(tensor), (TensorRef(kind, key), tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = self.referred(by_name(func, args, kwargs or {}))
@@ -167,9 +167,9 @@ class _OperatorRecorder(PreDispatchMode):
         settings = torch.is_grad_enabled(), *(active_autocast() or ())
         results = func(*args, **(kwargs or {}))
         flat = results if isinstance(results, list | tuple) else [results]
-        for place, tensor in enumerate(flat):
+        for index, tensor in enumerate(flat):
             if isinstance(tensor, Tensor):
-                ref = TensorRef("call", (len(self.calls), place))
+                ref = TensorRef("call", (len(self.calls), index))
                 self._origins[id(tensor)] = (ref, tensor)
                 if (memory := _memory(tensor)) is not None:
                     self._by_memory[memory] = ref
@@ -238,77 +238,77 @@ def _plain(nest: Any) -> Any:
     return (type(nest), repr(nest)) if isinstance(nest, int | float | complex) else nest
 
 
-def _same_kind(mine: Tensor, other: Tensor) -> bool:
-    if mine is other:
+def _same_kind(tensor: Tensor, other: Tensor) -> bool:
+    if tensor is other:
         return True
-    kinds = [(t.shape, t.dtype, t.device, t.requires_grad, t.layout) for t in (mine, other)]
-    return kinds[0] == kinds[1] and is_plain(mine) and is_plain(other) and mine.numel() <= MAX_ELEMENTS
+    kinds = [(t.shape, t.dtype, t.device, t.requires_grad, t.layout) for t in (tensor, other)]
+    return kinds[0] == kinds[1] and is_plain(tensor) and is_plain(other) and tensor.numel() <= MAX_ELEMENTS
 
 
-def _same_call(mine: TracedCall, other: TracedCall) -> bool:
+def _same_call(call: TracedCall, other: TracedCall) -> bool:
     return (
-        mine.target is other.target
-        and mine.settings == other.settings
-        and len(mine.results) == len(other.results)
-        and all(map(_same_result, mine.results, other.results))
-        and _same_arguments(mine.arguments, other.arguments)
+        call.target is other.target
+        and call.settings == other.settings
+        and len(call.results) == len(other.results)
+        and all(map(_same_result, call.results, other.results))
+        and _same_arguments(call.arguments, other.arguments)
     )
 
 
-def _same_result(mine: Any, other: Any) -> bool:
+def _same_result(result: Any, other: Any) -> bool:
     """Return whether two results differ in sizes at most, as where the k of topk differs between members."""
-    if not (isinstance(mine, _TensorKind) and isinstance(other, _TensorKind)):
-        return bool(mine == other)
-    return len(mine.shape) == len(other.shape) and replace(mine, shape=other.shape) == other
+    if not (isinstance(result, _TensorKind) and isinstance(other, _TensorKind)):
+        return bool(result == other)
+    return len(result.shape) == len(other.shape) and replace(result, shape=other.shape) == other
 
 
-def _same_arguments(mine: Any, other: Any) -> bool:
+def _same_arguments(nest: Any, other: Any) -> bool:
     """Return whether two nests differ in numbers at most."""
-    if isinstance(mine, dict):
-        return all(_same_arguments(item, other[name]) for name, item in mine.items())
-    if isinstance(mine, tuple):
-        return isinstance(other, tuple) and len(mine) == len(other) and all(map(_same_arguments, mine, other))
-    if is_number(mine) and is_number(other):
-        return isinstance(mine, bool) == isinstance(other, bool)
-    return type(mine) is type(other) and bool(mine == other)
+    if isinstance(nest, dict):
+        return all(_same_arguments(item, other[name]) for name, item in nest.items())
+    if isinstance(nest, tuple):
+        return isinstance(other, tuple) and len(nest) == len(other) and all(map(_same_arguments, nest, other))
+    if is_number(nest) and is_number(other):
+        return isinstance(nest, bool) == isinstance(other, bool)
+    return type(nest) is type(other) and bool(nest == other)
 
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float | complex)
 
 
-def differing_places(mine: OperatorTrace, other: OperatorTrace) -> dict[int, dict[tuple[Any, ...], tuple[Any, Any]]]:
+def differing_places(trace: OperatorTrace, other: OperatorTrace) -> dict[int, dict[tuple[Any, ...], tuple[Any, Any]]]:
     """Return the numbers that differ between two traces of one structure, by call and by path within the argument.
 
     A tensor that was created from numbers counts as one.
     """
     unlike = {
-        place for place, (a, b) in enumerate(zip(mine.made, other.made, strict=True)) if not (a is b or _equal(a, b))
+        index for index, (a, b) in enumerate(zip(trace.made, other.made, strict=True)) if not (a is b or _equal(a, b))
     }
     differing: dict[int, dict[tuple[Any, ...], tuple[Any, Any]]] = {}
-    for number, (a, b) in enumerate(zip(mine.calls, other.calls, strict=True)):
-        places = dict(_differing(a.arguments, b.arguments, (), mine, other, unlike))
-        if places:
-            differing[number] = places
+    for number, (a, b) in enumerate(zip(trace.calls, other.calls, strict=True)):
+        differences = dict(_differing(a.arguments, b.arguments, (), trace, other, unlike))
+        if differences:
+            differing[number] = differences
     return differing
 
 
-def _equal(mine: Tensor, other: Tensor) -> bool:
-    same = (mine == other) | ((mine != mine) & (other != other))
-    return bool(same.all()) and (not mine.is_floating_point() or bool((mine.signbit() == other.signbit()).all()))
+def _equal(tensor: Tensor, other: Tensor) -> bool:
+    equal = (tensor == other) | ((tensor != tensor) & (other != other))
+    return bool(equal.all()) and (not tensor.is_floating_point() or bool((tensor.signbit() == other.signbit()).all()))
 
 
 def _differing(
-    a: Any, b: Any, path: tuple[Any, ...], mine: OperatorTrace, other: OperatorTrace, unlike: set[int]
+    a: Any, b: Any, path: tuple[Any, ...], trace: OperatorTrace, other: OperatorTrace, unlike: set[int]
 ) -> Iterator[tuple[tuple[Any, ...], tuple[Any, Any]]]:
     if isinstance(a, dict):
         for name, item in a.items():
-            yield from _differing(item, b[name], (*path, name), mine, other, unlike)
+            yield from _differing(item, b[name], (*path, name), trace, other, unlike)
     elif isinstance(a, tuple):
-        for place, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
-            yield from _differing(of_a, of_b, (*path, place), mine, other, unlike)
+        for index, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
+            yield from _differing(of_a, of_b, (*path, index), trace, other, unlike)
     elif isinstance(a, TensorRef):
         if a.kind == "made" and a.place in unlike:
-            yield path, (mine.made[a.place], other.made[a.place])
+            yield path, (trace.made[a.place], other.made[a.place])
     elif is_number(a) and (type(a) is not type(b) or repr(a) != repr(b)):
         yield path, (a, b)

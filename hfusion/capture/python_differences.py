@@ -20,33 +20,33 @@ _DEPTH = 4
 _NUMBERS = (int, float, complex)
 
 
-def differing_attributes(ours: Sequence[nn.Module], theirs: Sequence[nn.Module], names: tuple[str, str]) -> str:
-    """Describe the attributes in which each model of ``ours`` differs from each of ``theirs``; empty if there are none.
+def differing_attributes(models: Sequence[nn.Module], others: Sequence[nn.Module], names: tuple[str, str]) -> str:
+    """Describe the attributes in which each of ``models`` differs from each of ``others``; empty if there are none.
 
     ``names``: what to call the first model of each group, such as ``("model 0", "model 2")``.
     """
-    lines = [*_attributes(ours, theirs, names), *_closures(ours[0], theirs[0], names)]
+    lines = [*_attributes(models, others, names), *_closures(models[0], others[0], names)]
     more = f" and {len(lines) - _MOST} more" if len(lines) > _MOST else ""
     return ", ".join(lines[:_MOST]) + more
 
 
-def _attributes(ours: Sequence[nn.Module], theirs: Sequence[nn.Module], names: tuple[str, str]) -> Iterator[str]:
-    our_contents, their_contents = [contents(model) for model in ours], [contents(model) for model in theirs]
-    keys = dict.fromkeys(key for attributes in (our_contents[0], their_contents[0]) for key in attributes)
-    apart = [
+def _attributes(models: Sequence[nn.Module], others: Sequence[nn.Module], names: tuple[str, str]) -> Iterator[str]:
+    model_contents, other_contents = [contents(model) for model in models], [contents(model) for model in others]
+    keys = dict.fromkeys(key for attributes in (model_contents[0], other_contents[0]) for key in attributes)
+    differing_keys = [
         key
         for key in keys
-        if {attributes.get(key) for attributes in our_contents}.isdisjoint(
-            attributes.get(key) for attributes in their_contents
+        if {attributes.get(key) for attributes in model_contents}.isdisjoint(
+            attributes.get(key) for attributes in other_contents
         )
     ]
-    mine, other = _values(ours[0]), _values(theirs[0])
-    for key in sorted(apart, key=lambda key: isinstance(mine.get(key), float)):
-        if key not in mine or key not in other:
-            has, lacks = names if key in mine else names[::-1]
+    values, other_values = _values(models[0]), _values(others[0])
+    for key in sorted(differing_keys, key=lambda key: isinstance(values.get(key), float)):
+        if key not in values or key not in other_values:
+            has, lacks = names if key in values else names[::-1]
             yield f"{has} has an attribute {key} that {lacks} lacks"
         else:
-            path, a, b = next(_unlike(mine[key], other[key], _DEPTH), ((), mine[key], other[key]))
+            path, a, b = next(_unlike(values[key], other_values[key], _DEPTH), ((), values[key], other_values[key]))
             yield f"{key}{''.join(path)} is {_shown(a)} in {names[0]} and {_shown(b)} in {names[1]}"
 
 
@@ -59,17 +59,17 @@ def _values(model: nn.Module) -> dict[str, Any]:
 
 
 def _unlike(
-    mine: Any, other: Any, depth: int, path: tuple[str, ...] = ()
+    value: Any, other: Any, depth: int, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Yield the innermost parts in which two values differ, after the expressions that lead there."""
-    if mine is other:
+    if value is other:
         return
-    parts, others = parts_of(mine), parts_of(other)
-    if depth and parts and type(mine) is type(other) and parts.keys() == others.keys():
+    parts, other_parts = parts_of(value), parts_of(other)
+    if depth and parts and type(value) is type(other) and parts.keys() == other_parts.keys():
         for name, part in parts.items():
-            yield from _unlike(part, others[name], depth - 1, (*path, name))
-    elif parts or type(mine) is not type(other) or isinstance(mine, Tensor | nn.Module) or repr(mine) != repr(other):
-        yield path, mine, other
+            yield from _unlike(part, other_parts[name], depth - 1, (*path, name))
+    elif parts or type(value) is not type(other) or isinstance(value, Tensor | nn.Module) or repr(value) != repr(other):
+        yield path, value, other
 
 
 def parts_of(value: Any) -> dict[str, Any]:
@@ -92,11 +92,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 3]}..."
 
 
-def _closures(mine: nn.Module, other: nn.Module, names: tuple[str, str]) -> Iterator[str]:
+def _closures(model: nn.Module, other: nn.Module, names: tuple[str, str]) -> Iterator[str]:
     """Describe functions of classes that were created per model, if their closures hold different values."""
-    ours, theirs = ({closure[:2]: closure for closure in modeless_fingerprint(model)[1]} for model in (mine, other))
-    for (path, name), closure in ours.items():
-        if theirs.get((path, name)) != closure:
+    closures, other_closures = (
+        {closure[:2]: closure for closure in modeless_fingerprint(side)[1]} for side in (model, other)
+    )
+    for (path, name), closure in closures.items():
+        if other_closures.get((path, name)) != closure:
             yield f"{name} of module {path or '(root)'} is closed over other values in {names[0]} than in {names[1]}"
 
 
@@ -124,24 +126,26 @@ class DifferingNumbers:
 
     @staticmethod
     def of(model: nn.Module, others: Sequence[nn.Module]) -> DifferingNumbers:
-        own_contents = contents(model)
+        model_contents = contents(model)
         closed = modeless_fingerprint(model)[1:]
         numbers: list[tuple[list[str], str, Any]] = []
         anything = False
         for other in others:
-            its_contents = contents(other)
-            if own_contents.keys() != its_contents.keys() or modeless_fingerprint(other)[1:] != closed:
+            other_contents = contents(other)
+            if model_contents.keys() != other_contents.keys() or modeless_fingerprint(other)[1:] != closed:
                 anything = True
                 continue
-            for key in (key for key in own_contents if own_contents[key] != its_contents[key]):
+            for key in (key for key in model_contents if model_contents[key] != other_contents[key]):
                 path, _, name = key.rpartition(".")
-                ours, its = (vars(m.get_submodule(path)).get(name, _ABSENT) for m in (model, other))
-                for steps, mine, theirs in _unlike(ours, its, MAX_DEPTH):
-                    if isinstance(mine, _NUMBERS) and isinstance(theirs, _NUMBERS):
+                attribute, other_attribute = (
+                    vars(side.get_submodule(path)).get(name, _ABSENT) for side in (model, other)
+                )
+                for steps, part, other_part in _unlike(attribute, other_attribute, MAX_DEPTH):
+                    if isinstance(part, _NUMBERS) and isinstance(other_part, _NUMBERS):
                         names = [name, *(step.strip(".[]'\"") for step in steps)]
                         # Items have the name of the attribute that they are in.
                         last = [name, *(step[1:] for step in steps if step.startswith("."))][-1]
-                        numbers.append((names, last, mine))
+                        numbers.append((names, last, part))
                     else:
                         anything = True
         return DifferingNumbers(

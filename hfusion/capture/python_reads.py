@@ -269,23 +269,23 @@ def truth_without_raise(frame: FrameType) -> bool | None:
     """
     instructions = _instructions(frame.f_code)
     # A call of Python code is at the last of its inline caches.
-    asking = place = max(k for k, instruction in enumerate(instructions) if instruction.offset <= frame.f_lasti)
+    asking = index = max(k for k, instruction in enumerate(instructions) if instruction.offset <= frame.f_lasti)
     if instructions[asking].opname == "PRECALL":
         # Python 3.11, where it has specialized the call of a builtin, makes it in the instruction before.
-        asking = place = next(k for k in range(asking, len(instructions)) if instructions[k].opname == "CALL")
+        asking = index = next(k for k in range(asking, len(instructions)) if instructions[k].opname == "CALL")
     inverted = False
-    while "POP_JUMP" not in instructions[place].opname:
-        if instructions[place].opname == "UNARY_NOT":
+    while "POP_JUMP" not in instructions[index].opname:
+        if instructions[index].opname == "UNARY_NOT":
             inverted = not inverted
-        elif place != asking and instructions[place].opname not in _SKIPPED:
+        elif index != asking and instructions[index].opname not in _SKIPPED:
             return None
-        place += 1
-        if place == len(instructions):
+        index += 1
+        if index == len(instructions):
             return None
-    jump = instructions[place].opname
+    jump = instructions[index].opname
     if not jump.endswith(("_TRUE", "_FALSE")):
         return None
-    branches = instructions[place].argval, instructions[place + 1].offset
+    branches = instructions[index].argval, instructions[index + 1].offset
     raising = [_only_raises(frame.f_code, offset) for offset in branches]
     if raising[0] == raising[1]:
         return None
@@ -297,24 +297,24 @@ def truth_without_raise(frame: FrameType) -> bool | None:
 def _only_raises(code: CodeType, start: int) -> bool:
     """Return whether all paths through ``code`` from the offset ``start`` end in an error that it does not catch."""
     instructions = _instructions(code)
-    places = {instruction.offset: k for k, instruction in enumerate(instructions)}
-    waiting, visited = [places[start]], set()
+    indices = {instruction.offset: k for k, instruction in enumerate(instructions)}
+    waiting, visited = [indices[start]], set()
     while waiting:
-        place = waiting.pop()
-        if place in visited:
+        index = waiting.pop()
+        if index in visited:
             continue
-        visited.add(place)
-        name = instructions[place].opname
+        visited.add(index)
+        name = instructions[index].opname
         if name.startswith(("RETURN_", "YIELD_")):
             return False
         if name in ("RAISE_VARARGS", "RERAISE"):
-            waiting += [places[offset] for offset in _handlers(code, instructions[place].offset)]
+            waiting += [indices[offset] for offset in _handlers(code, instructions[index].offset)]
             continue
-        jumps = instructions[place].opcode in (*dis.hasjrel, *dis.hasjabs)
+        jumps = instructions[index].opcode in (*dis.hasjrel, *dis.hasjabs)
         if jumps:
-            waiting.append(places[instructions[place].argval])
+            waiting.append(indices[instructions[index].argval])
         if not (jumps and name.startswith("JUMP_") and "_IF_" not in name):
-            waiting.append(place + 1)
+            waiting.append(index + 1)
     return True
 
 

@@ -91,11 +91,11 @@ def variables(search: CodeSearch) -> dict[str, Any]:
     The values have the form that `comparable` returns.
     """
     alive: dict[int, Any] = {}
-    found = dict(compared_variables(search.holders, alive))
+    values = dict(compared_variables(search.holders, alive))
     for holder in search.holders:
         for name in (_table(holder).keys() & search.assigned) - holder.names.keys():
-            found[f"{holder.title}{name}"] = comparable(holder.read(name), alive)
-    return found
+            values[f"{holder.title}{name}"] = comparable(holder.read(name), alive)
+    return values
 
 
 def check_restorable(search: CodeSearch, changed: Collection[str]) -> None:
@@ -299,8 +299,10 @@ def _items(base: Any, holder: Any) -> dict[Any, Any] | list[Any]:
 
 def _refill(base: Any, holder: Any, items: dict[Any, Any] | list[Any]) -> None:
     """Restore the ``items`` of a container by methods of ``base``, since a subclass may forbid changes."""
-    now = _items(base, holder)
-    if len(now) == len(items) and all(a is b for a, b in zip(_flat(now), _flat(items), strict=True)):
+    current_items = _items(base, holder)
+    if len(current_items) == len(items) and all(
+        a is b for a, b in zip(_flat(current_items), _flat(items), strict=True)
+    ):
         return
     base.clear(holder)
     (base.extend if base in (list, deque) else base.update)(holder, items)
@@ -334,9 +336,11 @@ def _table(holder: Holder) -> dict[str, Any]:
 def _reset_variables(holder: Holder, before: dict[str, Any], added: Set[str]) -> None:
     """Put back the values ``before``, and remove attributes that are ``added``."""
     for name, value in before.items():
-        now = holder.read(name)
+        current_value = holder.read(name)
         # Other values are set by their owners, such as the stream of a logger.
-        if now is not value and (now is MISSING or isinstance(now, VALUES) or array_bytes(now) is not None):
+        if current_value is not value and (
+            current_value is MISSING or isinstance(current_value, VALUES) or array_bytes(current_value) is not None
+        ):
             holder.write(name, value)
     for name in (_attributes_of(holder) & added) - before.keys():
         holder.write(name, MISSING)

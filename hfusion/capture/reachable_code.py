@@ -237,9 +237,9 @@ class CodeSearch:
             yield from self._inside(f"{title}.{name}", holder.read(name), scope, depth - 1)
 
     def _note(self, holder: Holder, name: str, numbered: bool = True) -> Holder:
-        known = self._known(holder, numbered)
-        self._noted.append((known, name))
-        return known
+        registered = self._known(holder, numbered)
+        self._noted.append((registered, name))
+        return registered
 
     def _known(self, holder: Holder, numbered: bool = True) -> Holder:
         """Return the registered holder of the same kind and object, or register ``holder``.

@@ -92,21 +92,21 @@ class Registered:
 def _shared_memory(named: Mapping[str, Tensor]) -> frozenset[tuple[str, str]]:
     """Return each name, in a pair after the first name with the same storage, which may be itself."""
     first: dict[int, str] = {}
-    held = {name: t.untyped_storage().data_ptr() for name, t in named.items() if t.layout is torch.strided}
-    return frozenset((first.setdefault(place, name), name) for name, place in held.items() if place)
+    addresses = {name: t.untyped_storage().data_ptr() for name, t in named.items() if t.layout is torch.strided}
+    return frozenset((first.setdefault(address, name), name) for name, address in addresses.items() if address)
 
 
 def check_registered(module: nn.Module, before: Registered, member: nn.Module) -> None:
     """Raise FusionError for changes of tensors by forward that a stack cannot represent."""
-    now, originals = dict(tensors(member)), dict(tensors(module))
-    for name in {**now, **before.named}:
-        if name not in now or name not in before.named:
-            verb = "registers" if name in now else "takes away"
+    named, originals = dict(tensors(member)), dict(tensors(module))
+    for name in {**named, **before.named}:
+        if name not in named or name not in before.named:
+            verb = "registers" if name in named else "takes away"
             raise FusionError(
                 f"forward {verb} the tensor {name}; call each model once before fusing (where a function makes the "
                 "models, in that function), or let __init__ do so, or keep a table as an attribute"
             )
-        old, new = before.named[name], now[name]
+        old, new = before.named[name], named[name]
         for flag in ("shape", "dtype", "device", "requires_grad"):
             a, b = getattr(originals[name], flag), getattr(new, flag)
             if a != b and not (flag == "requires_grad" and not isinstance(old, nn.Parameter)):
@@ -114,21 +114,21 @@ def check_registered(module: nn.Module, before: Registered, member: nn.Module) -
                     f"forward changes {flag} of {name} from {a} to {b}, where an array has one stack for all calls; "
                     "call each model once before fusing, or keep a table that grows as an attribute, not as a buffer"
                 )
-    _check_ties(before, ties(now))
-    for first, second in _shared_memory(now) - before.shared:
+    _check_ties(before, ties(named))
+    for first, second in _shared_memory(named) - before.shared:
         if first != second:
             raise FusionError(f"forward makes {first} and {second} share memory; assign a clone() to one of them")
     for name, _ in module.named_parameters():
-        if now[name] is not before.named[name]:
+        if named[name] is not before.named[name]:
             raise FusionError(
                 f"forward makes {name} another parameter, which no optimizer knows; write into it under torch.no_grad()"
             )
 
 
-def _check_ties(before: Registered, now: Mapping[str, str]) -> None:
+def _check_ties(before: Registered, current_ties: Mapping[str, str]) -> None:
     """Raise FusionError if a tensor with several names, for which an array has one stack, has become two."""
     for name, first in before.ties.items():
-        if now.get(name) != first:
+        if current_ties.get(name) != first:
             raise FusionError(
                 f"{first} and {name} are one tensor, and forward makes them two by assigning one of them; write "
                 "into it, or untie them before fusing: assign a clone(), or call the models once"

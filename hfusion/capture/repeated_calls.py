@@ -53,10 +53,10 @@ def tensors_of(outcome: Outcome) -> Outcome:
 
 
 def left_between(
-    start: Mapping[str, Any], now: Mapping[str, Any], end: Mapping[str, Any]
+    start: Mapping[str, Any], middle: Mapping[str, Any], end: Mapping[str, Any]
 ) -> dict[str, list[tuple[Any, Any]]]:
-    """Return pairs of parts that differ between ``start`` and ``end``, for the names that differ at ``now`` already."""
-    changed = [name for name in end if any(differing(start.get(name), now.get(name)))]
+    """Return pairs of parts that differ between ``start`` and ``end``, for the names that differ at ``middle``."""
+    changed = [name for name in end if any(differing(start.get(name), middle.get(name)))]
     return {name: list(differing(start.get(name), end[name])) for name in changed}
 
 
@@ -79,18 +79,18 @@ class LaterCalls:
         firsts = list(self._first_calls(training))
         last_call, expected = self._last_call()
         member = self._warmed()
-        start = now = self._state(member)
+        start = current_state = self._state(member)
         for call, outcome, state in firsts:
-            spoil_changed(member, now, state, math.nan, _same_kind)
+            spoil_changed(member, current_state, state, math.nan, _same_kind)
             warmed = self._run(member, call, training)
-            before, now = now, self._state(member)
-            yield LaterCall(outcome, warmed, before, now, state)
+            before, current_state = current_state, self._state(member)
+            yield LaterCall(outcome, warmed, before, current_state, state)
         # Integers are kept: one may be the smallest size so far, which another number would hide.
-        spoil_changed(member, start, now, math.inf, lambda first, _: first[0] not in ("int", "bool"))
+        spoil_changed(member, start, current_state, math.inf, lambda first, _: first[0] not in ("int", "bool"))
         warmed = self._run(member, last_call, True, self.captured is not None)
         end = self._state(member)
-        yield LaterCall(expected, warmed, now, end, None)
-        if any(first[0] in NUMBERS for parts in left_between(start, now, end).values() for first, _ in parts):
+        yield LaterCall(expected, warmed, current_state, end, None)
+        if any(first[0] in NUMBERS for parts in left_between(start, current_state, end).values() for first, _ in parts):
             for number in (math.inf, -math.inf, 0.0):
                 spoil_changed(member, start, end, number, lambda first, _: True)
                 warmed = self._run(member, last_call, True, self.captured is not None)
@@ -99,7 +99,7 @@ class LaterCalls:
     def _first_calls(self, training: bool) -> Iterator[tuple[Any, Outcome, dict[str, Any]]]:
         """Yield calls with other sizes and values, each with the outcome and the state of a fresh copy."""
         for group in _shorter_calls(self.observed.module, *self.observed.call):
-            taken = False
+            accepted = False
             for call in group:
                 member = self._fresh(training)
                 try:
@@ -107,9 +107,9 @@ class LaterCalls:
                 except Exception:
                     # Forward takes no such inputs: nothing to compare.
                     continue
-                taken = True
+                accepted = True
                 yield call, outcome, self._state(member)
-            if taken:
+            if accepted:
                 return
 
     def _last_call(self) -> tuple[Any, Outcome]:

@@ -80,8 +80,8 @@ def _results_left(observed: Observation, calls: Iterable[LaterCall]) -> list[str
         _check(observed, call)
         (last if call.first is None else others).append(call)
     start = (others or last)[0].before
-    left = left_between(start, others[-1].after if others else start, last[0].after)
-    names = sorted(name for name, parts in left.items() if parts)
+    differences = left_between(start, others[-1].after if others else start, last[0].after)
+    names = sorted(name for name, parts in differences.items() if parts)
     for name in set(names) & set(observed.variables):
         raise FusionError(f"forward leaves results in {name}, which other code may read; {REMEDY}")
     return names

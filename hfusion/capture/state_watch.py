@@ -73,8 +73,8 @@ class RunState:
     def changed_outside(self, island: Island) -> Set[int | str]:
         """Return the holders within reach of ``island`` that change outside of its calls."""
         calls = self.calls.get(island, ())
-        ends, begins = [self.start, *(call.after for call in calls)], [*(call.before for call in calls), self.end]
-        return {holder for end, begin in zip(ends, begins, strict=True) for holder in changed(end, begin)}
+        ends, starts = [self.start, *(call.after for call in calls)], [*(call.before for call in calls), self.end]
+        return {holder for end, start in zip(ends, starts, strict=True) for holder in changed(end, start)}
 
     def changed_inside(self, island: Island) -> Set[int | str]:
         """Return the holders that change during the calls of ``island``."""
@@ -95,10 +95,10 @@ class ModelState:
         within = set(module.modules())
         others = [part for part in self.model.modules() if part not in within]
         inside, outside = self.reader.read(module), self.reader.reach(others)
-        both = inside.keys() & outside.keys()
+        shared_holders = inside.keys() & outside.keys()
         present = self.reader.assignable(inside)
         written = written_by_call(island, module) & written_elsewhere(island, module, others) & present
-        written |= self._read_while_assigned(island, module, others, inside, both)
+        written |= self._read_while_assigned(island, module, others, inside, shared_holders)
         if written:
             return min(written)
         last = self.runs[-1]
@@ -109,14 +109,19 @@ class ModelState:
         if variables:
             return min(variables)
         for run in self.runs:
-            keys = (run.changed_outside(island) & inside.keys()) | (run.changed_inside(island) & both)
+            keys = (run.changed_outside(island) & inside.keys()) | (run.changed_inside(island) & shared_holders)
             holders = {key for key in keys if not isinstance(key, str)}
             if holders:
                 return self.reader.name(module, holders)
         return None
 
     def _read_while_assigned(
-        self, island: Island, module: nn.Module, others: Sequence[nn.Module], inside: State, both: Set[int | str]
+        self,
+        island: Island,
+        module: nn.Module,
+        others: Sequence[nn.Module],
+        inside: State,
+        shared_holders: Set[int | str],
     ) -> Set[str]:
         """Return the attributes that a call of ``island`` may change and other code may read, even if no run shows it.
 
@@ -124,7 +129,7 @@ class ModelState:
         """
         read = read_elsewhere(others)
         assigned = written_by_call(island, module) & read & self.reader.assignable(inside)
-        containers = self.reader.containers(both) & containers_changed(island, module) & names_named(others)
+        containers = self.reader.containers(shared_holders) & containers_changed(island, module) & names_named(others)
         return assigned | containers
 
 

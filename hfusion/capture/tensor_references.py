@@ -48,11 +48,11 @@ class Reference:
             object.__setattr__(holder, last, _replaced(getattr(holder, last), substitutes))
 
 
-def references(module: nn.Module, used: frozenset[str]) -> tuple[Reference, ...]:
+def references(module: nn.Module, read_names: frozenset[str]) -> tuple[Reference, ...]:
     """Return the slots that hold registered tensors of ``module``.
 
     Args:
-        used: names that forward may read, see `names_of`; optimizers under other names are left out.
+        read_names: names that forward may read, see `names_of`; optimizers under other names are left out.
     """
     names = {id(tensor): name for name, tensor in tensors(module)}
     visited: dict[int, Any] = {}
@@ -60,17 +60,17 @@ def references(module: nn.Module, used: frozenset[str]) -> tuple[Reference, ...]
         Reference(path, steps, held)
         for path, part in module.named_modules()
         for name, value in python_attributes(part)
-        for steps, held in _slots(value, (name,), names, visited, name in used)
+        for steps, held in _slots(value, (name,), names, visited, name in read_names)
     )
 
 
 def _slots(
-    value: Any, steps: Steps, names: Mapping[int, str], visited: dict[int, Any], used: bool
+    value: Any, steps: Steps, names: Mapping[int, str], visited: dict[int, Any], is_read: bool
 ) -> Iterator[tuple[Steps, frozenset[str]]]:
     held = frozenset(_held(value, names))
     if held:
         yield steps, held
-    if isinstance(value, (*_LEAVES, Tensor)) or id(value) in visited or (not used and is_optimizer(value)):
+    if isinstance(value, (*_LEAVES, Tensor)) or id(value) in visited or (not is_read and is_optimizer(value)):
         return
     visited[id(value)] = value
     items: list[tuple[str | tuple[Any], Any]] = []
@@ -83,7 +83,7 @@ def _slots(
     for step, item in items:
         # A tuple is replaced as a whole: its tensors have no slots of their own.
         if not isinstance(value, tuple) or not _held(item, names):
-            yield from _slots(item, (*steps, step), names, visited, used)
+            yield from _slots(item, (*steps, step), names, visited, is_read)
 
 
 def is_optimizer(value: Any) -> bool:

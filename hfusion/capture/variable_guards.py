@@ -132,8 +132,8 @@ def _keys(value: Any) -> tuple[Any, ...]:
 
 
 def _same_bytes(before: bytes, value: Any) -> tuple[bytes | None]:
-    now = array_bytes(value)
-    return (before if now == before else now,)
+    current = array_bytes(value)
+    return (before if current == before else current,)
 
 
 def _flat(value: Any) -> tuple[Any, ...]:

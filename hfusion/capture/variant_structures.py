@@ -50,21 +50,21 @@ def _difference(first: int, model: nn.Module, index: int, other: nn.Module) -> F
 def _check_variant(model: nn.Module, other: nn.Module, difference: FusionError | None) -> None:
     """Raise ``difference`` unless two models differ in nothing but their submodules."""
     assert difference is not None
-    ours, theirs = (dict(each.named_modules(remove_duplicate=False)) for each in (model, other))
-    for path, module in theirs.items():
+    modules, other_modules = (dict(side.named_modules(remove_duplicate=False)) for side in (model, other))
+    for path, module in other_modules.items():
         # Two classes of one name can only be distinguished by their code.
-        kinds = [_class(each) for each in (ours.get(path) or module, module)]
+        kinds = [_class(side) for side in (modules.get(path) or module, module)]
         if len({(kind.__module__, kind.__qualname__) for kind in kinds}) == 1 and not _alike(*kinds):
             raise difference
-    nested = any(map(is_array, (*ours.values(), *theirs.values())))
-    modes = any(ours[path].training != module.training for path, module in theirs.items() if path in ours)
+    nested = any(map(is_array, (*modules.values(), *other_modules.values())))
+    modes = any(modules[path].training != module.training for path, module in other_modules.items() if path in modules)
     if nested or modes or not _alike(_class(model), _class(other)):
         raise difference
-    mine, own = dict(tensors(model)), dict(tensors(other))
-    if ties(mine) != ties(own):
+    named, other_named = dict(tensors(model)), dict(tensors(other))
+    if ties(named) != ties(other_named):
         raise difference
-    for name in mine.keys() & own.keys():
-        if _kind(mine[name]) != _kind(own[name]):
+    for name in named.keys() & other_named.keys():
+        if _kind(named[name]) != _kind(other_named[name]):
             raise difference
 
 
@@ -76,13 +76,15 @@ def _kind(tensor: Tensor) -> object:
 def _check_common(models: Sequence[nn.Module], indices: Sequence[int]) -> None:
     """Raise FusionError if models, one of each structure, have little in common, or tensors of different kinds."""
     named = [dict(tensors(model)) for model in models]
-    keys = set.intersection(*(set(own) for own in named))
-    common = {name for name in keys if len({own[name].shape for own in named}) == 1}
-    sizes = [{name: p.numel() for name, p in own.items() if isinstance(p, nn.Parameter)} for own in named]
+    keys = set.intersection(*(set(entries) for entries in named))
+    common = {name for name in keys if len({entries[name].shape for entries in named}) == 1}
+    sizes = [{name: p.numel() for name, p in entries.items() if isinstance(p, nn.Parameter)} for entries in named]
     shared = sum(size for name, size in sizes[0].items() if name in common)
-    smallest = min(sum(own.values()) for own in sizes)
+    smallest = min(sum(entries.values()) for entries in sizes)
     if shared < LEAST_COMMON * smallest:
-        alike = [sum(n for name, n in sizes[0].items() if _shape(own, name) == named[0][name].shape) for own in named]
+        alike = [
+            sum(n for name, n in sizes[0].items() if _shape(entries, name) == named[0][name].shape) for entries in named
+        ]
         least = min(range(1, len(models)), key=alike.__getitem__)
         difference = _difference(indices[0], models[0], indices[least], models[least])
         raise FusionError(
@@ -90,13 +92,13 @@ def _check_common(models: Sequence[nn.Module], indices: Sequence[int]) -> None:
             f"{shared} of {smallest} values"
         )
     first: dict[str, tuple[int, Tensor]] = {}
-    for index, own in zip(indices, named, strict=True):
-        for name, tensor in own.items():
-            before, known = first.setdefault(name, (index, tensor))
-            if _kind(known) != _kind(tensor):
+    for index, entries in zip(indices, named, strict=True):
+        for name, tensor in entries.items():
+            first_index, first_tensor = first.setdefault(name, (index, tensor))
+            if _kind(first_tensor) != _kind(tensor):
                 raise FusionError(
-                    f"{name} is {_describe(known)} in model {before} and {_describe(tensor)} in model {index}; "
-                    "let it be of one kind, or give it two names"
+                    f"{name} is {_describe(first_tensor)} in model {first_index} and {_describe(tensor)} in model "
+                    f"{index}; let it be of one kind, or give it two names"
                 )
 
 
@@ -116,35 +118,35 @@ def row_shapes(models: Sequence[Mapping[str, torch.Size]]) -> dict[str, torch.Si
     >>> row_shapes([{"a": torch.Size([2]), "b": torch.Size([3])}, {"a": torch.Size([4])}])
     {'a': torch.Size([4]), 'b': torch.Size([3])}
     """
-    found: dict[str, torch.Size] = {}
+    padded_shapes: dict[str, torch.Size] = {}
     for name in dict.fromkeys(name for shapes in models for name in shapes):
-        own = [shapes[name] for shapes in models if name in shapes]
-        if len(own) < len(models) or any(shape != own[0] for shape in own):
-            found[name] = torch.Size(map(max, zip(*own, strict=True)))
-    return found
+        tensor_shapes = [shapes[name] for shapes in models if name in shapes]
+        if len(tensor_shapes) < len(models) or any(shape != tensor_shapes[0] for shape in tensor_shapes):
+            padded_shapes[name] = torch.Size(map(max, zip(*tensor_shapes, strict=True)))
+    return padded_shapes
 
 
 def union_of_modules(models: Sequence[nn.Module]) -> dict[str, tuple[nn.Module, ...]]:
     """Return the modules of ``models`` at each path, parents first and children in the order of all models."""
-    found: dict[str, list[nn.Module]] = {}
+    modules_by_path: dict[str, list[nn.Module]] = {}
     for model in models:
-        before = ""
+        previous = ""
         for path, module in model.named_modules(remove_duplicate=False):
-            if path not in found:
-                found = _inserted(found, path, before)
-            found[path].append(module)
-            before = path
-    return {path: tuple(modules) for path, modules in found.items()}
+            if path not in modules_by_path:
+                modules_by_path = _inserted(modules_by_path, path, previous)
+            modules_by_path[path].append(module)
+            previous = path
+    return {path: tuple(modules) for path, modules in modules_by_path.items()}
 
 
-def _inserted(found: dict[str, list[nn.Module]], path: str, before: str) -> dict[str, list[nn.Module]]:
-    """Return ``found`` with an entry for ``path`` after ``before`` and, unless it is below it, its descendants."""
+def _inserted(modules: dict[str, list[nn.Module]], path: str, previous: str) -> dict[str, list[nn.Module]]:
+    """Return ``modules`` with an entry for ``path`` after ``previous`` and, unless it is below it, its descendants."""
     result: dict[str, list[nn.Module]] = {}
-    names = list(found)
+    names = list(modules)
     # Behind the descendants that only other models have, unless it is a child itself.
-    at = names.index(before) + 1 if before in found else 0
-    while at < len(names) and before and names[at].startswith(f"{before}.") and not path.startswith(f"{before}."):
-        at += 1
-    for name in [*names[:at], path, *names[at:]]:
-        result[name] = found.get(name, [])
+    k = names.index(previous) + 1 if previous in modules else 0
+    while k < len(names) and previous and names[k].startswith(f"{previous}.") and not path.startswith(f"{previous}."):
+        k += 1
+    for name in [*names[:k], path, *names[k:]]:
+        result[name] = modules.get(name, [])
     return result

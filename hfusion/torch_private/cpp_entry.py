@@ -50,8 +50,8 @@ class NativeEntry:
     @property
     def path(self) -> str:
         """The path from which the library was loaded; the file may have been deleted since."""
-        found: str = self._call.__self__.__file__  # type: ignore[attr-defined]
-        return found
+        file: str = self._call.__self__.__file__  # type: ignore[attr-defined]
+        return file
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
         return tensors_of(self._call(handles_of(tensors)))
@@ -77,12 +77,12 @@ def entry_of(run: Callable[..., Any], inputs: int, outputs: int) -> NativeEntry 
 
 def _called(function: Any) -> Iterator[types.BuiltinFunctionType]:
     """Yield the C functions in the closures of ``function``."""
-    waiting, met = [function], set[int]()
+    waiting, visited = [function], set[int]()
     while waiting:
         item = waiting.pop()
-        if id(item) in met:
+        if id(item) in visited:
             continue
-        met.add(id(item))
+        visited.add(id(item))
         if isinstance(item, types.BuiltinFunctionType):
             yield item
         for cell in getattr(item, "__closure__", None) or ():

@@ -37,19 +37,19 @@ def _first_instructions() -> Iterator[None]:
     """
     from torch._inductor import config, cpu_vec_isa
 
-    asked: Any = cpu_vec_isa
-    original, known = getattr(asked, "valid_vec_isa_list", None), getattr(asked, "supported_vec_isa_list", None)
+    module: Any = cpu_vec_isa
+    original, supported = getattr(module, "valid_vec_isa_list", None), getattr(module, "supported_vec_isa_list", None)
     chosen = "ATEN_CPU_CAPABILITY" in os.environ or getattr(config.cpp, "simdlen", None) is not None
-    has = frozenset(getattr(asked, "x86_isa_checker", list)())
-    if original is None or known is None or chosen or not has:
+    has = frozenset(getattr(module, "x86_isa_checker", list)())
+    if original is None or supported is None or chosen or not has:
         yield
         return
 
     @functools.cache
     def first() -> list[Any]:
-        return [*itertools.islice((isa for isa in known if has.issuperset(str(isa).split()) and isa), 1)]
+        return [*itertools.islice((isa for isa in supported if has.issuperset(str(isa).split()) and isa), 1)]
 
-    with replaced(asked, {"valid_vec_isa_list": first}):
+    with replaced(module, {"valid_vec_isa_list": first}):
         yield
 
 
@@ -109,8 +109,8 @@ def _all_headers_precompiled() -> Iterator[None]:
         return
 
     def header(cls: type, device: str) -> Any:
-        found = original.__get__(None, cls)(device)
-        return str(HEADER) if found == _WRAPPER else found
+        path = original.__get__(None, cls)(device)
+        return str(HEADER) if path == _WRAPPER else path
 
     with replaced(cache, {"_get_uncompiled_header": classmethod(header)}):
         yield

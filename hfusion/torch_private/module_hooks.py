@@ -52,8 +52,8 @@ class RegisteredHook:
         getattr(module, self.method)(self.hook, **self.options)
 
 
-def registered_hooks(module: nn.Module, wanted: Callable[[Any], bool]) -> list[RegisteredHook]:
-    """Return the hooks of ``module`` for which ``wanted(hook)`` is true, each kind in the order of its calls."""
+def registered_hooks(module: nn.Module, predicate: Callable[[Any], bool]) -> list[RegisteredHook]:
+    """Return the hooks of ``module`` for which ``predicate(hook)`` is true, each kind in the order of its calls."""
     held = vars(module)
     backward = "register_full_backward_hook" if held["_is_full_backward_hook"] else "register_backward_hook"
     methods = {
@@ -70,7 +70,7 @@ def registered_hooks(module: nn.Module, wanted: Callable[[Any], bool]) -> list[R
         RegisteredHook(hook, method, {name: key in held[keys] for name, keys in options.get(table, {}).items()})
         for table, method in methods.items()
         for key, hook in held[table].items()
-        if wanted(hook)
+        if predicate(hook)
     ]
 
 

@@ -11,8 +11,8 @@ import torch
 
 def seeding_locks() -> list[Any]:
     """Return the locks that `torch.manual_seed` takes."""
-    places = (torch.cuda, torch.xpu, torch.mtia)
-    return [place._initialization_lock for place in places if hasattr(place, "_initialization_lock")]
+    modules = (torch.cuda, torch.xpu, torch.mtia)
+    return [module._initialization_lock for module in modules if hasattr(module, "_initialization_lock")]
 
 
 @contextmanager
@@ -21,15 +21,15 @@ def waiting_seeds_kept() -> Iterator[None]:
 
     torch keeps only the last seed of such a device.
     """
-    places = [place for place in (torch.cuda, torch.xpu, torch.mtia) if not place.is_initialized()]
-    before = [dict(vars(place._lazy_seed_tracker)) for place in places]
+    modules = [module for module in (torch.cuda, torch.xpu, torch.mtia) if not module.is_initialized()]
+    trackers = [dict(vars(module._lazy_seed_tracker)) for module in modules]
     try:
         yield
     finally:
-        for place, kept in zip(places, before, strict=True):
-            if place.is_initialized():
+        for module, tracker in zip(modules, trackers, strict=True):
+            if module.is_initialized():
                 # It was first used inside.
-                for call in filter(None, kept["call_order"]):
+                for call in filter(None, tracker["call_order"]):
                     call[0]()
             else:
-                vars(place._lazy_seed_tracker).update(kept)
+                vars(module._lazy_seed_tracker).update(tracker)

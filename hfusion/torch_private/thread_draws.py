@@ -36,8 +36,8 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def drawing_from(own: torch.Generator, swapped: Swapped) -> Iterator[None]:
-    """Context manager: this thread draws, seeds and reads torch's random state as if ``own`` were torch's generator.
+def drawing_from(generator: torch.Generator, swapped: Swapped) -> Iterator[None]:
+    """Context manager: this thread draws, seeds and reads torch's random state as if ``generator`` were torch's own.
 
     Draws on accelerators are made within ``swapped()``.
     """
@@ -45,7 +45,7 @@ def drawing_from(own: torch.Generator, swapped: Swapped) -> Iterator[None]:
         _intercepted()
     before = _here.own, _here.swapped
     with _seeding.per_thread():
-        _here.own, _here.swapped = own, swapped
+        _here.own, _here.swapped = generator, swapped
         try:
             with torch._C._IncludeDispatchKeyGuard(torch._C._dispatch_key_parse(_KEY)):
                 yield
@@ -58,9 +58,9 @@ def seen_in_modes() -> AbstractContextManager[Any]:
     if _here.own is None:
         return nullcontext()
     hidden = torch._C._dispatch_tls_local_exclude_set()
-    seen = hidden - torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
-    found: Any = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), seen)
-    return cast("AbstractContextManager[Any]", found)
+    excluded = hidden - torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
+    guard: Any = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+    return cast("AbstractContextManager[Any]", guard)
 
 
 def _in_child() -> None:
@@ -82,14 +82,16 @@ def _intercepted() -> tuple[torch.library.Library, ...]:
     for schema in torch._C._jit_get_all_schemas():
         if not schema.name.startswith("aten::"):
             continue
-        places = [k for k, each in enumerate(schema.arguments) if str(each.type) == "Optional[Generator]"]
+        indices = [k for k, entry in enumerate(schema.arguments) if str(entry.type) == "Optional[Generator]"]
         # On the CPU, every random operator is composed of operators that take a generator.
-        if places or (torch.accelerator.is_available() and torch.Tag.nondeterministic_seeded in _operator(schema).tags):
-            aten.impl(_operator(schema), _kernel(schema, *places), with_keyset=True)
+        if indices or (
+            torch.accelerator.is_available() and torch.Tag.nondeterministic_seeded in _operator(schema).tags
+        ):
+            aten.impl(_operator(schema), _kernel(schema, *indices), with_keyset=True)
     # Higher-order operators have dispatch tables of their own.
     key: Any = torch._C._dispatch_key_parse(_KEY)
-    for each in torch._ops._higher_order_ops.values():
-        each.fallthrough(key)
+    for entry in torch._ops._higher_order_ops.values():
+        entry.fallthrough(key)
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     return rest, aten
 
@@ -99,31 +101,31 @@ def _operator(schema: Any) -> Any:
     return getattr(packet, schema.overload_name or "default")
 
 
-def _kernel(schema: Any, place: int | None = None) -> Callable[..., Any]:
-    """Return the interceptor of an operator; ``place``: the index of its generator argument, if it has one."""
+def _kernel(schema: Any, index: int | None = None) -> Callable[..., Any]:
+    """Return the interceptor of an operator; ``index``: the index of its generator argument, if it has one."""
     operator = _operator(schema)
     key = torch._C._dispatch_key_parse(_KEY)
-    ours = torch._C.DispatchKeySet(key)
+    key_set = torch._C.DispatchKeySet(key)
     shared: Any = torch.default_generator
-    only_by_name = place is not None and schema.arguments[place].kwarg_only
+    only_by_name = index is not None and schema.arguments[index].kwarg_only
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        here = kwargs.get("generator") if only_by_name or place is None else next(iter(args[place:]), None)
+        generator = kwargs.get("generator") if only_by_name or index is None else next(iter(args[index:]), None)
         # Several Python objects may stand for the same generator.
-        given = here is not None and here._cdata != shared._cdata
+        has_other_generator = generator is not None and generator._cdata != shared._cdata
         # A `TorchDispatchMode` goes first; operators that it calls are intercepted within `seen_in_modes`.
-        if _here.own is None or given or torch._C._len_torch_dispatch_stack():
-            return operator.redispatch(keys - ours, *args, **kwargs)
+        if _here.own is None or has_other_generator or torch._C._len_torch_dispatch_stack():
+            return operator.redispatch(keys - key_set, *args, **kwargs)
         if _on_accelerator(args, kwargs):
             assert _here.swapped is not None
-            with _here.swapped(), torch._C._ExcludeDispatchKeyGuard(ours):
+            with _here.swapped(), torch._C._ExcludeDispatchKeyGuard(key_set):
                 return operator(*args, **kwargs)
-        if place is None:
-            return operator.redispatch(keys - ours, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(ours):
+        if index is None:
+            return operator.redispatch(keys - key_set, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(key_set):
             if only_by_name:
                 return operator(*args, **{**kwargs, "generator": _here.own})
-            return operator(*args[:place], generator=_here.own, **kwargs)
+            return operator(*args[:index], generator=_here.own, **kwargs)
 
     return draw
 

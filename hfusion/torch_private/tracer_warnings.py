@@ -83,16 +83,16 @@ class _Notes(type):
 
     def match(cls, text: str) -> bool:
         """As a warning filter's pattern."""
-        here = threading.get_ident() == cls.thread
-        if here:
+        is_own_thread = threading.get_ident() == cls.thread
+        if is_own_thread:
             cls.last = text
-        return here
+        return is_own_thread
 
     def __subclasscheck__(cls, category: type) -> bool:
-        wanted = threading.get_ident() == cls.thread and issubclass(category, cls.category)
-        if wanted:
+        matches = threading.get_ident() == cls.thread and issubclass(category, cls.category)
+        if matches:
             cls.texts.append(cls.last)
-        return wanted
+        return matches
 
 
 class _Never(Warning):
@@ -147,8 +147,8 @@ def _exporter() -> dict[str, Any]:
 
 
 def _loggers() -> list[logging.Logger]:
-    found = list(logging.root.manager.loggerDict.items())
-    return [log for name, log in found if name.partition(".")[0] == "torch" and isinstance(log, logging.Logger)]
+    named_loggers = list(logging.root.manager.loggerDict.items())
+    return [log for name, log in named_loggers if name.partition(".")[0] == "torch" and isinstance(log, logging.Logger)]
 
 
 def _bar(*args: Any, **options: Any) -> Any:
