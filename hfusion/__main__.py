@@ -37,8 +37,8 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM has come. Whatever ends well at Ctrl-C does so now."""
 
 
-def _terminate(come: list[int], number: int, frame: Any) -> NoReturn:
-    come.append(number)
+def _terminate(signals: list[int], number: int, frame: Any) -> NoReturn:
+    signals.append(number)
     # Whoever sends another does not want to wait.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise Terminated
@@ -103,27 +103,27 @@ def _run(parsed: argparse.Namespace, rest: list[str]) -> int:
     """Run a script as its own main program, and return its exit status."""
     argv, path = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = [str(parsed.script), *rest], str(parsed.script.parent.absolute())
-    come: list[int] = []
-    before = signal.signal(signal.SIGTERM, partial(_terminate, come))
-    again = "" if parsed.resume is None else "; the same command goes on"
+    signals: list[int] = []
+    previous_handler = signal.signal(signal.SIGTERM, partial(_terminate, signals))
+    resume_hint = "" if parsed.resume is None else "; the same command goes on"
     try:
         with nullcontext() if parsed.resume is None else resuming(parsed.resume.absolute()):
             runpy.run_path(str(parsed.script), run_name="__main__")
     except Terminated:
-        print(f"ended by SIGTERM{again}", file=sys.stderr)
+        print(f"ended by SIGTERM{resume_hint}", file=sys.stderr)
         return TERMINATED
     except KeyboardInterrupt:
-        print(f"interrupted{again}", file=sys.stderr)
+        print(f"interrupted{resume_hint}", file=sys.stderr)
         return INTERRUPTED
     except Exception:
         # Who is sent SIGTERM with his processes may see first that these are gone.
-        if not come:
+        if not signals:
             raise
         traceback.print_exc()
-        print(f"ended by SIGTERM{again}", file=sys.stderr)
+        print(f"ended by SIGTERM{resume_hint}", file=sys.stderr)
         return TERMINATED
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
         sys.argv, sys.path[:] = argv, path
     return 0
 

@@ -124,10 +124,10 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer, and the scheduler if there is one, as Lightning expects. Its checkpoints hold both."""
-        made = self._optimizer([parameter for parameter in self.fused.parameters() if parameter.requires_grad])
-        if not isinstance(made, FusedOptimizer):
-            raise ValueError(f"optimizer gave a {type(made).__name__}, one for all members: give one of hf.optim")
-        return made if self._scheduler is None else ([made], [self._scheduler(made)])
+        optimizer = self._optimizer([parameter for parameter in self.fused.parameters() if parameter.requires_grad])
+        if not isinstance(optimizer, FusedOptimizer):
+            raise ValueError(f"optimizer gave a {type(optimizer).__name__}, one for all members: give one of hf.optim")
+        return optimizer if self._scheduler is None else ([optimizer], [self._scheduler(optimizer)])
 
     def configure_callbacks(self) -> Any:
         """Return a monitor of all members' rates. Raise ValueError if the Trainer clips or accumulates gradients."""
@@ -170,8 +170,8 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
             if self._interval == "step":
                 self._step_scheduler()
         self._log("train_loss", losses.detach(), _samples(batch, self._own))
-        found: Tensor = losses.detach()
-        return found
+        member_losses: Tensor = losses.detach()
+        return member_losses
 
     def on_train_epoch_end(self) -> None:
         """Step the scheduler, if its interval is the epoch."""
@@ -202,11 +202,11 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         """Return the members' outputs ``[B, ...]``. A batch is inputs, or a pair of inputs and target."""
         return self._outputs(self._arguments(batch)[0] if _is_pair(batch) else self._own_if(batch))
 
-    def _evaluate(self, what: str, batch: Any) -> None:
+    def _evaluate(self, stage: str, batch: Any) -> None:
         inputs, target = self._arguments(batch)
         output, samples = self._outputs(inputs), _samples(batch, self._own)
         for name, function in {"loss": self._losses, **self._metrics}.items():
-            self._log(f"{what}_{name}", function(output, target), samples)
+            self._log(f"{stage}_{name}", function(output, target), samples)
 
     def _arguments(self, batch: Any) -> tuple[Any, Any]:
         if not _is_pair(batch):
@@ -224,11 +224,11 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
     def _log(self, name: str, values: Tensor, samples: int) -> None:
         """Log the mean over the members, for callbacks, and the value of each member."""
         values = values.detach()
-        each = {f"{name}/{member}": value for member, value in zip(self.tags, values.unbind(), strict=True)}
+        member_values = {f"{name}/{member}": value for member, value in zip(self.tags, values.unbind(), strict=True)}
         self.log(name, values.mean(), prog_bar=True, batch_size=samples)
         if name.endswith("loss"):
             self.log(f"{name}_best", values.min(), batch_size=samples)
-        self.log_dict(each, batch_size=samples)
+        self.log_dict(member_values, batch_size=samples)
 
 
 class MemberRateMonitor(LearningRateMonitor):  # type: ignore[misc]
@@ -262,21 +262,21 @@ class MemberRateMonitor(LearningRateMonitor):  # type: ignore[misc]
 
     def _at(self, when: str, trainer: Any) -> bool:
         """Return whether to log at ``when``: as configured, else when the scheduler steps, else at both."""
-        asked = self.logging_interval or (self._interval if trainer.lr_scheduler_configs else when)
-        return bool(asked == when)
+        interval = self.logging_interval or (self._interval if trainer.lr_scheduler_configs else when)
+        return bool(interval == when)
 
     def _log(self, trainer: Any) -> None:
-        found = {}
+        metrics = {}
         for name, group in _named_groups(trainer.optimizers):
             for member, rate in zip(self._names, group["lr"].tolist(), strict=True):
-                found[f"{name}/{member}"] = rate
+                metrics[f"{name}/{member}"] = rate
                 self.lrs.setdefault(f"{name}/{member}", []).append(rate)
             for key in self._others(group):
                 values = group["betas"][0] if key == "momentum" and "betas" in group else group[key]
-                found |= {f"{name}-{key}/{m}": value for m, value in zip(self._names, values.tolist(), strict=True)}
-        trainer.callback_metrics.update({name: torch.tensor(value, device="cpu") for name, value in found.items()})
+                metrics |= {f"{name}-{key}/{m}": value for m, value in zip(self._names, values.tolist(), strict=True)}
+        trainer.callback_metrics.update({name: torch.tensor(value, device="cpu") for name, value in metrics.items()})
         for logger in trainer.loggers:
-            logger.log_metrics(found, step=trainer.global_step)
+            logger.log_metrics(metrics, step=trainer.global_step)
 
     def _others(self, group: Mapping[str, Any]) -> list[str]:
         momentum = self.log_momentum and ("betas" in group or "momentum" in group)
@@ -286,21 +286,21 @@ class MemberRateMonitor(LearningRateMonitor):  # type: ignore[misc]
 
 def _named_groups(optimizers: Sequence[Any]) -> list[tuple[str, Any]]:
     """Return the param groups with the names that Lightning gives them."""
-    found = []
+    named_groups = []
     for optimizer in optimizers:
         groups = optimizer.param_groups
         for k, group in enumerate(groups, 1):
-            own = group.get("name", f"pg{k}" if len(groups) > 1 else None)
-            found.append((f"lr-{type(optimizer).__name__}" + (f"/{own}" if own else ""), group))
-    return found
+            name = group.get("name", f"pg{k}" if len(groups) > 1 else None)
+            named_groups.append((f"lr-{type(optimizer).__name__}" + (f"/{name}" if name else ""), group))
+    return named_groups
 
 
 def _is_pair(batch: Any) -> bool:
     return isinstance(batch, list | tuple) and len(batch) == 2
 
 
-def _samples(batch: Any, own: bool) -> int:
+def _samples(batch: Any, per_member: bool) -> int:
     """Return the number of samples that each member gets in a batch; 1 if it cannot be determined."""
-    found = next((leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), None)
-    place = 1 if own else 0
-    return 1 if found is None or found.dim() <= place else found.shape[place]
+    tensor = next((leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)), None)
+    sample_dim = 1 if per_member else 0
+    return 1 if tensor is None or tensor.dim() <= sample_dim else tensor.shape[sample_dim]

@@ -45,8 +45,8 @@ def mlp(inputs: int, outputs: int, hidden: Sequence[int]) -> nn.Module:
     """Return linear layers with ReLU between them."""
     sizes = [inputs, *hidden]
     layers: list[nn.Module] = []
-    for before, after in itertools.pairwise(sizes):
-        layers += [nn.Linear(before, after), nn.ReLU()]
+    for in_features, out_features in itertools.pairwise(sizes):
+        layers += [nn.Linear(in_features, out_features), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
 
 
@@ -144,13 +144,13 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         with fused.evaluating():
             outputs = torch.cat([fused(part) for part in self._tensor(x).split(_SAMPLES)], 1).double().cpu().numpy()
         scores = []
-        for each in outputs:
-            if not np.isfinite(each).all():
+        for output in outputs:
+            if not np.isfinite(output).all():
                 scores.append(np.nan)
             elif is_classifier(self):
-                scores.append(accuracy_score(target, each.argmax(1), sample_weight=weights))
+                scores.append(accuracy_score(target, output.argmax(1), sample_weight=weights))
             else:
-                scores.append(r2_score(target, each, sample_weight=weights))
+                scores.append(r2_score(target, output, sample_weight=weights))
         return torch.tensor(scores, dtype=torch.float64, device="cpu")
 
     def _epochs(
@@ -167,20 +167,20 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         members, count = len(fused), len(x)
         optimizer = AdamW(fused.parameters(), lr=self.learning_rate_init, weight_decay=self.weight_decay)
         compile = False if self.compile is None and self.random_state is not None else self.compile
-        own = torch.arange(count, device="cpu").expand(members, count)
+        sample_indices = torch.arange(count, device="cpu").expand(members, count)
         if self.bootstrap:
-            own = torch.randint(count, (members, count), generator=generator, device="cpu")
+            sample_indices = torch.randint(count, (members, count), generator=generator, device="cpu")
         parts = -(-count // self._batch(count))
         step = train_step(fused, loss, optimizer, compile=compile, steps=self.max_iter * parts)
         curve = []
         for _ in range(self.max_iter):
             order = torch.rand(members, count, generator=generator, device="cpu").argsort(1)
             losses = torch.zeros(members, dtype=torch.float64, device="cpu")
-            for chosen in torch.tensor_split(own.gather(1, order), parts, dim=1):
+            for chosen in torch.tensor_split(sample_indices.gather(1, order), parts, dim=1):
                 rows = chosen.to(x.device)
-                target = tuple(stacked(each[rows]) for each in targets)
-                found = step(stacked(x[rows]), target if len(target) > 1 else target[0])
-                losses += found.double().cpu() * chosen.shape[1]
+                target = tuple(stacked(tensor[rows]) for tensor in targets)
+                member_losses = step(stacked(x[rows]), target if len(target) > 1 else target[0])
+                losses += member_losses.double().cpu() * chosen.shape[1]
             curve.append(losses / count)
             if is_over():
                 break
@@ -305,9 +305,9 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
         The mutual information of label and member: the entropy of the mean minus the mean of the entropies.
         """
-        each = torch.from_numpy(self.member_probabilities(X))
-        found = torch.special.entr(each.mean(0)).sum(-1) - torch.special.entr(each).sum(-1).mean(0)
-        return found.clamp(min=0).numpy()
+        probabilities = torch.from_numpy(self.member_probabilities(X))
+        result = torch.special.entr(probabilities.mean(0)).sum(-1) - torch.special.entr(probabilities).sum(-1).mean(0)
+        return result.clamp(min=0).numpy()
 
 
 class EnsembleRegressor(MultiOutputMixin, RegressorMixin, _Estimator):  # type: ignore[misc]
@@ -332,13 +332,13 @@ class EnsembleRegressor(MultiOutputMixin, RegressorMixin, _Estimator):  # type: 
 
     def member_predictions(self, X: Any) -> Any:
         """Return each member's predictions: ``[members, N]`` or ``[members, N, targets]``."""
-        found = self._outputs(X).numpy() * self._spread + self._shift
-        return found[..., 0] if self._flat else found
+        predictions = self._outputs(X).numpy() * self._spread + self._shift
+        return predictions[..., 0] if self._flat else predictions
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
         """Return the members' mean, ``[N]`` or ``[N, targets]``; with ``return_std`` their standard deviation, too."""
-        found = self.member_predictions(X)
-        return (found.mean(0), found.std(0)) if return_std else found.mean(0)
+        predictions = self.member_predictions(X)
+        return (predictions.mean(0), predictions.std(0)) if return_std else predictions.mean(0)
 
     def uncertainty(self, X: Any) -> Any:
         """Return the members' standard deviation, in units of ``y``."""
@@ -350,26 +350,26 @@ def _weighed(x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any, Any]:
     if sample_weight is None:
         return x, y, None
     weights = _check_sample_weight(sample_weight, x, dtype=np.float64, ensure_non_negative=True)
-    there = weights > 0
-    if not there.any():
+    positive = weights > 0
+    if not positive.any():
         raise ValueError(f"sample_weight is 0 for all {len(weights)} samples: nothing is left to train on")
-    return x[there], y[there], weights[there]
+    return x[positive], y[positive], weights[positive]
 
 
 def _weighted(loss: Callable[..., Any], output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     """Return the mean over samples of loss times weight."""
-    wanted, weights = target
-    each = loss(output, wanted, reduction="none")
-    own: Tensor = each.flatten(1).mean(1) if each.dim() > 1 else each
-    return (own * weights).mean()
+    expected, weights = target
+    losses = loss(output, expected, reduction="none")
+    sample_losses: Tensor = losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+    return (sample_losses * weights).mean()
 
 
 def _moments(x: Any, weights: Any) -> tuple[Any, Any]:
     """Return the weighted mean and the scale of each column: its standard deviation, or 1 if it is constant."""
     mean = x.mean(0) if weights is None else np.average(x, 0, weights).astype(x.dtype)
-    found = x.std(0) if weights is None else np.sqrt(np.average((x - mean) ** 2, 0, weights)).astype(x.dtype)
+    scale = x.std(0) if weights is None else np.sqrt(np.average((x - mean) ** 2, 0, weights)).astype(x.dtype)
     # As in scikit-learn, constant columns are not scaled.
-    return mean, np.where(found > 10 * np.finfo(found.dtype).eps * np.abs(x).max(0), found, 1.0).astype(found.dtype)
+    return mean, np.where(scale > 10 * np.finfo(scale.dtype).eps * np.abs(x).max(0), scale, 1.0).astype(scale.dtype)
 
 
 def _dtype(x: Any) -> torch.dtype:

@@ -96,13 +96,13 @@ def write(
         aside = ClaimedFolder(folder, _ASIDE)
         try:
             _fill(aside.path, body, tensors, step, score)
-            made = _named(aside.path, folder)
+            path = _named(aside.path, folder)
             _sync(folder)
         finally:
             shutil.rmtree(aside.path, ignore_errors=True)
             aside.drop()
         _prune(folder, keep)
-    return made
+    return path
 
 
 def checked(keep: Any, score: Any) -> tuple[int, float | None]:
@@ -110,14 +110,14 @@ def checked(keep: Any, score: Any) -> tuple[int, float | None]:
     if isinstance(keep, bool) or not hasattr(keep, "__index__") or operator.index(keep) < 1:
         raise CheckpointError(f"keep={keep!r}: give how many saves are left, at least 1")
     try:
-        found = None if score is None else float(score)
+        number = None if score is None else float(score)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"score={score!r}: give one number, or None") from error
-    if found is not None and not math.isfinite(found):
+    if number is not None and not math.isfinite(number):
         raise CheckpointError(
-            f"score={found}: no save is better or worse than this; give a finite number, or None (a free row has NaN)"
+            f"score={number}: no save is better or worse than this; give a finite number, or None (a free row has NaN)"
         )
-    return operator.index(keep), found
+    return operator.index(keep), number
 
 
 def _fill(aside: Path, body: Any, tensors: Mapping[str, Tensor], step: int, score: float | None) -> None:
@@ -173,15 +173,15 @@ def _named(aside: Path, folder: Path) -> Path:
     """Rename a save to the next number, counting plain files too; retry if another process takes the name first."""
     while True:
         numbers = [_number(path) for path in folder.iterdir() if _SAVE.fullmatch(path.name)]
-        made = folder / f"save-{max(numbers, default=0) + 1:012d}"
+        target = folder / f"save-{max(numbers, default=0) + 1:012d}"
         try:
-            os.rename(aside, made)
+            os.rename(aside, target)
         except OSError as error:
             # A save that took the name may be gone again.
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) and not os.path.lexists(made):
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) and not os.path.lexists(target):
                 raise
         else:
-            return made
+            return target
 
 
 def clean(folder: Path) -> None:
@@ -192,10 +192,10 @@ def clean(folder: Path) -> None:
 
 
 def _prune(folder: Path, keep: int) -> None:
-    found = saves(folder)
-    scored = [(score, path) for path in found if (score := _score(path)) is not None]
+    paths = saves(folder)
+    scored = [(score, path) for path in paths if (score := _score(path)) is not None]
     best = max(scored, key=lambda pair: (pair[0], _number(pair[1])))[1] if scored else None
-    for path in found[: -max(1, keep)]:
+    for path in paths[: -max(1, keep)]:
         if path != best:
             _remove(path, folder / f"{_ASIDE}{uuid.uuid4().hex}")
 
@@ -229,9 +229,9 @@ def saves(root: str | os.PathLike[str]) -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    found = _SAVE.fullmatch(path.name)
-    assert found is not None
-    return int(found.group(1))
+    match = _SAVE.fullmatch(path.name)
+    assert match is not None
+    return int(match.group(1))
 
 
 def newest(root: str | os.PathLike[str]) -> Path:
@@ -241,11 +241,13 @@ def newest(root: str | os.PathLike[str]) -> Path:
         if (folder / MANIFEST).exists():
             return folder
         # While other processes write, a listing may miss both the new save and the one deleted in its favour.
-        found = next(filter(None, (saves(folder) for _ in range(_LISTINGS))), [])
-    if not found:
-        what = "is no folder" if not folder.is_dir() else "holds no save"
-        raise CheckpointError(f"{folder} {what}: give the folder that a checkpoint was saved to, or a save-... in it")
-    return found[-1]
+        paths = next(filter(None, (saves(folder) for _ in range(_LISTINGS))), [])
+    if not paths:
+        problem = "is no folder" if not folder.is_dir() else "holds no save"
+        raise CheckpointError(
+            f"{folder} {problem}: give the folder that a checkpoint was saved to, or a save-... in it"
+        )
+    return paths[-1]
 
 
 def read(root: str | os.PathLike[str]) -> Saved:
@@ -280,8 +282,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     with _told(file, "is damaged"):
         text = _content(file, MAX_JSON)
-        wanted = _content(path / CHECKSUM, 1024)
-        if blake2b(text).hexdigest().encode() != wanted:
+        checksum = _content(path / CHECKSUM, 1024)
+        if blake2b(text).hexdigest().encode() != checksum:
             raise CheckpointError(
                 f"{file} does not have the checksum in {CHECKSUM}: one of them is damaged; {_advice(path)}"
             )
@@ -319,19 +321,19 @@ def _opened(file: Path) -> int:
 
 
 def _size(file: Path, handle: int) -> int:
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{file} is no plain file")
-    return found.st_size
+    return status.st_size
 
 
 def _tensors(file: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
     handle = _opened(file)
     with os.fdopen(handle, "rb") as opened:
-        size, wanted = _size(file, handle), manifest["bytes"]
-        if size != wanted:
+        size, expected_size = _size(file, handle), manifest["bytes"]
+        if size != expected_size:
             raise CheckpointError(
-                f"{file} has {size} bytes, and had {wanted} when it was saved; {_advice(file.parent)}"
+                f"{file} has {size} bytes, and had {expected_size} when it was saved; {_advice(file.parent)}"
             )
         start = opened.read(8)
         length = struct.unpack("<Q", start)[0]
@@ -349,24 +351,24 @@ def _tensors(file: Path, manifest: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _tensor(
-    file: Path, opened: Any, base: int, size: int, key: str, entry: Mapping[str, Any], known: Mapping[str, Any]
+    file: Path, opened: Any, base: int, size: int, key: str, entry: Mapping[str, Any], record: Mapping[str, Any]
 ) -> Tensor:
     dtype, (start, stop) = _TYPES[entry["dtype"]], entry["data_offsets"]
-    shape = [int(one) for one in entry["shape"]]
+    shape = [int(dim_size) for dim_size in entry["shape"]]
     count = 1
-    for one in shape:
-        count *= one
+    for dim_size in shape:
+        count *= dim_size
     if min(shape, default=0) < 0 or not 0 <= start <= stop <= size - base or stop - start != count * dtype.itemsize:
         raise CheckpointError(
             f"{key} in {file} has shape {shape} and lies at {start} to {stop}: these do not go together"
         )
     opened.seek(base + start)
     data = bytearray(opened.read(stop - start))
-    if blake2b(data, digest_size=32).hexdigest() != known["blake2b"]:
+    if blake2b(data, digest_size=32).hexdigest() != record["blake2b"]:
         raise CheckpointError(f"{key} in {file} is damaged: its checksum is another; {_advice(file.parent)}")
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
-    found = flat.reshape(shape)
-    return torch.view_as_complex(found) if known["complex"] else found
+    tensor = flat.reshape(shape)
+    return torch.view_as_complex(tensor) if record["complex"] else tensor
 
 
 # Errors that modified files cause, in addition to those of the file system.
@@ -377,18 +379,18 @@ _SURPRISES = (
 
 
 @contextmanager
-def _told(path: Path, what: str) -> Iterator[None]:
+def _told(path: Path, problem: str) -> Iterator[None]:
     """Context manager: turn errors of files into a CheckpointError that names the file."""
     try:
         yield
     except CheckpointError as error:
         if str(path.parent) in str(error):
             raise
-        raise CheckpointError(f"{path} {what}: {error}") from error
+        raise CheckpointError(f"{path} {problem}: {error}") from error
     except OSError as error:
-        raise CheckpointError(f"{path} {what}: {error}") from error
+        raise CheckpointError(f"{path} {problem}: {error}") from error
     except _SURPRISES as error:
-        raise CheckpointError(f"{path} {what}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path} {problem}: {type(error).__name__}: {error}") from error
 
 
 def told(path: Path) -> Any:

@@ -39,5 +39,7 @@ class PackedSave:
         from safetensors.torch import load
 
         tensors = load(self.tensors)
-        found = {key: torch.view_as_complex(one) if key in self.complex else one for key, one in tensors.items()}
-        return Saved(Path("a save in memory"), json.loads(self.body), found, self.step, None)
+        unpacked = {
+            key: torch.view_as_complex(tensor) if key in self.complex else tensor for key, tensor in tensors.items()
+        }
+        return Saved(Path("a save in memory"), json.loads(self.body), unpacked, self.step, None)

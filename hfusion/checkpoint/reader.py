@@ -49,35 +49,35 @@ class SaveReader:
         Raises:
             CheckpointError: a member is in no save, or in two.
         """
-        where: dict[str, Path] = {}
-        for one in saved:
-            with told(one.path):
-                members = one.body["members"]
+        paths: dict[str, Path] = {}
+        for save in saved:
+            with told(save.path):
+                members = save.body["members"]
                 if not isinstance(members, list) or not members or not all(isinstance(name, str) for name in members):
-                    raise CheckpointError(f"{one.path} says that its members are {members!r}: these are no names")
+                    raise CheckpointError(f"{save.path} says that its members are {members!r}: these are no names")
                 for name in members:
-                    if name in where:
+                    if name in paths:
                         raise CheckpointError(
-                            f"{name!r} is a member in {where[name]} and in {one.path}: a merge wants every member "
+                            f"{name!r} is a member in {paths[name]} and in {save.path}: a merge wants every member "
                             "once; load the others by tags=[...]"
                         )
-                    where[name] = one.path
-        wanted = list(where) if tags is None else list(tags)
-        if not wanted:
-            raise CheckpointError(f"{saved[0].path}: tags=[]: load at least one member of {list(where)}")
-        missing = [name for name in wanted if name not in where]
+                    paths[name] = save.path
+        requested = list(paths) if tags is None else list(tags)
+        if not requested:
+            raise CheckpointError(f"{saved[0].path}: tags=[]: load at least one member of {list(paths)}")
+        missing = [name for name in requested if name not in paths]
         if missing:
-            raise CheckpointError(f"{missing[0]!r} is no member in {saved[0].path}: it holds {list(where)}")
-        places = {name: place for place, name in enumerate(where)}
-        everybody = SaveReader([(one, list(range(len(one.body["members"])))) for one in saved])
-        return everybody.at([places[name] for name in wanted])
+            raise CheckpointError(f"{missing[0]!r} is no member in {saved[0].path}: it holds {list(paths)}")
+        indices = {name: index for index, name in enumerate(paths)}
+        all_members = SaveReader([(save, list(range(len(save.body["members"])))) for save in saved])
+        return all_members.at([indices[name] for name in requested])
 
     def at(self, places: Sequence[int], free: Iterable[int] = ()) -> SaveReader:
         """Return a reader of the members at some indices, which may repeat; those at ``free`` have no member."""
-        flat = [(saved, own) for saved, members in self.parts for own in members]
-        runs = groupby((flat[place] for place in places), key=lambda found: id(found[0]))
+        flat = [(saved, member) for saved, members in self.parts for member in members]
+        runs = groupby((flat[index] for index in places), key=lambda pair: id(pair[0]))
         grouped = [list(run) for _, run in runs]
-        return SaveReader([(run[0][0], [own for _, own in run]) for run in grouped], frozenset(free))
+        return SaveReader([(run[0][0], [member for _, member in run]) for run in grouped], frozenset(free))
 
     @property
     def path(self) -> Path:
@@ -85,7 +85,7 @@ class SaveReader:
 
     @property
     def tags(self) -> list[str]:
-        return [saved.body["members"][place] for saved, places in self.parts for place in places]
+        return [saved.body["members"][index] for saved, indices in self.parts for index in indices]
 
     def agreed(self, key: str) -> Any:
         """Return the value of ``key`` that all saves agree on. Raises CheckpointError if they differ."""
@@ -97,7 +97,7 @@ class SaveReader:
 
     def own(self, key: str) -> Tensor:
         """Return the members' rows of a tensor."""
-        return torch.cat([saved.tensors[OWN + key][places] for saved, places in self.parts])
+        return torch.cat([saved.tensors[OWN + key][indices] for saved, indices in self.parts])
 
     def common(self, key: str) -> Tensor:
         """Return a tensor that all members share. Raises CheckpointError if the saves differ."""
@@ -113,33 +113,33 @@ class SaveReader:
     def module(self, model: nn.Module) -> Callable[[], None]:
         """Return a function that writes the members into an array, or one into a plain model. Checks come before."""
         single = not isinstance(model, FusedModule)
-        own = dict(tensors_of(model))
-        for saved, places in self.parts:
-            if odd := sorted(own.keys() ^ held_names(saved, places)):
+        tensors = dict(tensors_of(model))
+        for saved, indices in self.parts:
+            if odd := sorted(tensors.keys() ^ held_names(saved, indices)):
                 raise CheckpointError(
                     f"{saved.path} and the model do not have the same tensors: {odd[0]} is in one of them only"
                 )
         if single and len(self.tags) != 1:
             raise CheckpointError(f"{self.path} holds {self.tags}: say which one the model shall be, tags=[...]")
-        there = differing(self._shapes())
-        here = differing(shapes_of(model, range(len(self.tags))))
-        if here != there:
+        saved_member_shapes = differing(self._shapes())
+        model_shapes = differing(shapes_of(model, range(len(self.tags))))
+        if model_shapes != saved_member_shapes:
             raise CheckpointError(
-                f"{self.path} holds members of other shapes, or that lack other tensors: {there}, not {here}; "
-                "load them into an array of models in the order of those that were saved"
+                f"{self.path} holds members of other shapes, or that lack other tensors: {saved_member_shapes}, "
+                f"not {model_shapes}; load them into an array of models in the order of those that were saved"
             )
-        found = {name: self._values(f"module/{name}", name, tensor) for name, tensor in own.items()}
-        for name, tensor in own.items():
-            _check(self.path, name, found[name], tensor)
-        return lambda: _copy([(tensor, found[name]) for name, tensor in own.items()])
+        values = {name: self._values(f"module/{name}", name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            _check(self.path, name, values[name], tensor)
+        return lambda: _copy([(tensor, values[name]) for name, tensor in tensors.items()])
 
     def _shapes(self) -> OwnShapes:
         """Return the shapes of tensors in which members differ, in the format of `shapes_of`."""
-        own = [saved_shapes(saved, places) for saved, places in self.parts]
-        names = dict.fromkeys(name for shapes in own for name in shapes)
-        if len(own) > 1 and names:
+        shapes_by_save = [saved_shapes(saved, indices) for saved, indices in self.parts]
+        names = dict.fromkeys(name for shapes in shapes_by_save for name in shapes)
+        if len(shapes_by_save) > 1 and names:
             raise CheckpointError(f"saves of members that differ in submodules, {next(iter(names))}, do not merge")
-        return own[0] if names else {}
+        return shapes_by_save[0] if names else {}
 
     def _values(self, key: str, name: str, like: Tensor) -> Tensor:
         """Read a tensor or its optimizer state, stacked or shared as ``like`` is.
@@ -147,18 +147,18 @@ class SaveReader:
         A shared tensor is repeated for each member if it is not trained, or if there is one member. Stacked rows
         become one shared tensor if they are equal. Raises CheckpointError.
         """
-        known = membership(like)
-        stacked, several = known is not None and known.stacked, len(self.tags) > 1
-        there = {saved.body["module"]["stacked"][name] for saved, _ in self.parts}
-        if there == {False} and not stacked:
+        mark = membership(like)
+        stacked, several = mark is not None and mark.stacked, len(self.tags) > 1
+        saved_as_stacked = {saved.body["module"]["stacked"][name] for saved, _ in self.parts}
+        if saved_as_stacked == {False} and not stacked:
             return self.common(key)
-        if several and like.requires_grad and there != {stacked}:
+        if several and like.requires_grad and saved_as_stacked != {stacked}:
             shown = "each member's own" if stacked else "one for all members"
             raise CheckpointError(
                 f"{name} is trained and {shown} here, and was not in {self.path}: make models that share as the saved "
                 "ones did"
             )
-        rows = torch.cat([_rows(saved, key, places) for saved, places in self.parts])
+        rows = torch.cat([_rows(saved, key, indices) for saved, indices in self.parts])
         rows = cut_to_members(rows, self._shapes(), name)
         if stacked:
             return rows
@@ -171,29 +171,35 @@ class SaveReader:
 
     def optimizer(self, optimizer: FusedOptimizer) -> Callable[[], None]:
         """Return a function that writes the members' state into an optimizer. All checks are done before."""
-        kept, kind = self.agreed("optimizer"), type(optimizer).__name__
-        if kept is None:
+        record, kind = self.agreed("optimizer"), type(optimizer).__name__
+        if record is None:
             raise CheckpointError(f"{self.path} holds no optimizer")
-        ours = []
+        current_groups = []
         for group in optimizer.param_groups:
             options = encode({key: group[key] for key in optimizer.options}, {}, "options")
-            ours.append({"params": [membership_of(param).name for param in group["params"]], "options": options})
-        names = set.union(*(held_names(saved, places) for saved, places in self.parts))
-        theirs = [{**group, "params": [name for name in group["params"] if name in names]} for group in kept["groups"]]
-        if odd := _difference({"class": kept["class"], "groups": theirs}, {"class": kind, "groups": ours}):
+            current_groups.append(
+                {"params": [membership_of(param).name for param in group["params"]], "options": options}
+            )
+        names = set.union(*(held_names(saved, indices) for saved, indices in self.parts))
+        saved_groups = [
+            {**group, "params": [name for name in group["params"] if name in names]} for group in record["groups"]
+        ]
+        if odd := _difference(
+            {"class": record["class"], "groups": saved_groups}, {"class": kind, "groups": current_groups}
+        ):
             raise CheckpointError(f"{self.path} was saved with another optimizer: {odd}; give the one that it had")
         values: list[tuple[Tensor, Tensor]] = []
         states: dict[Tensor, tuple[dict[str, Tensor], dict[str, list[int]]]] = {}
         for number, group in enumerate(optimizer.param_groups):
             vectors, _ = read(group, optimizer.hypers, optimizer.members)
             for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
-                mine = self.own(f"optimizer/{number}/{hyper.label}")
-                _check(self.path, hyper.label, mine, vector)
-                hyper.check(mine.tolist())
-                values.append((vector, mine))
+                rows = self.own(f"optimizer/{number}/{hyper.label}")
+                _check(self.path, hyper.label, rows, vector)
+                hyper.check(rows.tolist())
+                values.append((vector, rows))
             for param in group["params"]:
                 states[param] = self._state(param)
-        begun = decode(kept["begun"], {})
+        begun = decode(record["begun"], {})
 
         def write() -> None:
             _copy(values)
@@ -211,62 +217,72 @@ class SaveReader:
 
     def _state(self, param: Tensor) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
         """Return the optimizer state of a parameter by entry, and the rows of members that lack an entry, by entry."""
-        found = membership_of(param)
-        prefix = f"optimizer/state/{found.name}/"
-        kept = [_entries(saved, prefix) for saved, _ in self.parts]
-        if not found.stacked and any(keys != kept[0] for keys in kept):
+        mark = membership_of(param)
+        prefix = f"optimizer/state/{mark.name}/"
+        entries_by_save = [_entries(saved, prefix) for saved, _ in self.parts]
+        if not mark.stacked and any(keys != entries_by_save[0] for keys in entries_by_save):
             raise CheckpointError(
-                f"{self.path}: {found.name} is one for all members, and the optimizer has no state of it in some of "
+                f"{self.path}: {mark.name} is one for all members, and the optimizer has no state of it in some of "
                 "the saves: merge arrays that have all made a step"
             )
         state, fresh = {}, {}
-        for entry in sorted(set().union(*kept)):
-            there = [entry in keys for keys in kept]
-            reader = SaveReader([part for part, has in zip(self.parts, there, strict=True) if has], self.free)
-            value = reader._values(prefix + entry, found.name, param).clone()
-            if not all(there):
-                marks = [has for (_, places), has in zip(self.parts, there, strict=True) for _ in places]
+        for entry in sorted(set().union(*entries_by_save)):
+            present = [entry in keys for keys in entries_by_save]
+            reader = SaveReader([part for part, has in zip(self.parts, present, strict=True) if has], self.free)
+            value = reader._values(prefix + entry, mark.name, param).clone()
+            if not all(present):
+                marks = [has for (_, indices), has in zip(self.parts, present, strict=True) for _ in indices]
                 value = _spread(value, marks)
                 fresh[entry] = [row for row, has in enumerate(marks) if not has]
             like = param if value.dim() and value.shape == param.shape else None
-            wanted = [len(self.tags)] if found.stacked else []
-            if like is None and list(value.shape) != wanted:
-                raise CheckpointError(f"{self.path}: {entry} of {found.name} has shape {list(value.shape)}")
+            expected_shape = [len(self.tags)] if mark.stacked else []
+            if like is None and list(value.shape) != expected_shape:
+                raise CheckpointError(f"{self.path}: {entry} of {mark.name} has shape {list(value.shape)}")
             state[entry] = value if like is None else value.to(like)
         return state, fresh
 
     def scheduler(self, scheduler: Any) -> Callable[[], None]:
-        kept = [(saved, places, saved.body.get("schedule")) for saved, places in self.parts]
-        if any(one is None for _, _, one in kept):
+        schedules = [(saved, indices, saved.body.get("schedule")) for saved, indices in self.parts]
+        if any(schedule is None for _, _, schedule in schedules):
             raise CheckpointError(f"{self.path} holds no scheduler")
         if not isinstance(scheduler, PerMember):
-            if len(kept) > 1 or kept[0][1] != list(range(len(kept[0][0].body["members"]))) or "all" not in kept[0][2]:
+            if (
+                len(schedules) > 1
+                or schedules[0][1] != list(range(len(schedules[0][0].body["members"])))
+                or "all" not in schedules[0][2]
+            ):
                 raise CheckpointError(
                     f"{self.path}: a {type(scheduler).__name__} has one state for all members, and loads with all of "
                     "them only; use hf.optim.lr_scheduler.PerMember"
                 )
-            self._check_kinds(kept[0][2].get("kinds", []), [type(scheduler).__name__])
-            state = decode(kept[0][2]["all"], kept[0][0].tensors)
+            self._check_kinds(schedules[0][2].get("kinds", []), [type(scheduler).__name__])
+            state = decode(schedules[0][2]["all"], schedules[0][0].tensors)
             return lambda: scheduler.load_state_dict(state)
-        states = [decode(one["members"][place], saved.tensors) for saved, places, one in kept for place in places]
-        if all("kinds" in one for *_, one in kept):
-            self._check_kinds([one["kinds"][place] for _, places, one in kept for place in places], scheduler.kinds)
+        states = [
+            decode(schedule["members"][index], saved.tensors)
+            for saved, indices, schedule in schedules
+            for index in indices
+        ]
+        if all("kinds" in schedule for *_, schedule in schedules):
+            self._check_kinds(
+                [schedule["kinds"][index] for _, indices, schedule in schedules for index in indices], scheduler.kinds
+            )
 
         def write() -> None:
-            for row, own in enumerate(states):
+            for row, member_state in enumerate(states):
                 # A member that starts in a free row gets a new schedule.
                 if row not in self.free:
-                    scheduler.load_member(row, own)
+                    scheduler.load_member(row, member_state)
 
         return write
 
-    def _check_kinds(self, kept: Sequence[str], ours: Sequence[str]) -> None:
+    def _check_kinds(self, saved_kinds: Sequence[str], kinds: Sequence[str]) -> None:
         """Raise a CheckpointError if members had schedulers of other classes. Older saves do not record them."""
-        for row, (theirs, own) in enumerate(zip(kept, ours, strict=bool(kept))):
-            if theirs != own and row not in self.free:
+        for row, (saved_kind, kind) in enumerate(zip(saved_kinds, kinds, strict=bool(saved_kinds))):
+            if saved_kind != kind and row not in self.free:
                 raise CheckpointError(
-                    f"{self.path} holds a {theirs} for {self.tags[row]!r}, and its scheduler here is a {own}: give "
-                    "the scheduler that it was saved with"
+                    f"{self.path} holds a {saved_kind} for {self.tags[row]!r}, and its scheduler here is a {kind}: "
+                    "give the scheduler that it was saved with"
                 )
 
     def scaler(self, scaler: GradScaler) -> Callable[[], None]:
@@ -287,10 +303,10 @@ class SaveReader:
 
         Older saves do not contain them.
         """
-        found = [decode(saved.body[key], {}) for saved, _ in self.parts if key in saved.body]
-        names = dict.fromkeys(name for values in found for name in values)
+        records = [decode(saved.body[key], {}) for saved, _ in self.parts if key in saved.body]
+        names = dict.fromkeys(name for values in records for name in values)
         return {
-            name: found[0].get(name) if all(values.get(name) == found[0].get(name) for values in found) else None
+            name: records[0].get(name) if all(values.get(name) == records[0].get(name) for values in records) else None
             for name in names
         }
 
@@ -319,18 +335,18 @@ class SaveReader:
         return decode(saved.body.get(key), saved.tensors)
 
 
-def _difference(kept: Any, ours: Any) -> str:
+def _difference(saved: Any, current: Any) -> str:
     """Describe the first difference between two optimizers; empty if there is none."""
-    if kept["class"] != ours["class"]:
-        return f"{kept['class']}, not {ours['class']}"
-    theirs, own = kept["groups"], ours["groups"]
-    if len(theirs) != len(own):
-        return f"{len(theirs)} param groups, not {len(own)}"
-    for number, (one, other) in enumerate(zip(theirs, own, strict=True)):
-        if one["options"] != other["options"]:
-            return f"{one['options']} in param group {number}, not {other['options']}"
-        if one["params"] != other["params"]:
-            odd = sorted(set(one["params"]) ^ set(other["params"]))
+    if saved["class"] != current["class"]:
+        return f"{saved['class']}, not {current['class']}"
+    saved_groups, groups = saved["groups"], current["groups"]
+    if len(saved_groups) != len(groups):
+        return f"{len(saved_groups)} param groups, not {len(groups)}"
+    for number, (saved_group, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if saved_group["options"] != group["options"]:
+            return f"{saved_group['options']} in param group {number}, not {group['options']}"
+        if saved_group["params"] != group["params"]:
+            odd = sorted(set(saved_group["params"]) ^ set(group["params"]))
             return (
                 f"param group {number} has other parameters, {odd[0]}"
                 if odd
@@ -339,12 +355,12 @@ def _difference(kept: Any, ours: Any) -> str:
     return ""
 
 
-def _rows(saved: Saved, key: str, places: Sequence[int]) -> Tensor:
+def _rows(saved: Saved, key: str, indices: Sequence[int]) -> Tensor:
     """Return the members' rows of a tensor in one save; a shared tensor is expanded to a row for each."""
     if OWN + key in saved.tensors:
-        return saved.tensors[OWN + key][places]
-    one = saved.tensors[key]
-    return one.expand(len(places), *one.shape)
+        return saved.tensors[OWN + key][indices]
+    shared = saved.tensors[key]
+    return shared.expand(len(indices), *shared.shape)
 
 
 def _entries(saved: Saved, prefix: str) -> set[str]:
@@ -355,21 +371,21 @@ def _entries(saved: Saved, prefix: str) -> set[str]:
 
 def _spread(rows: Tensor, marks: Sequence[bool]) -> Tensor:
     """Return ``rows`` at the marked positions, with zeros at the others."""
-    found = rows.new_zeros(len(marks), *rows.shape[1:])
-    found[torch.tensor(marks, device="cpu")] = rows
-    return found
+    spread_rows = rows.new_zeros(len(marks), *rows.shape[1:])
+    spread_rows[torch.tensor(marks, device="cpu")] = rows
+    return spread_rows
 
 
-def _identical(one: Tensor, other: Tensor) -> bool:
+def _identical(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal bit for bit, including NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (one, other)))
+    return torch.equal(*(value.contiguous().reshape(-1).view(torch.uint8) for value in (tensor, other)))
 
 
-def _check(path: Path, name: str, found: Tensor, wanted: Tensor) -> None:
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        kinds = [f"{list(tensor.shape)} {tensor.dtype}" for tensor in (found, wanted)]
+def _check(path: Path, name: str, saved: Tensor, target: Tensor) -> None:
+    if saved.shape != target.shape or saved.dtype != target.dtype:
+        kinds = [f"{list(tensor.shape)} {tensor.dtype}" for tensor in (saved, target)]
         raise CheckpointError(
             f"{name} is {kinds[0]} in {path}, and {kinds[1]} here: load as many members as there are rows, of the "
             "model that was saved"
@@ -378,5 +394,5 @@ def _check(path: Path, name: str, found: Tensor, wanted: Tensor) -> None:
 
 @torch.no_grad()
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    for tensor, found in pairs:
-        tensor.detach().copy_(found)
+    for tensor, value in pairs:
+        tensor.detach().copy_(value)

@@ -116,10 +116,10 @@ def gather(
     writer.random(fused)
 
 
-def _check_ours(name: str, given: Any, kind: type) -> None:
-    if not isinstance(given, kind):
+def _check_ours(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
         raise CheckpointError(
-            f"{name} is a {type(given).__module__}.{type(given).__qualname__}, whose state has no rows: give one of "
+            f"{name} is a {type(value).__module__}.{type(value).__qualname__}, whose state has no rows: give one of "
             "hf.optim; the state of another one can be saved as extra=..."
         )
 
@@ -157,9 +157,9 @@ def load(
     reader = read(directory, tags)
     with told(reader.path):
         write = writing(reader, model, optimizer, scheduler, scaler, loader, random)
-        found = Loaded(reader.path, reader.parts[0][0].step, reader.tags, reader.value("extra"))
+        loaded = Loaded(reader.path, reader.parts[0][0].step, reader.tags, reader.value("extra"))
         write()
-    return found
+    return loaded
 
 
 def writing(
@@ -190,8 +190,8 @@ def writing(
         writes.append(partial(loader.load_state_dict, position))
 
     def write() -> None:
-        for each in writes:
-            each()
+        for write_part in writes:
+            write_part()
 
     return write
 
@@ -247,4 +247,4 @@ def saves_of(root: Root | Saved | Sequence[Root]) -> list[Saved]:
     roots = [root] if isinstance(root, str | os.PathLike) else list(root)
     if not roots:
         raise CheckpointError("no folder was given: give the one that a checkpoint was saved to, or several")
-    return [files.read(each) for each in roots]
+    return [files.read(folder) for folder in roots]

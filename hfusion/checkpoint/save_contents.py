@@ -30,30 +30,30 @@ OWN = "members/"
 
 def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Tensor]:
     """Return the stacked tensors of an array and its optimizer by their keys in a checkpoint, to access rows."""
-    found: dict[str, Tensor] = {}
+    stacks: dict[str, Tensor] = {}
     for name, tensor in tensors_of(fused):
         if has_rows(tensor):
-            found[f"module/{name}"] = tensor.detach()
+            stacks[f"module/{name}"] = tensor.detach()
     for number, group in enumerate(optimizer.param_groups):
         vectors, _ = read(group, optimizer.hypers, optimizer.members)
         for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
-            found[f"optimizer/{number}/{hyper.label}"] = vector.as_subclass(Tensor)
+            stacks[f"optimizer/{number}/{hyper.label}"] = vector.as_subclass(Tensor)
         for param in group["params"]:
             if membership_of(param).stacked:
                 for entry, value in optimizer.state.get(param, {}).items():
-                    found[f"optimizer/state/{membership_of(param).name}/{entry}"] = value
-    return found
+                    stacks[f"optimizer/state/{membership_of(param).name}/{entry}"] = value
+    return stacks
 
 
 def shapes_of(fused: nn.Module, rows: Sequence[int]) -> dict[str, list[list[int] | None]]:
     """Return each member's shape of the tensors that differ in shape; None if a member has no such tensor."""
-    found = {}
+    shapes = {}
     for name, tensor in tensors_of(fused):
-        known = membership(tensor)
-        if known is not None and known.shapes:
-            own = [known.shapes[row] for row in rows]
-            found[name] = [None if shape is None else list(shape) for shape in own]
-    return found
+        mark = membership(tensor)
+        if mark is not None and mark.shapes:
+            member_shapes = [mark.shapes[row] for row in rows]
+            shapes[name] = [None if shape is None else list(shape) for shape in member_shapes]
+    return shapes
 
 
 @dataclass
@@ -77,22 +77,22 @@ class SaveWriter:
         """Store a copy of a tensor that all members share, on the CPU."""
         self.tensors[key] = tensor.detach().cpu().clone()
 
-    def _keep(self, key: str, tensor: Tensor, found: Membership | None) -> None:
+    def _keep(self, key: str, tensor: Tensor, mark: Membership | None) -> None:
         """Store a tensor, or its optimizer state, as shared or stacked by its membership; a single model as one row."""
-        if found is None or not found.is_own:
+        if mark is None or not mark.is_own:
             self.common(key, tensor)
         else:
-            self.own(key, tensor if found.stacked else tensor.unsqueeze(0))
+            self.own(key, tensor if mark.stacked else tensor.unsqueeze(0))
 
     def tree(self, key: str, value: Any) -> Any:
         """Return a nest of plain values and tensors as JSON, and store its tensors."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         try:
-            made = encode(value, found, key)
+            encoded = encode(value, tensors, key)
         except RecursionError as error:
             raise CheckpointError(f"{key} is nested too deep, or holds itself: keep plain values") from error
-        self.tensors |= {name: tensor.cpu().clone() for name, tensor in found.items()}
-        return made
+        self.tensors |= {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+        return encoded
 
     def module(self, fused: FusedModule) -> None:
         fused._views.update(fused)
@@ -123,8 +123,8 @@ class SaveWriter:
 
     def scheduler(self, scheduler: Any) -> None:
         if isinstance(scheduler, PerMember):
-            own = [self.tree(f"schedule/{row}", scheduler.member_state(row)) for row in self.rows]
-            self.body["schedule"] = {"members": own, "kinds": [scheduler.kinds[row] for row in self.rows]}
+            states = [self.tree(f"schedule/{row}", scheduler.member_state(row)) for row in self.rows]
+            self.body["schedule"] = {"members": states, "kinds": [scheduler.kinds[row] for row in self.rows]}
         else:
             state = self.tree("schedule", scheduler.state_dict())
             self.body["schedule"] = {"all": state, "kinds": [type(scheduler).__name__]}

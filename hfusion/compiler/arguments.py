@@ -190,5 +190,7 @@ def describe_leaf(leaf: Any) -> str:
         if len({tensor.dim() for tensor in leaf}) > 1:
             return f"stacked {kind}[...]"
         sizes = zip(*(tensor.shape for tensor in leaf), strict=True)
-        return f"stacked {kind}[{','.join(str(own[0]) if len({*own}) == 1 else '*' for own in sizes)}]"
+        return (
+            f"stacked {kind}[{','.join(str(dim_sizes[0]) if len({*dim_sizes}) == 1 else '*' for dim_sizes in sizes)}]"
+        )
     return f"stacked {describe_value(leaf.tensor, None, 0)}" if is_stacked(leaf) else describe_value(leaf, None, 0)

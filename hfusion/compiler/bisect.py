@@ -35,35 +35,35 @@ class _ValueRecorder(fx.Interpreter):
 def first_difference(
     program: Program,
     graph: fx.Graph,
-    given: Sequence[Any],
+    inputs: Sequence[Any],
     member: int,
     difference: Callable[[Tensor, Tensor], float],
 ) -> str:
-    """Run both on ``given``, the program's inputs, and describe the first node that differs for ``member``."""
+    """Run both on ``inputs`` of the program, and describe the first node that differs for ``member``."""
     if has_variants(graph):
         return "members differ in submodules, so that nodes are not compared one by one"
     recorder = _ValueRecorder(program.module)
     # Copied, since the program writes into buffers.
-    before = [value.clone() if isinstance(value, Tensor) else value for value in given]
+    input_copies = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
     with torch.no_grad():
-        recorder.run(*given)
+        recorder.run(*inputs)
     env: dict[fx.Node, Any] = {}
-    inputs = zip(graph.find_nodes(op="placeholder"), before, program.layouts, strict=True)
-    for node, value, layout in inputs:
+    placeholders = zip(graph.find_nodes(op="placeholder"), input_copies, program.layouts, strict=True)
+    for node, value, layout in placeholders:
         env[node] = row(value, layout, member, program.members)
     for node in graph.nodes:
         if node.op == "output":
             break
         if node.op == "placeholder":
             continue
-        ours = row(*recorder.values[node], member, program.members)
+        fused_value = row(*recorder.values[node], member, program.members)
         if draws_random(node.target):
-            env[node] = ours
+            env[node] = fused_value
             continue
-        env[node] = theirs = _evaluate(node, env, member)
-        if isinstance(theirs, Tensor) and theirs.is_floating_point() and difference(ours, theirs) > LIMIT:
+        env[node] = expected = _evaluate(node, env, member)
+        if isinstance(expected, Tensor) and expected.is_floating_point() and difference(fused_value, expected) > LIMIT:
             return f"the first node that differs is {node.name} = {node.target} at {source_line(node)}"
-        env[node] = ours
+        env[node] = fused_value
     looped = ", or what runs in a loop over members does" if graph.find_nodes(op="call_function", target=OPAQUE) else ""
     return (
         f"no node of forward differs by itself: a gradient does, or the capture differs from the original code{looped}"

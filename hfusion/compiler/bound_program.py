@@ -92,12 +92,12 @@ def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
     written = [k for k, slot in enumerate(compiled.program.slots) if slot.name in compiled.written]
 
     def call(*values: Any) -> Any:
-        before = [(values[k].detach(), values[k].detach().clone()) for k in written]
+        snapshots = [(values[k].detach(), values[k].detach().clone()) for k in written]
         try:
             return run(*values)
         except (OtherSizes, FailedCheck):
-            for tensor, kept in before:
-                tensor.copy_(kept)
+            for tensor, saved in snapshots:
+                tensor.copy_(saved)
             raise
 
     return call

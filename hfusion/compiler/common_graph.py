@@ -79,8 +79,10 @@ def common_graph(
             except FusionError as reason:
                 error = reason
         rows = [tuple(row for row, variant in enumerate(variants) if variant in group) for group in groups]
-        ours, theirs = ([member(variants.index(variant)) for variant in group[:_COMPARED]] for group in groups[:2])
-        attributes = differing_attributes(ours, theirs, (f"model {rows[0][0]}", f"model {rows[1][0]}"))
+        first_models, second_models = (
+            [member(variants.index(variant)) for variant in group[:_COMPARED]] for group in groups[:2]
+        )
+        attributes = differing_attributes(first_models, second_models, (f"model {rows[0][0]}", f"model {rows[1][0]}"))
         raise ForwardsDiffer(
             f"the models of {name} do different things in forward: "
             + (f"{attributes}; " if attributes else "")
@@ -96,14 +98,16 @@ def _aligned(captures: Sequence[Capture], variants: Sequence[int]) -> fx.Graph:
     graph = align([capture.graph for capture in captures], variants)
     for variant, capture in enumerate(captures):
         model = variants.index(variant)
-        for what in ("out_spec", "modes", "slots"):
-            mine, other = getattr(first, what), getattr(capture, what)
-            if mine != other:
-                words = {"out_spec": "returns", "modes": "sets train and eval modes", "slots": "reads"}[what]
-                raise FusionError(f"forward {words} {_shown(mine)} in model 0 and {_shown(other)} in model {model}")
-        for name, (mine, other) in _sizes(first, capture):
-            if mine != other:
-                raise FusionError(f"{name} has shape {mine} in model 0 and {other} in model {model}")
+        for attribute in ("out_spec", "modes", "slots"):
+            reference, other = getattr(first, attribute), getattr(capture, attribute)
+            if reference != other:
+                words = {"out_spec": "returns", "modes": "sets train and eval modes", "slots": "reads"}[attribute]
+                raise FusionError(
+                    f"forward {words} {_shown(reference)} in model 0 and {_shown(other)} in model {model}"
+                )
+        for name, (reference, other) in _sizes(first, capture):
+            if reference != other:
+                raise FusionError(f"{name} has shape {reference} in model 0 and {other} in model {model}")
         for name, tensor in first.constants.items():
             kinds = [f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (tensor, capture.constants[name])]
             if kinds[0] != kinds[1]:
@@ -126,11 +130,13 @@ def _merged(
     graphs, constants, differing = [], dict[str, Tensor](), set[str]()
     for number, group in enumerate(groups):
         capture = captures[group[0]]
-        for what in ("out_spec", "modes"):
-            if getattr(capture, what) != getattr(first, what):
-                words = {"out_spec": "returns", "modes": "sets train and eval modes"}[what]
-                ours, other = _shown(getattr(first, what)), _shown(getattr(capture, what))
-                raise FusionError(f"forward {words} {ours} in model 0 and {other} in model {variants.index(group[0])}")
+        for attribute in ("out_spec", "modes"):
+            if getattr(capture, attribute) != getattr(first, attribute):
+                words = {"out_spec": "returns", "modes": "sets train and eval modes"}[attribute]
+                reference, other = _shown(getattr(first, attribute)), _shown(getattr(capture, attribute))
+                raise FusionError(
+                    f"forward {words} {reference} in model 0 and {other} in model {variants.index(group[0])}"
+                )
         members = tuple(member for member, variant in enumerate(variants) if variant in group)
         graph = align([captures[v].graph for v in group], [group.index(variants[member]) for member in members])
         slots = []
@@ -142,9 +148,11 @@ def _merged(
                 )
                 constants[slot.name] = rows[0].detach()
                 if not all(torch.equal(row, rows[0]) for row in rows):
-                    own = {member: rows[group.index(variants[member])] for member in members}
+                    row_by_member = {member: rows[group.index(variants[member])] for member in members}
                     blank = torch.zeros_like(rows[0])
-                    constants[slot.name] = torch.stack([own.get(m, blank) for m in range(len(variants))]).detach()
+                    constants[slot.name] = torch.stack(
+                        [row_by_member.get(m, blank) for m in range(len(variants))]
+                    ).detach()
                     differing.add(slot.name)
             slots.append(slot)
         graphs.append(VariantGraph(members, graph, tuple(slots)))
@@ -186,8 +194,8 @@ def _sizes(first: Capture, capture: Capture) -> Iterator[tuple[str, tuple[Any, A
     columns = [capture.graph.find_nodes(op="placeholder") for capture in (first, capture)]
     for slot, *nodes in zip(first.slots, *columns, strict=True):
         if slot.kind in (Kind.PARAMETER, Kind.BUFFER):
-            mine, other = (tuple(node.meta["val"].shape) for node in nodes)
-            yield slot.name, (mine, other)
+            first_shape, shape = (tuple(node.meta["val"].shape) for node in nodes)
+            yield slot.name, (first_shape, shape)
 
 
 def _shown(value: Any) -> str:

@@ -102,8 +102,8 @@ class Compiled:
     @cached_property
     def written(self) -> frozenset[str]:
         """The keys of buffers and parameters that forward may write to."""
-        own = {f"{call.place}.{key}".strip(".") for call in self.opaque for key in call.changing}
-        return written_slots(self.graph, self.program.slots) | own
+        fallback_writes = {f"{call.place}.{key}".strip(".") for call in self.opaque for key in call.changing}
+        return written_slots(self.graph, self.program.slots) | fallback_writes
 
     @property
     def infers_sizes(self) -> bool:
@@ -165,16 +165,16 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
         return _captured_member(subject, members[variant], arguments, sizes, looped)
 
     if looped or sizes.open:
-        found = [capture(variant) for variant in range(len(members))]
+        variant_captures = [capture(variant) for variant in range(len(members))]
     else:
-        found = capture_variants(len(members), lambda k: _member(subject, members[k], arguments), capture)
-    captures = [one for one, _ in found]
+        variant_captures = capture_variants(len(members), lambda k: _member(subject, members[k], arguments), capture)
+    captures = [member_capture for member_capture, _ in variant_captures]
     common = common_graph(captures, subject.variants, subject.name, subject.member, subject.shapes)
     graph = common.graph
     described = partial(describe_graph, f"all members of {subject.name}", graph)
     stage(subject.name, "aligned", described, lambda: check_member(graph, writable(graph, common.slots)))
     layouts = tuple(_layout(slot, subject, arguments, common.differing) for slot in common.slots)
-    calls = tuple(call for _, calls in found for call in calls)
+    calls = tuple(call for _, calls in variant_captures for call in calls)
 
     # Only the guards of the captures are kept, since captures hold tensors.
     guards = AllHold(tuple({id(c.guards): c.guards for c in captures}.values()))
@@ -219,21 +219,21 @@ def of_member(compiled: Compiled, member: int) -> Compiled:
     compiled = with_inputs_of(compiled, [member])
     program, graph = compiled.program, select(compiled.graph, member)
     module = batch(graph, program.layouts, 1, RULES, choose_ways(graph, program.layouts, 1, tune=False))
-    made = replace(program, members=1, module=module, code=module)
-    look_at(made)
-    return replace(compiled, program=made, graph=graph)
+    member_program = replace(program, members=1, module=module, code=module)
+    look_at(member_program)
+    return replace(compiled, program=member_program, graph=graph)
 
 
 def with_inputs_of(compiled: Compiled, rows: Sequence[int]) -> Compiled:
     """Return ``compiled`` without the slots of inputs that no member in ``rows`` uses."""
-    own = [rows_of(node) for node in compiled.graph.find_nodes(op="placeholder")]
-    if not any(own):
+    readers = [rows_of(node) for node in compiled.graph.find_nodes(op="placeholder")]
+    if not any(readers):
         return compiled
-    program, left = compiled.program, [members is None or not set(rows).isdisjoint(members) for members in own]
-    inputs = [held for held, slot in zip(left, program.slots, strict=True) if slot.kind is Kind.INPUT]
+    program, selected = compiled.program, [members is None or not set(rows).isdisjoint(members) for members in readers]
+    inputs = [held for held, slot in zip(selected, program.slots, strict=True) if slot.kind is Kind.INPUT]
     assert isinstance(compiled.guards, AllHold)
     guards = compiled.guards.of_inputs([position for position, held in enumerate(inputs) if held])
-    slots, layouts = tuple(compress(program.slots, left)), tuple(compress(program.layouts, left))
+    slots, layouts = tuple(compress(program.slots, selected)), tuple(compress(program.layouts, selected))
     return replace(compiled, program=replace(program, slots=slots, layouts=layouts), guards=guards)
 
 
@@ -294,18 +294,18 @@ def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = ", ".join(["..."] * len(args) + [f"{name}=..." for name in kwargs])
+        call_arguments = ", ".join(["..."] * len(args) + [f"{name}=..." for name in kwargs])
         remedy = "; a dict gives keyword arguments: in a tuple it is an argument itself" if kwargs and not args else ""
         raise ValueError(
-            f"{subject.name}.forward{signature} cannot be called as forward({given}): {error}{remedy}"
+            f"{subject.name}.forward{signature} cannot be called as forward({call_arguments}): {error}{remedy}"
         ) from error
 
 
-def check_stackable(compiled: Compiled, what: str) -> None:
-    """Raise FusionError if results differ in shape between members, so that ``what`` cannot take them."""
+def check_stackable(compiled: Compiled, consumer: str) -> None:
+    """Raise FusionError if results differ in shape between members, so that ``consumer`` cannot take them."""
     for rows in filter(None, compiled.program.result_rows):
         raise FusionError(
-            f"{what} cannot take results whose shapes differ between members {list(rows[0])} and {list(rows[1])}; "
+            f"{consumer} cannot take results whose shapes differ between members {list(rows[0])} and {list(rows[1])}; "
             "give it the members by themselves, fused[i], or make groups of one shape by hf.Population"
         )
 

@@ -47,8 +47,8 @@ class Met:
         return Met(tuple(shapes), tuple(set() for _ in shapes))
 
     def meet(self, shapes: Sequence[tuple[int, ...]]) -> None:
-        for dims, first, now in zip(self.dims, self.first, shapes, strict=True):
-            dims.update(dim for dim, (a, b) in enumerate(zip(first, now, strict=True)) if a != b)
+        for dims, first, shape in zip(self.dims, self.first, shapes, strict=True):
+            dims.update(dim for dim, (a, b) in enumerate(zip(first, shape, strict=True)) if a != b)
 
     def closed_in(self, compiled: Compiled) -> bool:
         """Return whether a program is specialized to one size of a dim that varies. Sizes of 0 and 1 do not count."""
@@ -85,17 +85,17 @@ class Compiler:
     def find(self, training: Any, arguments: Arguments) -> Compiled | None:
         """Return an existing program for this call, also for new sizes if the guards hold; None if there is none."""
         key = (training, arguments.key)
-        found = self.programs.get(key)
-        if found is None or not _in_order(found, arguments):
-            found = self.fitting(training, arguments)
-            if found is not None:
-                self._keep(key, found)
-        return found
+        compiled = self.programs.get(key)
+        if compiled is None or not _in_order(compiled, arguments):
+            compiled = self.fitting(training, arguments)
+            if compiled is not None:
+                self._keep(key, compiled)
+        return compiled
 
-    def _keep(self, key: Any, found: Compiled) -> None:
+    def _keep(self, key: Any, compiled: Compiled) -> None:
         if len(self.programs) == MAX_KEYS:
             self.programs.clear()
-        self.programs[key] = found
+        self.programs[key] = compiled
 
     def fitting(self, training: Any, arguments: Arguments) -> Compiled | None:
         """Return a program whose guards hold for the sizes of this call; None if there is none."""
@@ -109,9 +109,9 @@ class Compiler:
 
     def get(self, training: Any, arguments: Arguments) -> Compiled:
         """Return the program for this call; compile it if there is none. Raises FusionError."""
-        found = self.find(training, arguments)
-        if found is not None:
-            return found
+        compiled = self.find(training, arguments)
+        if compiled is not None:
+            return compiled
         with tracing:
             # Another thread may have made it meanwhile.
             return self.find(training, arguments) or self.make(training, arguments)
@@ -123,15 +123,15 @@ class Compiler:
         self._count(training, arguments)
         loose = arguments.loose_key
         shapes = arguments.shapes
-        met = self.met.setdefault(loose, Met.of(shapes))
-        met.meet(shapes)
+        call_sizes = self.met.setdefault(loose, Met.of(shapes))
+        call_sizes.meet(shapes)
         family = self.families.setdefault((training, loose), [])
-        many = sum(map(met.closed_in, family)) >= MAX_CLOSED
+        many = sum(map(call_sizes.closed_in, family)) >= MAX_CLOSED
         if many and loose in self.refused:
             raise FusionError(self.refused[loose])
         if len(family) >= MAX_PROGRAMS:
             self.whole.setdefault(loose, f"sizes vary, and {MAX_PROGRAMS} programs did not serve all of them")
-        sizes = VaryingSizes(met.dims, many, self.whole.get(loose, "")) if self.opens else UNKNOWN
+        sizes = VaryingSizes(call_sizes.dims, many, self.whole.get(loose, "")) if self.opens else UNKNOWN
         try:
             with outside_transforms(), apart(), told_autocast({kind for kind, _ in active_autocast() or ()}):
                 plain = arguments.mapped(unwrapped)
@@ -147,10 +147,10 @@ class Compiler:
 
     def _count(self, training: Any, arguments: Arguments) -> None:
         """Warn if a number among the arguments has had many values, each of which was captured."""
-        met = self.numbers.setdefault((training, arguments.numberless_key), set())
-        before = len(met)
-        met.add(arguments.loose_key)
-        if before < MAX_NUMBERS <= len(met):
+        keys = self.numbers.setdefault((training, arguments.numberless_key), set())
+        old_count = len(keys)
+        keys.add(arguments.loose_key)
+        if old_count < MAX_NUMBERS <= len(keys):
             values = [leaf for leaf in arguments.leaves if type(leaf) in (int, float)]
             warnings.warn(
                 f"{self.subject.name} was called with {MAX_NUMBERS} values of a number, now {values}, and is captured "
@@ -168,7 +168,7 @@ class Compiler:
         """Remove a program that inferred wrong sizes; later programs for this kind of call infer none."""
         loose = arguments.loose_key
         self.whole[loose] = why
-        self.programs = {key: found for key, found in self.programs.items() if found is not compiled}
+        self.programs = {key: program for key, program in self.programs.items() if program is not compiled}
         self.families[training, loose].remove(compiled)
 
     def clear(self) -> None:

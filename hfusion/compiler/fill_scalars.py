@@ -65,10 +65,10 @@ def capture_variants(
     if count <= MAX_CAPTURES:
         return [capture(variant) for variant in range(count)]
     subject = _Variants(member, capture)
-    found: dict[int, tuple[Capture, list[OpaqueCall]]] = {}
+    captures: dict[int, tuple[Capture, list[OpaqueCall]]] = {}
     for group, traces in _groups(subject, count):
-        found |= _capture_group(subject, group, traces)
-    return [found[variant] if variant in found else capture(variant) for variant in range(count)]
+        captures |= _capture_group(subject, group, traces)
+    return [captures[variant] if variant in captures else capture(variant) for variant in range(count)]
 
 
 def _groups(subject: _Variants, count: int) -> list[tuple[list[int], list[OperatorTrace]]]:
@@ -79,20 +79,20 @@ def _groups(subject: _Variants, count: int) -> list[tuple[list[int], list[Operat
     for variant in range(count):
         if often[structures[variant]] <= MAX_CAPTURES:
             continue
-        own = _trace(subject.member(variant))
-        if own is None:
+        trace = _trace(subject.member(variant))
+        if trace is None:
             if variant == 0:
                 # The other variants would probably fail, too.
                 return []
             continue
         for variants, traces in groups:
-            if traces[0].same_structure(own):
+            if traces[0].same_structure(trace):
                 variants.append(variant)
-                traces.append(own)
+                traces.append(trace)
                 break
         else:
             if len(groups) < MAX_STRUCTURES:
-                groups.append(([variant], [own]))
+                groups.append(([variant], [trace]))
     return [group for group in groups if len(group[0]) > MAX_CAPTURES]
 
 
@@ -111,30 +111,30 @@ def _capture_group(
 ) -> dict[int, tuple[Capture, list[OpaqueCall]]]:
     """Return the captures of variants whose traces have one structure; of some only if filling in numbers fails."""
     first, calls = subject.capture(group[0])
-    found = {group[0]: (first, calls)}
+    captures = {group[0]: (first, calls)}
     if calls:
-        return found
+        return captures
     others = [variant for variant in group if variant != group[0]]
     models = [subject.member(variant).model for variant in others] if first.size_uses else []
     if not sizes_meet_none(first.size_uses, subject.member(group[0]).model, models):
-        return found
+        return captures
     try:
         changes = {
-            variant: changes_between(first.calls, traces[0], own)
-            for variant, own in zip(group, traces, strict=True)
+            variant: changes_between(first.calls, traces[0], numbers)
+            for variant, numbers in zip(group, traces, strict=True)
             if variant != group[0]
         }
-        filled = {variant: filled_capture(first, own) for variant, own in changes.items()}
+        filled = {variant: filled_capture(first, numbers) for variant, numbers in changes.items()}
     except Unexplained:
-        return found
+        return captures
     for variant in _provers(changes):
         if may_be_sizes(first.calls, changes[variant]):
-            found[variant] = subject.capture(variant)
-            if found[variant][1] or not _same_capture(found[variant][0], filled[variant]):
-                return found
+            captures[variant] = subject.capture(variant)
+            if captures[variant][1] or not _same_capture(captures[variant][0], filled[variant]):
+                return captures
         elif not _is_faithful(filled[variant], subject.member(variant)):
-            return found
-    return {variant: (capture, []) for variant, capture in filled.items()} | found
+            return captures
+    return {variant: (capture, []) for variant, capture in filled.items()} | captures
 
 
 def _is_faithful(capture: Capture, member: Member) -> bool:
@@ -158,27 +158,27 @@ def may_be_sizes(calls: Sequence[Any], changes: Changes) -> bool:
     return any("int" in kind.lower() or "List" in kind for kind in kinds)
 
 
-def changes_between(calls: Sequence[Any], mine: OperatorTrace, other: OperatorTrace) -> Changes:
+def changes_between(calls: Sequence[Any], trace: OperatorTrace, other: OperatorTrace) -> Changes:
     """Return the numbers that differ between two traces of one structure, by index into the ``calls`` of a capture.
 
     Raises:
         Unexplained: the capture has operators that the first trace lacks.
     """
-    place_of: dict[int, int] = {}
+    call_index: dict[int, int] = {}
     start = 0
     for number, target in enumerate(calls):
         # An export leaves out only unused results.
-        place = next((k for k in range(start, len(mine.calls)) if _same_target(mine.calls[k].target, target)), None)
-        if place is not None:
-            place_of[place], start = number, place + 1
+        index = next((k for k in range(start, len(trace.calls)) if _same_target(trace.calls[k].target, target)), None)
+        if index is not None:
+            call_index[index], start = number, index + 1
         elif target not in _ADDED:
             raise Unexplained(f"the capture calls {target}, which the code does not")
-    places = differing_places(mine, other)
-    return {place_of[place]: paths for place, paths in places.items() if place in place_of}
+    paths_by_index = differing_places(trace, other)
+    return {call_index[index]: paths for index, paths in paths_by_index.items() if index in call_index}
 
 
-def _same_target(one: Any, other: Any) -> bool:
-    return _SAME.get(one, one) is _SAME.get(other, other)
+def _same_target(target: Any, other: Any) -> bool:
+    return _SAME.get(target, target) is _SAME.get(other, other)
 
 
 def filled_capture(first: Capture, changes: Changes) -> Capture:
@@ -203,21 +203,24 @@ def keyed_constants(graph: fx.Graph, slots: Sequence[Slot], named: Mapping[str, 
     return {keys[name]: item for name, item in named.items()}
 
 
-def check_constant(key: str, constant: Tensor, made: Tensor) -> None:
+def check_constant(key: str, constant: Tensor, created: Tensor) -> None:
     """Raise Unexplained if a constant differs from the tensor that the code created."""
-    if not _equal_tensors(constant, made):
+    if not _equal_tensors(constant, created):
         raise Unexplained(f"the tensor {key} is not as the code gave it")
 
 
-def _equal_tensors(one: Tensor, other: Tensor) -> bool:
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+def _equal_tensors(tensor: Tensor, other: Tensor) -> bool:
+    if (tensor.shape, tensor.dtype, tensor.device) != (other.shape, other.dtype, other.device):
         return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    return bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())
 
 
 def _provers(changes: Mapping[int, Changes]) -> list[int]:
     """Choose the variants to capture besides the first: each has the most differing numbers not covered before."""
-    differing = {v: {(call, path) for call, paths in own.items() for path in paths} for v, own in changes.items()}
+    differing = {
+        v: {(call, path) for call, paths in variant_changes.items() for path in paths}
+        for v, variant_changes in changes.items()
+    }
     chosen: list[int] = []
     proven: set[Any] = set()
     while len(chosen) < MAX_CAPTURES - 1:
@@ -229,18 +232,20 @@ def _provers(changes: Mapping[int, Changes]) -> list[int]:
     return chosen
 
 
-def _same_capture(mine: Capture, other: Capture) -> bool:
+def _same_capture(capture: Capture, other: Capture) -> bool:
     try:
-        graph = align([mine.graph, other.graph], (0, 1))
-        guards = [one.assumptions() if isinstance(one, Guards) else one for one in (mine.guards, other.guards)]
+        graph = align([capture.graph, other.graph], (0, 1))
+        guards = [
+            guard.assumptions() if isinstance(guard, Guards) else guard for guard in (capture.guards, other.guards)
+        ]
     except (FusionError, ValueError):
         return False
     return (
         not scalars(graph)
-        and (mine.out_spec, mine.modes, mine.slots) == (other.out_spec, other.modes, other.slots)
+        and (capture.out_spec, capture.modes, capture.slots) == (other.out_spec, other.modes, other.slots)
         and guards[0] == guards[1]
-        and mine.constants.keys() == other.constants.keys()
-        and all(_equal_tensors(tensor, other.constants[name]) for name, tensor in mine.constants.items())
+        and capture.constants.keys() == other.constants.keys()
+        and all(_equal_tensors(tensor, other.constants[name]) for name, tensor in capture.constants.items())
     )
 
 

@@ -37,8 +37,8 @@ def write_graph(graph: fx.Graph, root: nn.Module | None = None) -> list[Any]:
 
     Of a node's ``meta``, only the scalars of members and the members that compute the node are written.
     """
-    places = {node: place for place, node in enumerate(graph.nodes)}
-    return [_write_node(node, places, root) for node in graph.nodes]
+    indices = {node: index for index, node in enumerate(graph.nodes)}
+    return [_write_node(node, indices, root) for node in graph.nodes]
 
 
 def read_graph(rows: Sequence[Any]) -> fx.GraphModule:
@@ -60,7 +60,7 @@ def read_graph(rows: Sequence[Any]) -> fx.GraphModule:
     return fx.GraphModule(root, graph)
 
 
-def _write_node(node: fx.Node, places: dict[fx.Node, int], root: nn.Module | None) -> list[Any]:
+def _write_node(node: fx.Node, indices: dict[fx.Node, int], root: nn.Module | None) -> list[Any]:
     target: Any = node.target
     if node.op == "call_function":
         target = function_name(target)
@@ -71,39 +71,39 @@ def _write_node(node: fx.Node, places: dict[fx.Node, int], root: nn.Module | Non
         target = [list(region.listed), region.members, write_graph(region.body.graph)]
     elif node.op not in ("placeholder", "output"):
         raise Unwritable(f"{node.op} {target}")
-    meta = {key: write_value(node.meta[key], places) for key in ("arguments", "members", "rows") if key in node.meta}
-    return [node.op, node.name, target, write_value(node.args, places), write_value(dict(node.kwargs), places), meta]
+    meta = {key: write_value(node.meta[key], indices) for key in ("arguments", "members", "rows") if key in node.meta}
+    return [node.op, node.name, target, write_value(node.args, indices), write_value(dict(node.kwargs), indices), meta]
 
 
-def write_value(value: Any, places: dict[fx.Node, int]) -> Any:
+def write_value(value: Any, indices: dict[fx.Node, int]) -> Any:
     """Return an argument of a call as a JSON value. Raises Unwritable."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, list):
-        return [write_value(item, places) for item in value]
-    kind, content = _tagged(value, places)
+        return [write_value(item, indices) for item in value]
+    kind, content = _tagged(value, indices)
     return {kind: content}
 
 
-def _tagged(value: Any, places: dict[fx.Node, int]) -> tuple[str, Any]:
+def _tagged(value: Any, indices: dict[fx.Node, int]) -> tuple[str, Any]:
     if isinstance(value, fx.Node):
-        return "node", places[value]
+        return "node", indices[value]
     if isinstance(value, MemberScalars):
-        return "members", [write_value(item, places) for item in value.values]
+        return "members", [write_value(item, indices) for item in value.values]
     if isinstance(value, tuple):
-        return "tuple", [write_value(item, places) for item in value]
+        return "tuple", [write_value(item, indices) for item in value]
     if isinstance(value, dict):
-        return "dict", [[write_value(part, places) for part in pair] for pair in value.items()]
+        return "dict", [[write_value(part, indices) for part in pair] for pair in value.items()]
     if isinstance(value, slice):
-        return "slice", [write_value(part, places) for part in (value.start, value.stop, value.step)]
+        return "slice", [write_value(part, indices) for part in (value.start, value.stop, value.step)]
     if isinstance(value, complex):
         return "complex", [value.real, value.imag]
     if isinstance(value, torch.device):
         return "device", str(value)
     if isinstance(value, Layout):
         return "array layout", value.value
-    for kind, known in _NAMED.items():
-        if isinstance(value, known):
+    for kind, value_type in _NAMED.items():
+        if isinstance(value, value_type):
             return kind, str(value).removeprefix("torch.")
     if callable(value):
         return "function", function_name(value)
@@ -123,11 +123,11 @@ def _read_all(items: Any, nodes: Sequence[fx.Node]) -> tuple[Any, ...]:
     return tuple(_read(item, nodes) for item in items)
 
 
-def _named(text: str, known: type) -> Any:
-    found = getattr(torch, text)
-    if not isinstance(found, known):
-        raise ValueError(f"torch.{text} is no {known.__name__}")
-    return found
+def _named(text: str, expected_type: type) -> Any:
+    value = getattr(torch, text)
+    if not isinstance(value, expected_type):
+        raise ValueError(f"torch.{text} is no {expected_type.__name__}")
+    return value
 
 
 def function_name(fn: Any) -> str:
@@ -168,20 +168,20 @@ def memberwise(fn: Callable[..., Any]) -> Memberwise:
 def _find(file: str, path: str) -> Any:
     if file.partition(".")[0] not in _SOURCES:
         raise ValueError(f"{file} is no place for a function of a graph")
-    found: Any = importlib.import_module(file)
+    target: Any = importlib.import_module(file)
     for part in path.split("."):
-        found = getattr(found, part)
-    if not callable(found):
+        target = getattr(target, part)
+    if not callable(target):
         raise ValueError(f"{file}:{path} is no function")
-    return found
+    return target
 
 
-def _reader(known: type) -> Callable[[Any, Sequence[fx.Node]], Any]:
-    return lambda text, nodes: _named(text, known)
+def _reader(expected_type: type) -> Callable[[Any, Sequence[fx.Node]], Any]:
+    return lambda text, nodes: _named(text, expected_type)
 
 
 _READERS: dict[str, Callable[[Any, Sequence[fx.Node]], Any]] = {
-    "node": lambda place, nodes: nodes[operator.index(place)],
+    "node": lambda index, nodes: nodes[operator.index(index)],
     "members": lambda items, nodes: MemberScalars(_read_all(items, nodes)),
     "tuple": _read_all,
     "dict": lambda pairs, nodes: {_read(key, nodes): _read(item, nodes) for key, item in pairs},

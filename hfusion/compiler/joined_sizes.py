@@ -33,7 +33,7 @@ def join_sizes(arguments: Arguments, blocks: Sequence[tuple[Sequence[int], Compi
     members = sum(len(rows) for rows, _ in blocks)
     # Of each leaf, the members whose rows an input holds; None for all.
     parts = [leaf.rows_by_shape if isinstance(leaf, Ragged) else [None] for leaf in arguments.leaves]
-    starts = [sum(map(len, parts[:place])) for place in range(len(parts))]
+    starts = [sum(map(len, parts[:index])) for index in range(len(parts))]
     inputs = [Slot(Kind.INPUT, str(position)) for position in range(sum(map(len, parts)))]
     variants, constants, guards = [], dict[str, Tensor](), list[InputGuards]()
     layouts: dict[Slot, Layout] = {}
@@ -41,7 +41,7 @@ def join_sizes(arguments: Arguments, blocks: Sequence[tuple[Sequence[int], Compi
         if compiled.checks or compiled.memory_orders is not None:
             raise FusionError("it checks values, or depends on the strides of its arguments")
         positions = [
-            start + next(k for k, own in enumerate(part) if own is None or rows[0] in own)
+            start + next(k for k, input_members in enumerate(part) if input_members is None or rows[0] in input_members)
             for start, part in zip(starts, parts, strict=True)
         ]
         moved = [_moved(slot, number, positions) for slot in compiled.program.slots]
@@ -54,8 +54,12 @@ def join_sizes(arguments: Arguments, blocks: Sequence[tuple[Sequence[int], Compi
         variants.append(VariantGraph(tuple(rows), compiled.graph, tuple(moved)))
         assert isinstance(compiled.guards, AllHold)
         guards += [InputGuards(part, tuple(positions), len(inputs)) for part in compiled.guards.parts]
-    rows_of_inputs = dict(zip(inputs, (own for part in parts for own in part), strict=True))
-    held = {slot: own for slot, own in rows_of_inputs.items() if own is not None and len(own) < members}
+    rows_of_inputs = dict(zip(inputs, (input_members for part in parts for input_members in part), strict=True))
+    held = {
+        slot: input_members
+        for slot, input_members in rows_of_inputs.items()
+        if input_members is not None and len(input_members) < members
+    }
     merged = merge(variants, {}, held)
     first = blocks[0][1]
     slots, own_layouts = merged.slots, tuple(layouts[slot] for slot in merged.slots)

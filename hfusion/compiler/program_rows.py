@@ -43,7 +43,7 @@ def of_rows(
     Raises:
         Unexplained: changes that cannot be located in the graph.
     """
-    compiled, before = with_inputs_of(compiled, rows), compiled.program
+    compiled, old_program = with_inputs_of(compiled, rows), compiled.program
     program, members = compiled.program, len(rows)
     if changes:
         graph, tensors = fill_rows(compiled.graph, rows, changes)
@@ -65,13 +65,13 @@ def of_rows(
         Layout.STACKED if slot.name in stacked and slot.kind is Kind.CONSTANT else layout
         for slot, layout in zip(program.slots, program.layouts, strict=True)
     )
-    choices = _choices(compiled, graph) if (members, layouts) == (before.members, before.layouts) else None
+    choices = _choices(compiled, graph) if (members, layouts) == (old_program.members, old_program.layouts) else None
     if choices is None:
         choices = choose_ways(graph, layouts, members, tune)
     module = batch(graph, layouts, members, RULES, choices)
-    made = replace(program, members=members, module=module, code=regions(module, members), layouts=layouts)
-    look_at(made)
-    return replace(compiled, program=made, graph=graph, constants=constants, opaque=opaque)
+    new_program = replace(program, members=members, module=module, code=regions(module, members), layouts=layouts)
+    look_at(new_program)
+    return replace(compiled, program=new_program, graph=graph, constants=constants, opaque=opaque)
 
 
 def _choices(compiled: Compiled, graph: fx.Graph) -> dict[fx.Node, Choice] | None:
@@ -104,17 +104,17 @@ def _with_values(key: str, stack: Tensor, values: Mapping[int, tuple[Tensor, Ten
 def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, ...]:
     """Let the eager fallbacks in ``graph`` call the members of ``subject``; return the new calls."""
     bodies = [subject.member(member) for member in range(subject.members)]
-    used = names_of([bodies[0]])
-    made: dict[int, OpaqueCall] = {}
+    names = names_of([bodies[0]])
+    new_calls: dict[int, OpaqueCall] = {}
     numbers: dict[int, int] = {}
 
     def own(number: int) -> int:
         if number not in numbers:
             call = calls[number]
             own_bodies = tuple(body.get_submodule(call.place) for body in bodies)
-            held = tuple(references(body, used) for body in own_bodies)
-            made[number] = replace(call, bodies=own_bodies, references=held)
-            numbers[number] = numbered(made[number])
+            held = tuple(references(body, names) for body in own_bodies)
+            new_calls[number] = replace(call, bodies=own_bodies, references=held)
+            numbers[number] = numbered(new_calls[number])
         return numbers[number]
 
     def renumbered(number: int | MemberScalars) -> int | MemberScalars:
@@ -128,4 +128,4 @@ def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, .
             node.meta[key] = args, {**named, "call": renumbered(named["call"])}
         if "arguments" not in node.meta:
             node.update_arg(_CALL, own(node.args[_CALL]))
-    return tuple(made.values())
+    return tuple(new_calls.values())

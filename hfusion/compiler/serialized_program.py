@@ -29,14 +29,14 @@ def write_compiled(compiled: Compiled) -> dict[str, Any]:
         raise Unwritable(f"{compiled.opaque[0].path or 'forward'}, which runs as the members' own code")
     program, graph = compiled.program, compiled.graph
     names: dict[str, str] = {}
-    taken = {n.meta["origin"]: n.meta["choice"].place for n in program.module.graph.nodes if "choice" in n.meta}
+    chosen = {n.meta["origin"]: n.meta["choice"].place for n in program.module.graph.nodes if "choice" in n.meta}
     return {
         "name": program.name,
         "members": program.members,
         "training": program.training,
         "graph": write_graph(graph),
         "inputs": [_write_example(node.meta.get("val"), names) for node in graph.find_nodes(op="placeholder")],
-        "choices": [taken.get(node) for node in graph.nodes],
+        "choices": [chosen.get(node) for node in graph.nodes],
         "slots": [[slot.kind.value, slot.name] for slot in program.slots],
         "layouts": [layout.value for layout in program.layouts],
         "outputs": program.out_spec.num_leaves,
@@ -64,13 +64,13 @@ def read_compiled(written: Mapping[str, Any], constants: Mapping[str, Tensor]) -
     _propagate(graph, written["inputs"])
     layouts = tuple(map(Layout, written["layouts"]))
     slots = tuple(Slot(Kind(kind), name) for kind, name in written["slots"])
-    places = zip(graph.nodes, written["choices"], strict=True)
-    choices = {node: Choice(place, Price(0.0)) for node, place in places if place is not None}
+    pairs = zip(graph.nodes, written["choices"], strict=True)
+    choices = {node: Choice(index, Price(0.0)) for node, index in pairs if index is not None}
     module = batch(graph, layouts, written["members"], RULES, choices)
     spec = pytree.tree_structure((0,) * written["outputs"])
     program = Program(written["name"], written["members"], written["training"], module, module, slots, layouts, spec)
     look_at(program)
-    guards = AllHold(tuple(Assumptions.read(*one) for one in written["guards"]))
+    guards = AllHold(tuple(Assumptions.read(*entry) for entry in written["guards"]))
     partial = frozenset(written.get("partial", ()))
     return Compiled(program, graph, dict(constants), (), guards, written["modes"], partial)
 
@@ -95,9 +95,9 @@ def _plain_strides(value: Tensor) -> bool:
 
 
 def _write_size(size: Any, names: dict[str, str]) -> Any:
-    known = fixed(size)
-    if known is not None:
-        return known
+    number = fixed(size)
+    if number is not None:
+        return number
     name = str(size.node.expr)
     if not name.isidentifier():
         raise Unwritable(f"the size {name}")
@@ -149,9 +149,9 @@ def _propagate(graph: fx.Graph, inputs: Sequence[Any]) -> None:
     with silence_tracers():
         symbols = _OpenSizes(mode)
         with mode:
-            given = [symbols.example(value) for value in inputs]
+            examples = [symbols.example(value) for value in inputs]
         with mode, enable_python_dispatcher(), torch.no_grad():
-            _ExampleRun(fx.GraphModule(nn.Module(), graph)).run(*given)
+            _ExampleRun(fx.GraphModule(nn.Module(), graph)).run(*examples)
 
 
 class _ExampleRun(fx.Interpreter):

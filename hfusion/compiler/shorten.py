@@ -51,16 +51,16 @@ def looks_up_samples(graph: fx.Graph, inputs: list[fx.Node]) -> bool:
 
     An example are the edges of a graph passed with its nodes: with fewer nodes some edges would be out of range.
     """
-    given = set(inputs)
+    derived = set(inputs)
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         operands = [a for a in leaves((node.args, node.kwargs), fx.Node) if not _looks_alike(node, a)]
         for k, operand in enumerate(operands):
-            if operand in given and _integers(operand) and any(map(_varies, operands[:k] + operands[k + 1 :])):
+            if operand in derived and _integers(operand) and any(map(_varies, operands[:k] + operands[k + 1 :])):
                 return True
-        if any(a in given for a in node.all_input_nodes):
-            given.add(node)
+        if any(a in derived for a in node.all_input_nodes):
+            derived.add(node)
     return False
 
 

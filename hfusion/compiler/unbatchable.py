@@ -22,11 +22,11 @@ def unbatchable(graph: fx.Graph, layouts: Sequence[Layout], members: int, rules:
     env: dict[fx.Node, Result] = {}
     unknown: dict[fx.Node, str] = {}
     reasons: dict[Island, str] = {}
-    given = iter(layouts)
+    input_layouts = iter(layouts)
     for node in graph.nodes:
         example = node.meta.get("val")
         if node.op == "placeholder":
-            env[node] = result(node, next(given), example)
+            env[node] = result(node, next(input_layouts), example)
             continue
         if node.op != "call_function":
             continue

@@ -174,34 +174,34 @@ def _worst(suspects: Sequence[Suspect]) -> list[int]:
 def _suspects(subject: CheckedArray, limits: Mapping[torch.dtype, float], members: Sequence[int]) -> list[Suspect]:
     """Return the tensors of ``members`` that differ from the original code by more than ``limits``."""
     with recording() as draws, repeatable():
-        ours = _array_outcome(subject)
-    found = []
+        fused = _array_outcome(subject)
+    suspects = []
     for member in members:
-        theirs = _member_outcome(subject, member, draws, 0)
-        for name, difference in _differences(subject, member, ours, theirs).items():
+        original = _member_outcome(subject, member, draws, 0)
+        for name, difference in _differences(subject, member, fused, original).items():
             looser = GRADIENTS if name.startswith("gradient of ") else 1.0
-            if difference > looser * limits.get(theirs[name].dtype, 1e-2):
-                found.append(Suspect(member, name, difference))
-    return found
+            if difference > looser * limits.get(original[name].dtype, 1e-2):
+                suspects.append(Suspect(member, name, difference))
+    return suspects
 
 
-def _differences(subject: CheckedArray, member: int, ours: Outcome, theirs: Outcome) -> dict[str, float]:
-    private = [name for name in theirs if name.removeprefix("gradient of ") not in subject.shared]
-    floor = _floor(theirs)
-    found = {}
+def _differences(subject: CheckedArray, member: int, fused: Outcome, original: Outcome) -> dict[str, float]:
+    private = [name for name in original if name.removeprefix("gradient of ") not in subject.shared]
+    floor = _floor(original)
+    differences_by_name = {}
     for name in private:
-        expected = theirs[name]
+        expected = original[name]
         # A gradient that is missing in the array counts as zero.
-        none = name not in ours and name.startswith("gradient of ")
-        if name in ours or none:
-            row = torch.zeros_like(expected) if none else ours[name][member]
-            found[name] = relative_difference(leading(row, expected.shape), expected, floor)
-    return found
+        none = name not in fused and name.startswith("gradient of ")
+        if name in fused or none:
+            row = torch.zeros_like(expected) if none else fused[name][member]
+            differences_by_name[name] = relative_difference(leading(row, expected.shape), expected, floor)
+    return differences_by_name
 
 
-def _floor(theirs: Outcome) -> float:
+def _floor(original: Outcome) -> float:
     """Return the norm below which a gradient counts as zero, like that of a bias before a BatchNorm."""
-    return 1e-4 * max((norm(t) for name, t in theirs.items() if name.startswith("gradient of ")), default=0.0)
+    return 1e-4 * max((norm(t) for name, t in original.items() if name.startswith("gradient of ")), default=0.0)
 
 
 def _agrees_wide(subject: CheckedArray, members: Sequence[int]) -> bool:
@@ -233,20 +233,20 @@ def _wide(value: Any) -> Any:
 def _copied(arguments: Arguments) -> Arguments:
     """Return copies of the arguments, so that the caller's are not written to."""
     tensors = [value for value in arguments.values if isinstance(value, Tensor)]
-    own = iter(copies_in_like_memory(tensors))
-    return arguments.mapped(lambda _: next(own))
+    copies = iter(copies_in_like_memory(tensors))
+    return arguments.mapped(lambda _: next(copies))
 
 
 def _check_noise(subject: CheckedArray, suspects: Sequence[Suspect]) -> None:
     """Raise for suspects that differ by far more than one rounding step of the parameters explains."""
     with recording() as draws, repeatable():
-        ours = _array_outcome(subject)
+        fused = _array_outcome(subject)
     for member in sorted({suspect.member for suspect in suspects}):
-        theirs = _member_outcome(subject, member, draws, 0)
+        original = _member_outcome(subject, member, draws, 0)
         noise = [_member_outcome(subject, member, draws, run) for run in range(1, NOISE_RUNS + 1)]
-        differences = _differences(subject, member, ours, theirs)
+        differences = _differences(subject, member, fused, original)
         for name in (suspect.name for suspect in suspects if suspect.member == member):
-            allowed = NOISE_FACTOR * max(relative_difference(n[name], theirs[name]) for n in noise)
+            allowed = NOISE_FACTOR * max(relative_difference(n[name], original[name]) for n in noise)
             if differences[name] > allowed:
                 raise FusionError(
                     f"self-check: {name} of model {member} differs from its original code by {differences[name]:.2e} "
@@ -256,11 +256,11 @@ def _check_noise(subject: CheckedArray, suspects: Sequence[Suspect]) -> None:
 
 
 def _array_outcome(subject: CheckedArray) -> Outcome:
-    given, leaves = _program_inputs(subject)
+    values, leaves = _program_inputs(subject)
     program = subject.compiled.program
-    own = set(map(id, leaves.values()))
-    inputs = [value for value in given if id(value) not in own]
-    outputs = program.joined(program.run(*given))
+    leaf_ids = set(map(id, leaves.values()))
+    inputs = [value for value in values if id(value) not in leaf_ids]
+    outputs = program.joined(program.run(*values))
     return _outcome(outputs, _trained(subject, leaves), _left(subject, leaves), inputs, program.members, nullcontext())
 
 
@@ -298,32 +298,32 @@ def _leaf(tensor: Tensor, written: bool) -> Tensor:
 def _outcome(
     outputs: Sequence[Any],
     trained: Mapping[str, Tensor],
-    left: Outcome,
+    state: Outcome,
     inputs: Sequence[Any],
     members: int | None,
     backward: AbstractContextManager[Any],
 ) -> Outcome:
-    """Return outputs, the tensors in ``left`` and gradients of ``trained``, by name. ``members``: None for one member.
+    """Return outputs, the tensors in ``state`` and gradients of ``trained``, by name. ``members``: None for one member.
 
     Gradients of ``inputs`` are computed if the user's backward computes them, too: without them, torch 2.13 crashes in
     the backward of a channels_last GroupNorm.
     """
-    found = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Tensor) and o.is_floating_point()}
+    dense = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Tensor) and o.is_floating_point()}
     listed = {f"output {k}": o for k, o in enumerate(outputs) if isinstance(o, Ragged) and o[0].is_floating_point()}
-    projected = [fixed_projection(o, members) for o in found.values() if o.requires_grad]
+    projected = [fixed_projection(o, members) for o in dense.values() if o.requires_grad]
     projected += [fixed_projection(row, None) for o in listed.values() for row in o if row.requires_grad]
     total = sum(projected, start=torch.zeros((), device="cpu"))
-    asked = [*trained.values(), *(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)]
+    grad_inputs = [*trained.values(), *(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)]
     with backward:
-        grads = torch.autograd.grad(total, asked, allow_unused=True) if total.requires_grad and trained else ()
-    outcome: Outcome = {name: o.detach() for name, o in found.items()}
+        grads = torch.autograd.grad(total, grad_inputs, allow_unused=True) if total.requires_grad and trained else ()
+    outcome: Outcome = {name: o.detach() for name, o in dense.items()}
     outcome |= {name: o.map(Tensor.detach) for name, o in listed.items()}
     outcome |= {
         f"gradient of {n}": g.to_dense() if g.is_sparse else g
         for n, g in zip(trained, grads, strict=False)
         if g is not None
     }
-    return {name: t for name, t in (outcome | left).items() if isinstance(t, Ragged) or t.is_floating_point()}
+    return {name: t for name, t in (outcome | state).items() if isinstance(t, Ragged) or t.is_floating_point()}
 
 
 def fixed_projection(output: Tensor, members: int | None = None) -> Tensor:
@@ -336,8 +336,8 @@ def fixed_projection(output: Tensor, members: int | None = None) -> Tensor:
 
 def _culprit(subject: CheckedArray, member: int) -> str:
     """Describe the first node where the program and the member's graph differ."""
-    given, _ = _program_inputs(subject)
-    return first_difference(subject.compiled.program, subject.compiled.graph, given, member, relative_difference)
+    inputs, _ = _program_inputs(subject)
+    return first_difference(subject.compiled.program, subject.compiled.graph, inputs, member, relative_difference)
 
 
 def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor], perturbation: int) -> Outcome:
@@ -356,9 +356,11 @@ def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor],
     with repeating(model, islands, member):
         with replay.forward(), repeatable():
             outputs = pytree.tree_leaves(model(*args, **kwargs))
-        own = dict(tensors(model))
-        given = pytree.tree_leaves((args, kwargs))
-        return _outcome(outputs, _trained(subject, own), _left(subject, own), given, None, replay.backward())
+        model_tensors = dict(tensors(model))
+        inputs = pytree.tree_leaves((args, kwargs))
+        return _outcome(
+            outputs, _trained(subject, model_tensors), _left(subject, model_tensors), inputs, None, replay.backward()
+        )
 
 
 def _repeats(subject: CheckedArray, member: int) -> bool:
@@ -385,6 +387,6 @@ def _rounding(tensor: Tensor) -> float:
     return float(max(torch.finfo(dtype).eps for dtype in (tensor.dtype, *cast)))
 
 
-def relative_difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
-    """Return the norm of the difference, divided by the norm of ``theirs`` or a lower bound: ``floor`` or the eps."""
-    return differences.relative_difference(ours, theirs, max(floor, torch.finfo(theirs.dtype).eps))
+def relative_difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Return the norm of the difference, divided by the norm of ``expected`` or a lower bound: ``floor`` or the eps."""
+    return differences.relative_difference(actual, expected, max(floor, torch.finfo(expected.dtype).eps))

@@ -72,8 +72,8 @@ def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove this user's folders with this prefix whose process has ended."""
     for path in parent.glob(f"{prefix}*") if fcntl is not None else ():
         try:
-            found = path.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 continue
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
         except OSError:
@@ -96,10 +96,10 @@ def run_folder(parent: Path | None = None) -> ClaimedFolder:
     Args:
         parent: where; None: the system's folder for temporary files.
     """
-    place = Path(tempfile.gettempdir()) if parent is None else parent
-    remove_abandoned(place, _RUN)
+    root = Path(tempfile.gettempdir()) if parent is None else parent
+    remove_abandoned(root, _RUN)
     # The number is for people who look: the lock shows whether the process is alive, also in other containers.
-    return ClaimedFolder(place, f"{_RUN}{os.getpid()}-", 0o700)
+    return ClaimedFolder(root, f"{_RUN}{os.getpid()}-", 0o700)
 
 
 @contextmanager

@@ -77,8 +77,8 @@ def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
 def copies_in_like_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies with the same strides, dtypes and ``requires_grad``; copies share memory if the originals do."""
     plain = [k for k, tensor in enumerate(tensors) if is_plain(tensor) and tensor.numel()]
-    found = dict(zip(plain, _copied_memory([tensors[k] for k in plain]), strict=True))
-    rows = [found[k] if k in found else tensor.detach().clone() for k, tensor in enumerate(tensors)]
+    copied = dict(zip(plain, _copied_memory([tensors[k] for k in plain]), strict=True))
+    rows = [copied[k] if k in copied else tensor.detach().clone() for k, tensor in enumerate(tensors)]
     once: dict[int, Tensor] = {}
     return [once.setdefault(id(t), _like(row, t)) for row, t in zip(rows, tensors, strict=True)]
 

@@ -17,25 +17,25 @@ def norm(tensor: Tensor) -> float:
     return math.hypot(*map(_finite_norm, map(_widened, _pieces(tensor))))
 
 
-def distance(ours: Tensor, theirs: Tensor) -> float:
+def distance(actual: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference of two tensors of one shape."""
-    pieces = zip(_pieces(ours), _pieces(theirs), strict=True)
-    return math.hypot(*(float(torch.linalg.vector_norm(_widened(one) - _widened(other))) for one, other in pieces))
+    pieces = zip(_pieces(actual), _pieces(expected), strict=True)
+    return math.hypot(*(float(torch.linalg.vector_norm(_widened(piece) - _widened(other))) for piece, other in pieces))
 
 
-def relative_difference(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
-    """Return the distance divided by the norm of ``theirs``, or by ``least`` if that is larger.
+def relative_difference(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """Return the distance divided by the norm of ``expected``, or by ``least`` if that is larger.
 
     Equal infinities count as equal, as do two NaNs. The result is infinite if a value that is not finite differs from
     its counterpart.
     """
-    gap = distance(ours, theirs)
+    gap = distance(actual, expected)
     if not math.isfinite(gap):
-        same = (ours == theirs) | ((ours != ours) & (theirs != theirs))
-        if bool((~same & ~(ours.isfinite() & theirs.isfinite())).any()):
+        equal = (actual == expected) | ((actual != actual) & (expected != expected))
+        if bool((~equal & ~(actual.isfinite() & expected.isfinite())).any()):
             return math.inf
-        gap = distance(*(torch.where(same, torch.zeros_like(tensor), tensor) for tensor in (ours, theirs)))
-    return 0.0 if gap == 0.0 else gap / max(norm(theirs), least, torch.finfo(theirs.dtype).tiny)
+        gap = distance(*(torch.where(equal, torch.zeros_like(tensor), tensor) for tensor in (actual, expected)))
+    return 0.0 if gap == 0.0 else gap / max(norm(expected), least, torch.finfo(expected.dtype).tiny)
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:

@@ -22,11 +22,11 @@ _here = _CompilingThread()
 @contextmanager
 def compiling_within(alone: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Context manager: this thread enters ``alone()`` before it waits for the locks of `compiling`."""
-    before, _here.within = _here.within, alone
+    outer, _here.within = _here.within, alone
     try:
         yield
     finally:
-        _here.within = before
+        _here.within = outer
 
 
 class FairLock:

@@ -213,31 +213,31 @@ class _ClosureReader:
 
     def _modules(self, whole: nn.Module) -> Any:
         """A module and those below it: where they stand, what they are, and which of their tensors are one."""
-        found = list(whole.named_modules(remove_duplicate=False))
-        own = [t for _, m in found for t in (*m._parameters.values(), *m._buffers.values())]
-        ids = [id(part) for part in (*(m for _, m in found), *own)]
+        named_modules = list(whole.named_modules(remove_duplicate=False))
+        tensors = [t for _, m in named_modules for t in (*m._parameters.values(), *m._buffers.values())]
+        ids = [id(part) for part in (*(m for _, m in named_modules), *tensors)]
         ties = tuple([ids.index(i) for i in ids]) if len(set(ids)) < len(ids) else None
-        return (ties, global_hooks(), tuple([(path, type(m), self._module(m)) for path, m in found]))
+        return (ties, global_hooks(), tuple([(path, type(m), self._module(m)) for path, m in named_modules]))
 
     def _module(self, module: nn.Module) -> Any:
-        own = [(n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]
+        named_tensors = [(n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]
         attributes = {name: value for name, value in vars(module).items() if name not in _OWN}
-        kinds = tuple((n, t.dtype, t.device, t.shape, t.requires_grad) for n, t in own)
+        kinds = tuple((n, t.dtype, t.device, t.shape, t.requires_grad) for n, t in named_tensors)
         hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
         own_code = type(module) if self.classes else type(module).forward
         forward = None if _fixed(type(module).__module__) else self.read(own_code)
         return (module.training, kinds, forward, self.read(hooks), self.read(attributes))
 
 
-def _outside(variables: Sequence[str], names: CodeNames, space: Mapping[str, Any], met: set[int]) -> Iterator[Any]:
+def _outside(variables: Sequence[str], names: CodeNames, space: Mapping[str, Any], visited: set[int]) -> Iterator[Any]:
     """Yield the ``variables`` of a module; of user modules among them, the attributes in ``names`` instead."""
-    met.add(id(space))
+    visited.add(id(space))
     for name in variables:
         value = space.get(name)
         if not isinstance(value, types.ModuleType):
             yield value
-        elif not _fixed(value.__name__) and id(vars(value)) not in met:
-            yield from _outside(names.attributes, names, vars(value), met)
+        elif not _fixed(value.__name__) and id(vars(value)) not in visited:
+            yield from _outside(names.attributes, names, vars(value), visited)
 
 
 class _Bare:

@@ -90,10 +90,10 @@ def leave_out(output: Tensor, members: Tensor | None) -> None:
         sink.excluded = 0 if members is None else mask_of(members.nonzero().reshape(-1).tolist())
 
 
-def _zero_rows(grad: Tensor, asked: Tensor) -> Tensor:
-    """Return which rows ``[B]`` of ``grad`` are zero; if ``asked`` is all False, return it without reading ``grad``."""
+def _zero_rows(grad: Tensor, candidates: Tensor) -> Tensor:
+    """Return which rows ``[B]`` of ``grad`` are zero; if ``candidates`` is all False, return it unread."""
     # A row that is not zero has a gradient from elsewhere, such as a penalty on the parameter.
-    return ~grad.detach().reshape(len(grad), -1).any(1).cpu() if asked.any() else asked
+    return ~grad.detach().reshape(len(grad), -1).any(1).cpu() if candidates.any() else candidates
 
 
 _seen = threading.Event()
@@ -175,8 +175,8 @@ class _Pass:
         absent = torch.zeros_like(absent) if earlier is None else absent & earlier
         if frozen is not None:
             # A frozen member had no gradient, and the pass gives it none.
-            known = torch.ones_like(absent) if before is None else absent_rows(before)
-            absent = absent if known is None else absent | (known & frozen)
+            absent_before = torch.ones_like(absent) if before is None else absent_rows(before)
+            absent = absent if absent_before is None else absent | (absent_before & frozen)
         return absent | rows_of_mask(self.cleared.get(leaf, 0), len(absent))
 
 
@@ -199,23 +199,23 @@ def _pass() -> _Pass:
 
 def note_cleared(leaf: Tensor, member: int) -> None:
     """Note that a hook has cleared the gradient of a member in the present backward pass."""
-    found = _passes.get(backward_id())
-    if found is not None:
-        found.cleared[leaf] = found.cleared.get(leaf, 0) | 1 << member
+    backward_pass = _passes.get(backward_id())
+    if backward_pass is not None:
+        backward_pass.cleared[leaf] = backward_pass.cleared.get(leaf, 0) | 1 << member
 
 
 def reached(leaf: Tensor) -> Tensor | None:
     """Return the members, bool ``[B]``, whose losses have reached a leaf in this backward pass; None for all."""
-    found = _passes.get(backward_id())
-    if found is None or leaf not in found.before:
+    backward_pass = _passes.get(backward_id())
+    if backward_pass is None or leaf not in backward_pass.before:
         return None
-    return rows_of_mask(found.live(found.sinks[leaf]), len(leaf))
+    return rows_of_mask(backward_pass.live(backward_pass.sinks[leaf]), len(leaf))
 
 
 def _finish(number: int) -> None:
-    found = _passes.pop(number, None)
-    if found is not None:
-        found.finish()
+    backward_pass = _passes.pop(number, None)
+    if backward_pass is not None:
+        backward_pass.finish()
 
 
 class ProgramRun:
@@ -237,11 +237,11 @@ class ProgramRun:
 
     def took_by(self, members: Sequence[int], rows: Sequence[Tensor], total: int) -> None:
         """Watch the gradients of ``rows``, one for each of ``members`` of an array of ``total``."""
-        places: dict[Node, list[tuple[int, int]]] = {}
+        outputs: dict[Node, list[tuple[int, int]]] = {}
         for member, row in zip(members, rows, strict=True):
             if row.grad_fn is not None:
-                places.setdefault(row.grad_fn, []).append((1 << member, row.output_nr))
-        self._watch(_Sink(total), places)
+                outputs.setdefault(row.grad_fn, []).append((1 << member, row.output_nr))
+        self._watch(_Sink(total), outputs)
 
     def gave(self, results: Sequence[Any], members: int | None = None) -> None:
         """End the run: watch the gradients of ``results``, and find the parameters behind all watched values.
@@ -267,16 +267,16 @@ class ProgramRun:
                 join.sinks.append(sink)
         self._sinks.clear()
 
-    def _watch(self, sink: _Sink, places: dict[Node, list[tuple[int, int]]]) -> None:
-        for node, found in places.items():
-            node.register_prehook(partial(_arrived, sink, found))
-        self._sinks.append((sink, list(places)))
+    def _watch(self, sink: _Sink, outputs: dict[Node, list[tuple[int, int]]]) -> None:
+        for node, node_outputs in outputs.items():
+            node.register_prehook(partial(_arrived, sink, node_outputs))
+        self._sinks.append((sink, list(outputs)))
 
 
-def _arrived(sink: _Sink, places: Sequence[tuple[int, int]], grads: Sequence[Tensor | None]) -> None:
-    """Note the members whose gradients have arrived. ``places``: masks of members, each with an output index."""
+def _arrived(sink: _Sink, outputs: Sequence[tuple[int, int]], grads: Sequence[Tensor | None]) -> None:
+    """Note the members whose gradients have arrived. ``outputs``: masks of members, each with an output index."""
     members = 0
-    for mask, result in places:
+    for mask, result in outputs:
         if grads[result] is not None:
             members |= mask
     if members:
@@ -288,20 +288,20 @@ def _behind(nodes: Sequence[Node]) -> tuple[set[Tensor], list[Any]]:
     joined = backward_node(Join)
     leaves: set[Tensor] = set()
     joins: list[Any] = []
-    met: set[Node] = set()
+    visited: set[Node] = set()
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node in met:
+        if node in visited:
             continue
-        met.add(node)
+        visited.add(node)
         if isinstance(node, joined):
             joins.append(node)
         elif isinstance(node, AccumulateGrad):
             if has_rows(node.variable):
                 leaves.add(node.variable)
         else:
-            waiting += [before for before, _ in node.next_functions if before is not None]
+            waiting += [next_node for next_node, _ in node.next_functions if next_node is not None]
     return leaves, joins
 
 
@@ -356,10 +356,10 @@ def watched(run: Callable[..., Any], members: int | None = None) -> Callable[...
         if inside or not torch.is_grad_enabled() or in_transform():
             with _as_run(None):
                 return run(*inputs)
-        found = ProgramRun()
-        with _as_run(found):
+        program_run = ProgramRun()
+        with _as_run(program_run):
             results = run(*inputs)
-        found.gave(results, members)
+        program_run.gave(results, members)
         return results
 
     return call
@@ -382,12 +382,12 @@ def watching_row(tensors: Sequence[Tensor], member: int, total: int) -> Iterator
     if not torch.is_grad_enabled() or has_transforms_active():
         yield
         return
-    found = ProgramRun()
-    with _as_run(found):
+    program_run = ProgramRun()
+    with _as_run(program_run):
         yield
     for tensor in tensors:
-        found.took_by([member], [tensor], total)
-    found.gave(())
+        program_run.took_by([member], [tensor], total)
+    program_run.gave(())
 
 
 @contextmanager

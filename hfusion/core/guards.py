@@ -28,7 +28,7 @@ class Guards:
         The sizes may be symbols of another trace, which then records the comparison as a guard.
         """
         pairs = [
-            (a if (known := fixed(a)) is None else known, b)
+            (a if (number := fixed(a)) is None else number, b)
             for example, shape in zip(self.examples, shapes, strict=True)
             if isinstance(example, Tensor)
             for a, b in zip(example.shape, shape, strict=True)
@@ -85,22 +85,22 @@ class Assumptions:
     @staticmethod
     def read(sizes: Sequence[Sequence[int | None] | None], code: str | None) -> Assumptions:
         """Return assumptions from lists, as JSON has them, in place of tuples."""
-        return Assumptions(tuple(None if one is None else tuple(one) for one in sizes), code)
+        return Assumptions(tuple(None if input_sizes is None else tuple(input_sizes) for input_sizes in sizes), code)
 
     def hold(self, shapes: Sequence[Sequence[Any]]) -> bool:
         """Return whether the assumptions hold for inputs of ``shapes``, as `Guards.hold`."""
         pairs = [
-            (known, size)
+            (expected, size)
             for sizes, shape in zip(self.sizes, shapes, strict=True)
             if sizes is not None
-            for known, size in zip(sizes, shape, strict=True)
+            for expected, size in zip(sizes, shape, strict=True)
         ]
-        if not all(size > 1 if known is None else known == size for known, size in pairs):
+        if not all(size > 1 if expected is None else expected == size for expected, size in pairs):
             return False
         if self.code is None:
             return True
-        given = {f"t{k}": size for k, size in enumerate(size for known, size in pairs if known is None)}
-        return bool(eval(_checked(self.code), {"__builtins__": {}, **_RECKONING}, {"L": given}))
+        dynamic_sizes = {f"t{k}": size for k, size in enumerate(size for expected, size in pairs if expected is None)}
+        return bool(eval(_checked(self.code), {"__builtins__": {}, **_RECKONING}, {"L": dynamic_sizes}))
 
     __call__ = hold
 
@@ -186,8 +186,8 @@ def fixed(size: Any) -> int | None:
     """Return a size that a trace has specialized, perhaps later in the trace; None if it is dynamic."""
     if isinstance(size, int):
         return size
-    known = size.node.maybe_as_int()
-    return None if known is None else int(known)
+    number = size.node.maybe_as_int()
+    return None if number is None else int(number)
 
 
 def open_dims(example: Any) -> frozenset[int]:

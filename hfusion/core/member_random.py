@@ -67,14 +67,14 @@ _ROWS = "_hfusion_rows"
 
 def draws_of(draws: Sequence[Tensor], member: int) -> list[Tensor]:
     """Return one member's rows of recorded draws, without draws that it did not make."""
-    found = []
+    member_draws = []
     for drawn in draws:
         rows = getattr(drawn, _ROWS, None)
         if rows is None:
-            found.append(drawn[member])
+            member_draws.append(drawn[member])
         elif member in rows:
-            found.append(drawn[rows.index(member)])
-    return found
+            member_draws.append(drawn[rows.index(member)])
+    return member_draws
 
 
 class DrawnBy:
@@ -86,16 +86,16 @@ class DrawnBy:
 
     def __call__(self, rows: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
         outer, source = (_active.rows, _seeded.source, _seeded.make), member_seeds()
-        own = None if source is None else source.of_rows(rows)
+        row_seeds = None if source is None else source.of_rows(rows)
         _active.rows = rows
-        if own is not None:
-            _seeded.source, _seeded.make = own, None
+        if row_seeds is not None:
+            _seeded.source, _seeded.make = row_seeds, None
         try:
             return self.fn(*args, **kwargs)
         finally:
             _active.rows, _seeded.source, _seeded.make = outer
-            if own is not None and source is not None:
-                source.count_rows(rows, own)
+            if row_seeds is not None and source is not None:
+                source.count_rows(rows, row_seeds)
                 _seeded.source = source
 
 
@@ -167,8 +167,8 @@ class MemberSeeds:
     def normal(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Return normal numbers ``[B, *S]``, the inverse of the distribution function at uniform numbers."""
         bits = 53 if dtype is torch.float64 else 24
-        found: Tensor = torch.special.ndtri(self.uniform(shape, dtype) + 0.5 * 2.0**-bits)
-        return found
+        numbers: Tensor = torch.special.ndtri(self.uniform(shape, dtype) + 0.5 * 2.0**-bits)
+        return numbers
 
 
 def uniform_at(keys: Keys, places: Tensor, dtype: torch.dtype) -> Tensor:

@@ -68,10 +68,10 @@ def own_row(tensor: torch.Tensor, mark: Membership, member: int) -> torch.Tensor
     row = member_rows(tensor, mark)[member]
     if not mark.shapes:
         return row
-    own = mark.shapes[member]
-    if own is None:
+    shape = mark.shapes[member]
+    if shape is None:
         return None
-    return leading(row, own) if row.dim() == len(own) else row
+    return leading(row, shape) if row.dim() == len(shape) else row
 
 
 arrays: WeakSet[torch.nn.Module] = WeakSet()
@@ -86,14 +86,14 @@ def mark(tensor: T, membership: Membership) -> T:
 
 def membership(tensor: torch.Tensor) -> Membership | None:
     """The mark of a fused module's tensor; None for any other tensor."""
-    found = getattr(tensor, _MARK, None)
-    return found if isinstance(found, Membership) else None
+    value = getattr(tensor, _MARK, None)
+    return value if isinstance(value, Membership) else None
 
 
 def has_rows(tensor: torch.Tensor) -> bool:
     """Return whether the first dimension of a tensor is the member."""
-    found = membership(tensor)
-    return found is not None and found.stacked
+    mark = membership(tensor)
+    return mark is not None and mark.stacked
 
 
 # A remedy to pass to `check_whole_stack`.
@@ -103,18 +103,18 @@ TAKE_BEFORE = "take members, fused[i] and fused.unfuse(), before fully_shard"
 def check_whole_stack(tensor: torch.Tensor, remedy: str) -> None:
     """Raise a FusionError for a stack of which a rank holds a piece only, as `fully_shard` leaves it (a DTensor)."""
     if hasattr(tensor, "placements"):
-        found = membership(tensor)
-        what = f"a tensor of shape {list(tensor.shape)}" if found is None else repr(found.name)
+        mark = membership(tensor)
+        label = f"a tensor of shape {list(tensor.shape)}" if mark is None else repr(mark.name)
         raise FusionError(
-            f"{what} is a {type(tensor.detach()).__name__}, of which each rank holds a piece: {remedy}; or give each "
+            f"{label} is a {type(tensor.detach()).__name__}, of which each rank holds a piece: {remedy}; or give each "
             "rank members of its own, hf.fuse(models[hf.rows(len(models))]), and do not shard what they train"
         )
 
 
 def is_per_member(tensor: torch.Tensor) -> bool:
     """Return whether a tensor holds separate values for each member, or belongs to a model outside of arrays."""
-    found = membership(tensor)
-    return found is not None and found.is_own
+    mark = membership(tensor)
+    return mark is not None and mark.is_own
 
 
 _latest_addition = 0

@@ -14,10 +14,10 @@ from hfusion.torch_private.functorch import is_wrapped
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is a plain strided one, without a subclass or wrapper."""
-    known = (type(tensor) in (Tensor, nn.Parameter) or user_class(tensor) is not None) and (
+    is_strided = (type(tensor) in (Tensor, nn.Parameter) or user_class(tensor) is not None) and (
         tensor.layout is torch.strided
     )
-    return known and not tensor.is_conj() and not tensor.is_neg()
+    return is_strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def tensors_in(values: Any) -> list[Tensor]:
@@ -43,29 +43,33 @@ def has_address(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not is_wrapped(tensor)
 
 
-def same_values(one: Tensor, other: Tensor) -> bool:
+def same_values(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal in value, shape and dtype; NaN equals NaN."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    one, other = one.detach(), other.detach()
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    tensor, other = tensor.detach(), other.detach()
+    return bool(((tensor == other) | ((tensor != tensor) & (other != other))).all())
 
 
-def overlap(one: Tensor, other: Tensor) -> bool:
+def overlap(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two plain tensors overlap in memory."""
-    if not (is_plain(one) and is_plain(other)) or one.device != other.device or not (one.numel() and other.numel()):
+    if (
+        not (is_plain(tensor) and is_plain(other))
+        or tensor.device != other.device
+        or not (tensor.numel() and other.numel())
+    ):
         return False
-    (first, end), (start, last) = _extent(one), _extent(other)
+    (first, end), (start, last) = _extent(tensor), _extent(other)
     if not (first < last and start < end):
         return False
-    same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    if (one.is_contiguous() and other.is_contiguous()) or one.dtype != other.dtype or not same:
+    same_storage = tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    if (tensor.is_contiguous() and other.is_contiguous()) or tensor.dtype != other.dtype or not same_storage:
         return True
     # Ranges of memory may interleave without an overlap, as columns of a matrix do.
-    begin = min(one.storage_offset(), other.storage_offset())
-    met = torch.zeros((max(end, last) - min(first, start)) // one.element_size(), dtype=torch.bool, device="cpu")
-    met.as_strided(one.size(), one.stride(), one.storage_offset() - begin).fill_(True)
-    return bool(met.as_strided(other.size(), other.stride(), other.storage_offset() - begin).any())
+    first_offset = min(tensor.storage_offset(), other.storage_offset())
+    covered = torch.zeros((max(end, last) - min(first, start)) // tensor.element_size(), dtype=torch.bool, device="cpu")
+    covered.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - first_offset).fill_(True)
+    return bool(covered.as_strided(other.size(), other.stride(), other.storage_offset() - first_offset).any())
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -73,25 +73,25 @@ def keep_marks(copied: Tensor, original: Tensor, memo: dict[int, Any] | None = N
     return copied
 
 
-def mark_stack(stack: Tensor, name: str, rows: Sequence[Tensor], same: Container[str]) -> None:
+def mark_stack(stack: Tensor, name: str, rows: Sequence[Tensor], equal_attributes: Container[str]) -> None:
     """Give a stack the class and attributes on which its members agree, and a `DifferingMark` for the others.
 
-    rows: a parameter of each variant of members. same: attributes with equal values in all members, as ``name``, a dot
-    and the attribute. Attributes that the user has given to the stack stay.
+    rows: a parameter of each variant of members. equal_attributes: attributes with equal values in all members, as
+    ``name``, a dot and the attribute. Attributes that the user has given to the stack stay.
     """
     classes = {user_class(row) for row in rows}
     if type(stack) is nn.Parameter and len(classes) == 1 and (kind := classes.pop()) is not None:
         stack.__class__ = kind
     values = [marks(row) for row in rows]
-    ours: dict[str, Any] = getattr(stack, _OURS, {})
-    for key in dict.fromkeys(key for found in values for key in found):
-        if key not in vars(stack) or (key in ours and vars(stack)[key] is ours[key]):
+    stack_marks: dict[str, Any] = getattr(stack, _OURS, {})
+    for key in dict.fromkeys(key for row_marks in values for key in row_marks):
+        if key not in vars(stack) or (key in stack_marks and vars(stack)[key] is stack_marks[key]):
             # References to tensors or modules of a model are different objects in each member.
-            agreed = f"{name}.{key}" in same and not isinstance(values[0][key], Tensor | nn.Module)
-            ours[key] = values[0][key] if agreed else DifferingMark(key, name)
-            setattr(stack, key, ours[key])
-    for key in [key for key in ours if not any(key in found for found in values)]:
-        if vars(stack).get(key) is ours.pop(key):
+            agreed = f"{name}.{key}" in equal_attributes and not isinstance(values[0][key], Tensor | nn.Module)
+            stack_marks[key] = values[0][key] if agreed else DifferingMark(key, name)
+            setattr(stack, key, stack_marks[key])
+    for key in [key for key in stack_marks if not any(key in row_marks for row_marks in values)]:
+        if vars(stack).get(key) is stack_marks.pop(key):
             delattr(stack, key)
-    if ours:
-        setattr(stack, _OURS, ours)
+    if stack_marks:
+        setattr(stack, _OURS, stack_marks)

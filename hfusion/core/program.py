@@ -150,8 +150,8 @@ class Program:
         kinds = dict(zip(placeholders, self.slots, strict=True))
         for node in self.module.graph.nodes:
             slot = kinds.get(node)
-            own = slot is not None and slot.kind is not Kind.INPUT
-            names[node] = slot.name if own and slot is not None else node.name
+            has_key = slot is not None and slot.kind is not Kind.INPUT
+            names[node] = slot.name if has_key and slot is not None else node.name
         return names
 
 
@@ -209,10 +209,10 @@ def describe_graph(title: str, module: fx.GraphModule | fx.Graph, members: int =
 
 def _call_row(node: fx.Node, names: dict[fx.Node, str], members: int) -> tuple[str, str, str, str]:
     args, kwargs = node.meta.get("arguments", (node.args, node.kwargs))
-    given = [_argument(item, names) for item in args]
-    given += [f"{key}={_argument(item, names)}" for key, item in kwargs.items()]
+    arguments = [_argument(item, names) for item in args]
+    arguments += [f"{key}={_argument(item, names)}" for key, item in kwargs.items()]
     target = str(getattr(node.target, "__name__", node.target)).removeprefix("aten.")
-    call = "input" if node.op == "placeholder" else f"{target}({', '.join(given)})"
+    call = "input" if node.op == "placeholder" else f"{target}({', '.join(arguments)})"
     value, line = node.meta.get("val", node.meta.get("example")), source_line(node)
     return node.name, describe_value(value, node.meta.get("layout"), members), call, f"# {line}" if line else ""
 
@@ -236,9 +236,11 @@ def describe_value(example: Any, layout: Layout | None, members: int) -> str:
 
 def source_line(node: fx.Node) -> str:
     """``file.py:12`` of the member's code, its innermost line outside torch and hfusion; empty if unknown."""
-    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace", "") or "")
-    own = [(file, line) for file, line in places if "/torch/" not in file and "/hfusion/array/" not in file]
-    file, line = (own or places or [("", "")])[-1]
+    locations = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace", "") or "")
+    user_locations = [
+        (file, line) for file, line in locations if "/torch/" not in file and "/hfusion/array/" not in file
+    ]
+    file, line = (user_locations or locations or [("", "")])[-1]
     return f"{file.rsplit('/', 1)[-1]}:{line}" if file else ""
 
 

@@ -45,7 +45,7 @@ class Ragged:
     @staticmethod
     def of_blocks(blocks: Mapping[tuple[int, ...], Tensor]) -> Ragged:
         """Return the tensors of ``blocks``, which are ``[k, ...]`` of k members each, in the members' order."""
-        pairs = [(row, block[place]) for rows, block in blocks.items() for place, row in enumerate(rows)]
+        pairs = [(row, block[index]) for rows, block in blocks.items() for index, row in enumerate(rows)]
         ragged = Ragged(tensor for _, tensor in sorted(pairs, key=lambda pair: pair[0]))
         ragged._blocks = dict(blocks)
         return ragged

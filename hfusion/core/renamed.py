@@ -31,8 +31,8 @@ def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]
         @functools.wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
             if not names.keys().isdisjoint(kwargs):
-                given: dict[str, Any] = with_present_names(kwargs, names, function.__qualname__, stacklevel=3)
-                return function(*args, **given)
+                renamed: dict[str, Any] = with_present_names(kwargs, names, function.__qualname__, stacklevel=3)
+                return function(*args, **renamed)
             return function(*args, **kwargs)
 
         return called
@@ -48,14 +48,14 @@ def with_present_names(
     Raises:
         TypeError: a value is given by both of its names.
     """
-    given = dict(values)
+    renamed = dict(values)
     for former in [name for name in values if name in names]:
         present = names[former]
-        if present in given:
+        if present in renamed:
             raise TypeError(f"{owner} got both {former!r} and {present!r}, which are one: give {present!r}")
         warn_of_former_name(former, present, owner, stacklevel=stacklevel + 1)
-        given[present] = given.pop(former)
-    return given
+        renamed[present] = renamed.pop(former)
+    return renamed
 
 
 def warn_of_former_name(former: str, present: str, owner: str, *, stacklevel: int = 3) -> None:

@@ -31,9 +31,9 @@ def settle(params: Iterable[Tensor]) -> None:
     if _used.is_set():
         for param in params:
             tie = _tied.get(id(param))
-            found = None if tie is None else tie()
-            if found is not None:
-                found.settle()
+            row_gradients = None if tie is None else tie()
+            if row_gradients is not None:
+                row_gradients.settle()
 
 
 class RowGradients:
@@ -60,11 +60,11 @@ class RowGradients:
     def tie(self, row: int, param: Tensor) -> None:
         """Make ``param`` the parameter of member ``row``; if it replaces one, the gradient of ``param`` counts."""
         if self.rows.get(row) is not param:
-            left = self._left.get(row)
+            synchronised = self._left.get(row)
             self.untie(row)
             self.rows[row] = param
-            if left is not None:
-                self._left[row] = left
+            if synchronised is not None:
+                self._left[row] = synchronised
             self._hold(param)
         self._watch(self.stack)
         self._watch(param)
@@ -77,11 +77,11 @@ class RowGradients:
 
     def untie(self, row: int) -> None:
         """Stop tracking the parameter of member ``row``."""
-        before = self.rows.pop(row, None)
+        old_param = self.rows.pop(row, None)
         self._left.pop(row, None)
-        if before is not None:
-            _tied.pop(id(before), None)
-            self._unwatch(id(before))
+        if old_param is not None:
+            _tied.pop(id(old_param), None)
+            self._unwatch(id(old_param))
 
     def untie_all(self) -> None:
         """Stop tracking all members' parameters."""
@@ -94,9 +94,9 @@ class RowGradients:
             self._watch(param)
 
     def _watch(self, param: Tensor) -> None:
-        known = self._nodes.get(id(param))
+        hooked = self._nodes.get(id(param))
         node = get_gradient_edge(param).node if param.requires_grad else None
-        if known is not None and known[0] is node:
+        if hooked is not None and hooked[0] is node:
             return
         self._unwatch(id(param))
         if node is not None:
@@ -126,8 +126,8 @@ class RowGradients:
             absent = torch.zeros(len(whole), dtype=torch.bool, device="cpu") if self._absent is None else self._absent
             if live is not None:
                 # The others are handled at the end of the pass.
-                before = absent_rows(whole)
-                absent = absent if before is None else absent | (before & ~live)
+                absent_before = absent_rows(whole)
+                absent = absent if absent_before is None else absent | (absent_before & ~live)
             mark_absent(whole, absent)
         self._whole = whole
         self.settle()
@@ -157,18 +157,18 @@ class RowGradients:
             self._whole = whole
             return
         absent = None if whole is None else absent_rows(whole)
-        gone = [whole is None] * len(stack) if absent is None else absent.tolist()
+        is_absent = [whole is None] * len(stack) if absent is None else absent.tolist()
         # Some members may have no such parameter.
-        asked = [row for row in (self._watched if rows is None else rows) if row in self.rows]
-        now = [(row, self.rows[row], *self._left.get(row, _NONE)) for row in asked]
+        tied_rows = [row for row in (self._watched if rows is None else rows) if row in self.rows]
+        candidates = [(row, self.rows[row], *self._left.get(row, _NONE)) for row in tied_rows]
         changed = [
-            (row, param, before, left)
-            for row, param, before, left in now
-            if (own := param.grad) is not left or whole is not before or (own is None) != gone[row]
+            (row, param, old_whole, old_grad)
+            for row, param, old_whole, old_grad in candidates
+            if (grad := param.grad) is not old_grad or whole is not old_whole or (grad is None) != is_absent[row]
         ]
         if changed:
             with torch.no_grad():
-                self._let_agree(whole, gone, changed)
+                self._let_agree(whole, is_absent, changed)
         self._whole = stack.grad
 
     def _moved(self) -> bool:
@@ -176,35 +176,38 @@ class RowGradients:
         stack, row = self.stack, next(iter(self.rows.values()), None)
         return row is not None and (stack.device != row.device or not fits_row(row, stack))
 
-    def _let_agree(self, whole: Tensor | None, gone: list[bool], changed: Sequence[Any]) -> None:
+    def _let_agree(self, whole: Tensor | None, is_absent: list[bool], changed: Sequence[Any]) -> None:
         """Copy the newer side over the other. ``changed``: rows, parameters, and the last synchronised gradients."""
         stack, views = self.stack, None
-        cleared = all(param.grad is None and left is not None and whole is before for _, param, before, left in changed)
+        cleared = all(
+            param.grad is None and old_grad is not None and whole is old_whole
+            for _, param, old_whole, old_grad in changed
+        )
         if cleared and len(changed) == len(stack):
             whole = stack.grad = None
-            gone = [True] * len(stack)
-        for row, param, before, left in changed:
-            own = param.grad
-            if own is left or (own is None and whole is not None and whole is not before):
+            is_absent = [True] * len(stack)
+        for row, param, old_whole, old_grad in changed:
+            grad = param.grad
+            if grad is old_grad or (grad is None and whole is not None and whole is not old_whole):
                 if whole is not None and views is None:
                     views = whole.detach().unbind()
-                param.grad = None if views is None or gone[row] else leading(views[row], param.shape)
+                param.grad = None if views is None or is_absent[row] else leading(views[row], param.shape)
                 continue
-            if own is not None and whole is None:
+            if grad is not None and whole is None:
                 whole = stack.grad = torch.zeros_like(stack)
-                gone, views = [True] * len(stack), None
+                is_absent, views = [True] * len(stack), None
             if whole is not None:
-                self._write(whole, row, param, gone)
+                self._write(whole, row, param, is_absent)
         if whole is not None:
-            mark_absent(whole, torch.tensor(gone, device="cpu"))
-            if all(gone):
+            mark_absent(whole, torch.tensor(is_absent, device="cpu"))
+            if all(is_absent):
                 stack.grad = None
         self._left |= {row: (stack.grad, param.grad) for row, param, _, _ in changed}
 
-    def _write(self, whole: Tensor, row: int, param: Tensor, gone: list[bool]) -> None:
+    def _write(self, whole: Tensor, row: int, param: Tensor, is_absent: list[bool]) -> None:
         """Write the member's gradient, or zeros if it has none, into its row."""
         target = leading(whole.detach()[row], param.shape)
-        gone[row] = param.grad is None
+        is_absent[row] = param.grad is None
         if param.grad is None:
             target.zero_()
             return
@@ -216,7 +219,7 @@ class RowGradients:
 def fits_row(tensor: Tensor, stack: Tensor) -> bool:
     """Return whether a member's ``tensor`` can be a row of ``stack``, or the leading part of one."""
     sizes = stack.shape[1:]
-    return tensor.dim() == len(sizes) and all(own <= size for own, size in zip(tensor.shape, sizes, strict=True))
+    return tensor.dim() == len(sizes) and all(length <= size for length, size in zip(tensor.shape, sizes, strict=True))
 
 
 def lies_in(tensor: Tensor, stack: Tensor, row: int) -> bool:
@@ -232,10 +235,10 @@ def _tied_gone(key: int, _: Any) -> None:
 
 def _before(tie: RowGradients, whole: bool) -> Any:
     """Return a hook with a weak reference to the tie, which itself keeps the hooked node alive."""
-    found = weakref.ref(tie)
+    tie_ref = weakref.ref(tie)
 
     def hook(grads: tuple[Tensor | None, ...]) -> Any:
-        tie, grad = found(), grads[0]
+        tie, grad = tie_ref(), grads[0]
         if tie is None:
             return None
         if whole and grad is not None:
@@ -246,10 +249,10 @@ def _before(tie: RowGradients, whole: bool) -> Any:
 
 
 def _after(tie: RowGradients, whole: bool) -> Any:
-    found = weakref.ref(tie)
+    tie_ref = weakref.ref(tie)
 
     def hook(*_: Any) -> None:
-        tie = found()
+        tie = tie_ref()
         if tie is not None:
             (tie.after if whole else tie.settle)()
 

@@ -51,18 +51,18 @@ def write_rows(stack: Tensor, rows: Sequence[int], values: Tensor) -> None:
 
 def kept(rows: Sequence[int], members: int) -> list[int]:
     """Return the source rows of an array that keeps only ``rows``. Raises ValueError."""
-    found = [row_of(row, members) for row in rows]
-    if not found:
+    sources = [row_of(row, members) for row in rows]
+    if not sources:
         raise ValueError(f"keep got no rows of an array of {members} members: an array has one member at least")
-    check_once(found)
-    return found
+    check_once(sources)
+    return sources
 
 
 def copied(src: int | Sequence[int], dst: int | Sequence[int], members: int) -> list[int]:
     """Return the source row of each member if ``src`` is copied over ``dst``. Raises ValueError."""
     sources = list(range(members))
-    for one, other in pairs(src, dst, members):
-        sources[other] = one
+    for source, target in pairs(src, dst, members):
+        sources[target] = source
     return sources
 
 
@@ -88,12 +88,12 @@ def rows_of(rows: int | Sequence[int], members: int) -> list[int]:
 def row_of(row: Any, members: int) -> int:
     """Return a row, which may be negative, as a number from 0 on. Raises ValueError."""
     try:
-        found = operator.index(row)
+        number = operator.index(row)
     except TypeError as error:
         raise ValueError(f"{row!r} is no row of an array of {members} members: give integers") from error
-    if isinstance(row, bool) or getattr(row, "dtype", None) is torch.bool or not -members <= found < members:
+    if isinstance(row, bool) or getattr(row, "dtype", None) is torch.bool or not -members <= number < members:
         raise ValueError(f"{row!r} is no row of an array of {members} members: rows are 0 to {members - 1}")
-    return found % members
+    return number % members
 
 
 def is_row(rows: Any) -> bool:
@@ -109,12 +109,12 @@ def check_once(rows: Sequence[int]) -> None:
 
 
 def moved_rows(
-    stack: Tensor, sources: Sequence[Any], given: Mapping[int, Tensor | None], shape: Sequence[int] | None = None
+    stack: Tensor, sources: Sequence[Any], joining: Mapping[int, Tensor | None], shape: Sequence[int] | None = None
 ) -> Tensor:
     """Return ``stack`` with rows ``sources``; in place if neither the number nor the shape of rows changes.
 
     Args:
-        given: the rows that join, by index; None for zeros. Smaller ones are padded with zeros.
+        joining: the rows that join, by index; None for zeros. Smaller ones are padded with zeros.
         shape: the new shape of a row, which is padded with zeros or cut; None: unchanged.
     """
     moves = [(index, source) for index, source in enumerate(sources) if isinstance(source, int)]
@@ -132,7 +132,7 @@ def moved_rows(
         target = torch.empty(len(sources), *stack.shape[1:], dtype=stack.dtype, device=stack.device)
         for start, stop, source in _runs(moves):
             target[start:stop].copy_(stack[source : source + stop - start])
-    for index, value in given.items():
+    for index, value in joining.items():
         if value is None or value.shape != target.shape[1:]:
             target[index].zero_()
         if value is not None:
@@ -149,8 +149,8 @@ def _move(stack: Tensor, changed: Sequence[tuple[int, int]]) -> None:
     """Copy rows ``(index, source)`` within a stack, as if all were read before one is written."""
     indices, origins = zip(*changed, strict=True)
     if stack[0].numel() * stack.element_size() < _LARGE_ROW:
-        place = torch.tensor(indices, device=stack.device)
-        stack.index_copy_(0, place, stack[torch.tensor(origins, device=stack.device)])
+        target_rows = torch.tensor(indices, device=stack.device)
+        stack.index_copy_(0, target_rows, stack[torch.tensor(origins, device=stack.device)])
         return
     aside = {source: stack[source].clone() for source in origins if source in indices}
     for index, source in changed:

@@ -35,8 +35,8 @@ def stage(subject: str, name: str, text: Callable[[], str], check: Callable[[], 
 def _write(folder: Path, name: str, text: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^\w.-]+", "_", name)
-    taken = [int(path.name[:4]) for path in folder.glob("[0-9][0-9][0-9][0-9]-*.txt")]
-    for number in itertools.count(max(taken, default=0) + 1):
+    numbers = [int(path.name[:4]) for path in folder.glob("[0-9][0-9][0-9][0-9]-*.txt")]
+    for number in itertools.count(max(numbers, default=0) + 1):
         try:
             with (folder / f"{number:04d}-{name}.txt").open("x") as file:
                 file.write(text + "\n")

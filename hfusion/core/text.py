@@ -31,13 +31,13 @@ def file_name(name: str, safe: str = "") -> str:
     >>> file_name("../a_b"), file_name("a b", safe=" ")
     ('%2E.%2Fa_b', 'a b')
     """
-    found = quote(name, safe=safe)
-    if found.startswith("."):
-        found = f"%2E{found[1:]}"
-    if 0 < len(found) <= MAX_FILE_NAME:
-        return found
+    quoted = quote(name, safe=safe)
+    if quoted.startswith("."):
+        quoted = f"%2E{quoted[1:]}"
+    if 0 < len(quoted) <= MAX_FILE_NAME:
+        return quoted
     # Only these names have a percent sign that is not followed by a hexadecimal digit.
-    return f"{found[:MAX_FILE_NAME]}%~{blake2b(name.encode(), digest_size=16).hexdigest()}"
+    return f"{quoted[:MAX_FILE_NAME]}%~{blake2b(name.encode(), digest_size=16).hexdigest()}"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
@@ -48,7 +48,7 @@ def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
-    def placed(place: int, cell: str) -> str:
-        return cell.ljust(widths[place]) if place < left else cell.rjust(widths[place])
+    def placed(index: int, cell: str) -> str:
+        return cell.ljust(widths[index]) if index < left else cell.rjust(widths[index])
 
     return ["  ".join(map(placed, range(len(row)), row)).rstrip() for row in rows]

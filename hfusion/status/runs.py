@@ -166,8 +166,8 @@ def _run(folder: Path, kind: str) -> RunStatus:
         members = _trials(folder, started, body, ended=ended and state != "unknown")
     else:
         members = _arrays(folder, started, ended=ended and state != "unknown")
-        times = [one.saved for one in members if one.saved is not None and one.saved.time is not None]
-        saved = max(times, key=lambda one: one.time or datetime.min, default=None)
+        saves = [member.saved for member in members if member.saved is not None and member.saved.time is not None]
+        saved = max(saves, key=lambda save: save.time or datetime.min, default=None)
     values = {} if last is None else last.values
     return RunStatus(
         folder,
@@ -197,9 +197,9 @@ def _life(events: Sequence[LoggedEvent]) -> tuple[str, LoggedEvent | None]:
             runs[key] = event.event, merged
     if not runs:
         return "unknown", None
-    found = [(state or _alive(first), first) for state, first in runs.values()]
+    run_states = [(state or _alive(first), first) for state, first in runs.values()]
     # The ranks of torchrun may share a folder: the run goes on as long as one of them is running.
-    return ([one for one in found if one[0] == "running"] or found)[-1]
+    return ([run for run in run_states if run[0] == "running"] or run_states)[-1]
 
 
 def _alive(first: LoggedEvent) -> str:
@@ -318,8 +318,8 @@ def _state(last: LoggedEvent | None, started: datetime | None, *, ended: bool) -
     state = "unknown" if last is None else _ENDED.get(last.event, "training")
     if state in ("training", "waiting", "unknown") and ended:
         return "not running"
-    before = last is not None and started is not None and last.time < started
-    return "waiting" if state == "training" and before else state
+    is_earlier = last is not None and started is not None and last.time < started
+    return "waiting" if state == "training" and is_earlier else state
 
 
 def _place(values: dict[str, str]) -> dict[str, Any]:

@@ -41,8 +41,8 @@ def print_status(runs: Iterable[RunStatus], now: datetime | None = None) -> None
 
 def to_json(runs: Iterable[RunStatus]) -> str:
     """Return the runs as a JSON list; times are ISO 8601, in UTC."""
-    found = [{**asdict(run), "counts": run.counts} for run in runs]
-    return json.dumps(found, default=_plain, indent=1)
+    records = [{**asdict(run), "counts": run.counts} for run in runs]
+    return json.dumps(records, default=_plain, indent=1)
 
 
 def _plain(value: Any) -> str:
@@ -52,7 +52,7 @@ def _plain(value: Any) -> str:
 
 def headline(run: RunStatus, now: datetime) -> str:
     """Return a run in one line: its folder, state, last save and counts."""
-    what = "hf.sweep" if run.kind == "sweep" else "hf.train"
+    function = "hf.sweep" if run.kind == "sweep" else "hf.train"
     state = run.state
     if state in ("running", "unknown") and run.process is not None:
         state += f" (process {run.process} on {run.node})"
@@ -63,35 +63,35 @@ def headline(run: RunStatus, now: datetime) -> str:
         counts = f"{len(run.members)} of {run.trials or '?'} trials: {counts or 'none begun'}"
     else:
         counts = f"{len(run.members)} array{'s' * (len(run.members) != 1)}: {counts or 'none begun'}"
-    return f"{run.folder}: {what}, {state}: last save {_save(run.saved, now)}; {counts}"
+    return f"{run.folder}: {function}, {state}: last save {_save(run.saved, now)}; {counts}"
 
 
 def _notes(run: RunStatus) -> list[str]:
     """Return lines for errors of saves, arrays and trials, which do not fit into a table."""
     lines = [] if run.saved is None or run.saved.problem is None else [f"  save: {run.saved.problem}"]
-    what = "trial" if run.kind == "sweep" else "array"
+    kind = "trial" if run.kind == "sweep" else "array"
     for member in run.members:
         problem = None if member.saved is None else member.saved.problem
-        lines += [f"  {what} {member.name}: {text}" for text in (member.error, problem) if text is not None]
+        lines += [f"  {kind} {member.name}: {text}" for text in (member.error, problem) if text is not None]
     return lines
 
 
 def _array_table(members: Sequence[MemberStatus], now: datetime) -> Table:
     titles = ("array", "state", "epoch", "minibatch", "members", "device", "node", "saved", "last losses")
     rows = []
-    for one in members:
-        size = None if one.training is None or one.stopped is None else one.training + one.stopped
+    for member in members:
+        size = None if member.training is None or member.stopped is None else member.training + member.stopped
         rows.append(
             (
-                one.name,
-                one.state,
-                _count(one.epoch, one.epochs),
-                _count(one.done, one.total),
-                _count(one.training, size),
-                one.device or "",
-                one.node or "",
-                "" if one.saved is None else _ago(one.saved, now),
-                one.value or "",
+                member.name,
+                member.state,
+                _count(member.epoch, member.epochs),
+                _count(member.done, member.total),
+                _count(member.training, size),
+                member.device or "",
+                member.node or "",
+                "" if member.saved is None else _ago(member.saved, now),
+                member.value or "",
             )
         )
     return _table(titles, rows)
@@ -99,20 +99,20 @@ def _array_table(members: Sequence[MemberStatus], now: datetime) -> Table:
 
 def _trial_table(members: Sequence[MemberStatus]) -> Table:
     titles = ("trial", "state", "epoch", "last value", "array", "device", "node")
-    ended = [one for one in members if one.state not in _ACTIVE]
-    left_out = {one.name for one in ended[: max(0, len(ended) - _MAX_ENDED)]}
+    ended = [member for member in members if member.state not in _ACTIVE]
+    left_out = {member.name for member in ended[: max(0, len(ended) - _MAX_ENDED)]}
     rows = [
         (
-            one.name,
-            one.state,
-            _count(one.epoch, one.epochs),
-            one.value or "",
-            one.array or "",
-            one.device or "",
-            one.node or "",
+            member.name,
+            member.state,
+            _count(member.epoch, member.epochs),
+            member.value or "",
+            member.array or "",
+            member.device or "",
+            member.node or "",
         )
-        for one in members
-        if one.name not in left_out
+        for member in members
+        if member.name not in left_out
     ]
     if left_out:
         rows.insert(0, (f"... {len(left_out)} more", "ended, see --json", "", "", "", "", ""))
