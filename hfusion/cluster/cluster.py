@@ -83,10 +83,14 @@ class Cluster:
         self._memory = None if memory is None else parse_bytes(memory)
         self._host = None if host is None else parse_bytes(host)
         self._disk = Path(disk)
-        given = {**self._options, "runtime_env": runtime_env, "memory": memory, "host": host}
-        given |= {"timeout": timeout or None, "devices": devices}
-        if isinstance(where, Machine) and (own := [name for name, value in given.items() if value is not None]):
-            raise PlanError(f"{own[0]} is of Ray's nodes: the machine that is given says what it has; leave it out")
+        ray_options = {**self._options, "runtime_env": runtime_env, "memory": memory, "host": host}
+        ray_options |= {"timeout": timeout or None, "devices": devices}
+        if isinstance(where, Machine) and (
+            conflicts := [name for name, value in ray_options.items() if value is not None]
+        ):
+            raise PlanError(
+                f"{conflicts[0]} is of Ray's nodes: the machine that is given says what it has; leave it out"
+            )
 
     def __repr__(self) -> str:
         where = f"{len(self._where.devices)} processes" if isinstance(self._where, Machine) else repr(self._where)
@@ -123,7 +127,7 @@ class Cluster:
         Raises:
             PlanError: as `hfusion.train`, and if ``plan`` is given, which is for one machine.
         """
-        found = listed(tasks)
+        task_list = listed(tasks)
         if plan is not None:
             raise PlanError("plan is for an hf.Machine: the nodes of a cluster plan by themselves")
         folder = None if checkpoint is None else Path(checkpoint).absolute()
@@ -131,10 +135,12 @@ class Cluster:
         with ExitStack() as stack:
             executor = self._open()
             stack.callback(executor.close)
-            arrays = arranged(found, executor.devices, options, resume=resume)
+            arrays = arranged(task_list, executor.devices, options, resume=resume)
             log = stack.enter_context(EventLog(folder, "train", arrays=len(arrays.arrays)))
             drive = Drive(arrays, executor, self._max_failures, log, on_result)
             if progress:
-                bars = TaskBars([(one.load.name, one.task.steps) for one in arrays.arrays], [0] * len(arrays.arrays))
+                bars = TaskBars(
+                    [(array.load.name, array.task.steps) for array in arrays.arrays], [0] * len(arrays.arrays)
+                )
                 drive.show = stack.enter_context(bars).reach
             return drive.run()

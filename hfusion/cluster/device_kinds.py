@@ -28,6 +28,6 @@ class DeviceKinds:
         return len(self.rooms) - 1
 
 
-def _alike(one: Rates, other: Rates) -> bool:
-    pairs = [(getattr(one, name), getattr(other, name)) for name in _COMPARED]
+def _alike(first: Rates, second: Rates) -> bool:
+    pairs = [(getattr(first, name), getattr(second, name)) for name in _COMPARED]
     return all(max(pair) <= min(pair) * (1 + DIFFERS) for pair in pairs)

@@ -58,14 +58,14 @@ class Drive:
         # Whether a callback or ``on_result`` was called.
         self.heard = False
         self._run, self._tasks, self._arrays, self._executor = arrays, arrays.tasks, arrays.arrays, executor
-        self._logs = ArrayLogs(log, [(one.load.name, one.task, one.members) for one in arrays.arrays])
+        self._logs = ArrayLogs(log, [(array.load.name, array.task, array.members) for array in arrays.arrays])
         # How many minibatches and evaluations of each array were passed to callbacks.
         self._counts: Counter[tuple[int, type]] = Counter()
         # How many were passed to ``on_result``, and the members that it stopped at each result.
         self._asked: Counter[tuple[int, type]] = Counter()
         self._stops: dict[tuple[int, type, int], list[int]] = {}
-        loads = [one.load for one in arrays.arrays]
-        saved = [number for number, one in enumerate(arrays.arrays) if one.options.checkpoint is not None]
+        loads = [array.load for array in arrays.arrays]
+        saved = [number for number, array in enumerate(arrays.arrays) if array.options.checkpoint is not None]
         self._placement = Placement(loads, arrays.kinds, max_failures, clock, saved)
         self._parts, self._processes = SharedParts(arrays.arrays, executor), arrays.processes
         self._now: dict[int, int] = {}
@@ -142,8 +142,8 @@ class Drive:
         number, steps = self._now.get(device), [result for result in message.results if isinstance(result, Step)]
         if number is not None and steps:
             self._told.add(number)
-            done = steps[-1].epoch * self._arrays[number].task.epoch + steps[-1].step + 1
-            self._placement.reach(device, done, message.at)
+            minibatches = steps[-1].epoch * self._arrays[number].task.epoch + steps[-1].step + 1
+            self._placement.reach(device, minibatches, message.at)
 
     def _note(self, device: int, number: int | None, event: Step | Evaluation | ArrayNote) -> None:
         if number is not None:
@@ -153,7 +153,7 @@ class Drive:
         number = self._now.get(device)
         if number is None or number in self._failed:
             return
-        one, count = self._arrays[number], self._count(number, result)
+        array, count = self._arrays[number], self._count(number, result)
         if isinstance(result, Step):
             self.show(number, count)
         if count <= self._counts[number, type(result)]:
@@ -161,9 +161,9 @@ class Drive:
             return
         self._counts[number, type(result)] = count
         self._note(device, number, result)
-        self.heard = self.heard or bool(one.task.callbacks)
+        self.heard = self.heard or bool(array.task.callbacks)
         try:
-            for callback in one.task.callbacks:
+            for callback in array.task.callbacks:
                 callback(result)
         except Exception as error:
             # From here on, results that the node sends for this array are ignored.
@@ -233,13 +233,13 @@ class Drive:
         if not self._failed:
             return report
         failed = [self._arrays[number] for number in sorted(self._failed)]
-        names = dict.fromkeys(one.load.name if self._ends_at_failure else one.task.name for one in failed)
+        names = dict.fromkeys(array.load.name if self._ends_at_failure else array.task.name for array in failed)
         first = self._failed[min(self._failed)]
-        told = ", ".join(map(repr, names))
+        quoted_names = ", ".join(map(repr, names))
         kind = "task" if len(names) == 1 else "tasks"
         finished = "finished before" if self._ends_at_failure else "finished"
         raise TrainError(
-            f"{kind} {told} failed: {type(first).__name__}: {first}; {finished}: {', '.join(report) or 'none'} "
+            f"{kind} {quoted_names} failed: {type(first).__name__}: {first}; {finished}: {', '.join(report) or 'none'} "
             "(error.report)",
             report,
         ) from first
@@ -247,27 +247,29 @@ class Drive:
     def _report(self) -> Report:
         tasks: dict[str, TaskReport] = {}
         arrays = defaultdict[Task, list[int]](list)
-        for number, one in enumerate(self._arrays):
-            arrays[one.task].append(number)
+        for number, array in enumerate(self._arrays):
+            arrays[array.task].append(number)
         for task in self._tasks:
-            own = arrays[task]
-            if all(number in self._done and number not in self._failed for number in own):
-                tasks[task.name] = joined([self._part(self._arrays[number], self._done[number][1]) for number in own])
+            numbers = arrays[task]
+            if all(number in self._done and number not in self._failed for number in numbers):
+                tasks[task.name] = joined(
+                    [self._part(self._arrays[number], self._done[number][1]) for number in numbers]
+                )
         return Report(tasks, self._plan(), self._timeline(), self._peak())
 
-    def _part(self, one: PlacedArray, done: ArrayDone) -> tuple[tuple[int, ...], TaskReport]:
+    def _part(self, placed_array: PlacedArray, done: ArrayDone) -> tuple[tuple[int, ...], TaskReport]:
         """Return the members and report of an array, and copy its state into the user's objects."""
-        found = done.report[one.task.name]
-        for generator, state in zip(loader_generators(one.task), done.generators, strict=True):
+        report = done.report[placed_array.task.name]
+        for generator, state in zip(loader_generators(placed_array.task), done.generators, strict=True):
             generator.set_state(state)
-        array = one.trained_array()
+        array = placed_array.trained_array()
         with torch.no_grad():
             for name, tensor in tensors(array):
                 if name in done.tensors:
                     tensor.copy_(done.tensors[name])
-        if isinstance(one.task.optimizer, FusedOptimizer) and done.optimizer is not None:
-            one.task.optimizer.load_state_dict(done.optimizer)
-        return one.members, replace(found, _arrays=((one.members, array),))
+        if isinstance(placed_array.task.optimizer, FusedOptimizer) and done.optimizer is not None:
+            placed_array.task.optimizer.load_state_dict(done.optimizer)
+        return placed_array.members, replace(report, _arrays=((placed_array.members, array),))
 
     def _plan(self) -> Plan:
         devices = self._executor.devices
@@ -283,22 +285,22 @@ class Drive:
         names = [device.name for device in self._executor.devices]
         spans = []
         for device, begun, timeline, _ in self._ran():
-            later = begun - self._executor.offsets[device] - self._began
+            offset = begun - self._executor.offsets[device] - self._began
             for span in timeline.actions:
-                start, end = span.start + later, span.end + later
+                start, end = span.start + offset, span.end + offset
                 spans.append(replace(span, device=names[device], start=start, end=end))
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)), tuple(names), self._placement.lower_bound)
 
     def _peak(self) -> dict[str, int]:
         peak = {device.name: 0 for device in self._executor.devices}
         names = [*peak]
-        for device, _, _, found in self._ran():
-            peak[names[device]] = max(peak[names[device]], *found.values())
+        for device, _, _, run_peak in self._ran():
+            peak[names[device]] = max(peak[names[device]], *run_peak.values())
         return peak
 
     def _ran(self) -> Iterator[tuple[int, float, Timeline, Mapping[str, int]]]:
         """Yield the device, start by the device's clock, timeline and peak of each run of an array."""
-        for device, left in self._left:
-            yield device, left.begun, left.timeline, left.peak
+        for device, message in self._left:
+            yield device, message.begun, message.timeline, message.peak
         for device, done in self._done.values():
             yield device, done.begun, done.report.timeline, done.report.peak

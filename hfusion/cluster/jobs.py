@@ -92,8 +92,8 @@ class PlacedArray:
         models = self.task.models
         if isinstance(models, FusedModule):
             return models
-        listed = [models] if isinstance(models, nn.Module) else models
-        return fuse([listed[index] for index in self.members])
+        model_list = [models] if isinstance(models, nn.Module) else models
+        return fuse([model_list[index] for index in self.members])
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,11 +112,11 @@ class ClusterArrays:
     def kind_of(self, device: DeviceInfo) -> tuple[int, list[float | None] | None]:
         """Return the kind of a device that joins and, if the kind is new, the estimated seconds of each array on it."""
         assert self.rooms is not None
-        before, kind = len(self.rooms.rooms), self.rooms.kind(device)
-        if kind < before:
+        kinds_before, kind = len(self.rooms.rooms), self.rooms.kind(device)
+        if kind < kinds_before:
             return kind, None
         room = self.rooms.rooms[kind]
-        return kind, [None if one.cost is None else one.cost.seconds_on(room) for one in self.arrays]
+        return kind, [None if array.cost is None else array.cost.seconds_on(room) for array in self.arrays]
 
 
 def arranged(
@@ -133,17 +133,17 @@ def arranged(
     rooms = DeviceKinds()
     kinds = tuple(map(rooms.kind, devices))
     check_tensors(tasks)
-    most = max(devices, key=lambda device: device.budget)
-    largest = Room(most.physical, most.budget, most.rates, keep=True)
+    largest_device = max(devices, key=lambda device: device.budget)
+    largest = Room(largest_device.physical, largest_device.budget, largest_device.rates, keep=True)
     arrays: list[PlacedArray] = []
     alike = AlikeTasks(largest)
     for task in tasks:
         for members, cost in alike.arrays(task):
             load = Load(cost.name, tuple(map(cost.seconds_on, rooms.rooms)), task.name, task.steps)
             arrays.append(PlacedArray(task, members, load, seeded_task(sent_task(task, members)), options, cost=cost))
-    check_loaders([(one.load.name, (one.task.loader, one.task.eval_loader)) for one in arrays])
+    check_loaders([(array.load.name, (array.task.loader, array.task.eval_loader)) for array in arrays])
     if options.checkpoint is not None:
-        check_folder(options.checkpoint, [one.load.name for one in arrays], resume=resume)
+        check_folder(options.checkpoint, [array.load.name for array in arrays], resume=resume)
     return ClusterArrays(tuple(tasks), tuple(arrays), kinds, rooms=rooms)
 
 
@@ -153,13 +153,18 @@ def planned(
     """Return the arrays of an existing plan for one machine; worker processes train them by that plan."""
     kinds = tuple(range(len(devices)))
     arrays = []
-    for one, task_plan in zip(arrangements, plan.tasks, strict=True):
-        seconds = tuple(task_plan.seconds if task_plan.device_bytes <= each.budget else None for each in devices)
-        load = Load(task_plan.name, seconds, one.task.name, one.task.steps)
-        sent = seeded_task(sent_task(one.task, one.members))
-        arrays.append(PlacedArray(one.task, one.members, load, sent, options, task_plan, one.array))
+    for arrangement, task_plan in zip(arrangements, plan.tasks, strict=True):
+        seconds = tuple(task_plan.seconds if task_plan.device_bytes <= device.budget else None for device in devices)
+        load = Load(task_plan.name, seconds, arrangement.task.name, arrangement.task.steps)
+        sent = seeded_task(sent_task(arrangement.task, arrangement.members))
+        arrays.append(
+            PlacedArray(arrangement.task, arrangement.members, load, sent, options, task_plan, arrangement.array)
+        )
     return ClusterArrays(
-        tuple({id(one.task): one.task for one in arrangements}.values()), tuple(arrays), kinds, plan.processes
+        tuple({id(arrangement.task): arrangement.task for arrangement in arrangements}.values()),
+        tuple(arrays),
+        kinds,
+        plan.processes,
     )
 
 
@@ -177,8 +182,8 @@ def sent_task(task: Task, members: Sequence[int]) -> Task:
     """Return a copy of the task for another process: without callbacks, and only with the models of ``members``."""
     models = task.models
     if not isinstance(models, nn.Module):
-        own, absent = set(members), nn.Identity()
-        models = [model if index in own else absent for index, model in enumerate(models)]
+        indices, placeholder = set(members), nn.Identity()
+        models = [model if index in indices else placeholder for index, model in enumerate(models)]
     return replace(task, models=models, callbacks=())
 
 
@@ -195,14 +200,16 @@ class SharedParts:
         self.kept: dict[str, Any] = {}
         # References keep the objects alive, so that their ids are not reused.
         self._alive: list[object] = []
-        found = list(arrays)
-        for one in found:
-            for loader in (one.sent.loader, one.sent.eval_loader):
+        array_list = list(arrays)
+        for array in array_list:
+            for loader in (array.sent.loader, array.sent.eval_loader):
                 if loader is not None:
                     self._keep(loader, executor)
-        counts = Counter(id(tensor) for one in found for tensor in {id(t): t for t in _frozen(one.sent)}.values())
-        for one in found:
-            for tensor in _frozen(one.sent):
+        counts = Counter(
+            id(tensor) for array in array_list for tensor in {id(t): t for t in _frozen(array.sent)}.values()
+        )
+        for array in array_list:
+            for tensor in _frozen(array.sent):
                 if counts[id(tensor)] > 1:
                     self._keep(tensor, executor)
 

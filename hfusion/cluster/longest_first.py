@@ -25,7 +25,7 @@ class Load:
     @property
     def least(self) -> float:
         """Seconds on the fastest kind of device. Raises PlanError if the array fits no kind."""
-        fitting = [each for each in self.seconds if each is not None]
+        fitting = [seconds for seconds in self.seconds if seconds is not None]
         if not fitting:
             raise PlanError(
                 f"the array {self.name!r} fits no device of the cluster: give more memory, or fewer members"
@@ -52,18 +52,18 @@ def place(
         PlanError: an array fits none of the remaining devices.
     """
     heaps: dict[tuple[int, float], list[tuple[float, int]]] = {}
-    for device, (kind, free) in enumerate(zip(kinds, busy, strict=True)):
-        if free is not None:
-            heaps.setdefault((kind, slow[device]), []).append((free, device))
+    for device, (kind, busy_seconds) in enumerate(zip(kinds, busy, strict=True)):
+        if busy_seconds is not None:
+            heaps.setdefault((kind, slow[device]), []).append((busy_seconds, device))
     for heap in heaps.values():
         heapify(heap)
     placed: list[list[int]] = [[] for _ in kinds]
     for number in sorted(waiting, key=lambda number: (-loads[number].least * waiting[number], number)):
-        seconds, more = loads[number].seconds, waiting[number]
+        seconds, factor = loads[number].seconds, waiting[number]
         ends = [
-            (heap[0][0] + each * more * key[1], key)
+            (heap[0][0] + estimate * factor * key[1], key)
             for key, heap in heaps.items()
-            if (each := seconds[key[0]]) is not None
+            if (estimate := seconds[key[0]]) is not None
         ]
         if not ends:
             raise PlanError(f"the array {loads[number].name!r} fits none of the devices that are left")
@@ -82,7 +82,10 @@ def lower_bound(loads: Sequence[Load], kinds: Sequence[int]) -> float:
     """
     least = [load.least for load in loads]
     speeds = [
-        max((best / each for load, best in zip(loads, least, strict=True) if (each := load.seconds[kind])), default=0.0)
+        max(
+            (best / seconds for load, best in zip(loads, least, strict=True) if (seconds := load.seconds[kind])),
+            default=0.0,
+        )
         for kind in range(max(kinds) + 1)
     ]
     return max(max(least, default=0.0), math.fsum(least) / math.fsum(speeds[kind] for kind in kinds))

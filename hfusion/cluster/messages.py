@@ -63,9 +63,9 @@ def _raised(data: bytes | None, kind: str, text: str, lines: list[str]) -> Raise
     error: BaseException = RuntimeError(f"{kind}: {text}")
     # An exception class may fail, or change its text, when it is unpickled.
     with suppress(Exception):
-        found = None if data is None else unpack_message(data)
-        if isinstance(found, BaseException) and type(found).__name__ == kind and str(found) == text:
-            error = found
+        original = None if data is None else unpack_message(data)
+        if isinstance(original, BaseException) and type(original).__name__ == kind and str(original) == text:
+            error = original
     error.add_note("on the node:\n" + "".join(lines))
     return Raised(error)
 

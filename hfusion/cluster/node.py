@@ -77,17 +77,17 @@ class Told:
     def __getstate__(self) -> dict[str, Any]:
         """Return a state with all losses in one tensor: pickling each takes a tenth of a small minibatch."""
         losses = [result.losses for result in self.results]
-        if len({each.dtype for each in losses}) != 1:
+        if len({item.dtype for item in losses}) != 1:
             return vars(self)
-        heads = [(type(each), {**vars(each), "losses": each.losses.shape}) for each in self.results]
-        joined = torch.cat([each.reshape(-1) for each in losses])
+        heads = [(type(item), {**vars(item), "losses": item.losses.shape}) for item in self.results]
+        joined = torch.cat([item.reshape(-1) for item in losses])
         return {"heads": heads, "losses": joined, "at": self.at, "notes": self.notes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "heads" in state:
             pieces = state["losses"].split([head["losses"].numel() for _, head in state["heads"]])
-            made = zip(state["heads"], pieces, strict=True)
-            results = (kind(**{**head, "losses": piece.view(head["losses"])}) for (kind, head), piece in made)
+            pairs = zip(state["heads"], pieces, strict=True)
+            results = (kind(**{**head, "losses": piece.view(head["losses"])}) for (kind, head), piece in pairs)
             state = {"results": tuple(results), "at": state["at"], "notes": state["notes"]}
         self.__dict__.update(state)
 
@@ -151,8 +151,10 @@ class _Outbox:
 
     def add(self, result: Step | Evaluation) -> None:
         if self._epoch is not None:
-            ends = self._epoch
-            self._results = [each for each in self._results if isinstance(each, Evaluation) or each.step + 1 == ends]
+            epoch = self._epoch
+            self._results = [
+                previous for previous in self._results if isinstance(previous, Evaluation) or previous.step + 1 == epoch
+            ]
         self._results.append(result)
         if time.monotonic() - self._sent > _TELL:
             self.send()
@@ -259,19 +261,19 @@ class ArrayTrainer:
         outbox.send()
         optimizer = task.optimizer if isinstance(task.optimizer, FusedOptimizer) else None
         begun = ended - max((span.end for span in report.timeline.actions), default=0.0)
-        found = report[task.name]
-        if len(found.losses) < task.steps and len(found.stopped) < len(job.members):
+        task_report = report[task.name]
+        if len(task_report.losses) < task.steps and len(task_report.stopped) < len(job.members):
             return ArrayLeft(report.timeline, report.peak, begun)
-        ((_, array),) = found._arrays
+        ((_, array),) = task_report._arrays
         return ArrayDone(
-            replace(report, tasks={task.name: replace(found, _arrays=())}),
+            replace(report, tasks={task.name: replace(task_report, _arrays=())}),
             {name: tensor.detach().cpu() for name, tensor in changed_tensors(array).items()},
             None if optimizer is None else optimizer.state_dict(),
             begun,
-            tuple(each.get_state() for each in loader_generators(task)),
+            tuple(generator.get_state() for generator in loader_generators(task)),
         )
 
 
 def loader_generators(task: Task) -> list[torch.Generator]:
     """Return the generators that reading the loaders of a task draws from."""
-    return [each for loader in (task.loader, task.eval_loader) for each in generators(loader)]
+    return [generator for loader in (task.loader, task.eval_loader) for generator in generators(loader)]

@@ -121,8 +121,8 @@ class Placement:
 
     def _seconds(self, number: int, device: int) -> float | None:
         """Return the seconds for the rest of an array, corrected by measurements; None if it does not fit."""
-        whole, left = self._whole(number, device), 1 - self._steps[number] / self._loads[number].steps
-        return None if whole is None else whole * left * self._ratios.factor(number, device)
+        estimate, remaining = self._whole(number, device), 1 - self._steps[number] / self._loads[number].steps
+        return None if estimate is None else estimate * remaining * self._ratios.factor(number, device)
 
     def _left(self, device: int) -> float:
         """Return the seconds until the array that runs on a device ends; 0 for an idle device."""
@@ -133,32 +133,32 @@ class Placement:
 
     def _lefts(self) -> list[float | None]:
         """Return the seconds until each device ends its array, or one that moves to it; None for a lost device."""
-        found = [None if device in self._gone else self._left(device) for device in range(len(self._kinds))]
+        seconds = [None if device in self._gone else self._left(device) for device in range(len(self._kinds))]
         for source, move in self._leaving.items():
             if move.target not in self._gone:
                 run = self._running[source]
-                found[source] = self._handover
-                found[move.target] = self._handover + run.startup + (self._seconds(run.number, move.target) or 0.0)
-        return found
+                seconds[source] = self._handover
+                seconds[move.target] = self._handover + run.startup + (self._seconds(run.number, move.target) or 0.0)
+        return seconds
 
     def _placed(self, waiting: Iterable[int], busy: Sequence[float | None]) -> list[list[int]]:
         """Return the best placement of waiting arrays, by current estimates."""
-        left = {n: self._ratios.of_array(n) * (1 - self._steps[n] / self._loads[n].steps) for n in waiting}
+        factors = {n: self._ratios.of_array(n) * (1 - self._steps[n] / self._loads[n].steps) for n in waiting}
         slow = [self._ratios.of_device(device) for device in range(len(self._kinds))]
-        return place(self._loads, left, self._kinds, busy, slow)
+        return place(self._loads, factors, self._kinds, busy, slow)
 
     def _end(self, placed: Sequence[Collection[int]], busy: Sequence[float | None]) -> float:
         """Return the seconds until all arrays end with this placement; ``busy`` as in `place`."""
         return max(
-            (free or 0.0) + math.fsum(self._seconds(number, device) or 0.0 for number in own)
-            for device, (own, free) in enumerate(zip(placed, busy, strict=True))
+            (busy_seconds or 0.0) + math.fsum(self._seconds(number, device) or 0.0 for number in numbers)
+            for device, (numbers, busy_seconds) in enumerate(zip(placed, busy, strict=True))
         )
 
     def _arrange(self, waiting: Collection[int]) -> None:
         self._settle(self._placed(waiting, self._lefts()))
 
     def _settle(self, placed: Sequence[Collection[int]]) -> None:
-        self._queues = [deque(each) for each in placed]
+        self._queues = [deque(numbers) for numbers in placed]
         self._planned = {
             number: self._seconds(number, device) or 0.0
             for device, queue in enumerate(self._queues)
@@ -205,7 +205,9 @@ class Placement:
         if speed in self._fruitless:
             return None
         order = sorted(
-            (each for each, queue in enumerate(self._queues) if queue), key=self._waiting.__getitem__, reverse=True
+            (candidate for candidate, queue in enumerate(self._queues) if queue),
+            key=self._waiting.__getitem__,
+            reverse=True,
         )
         for owner in order:
             seconds = self._seconds(self._queues[owner][-1], device)
@@ -217,28 +219,28 @@ class Placement:
     def reach(self, device: int, steps: int, at: float) -> None:
         """Note that a device's array had ``steps`` minibatches at time ``at`` of the device's clock."""
         run = self._running[device]
-        whole, load = self._whole(run.number, device), self._loads[run.number]
+        estimate, load = self._whole(run.number, device), self._loads[run.number]
         run.heard, self._steps[run.number] = self._clock(), min(steps, load.steps)
         if run.progress is None:
             run.progress, run.startup = ArrayProgress(steps, at), run.heard - run.begun
             return
         run.progress.reach(steps, at)
         seconds = run.progress.seconds
-        if seconds is not None and whole and self._ratios.note(run.number, device, seconds * load.steps / whole):
+        if seconds is not None and estimate and self._ratios.note(run.number, device, seconds * load.steps / estimate):
             self._news, self._stirs, self._unheeded = self._news + 1, self._stirs + 1, self._unheeded + 1
 
     def moves(self) -> list[int]:
         """Return the devices whose arrays are to leave now, each once. After `left` they wait for their target."""
-        found: list[int] = []
+        sources: list[int] = []
         if self._stirs * _OFTEN <= len(self._running):
-            return found
+            return sources
         while (move := self._move()) is not None:
             source, target = move
             self._leaving[source] = _Leaving(target, self._clock())
             self._unasked.discard(target)
-            found.append(source)
+            sources.append(source)
         self._stirs = 0
-        return found
+        return sources
 
     def _move(self) -> tuple[int, int] | None:
         """Return the source and target of a move of the array that ends last, if the run then ends sooner; else None.
@@ -248,20 +250,22 @@ class Placement:
         if len(self._planned) >= len(self._kinds) or not (idle := self.idle):
             return None
         busy = self._lefts()
-        ends = [(free or 0.0) + waiting for free, waiting in zip(busy, self._waiting, strict=True)]
+        ends = [(busy_seconds or 0.0) + waiting for busy_seconds, waiting in zip(busy, self._waiting, strict=True)]
         source = max(range(len(ends)), key=ends.__getitem__)
         run = self._running.get(source)
         if run is None or run.number not in self._saved or source in self._leaving or self._queues[source]:
             return None
-        each = None if run.progress is None else run.progress.seconds
-        if each is None:
+        minibatch_seconds = None if run.progress is None else run.progress.seconds
+        if minibatch_seconds is None:
             return None
-        leaves = max(self._handover, each)
-        fits = [(leaves + run.startup + s, d) for d in idle if (s := self._seconds(run.number, d)) is not None]
-        if not fits:
+        leave_seconds = max(self._handover, minibatch_seconds)
+        candidates = [
+            (leave_seconds + run.startup + s, d) for d in idle if (s := self._seconds(run.number, d)) is not None
+        ]
+        if not candidates:
             return None
-        there, target = min(fits)
-        busy[target], busy[source] = there, leaves
+        target_end, target = min(candidates)
+        busy[target], busy[source] = target_end, leave_seconds
         placed = self._placed(self._planned, busy)
         if self._end(placed, busy) * (1 + DIFFERS) >= ends[source]:
             return None
@@ -315,7 +319,7 @@ class Placement:
         """
         if seconds is not None:
             pairs = zip(self._loads, seconds, strict=True)
-            self._loads = [replace(load, seconds=(*load.seconds, each)) for load, each in pairs]
+            self._loads = [replace(load, seconds=(*load.seconds, estimate)) for load, estimate in pairs]
         self._kinds.append(kind)
         self._stirs += 1
         self._arrange_fitting([*self._planned, *self.stranded])
@@ -327,7 +331,7 @@ class Placement:
 
     def _arrange_fitting(self, waiting: Collection[int]) -> None:
         """Place the arrays that fit a device that is not lost. The others become stranded."""
-        there = {kind for device, kind in enumerate(self._kinds) if device not in self._gone}
-        fitting = [n for n in waiting if any(self._loads[n].seconds[kind] is not None for kind in there)]
+        kinds = {kind for device, kind in enumerate(self._kinds) if device not in self._gone}
+        fitting = [n for n in waiting if any(self._loads[n].seconds[kind] is not None for kind in kinds)]
         self.stranded = sorted(set(waiting).difference(fitting))
         self._arrange(fitting)

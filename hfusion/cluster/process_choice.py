@@ -58,8 +58,8 @@ class ArraySeconds:
     @property
     def whole(self) -> float:
         """Seconds of all minibatches."""
-        both = max(self.python, self.computing) if self.overlaps else self.python + self.computing
-        return self.minibatches * both
+        minibatch_seconds = max(self.python, self.computing) if self.overlaps else self.python + self.computing
+        return self.minibatches * minibatch_seconds
 
 
 def devices_at_once(devices: int, rates: Rates, threads: int) -> int:
@@ -67,23 +67,24 @@ def devices_at_once(devices: int, rates: Rates, threads: int) -> int:
     return devices if rates.device != "cpu" else max(1, min(devices, cores() // threads))
 
 
-def choose_processes(arrays: Sequence[ArraySeconds], devices: int, at_once: int, begin: float) -> Processes:
+def choose_processes(arrays: Sequence[ArraySeconds], devices: int, at_once: int, startup: float) -> Processes:
     """Return the processes that end soonest, by estimates.
 
     In one process, all Python code shares one interpreter lock.
 
     Args:
         at_once: how many of the devices compute at the same time.
-        begin: seconds that several processes need to start.
+        startup: seconds that several processes need to start.
     """
     if len(arrays) == 1:
         return Processes(1, "one array trains on one device at a time")
     longest = max(arrays, key=lambda array: array.whole)
     shared = max(longest.whole, math.fsum(array.whole for array in arrays) / at_once)
-    one = max(shared, math.fsum(array.minibatches * array.python for array in arrays))
-    several = begin + shared
+    single = max(shared, math.fsum(array.minibatches * array.python for array in arrays))
+    several = startup + shared
     reason = (
         f"a minibatch takes {1e3 * longest.python:.2g} ms of Python and {1e3 * longest.computing:.2g} ms of computing, "
-        f"estimated are {one:.3g} s in one process and {several:.3g} s in {devices}, of which {begin:.2g} s to begin"
+        f"estimated are {single:.3g} s in one process and {several:.3g} s in {devices}, of which "
+        f"{startup:.2g} s to begin"
     )
-    return Processes(devices if several * (1 + DIFFERS) < one else 1, reason)
+    return Processes(devices if several * (1 + DIFFERS) < single else 1, reason)

@@ -77,30 +77,30 @@ class ProcessExecutor:
 
     def _start(self, device: int) -> None:
         context = get_context("spawn")
-        ours, theirs = context.Pipe()
+        pipe, worker_pipe = context.Pipe()
         end, stop = context.Pipe(duplex=False)
-        one, host = self._machine.devices[device], max(1, self._machine.host // len(self._machine.devices))
-        args = (theirs, end, one, host, self._machine.disk, ProcessSettings.current())
-        process = context.Process(target=_work, args=args, name=f"hfusion {one.name}", daemon=False)
+        machine_device, host = self._machine.devices[device], max(1, self._machine.host // len(self._machine.devices))
+        args = (worker_pipe, end, machine_device, host, self._machine.disk, ProcessSettings.current())
+        process = context.Process(target=_work, args=args, name=f"hfusion {machine_device.name}", daemon=False)
         with nullcontext() if self._with_main else _main_left_out():
             process.start()
-        theirs.close()
+        worker_pipe.close()
         end.close()
-        self._pipes[device], self._processes[device], self._stops[device] = ours, process, stop
+        self._pipes[device], self._processes[device], self._stops[device] = pipe, process, stop
 
     def _info(self, device: int) -> DeviceInfo:
         pipe = self._pipes[device]
         assert pipe is not None
         try:
-            found = unpack_message(pipe.recv_bytes())
+            message = unpack_message(pipe.recv_bytes())
         except (EOFError, OSError) as error:
             raise HFusionError(
                 f"the process of the device {self._machine.devices[device].name!r} ended before it began: a script "
                 'that trains on a cluster of processes must do so under if __name__ == "__main__"'
             ) from error
-        if isinstance(found, Raised):
-            raise found.error
-        info: DeviceInfo = found
+        if isinstance(message, Raised):
+            raise message.error
+        info: DeviceInfo = message
         return info
 
     def put(self, value: Any) -> Any:
@@ -129,19 +129,19 @@ class ProcessExecutor:
                 _send(stop, message)
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
-        there = {pipe: device for device, pipe in enumerate(self._pipes) if pipe is not None}
-        found: list[tuple[int, Message]] = []
-        for pipe in connection.wait(list(there), seconds):
+        devices = {pipe: device for device, pipe in enumerate(self._pipes) if pipe is not None}
+        messages: list[tuple[int, Message]] = []
+        for pipe in connection.wait(list(devices), seconds):
             assert isinstance(pipe, Connection)
-            device = there[pipe]
+            device = devices[pipe]
             try:
-                found.append((device, unpack_message(pipe.recv_bytes())))
+                messages.append((device, unpack_message(pipe.recv_bytes())))
             except (EOFError, OSError):
                 process = self._processes[device]
                 self._end(device)
                 code = None if process is None else process.exitcode
-                found.append((device, Lost(f"its process has ended with exit code {code}")))
-        return found
+                messages.append((device, Lost(f"its process has ended with exit code {code}")))
+        return messages
 
     def _end(self, device: int) -> None:
         pipe, process, stop = self._pipes[device], self._processes[device], self._stops[device]

@@ -44,24 +44,24 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
     rank = dist.get_rank()
 
     def owner(row: int) -> int:
-        return next(each for each in range(len(widths)) if row < starts[each + 1])
+        return next(candidate for candidate in range(len(widths)) if row < starts[candidate + 1])
 
-    moves = [(owner(one), one, owner(other), other) for one, other in pairs(src, dst, starts[-1])]
+    moves = [(owner(source), source, owner(target), target) for source, target in pairs(src, dst, starts[-1])]
     crossing = [move for move in moves if move[0] != move[2]]
     # All are read before one is written; each rank takes its part in the same order, so that none waits for ever.
-    given = {one: _taken(array, one - starts[rank]) for from_rank, one, _, _ in crossing if from_rank == rank}
-    got: list[tuple[int, Any]] = []
-    for from_rank, one, to_rank, other in crossing:
+    states = {source: _taken(array, source - starts[rank]) for from_rank, source, _, _ in crossing if from_rank == rank}
+    received: list[tuple[int, Any]] = []
+    for from_rank, source, to_rank, target in crossing:
         if from_rank == rank:
-            dist.send_object_list([given[one]], to_rank)
+            dist.send_object_list([states[source]], to_rank)
         elif to_rank == rank:
             box: list[Any] = [None]
             dist.recv_object_list(box, from_rank)
-            got.append((other - starts[rank], box[0]))
-    own = [(one - starts[rank], other - starts[rank]) for a, one, b, other in moves if a == b == rank]
-    if own:
-        pop.copy(*map(list, zip(*own, strict=True)))
-    for row, member in got:
+            received.append((target - starts[rank], box[0]))
+    local_pairs = [(source - starts[rank], target - starts[rank]) for a, source, b, target in moves if a == b == rank]
+    if local_pairs:
+        pop.copy(*map(list, zip(*local_pairs, strict=True)))
+    for row, member in received:
         _put(array, row, member)
 
 
@@ -114,10 +114,10 @@ def _put(pop: ArrayGroup, row: int, member: dict[str, Any]) -> None:
 def _stacks(pop: ArrayGroup) -> dict[str, Tensor]:
     """Return the tensors with a row for each member, by key. The scaler's are copies."""
     pop.optimizer.initialise()
-    found = member_stacks(pop.fused, pop.optimizer)
+    stacks = member_stacks(pop.fused, pop.optimizer)
     for name, value in ({} if pop.scaler is None else pop.scaler.state_dict()).items():
-        found[f"scaler/{name}"] = value
+        stacks[f"scaler/{name}"] = value
     for name in ("norm", "value"):
         if (limit := getattr(pop._limits, name)) is not None:
-            found[f"clip/{name}"] = limit.values
-    return found
+            stacks[f"clip/{name}"] = limit.values
+    return stacks

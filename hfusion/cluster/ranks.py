@@ -32,10 +32,10 @@ def rows(members: int, rank: int | None = None, world: int | None = None) -> sli
     if world < 1 or not 0 <= rank < world:
         raise ValueError(f"rank={rank} of world={world}: ranks are 0 to {max(world, 1) - 1}")
     if members < world:
-        most = max(members, 1)
+        max_processes = max(members, 1)
         raise ValueError(
-            f"{members} members for {world} ranks: {world - max(members, 0)} would have none; start at most {most} "
-            f"processes, such as by torchrun --nproc-per-node {most}, or train more members"
+            f"{members} members for {world} ranks: {world - max(members, 0)} would have none; start at most "
+            f"{max_processes} processes, such as by torchrun --nproc-per-node {max_processes}, or train more members"
         )
     small, large = divmod(members, world)
     start = rank * small + min(rank, large)
@@ -65,15 +65,17 @@ def gather_rows(values: Tensor, group: dist.ProcessGroup | None = None) -> Tenso
     kinds: list[tuple[int, tuple[int, ...], torch.dtype]] = [(0, (), values.dtype)] * dist.get_world_size(group)
     dist.all_gather_object(kinds, (len(values), tuple(values.shape[1:]), values.dtype), group)
     if len({kind[1:] for kind in kinds}) > 1:
-        said = ", ".join(f"rank {rank}: {[count, *shape]} {dtype}" for rank, (count, shape, dtype) in enumerate(kinds))
-        raise ValueError(f"gather_rows got {said}: all but the first dim are the same on all ranks")
-    most = max(count for count, _, _ in kinds)
+        description = ", ".join(
+            f"rank {rank}: {[count, *shape]} {dtype}" for rank, (count, shape, dtype) in enumerate(kinds)
+        )
+        raise ValueError(f"gather_rows got {description}: all but the first dim are the same on all ranks")
+    max_rows = max(count for count, _, _ in kinds)
     # all_gather needs tensors of the same size on all ranks.
-    padded = values.new_zeros(most, *values.shape[1:])
+    padded = values.new_zeros(max_rows, *values.shape[1:])
     padded[: len(values)] = values
-    found = [torch.empty_like(padded) for _ in kinds]
-    dist.all_gather(found, padded, group)
-    return torch.cat([each[:count] for each, (count, _, _) in zip(found, kinds, strict=True)])
+    blocks = [torch.empty_like(padded) for _ in kinds]
+    dist.all_gather(blocks, padded, group)
+    return torch.cat([block[:count] for block, (count, _, _) in zip(blocks, kinds, strict=True)])
 
 
 def _running() -> bool:

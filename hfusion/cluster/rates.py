@@ -62,8 +62,8 @@ class Ratios:
 
     def note(self, number: int, device: int, ratio: float) -> bool:
         """Record that an array takes ``ratio`` times its estimate on a device. Return whether that is a surprise."""
-        value, before = math.log(ratio), self._measured.get((number, device))
-        if before is not None and abs(value - before) < math.log1p(DIFFERS):
+        value, previous = math.log(ratio), self._measured.get((number, device))
+        if previous is not None and abs(value - previous) < math.log1p(DIFFERS):
             return False
         news = abs(value - math.log(self.factor(number, device))) >= math.log1p(DIFFERS)
         self._measured[number, device], self._latest[number] = value, device
@@ -76,14 +76,14 @@ class Ratios:
 
     def _fit(self, device: int, task: str) -> None:
         """Fit the factors of this device and this task only. The others are fitted at their own measurements."""
-        on_device, count, began = self._on_device[device], len(self._on_task[task]), self._of_device[device]
+        on_device, count, old_factor = self._on_device[device], len(self._on_task[task]), self._of_device[device]
         for _ in range(_ROUNDS):
-            here = sum(value - self._of_task[name] for name, value in on_device.items()) / len(on_device)
-            there = (self._left_to_tasks[task] + began - self._of_device[device]) / count
-            self._of_device[device] += (here - self._of_device[device]) / 2
-            self._of_task[task] += (there - self._of_task[task]) / 2
+            device_target = sum(value - self._of_task[name] for name, value in on_device.items()) / len(on_device)
+            task_target = (self._left_to_tasks[task] + old_factor - self._of_device[device]) / count
+            self._of_device[device] += (device_target - self._of_device[device]) / 2
+            self._of_task[task] += (task_target - self._of_task[task]) / 2
         for name in on_device:
-            self._left_to_tasks[name] += began - self._of_device[device]
+            self._left_to_tasks[name] += old_factor - self._of_device[device]
         step = math.log1p(DIFFERS)
         self._speeds[device] = math.exp(round(self._of_device[device] / step) * step)
 

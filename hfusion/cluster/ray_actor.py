@@ -17,10 +17,10 @@ class DeviceActor:
     """A Ray actor that trains arrays on the one device that Ray gave it, and yields messages."""
 
     def __init__(self, name: str, memory: int | None, host: int | None, disk: Path) -> None:
-        found = Machine.detect(disk)
-        one = found.devices[0]
-        device = Device(one.device, memory=memory or one.memory)
-        self._trainer = ArrayTrainer(name, Machine([device], host or found.host, disk))
+        machine = Machine.detect(disk)
+        first_device = machine.devices[0]
+        device = Device(first_device.device, memory=memory or first_device.memory)
+        self._trainer = ArrayTrainer(name, Machine([device], host or machine.host, disk))
 
     def info(self) -> DeviceInfo:
         return self._trainer.info()
@@ -29,11 +29,11 @@ class DeviceActor:
         """Yield messages as bytes, in which classes go by name: Ray would send copies of those of a script."""
         import ray
 
-        told: SimpleQueue[Message] = SimpleQueue()
-        thread = Thread(target=self._trainer.run, args=(job, ray.get, told.put), name="hfusion train")
+        messages: SimpleQueue[Message] = SimpleQueue()
+        thread = Thread(target=self._trainer.run, args=(job, ray.get, messages.put), name="hfusion train")
         thread.start()
         while True:
-            message = told.get()
+            message = messages.get()
             yield pack_message(message)
             if isinstance(message, End):
                 break

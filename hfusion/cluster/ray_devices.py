@@ -80,25 +80,25 @@ class RayDevices:
         Raises PlanError where there is none in time.
         """
         begun = since = time.monotonic()
-        found, named = list[ActorDevice](), False
+        devices, warned = list[ActorDevice](), False
         while True:
-            found += self.started()
+            devices += self.started()
             now = time.monotonic()
-            since = since if found else now
+            since = since if devices else now
             beginning, waited = self.beginning, now - begun
             late = now - since > _STRAGGLE if beginning else waited > _PATIENCE or not self._waiting
-            if found and late:
+            if devices and late:
                 break
             limit = max(self._options.timeout, _PATIENCE if self._waiting else 0.0)
-            if not found and not beginning and waited >= limit:
+            if not devices and not beginning and waited >= limit:
                 raise PlanError(f"no process could begin on the Ray cluster: {self._obstacles()}")
-            if not found and not named and waited > _PATIENCE:
-                named = True
+            if not devices and not warned and waited > _PATIENCE:
+                warned = True
                 _log.warning("waiting for a device of the Ray cluster, for at most %g s: %s", limit, self._obstacles())
             time.sleep(0.1)
         for text in [*self._failed, *map(self._why, self._waiting)]:
             _log.warning("the run begins without a device: %s", text)
-        return found
+        return devices
 
     @property
     def beginning(self) -> bool:
@@ -112,8 +112,8 @@ class RayDevices:
         answers = {device.answer: device for device in self._waiting if device.answer is not None}
         if not answers:
             return []
-        ready, late = self._ray.wait(list(answers), num_returns=len(answers), timeout=0)
-        for answer in late:
+        ready, pending = self._ray.wait(list(answers), num_returns=len(answers), timeout=0)
+        for answer in pending:
             if time.monotonic() - answers[answer].since > _BEGIN:
                 self._fail(answers[answer], f"its process did not begin within {_BEGIN:g} s")
         return [answers[answer] for answer in ready if self._begun(answers[answer])]
@@ -121,20 +121,20 @@ class RayDevices:
     def _begun(self, device: ActorDevice) -> bool:
         try:
             device.info = self._ray.get(device.answer, timeout=_BEGIN)
-            before = time.time()
-            there = self._ray.get(device.actor.info.remote(), timeout=_BEGIN).now
+            sent_at = time.time()
+            actor_time = self._ray.get(device.actor.info.remote(), timeout=_BEGIN).now
         except self._ray.exceptions.RayError as error:
             self._fail(device, f"failed: {str(error).strip().splitlines()[-1]}")
             return False
         # Read at the midpoint of the request and its answer.
-        device.offset = there - (before + time.time()) / 2
+        device.offset = actor_time - (sent_at + time.time()) / 2
         if device in self._waiting:
             self._waiting.remove(device)
         return True
 
-    def _fail(self, device: ActorDevice, why: str) -> None:
+    def _fail(self, device: ActorDevice, reason: str) -> None:
         self._waiting = [other for other in self._waiting if other is not device]
-        self._failed.append(f"node {device.node['NodeName']} {why}")
+        self._failed.append(f"node {device.node['NodeName']} {reason}")
         with suppress(Exception):
             self._ray.kill(device.actor)
 
@@ -147,19 +147,23 @@ class RayDevices:
         self._looked, nodes = time.monotonic(), self._alive()
         for node in nodes:
             if node["NodeID"] not in self._known:
-                place, count = len(self._known), self._count(node)
+                index, count = len(self._known), self._count(node)
                 self._known.add(node["NodeID"])
-                self._waiting += [ActorDevice(node, f"node{place}/{n}", self._looked) for n in range(count)]
+                self._waiting += [ActorDevice(node, f"node{index}/{n}", self._looked) for n in range(count)]
         alive = {node["NodeID"] for node in nodes}
-        self._waiting = [each for each in self._waiting if each.actor is not None or each.node["NodeID"] in alive]
+        self._waiting = [
+            waiting_device
+            for waiting_device in self._waiting
+            if waiting_device.actor is not None or waiting_device.node["NodeID"] in alive
+        ]
         idle = [device for device in self._waiting if device.actor is None]
         free: Mapping[str, dict[str, float]] = available() if idle else {}
         for device in idle:
-            there = free.get(device.node["NodeID"], {})
-            asked = self._bundle(device.node)
-            if all(there.get(name, 0) >= value for name, value in asked.items()):
-                for name, value in asked.items():
-                    there[name] -= value
+            free_resources = free.get(device.node["NodeID"], {})
+            bundle = self._bundle(device.node)
+            if all(free_resources.get(name, 0) >= value for name, value in bundle.items()):
+                for name, value in bundle.items():
+                    free_resources[name] -= value
                 self._create(device)
 
     def _create(self, device: ActorDevice) -> None:
@@ -207,8 +211,8 @@ class RayDevices:
         texts = [*self._failed, *map(self._why, self._waiting)]
         if texts:
             return "; ".join(texts)
-        asked = dict(self._options.resources) or "a CPU"
-        return f"no node of the Ray cluster has {asked}: its nodes have {[n['Resources'] for n in self._alive()]}"
+        resources = dict(self._options.resources) or "a CPU"
+        return f"no node of the Ray cluster has {resources}: its nodes have {[n['Resources'] for n in self._alive()]}"
 
     def _why(self, device: ActorDevice) -> str:
         if device.actor is not None:
@@ -220,30 +224,36 @@ class RayDevices:
 
     def _wanted(self, node: Mapping[str, Any]) -> dict[str, Any]:
         """Return an actor's resources on a node: one GPU each, or all CPUs for one actor without GPUs."""
-        there = node["Resources"]
-        wanted = dict(self._options.resources)
-        if "num_gpus" not in wanted:
-            wanted["num_gpus"] = 1 if there.get("GPU", 0) >= 1 else 0
-        if "num_cpus" not in wanted:
-            wanted["num_cpus"] = there.get("CPU", 0) / max(1, _slots(there, {"GPU": wanted["num_gpus"]}, 1))
-        return wanted
+        node_resources = node["Resources"]
+        resources = dict(self._options.resources)
+        if "num_gpus" not in resources:
+            resources["num_gpus"] = 1 if node_resources.get("GPU", 0) >= 1 else 0
+        if "num_cpus" not in resources:
+            resources["num_cpus"] = node_resources.get("CPU", 0) / max(
+                1, _slots(node_resources, {"GPU": resources["num_gpus"]}, 1)
+            )
+        return resources
 
     def _bundle(self, node: Mapping[str, Any]) -> dict[str, float]:
         """Return an actor's resources by Ray's names (CPU, GPU); without a node, those of the options."""
-        wanted = self._wanted(node) if node else dict(self._options.resources)
-        named = {"CPU": wanted.get("num_cpus"), "GPU": wanted.get("num_gpus"), **(wanted.get("resources") or {})}
-        return {name: value for name, value in named.items() if value}
+        resources = self._wanted(node) if node else dict(self._options.resources)
+        bundle = {
+            "CPU": resources.get("num_cpus"),
+            "GPU": resources.get("num_gpus"),
+            **(resources.get("resources") or {}),
+        }
+        return {name: value for name, value in bundle.items() if value}
 
     def _count(self, node: Mapping[str, Any]) -> int:
         """Return the number of actors for a node: without GPUs one, as the CPU is one device."""
-        asked = self._bundle(node)
-        if not asked and not self._options.resources:
+        bundle = self._bundle(node)
+        if not bundle and not self._options.resources:
             # For example a head node that runs no tasks.
             return 0
-        found = _slots(node["Resources"], asked, 1)
-        return found if asked.get("GPU") else min(found, 1)
+        slots = _slots(node["Resources"], bundle, 1)
+        return slots if bundle.get("GPU") else min(slots, 1)
 
 
-def _slots(there: Mapping[str, float], wanted: Mapping[str, float], most: int) -> int:
-    """Return how many times the wanted resources fit into the available ones; ``most`` if none are wanted."""
-    return min((int(there.get(name, 0) // value) for name, value in wanted.items() if value), default=most)
+def _slots(available: Mapping[str, float], required: Mapping[str, float], default: int) -> int:
+    """Return how many times the required resources fit into the available ones; ``default`` if none are required."""
+    return min((int(available.get(name, 0) // value) for name, value in required.items() if value), default=default)

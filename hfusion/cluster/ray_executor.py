@@ -43,9 +43,9 @@ class RayExecutor:
         self._own = not ray.is_initialized()
         if self._own:
             ray.init(address=address, runtime_env=None if runtime_env is None else dict(runtime_env))
-        elif address not in (None, "auto", there := ray.get_runtime_context().gcs_address):
+        elif address not in (None, "auto", connected_address := ray.get_runtime_context().gcs_address):
             raise PlanError(
-                f"hf.Cluster({address!r}): this process is connected to the Ray cluster at {there}; call "
+                f"hf.Cluster({address!r}): this process is connected to the Ray cluster at {connected_address}; call "
                 "ray.shutdown() before, or give None for the present one"
             )
         self.timeout = options.timeout

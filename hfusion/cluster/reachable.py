@@ -31,30 +31,30 @@ class TooManyObjects(Exception):
     """More objects are reachable than the search visits."""
 
 
-def shared_object(here: Iterable[object], sent: Iterable[object]) -> str | None:
-    """Describe an object that ``here`` can change and ``sent`` reaches; return None if there is none.
+def shared_object(local_objects: Iterable[object], sent: Iterable[object]) -> str | None:
+    """Describe an object that ``local_objects`` can change and ``sent`` reaches; return None if there is none.
 
     Follows attributes, closures, defaults, and the global variables that functions name. Functions of installed
     packages are assumed to share no state. Raises TooManyObjects.
     """
-    changeable = dict(_reached(here, writes=True))
+    changeable = dict(_reached(local_objects, writes=True))
     return next((text for key, text in _reached(sent, writes=False) if key in changeable), None) if changeable else None
 
 
 def copy_obstacle(
-    here: Sequence[object], sent: Sequence[object], parcels: Iterable[tuple[str, object]], machine: Machine
+    local_functions: Sequence[object], sent: Sequence[object], parcels: Iterable[tuple[str, object]], machine: Machine
 ) -> str:
     """Return why worker processes cannot train with copies of ``sent``; empty if they can.
 
     Args:
-        here: functions that are called in this process, such as callbacks.
+        local_functions: functions that are called in this process, such as callbacks.
         sent: the user's objects that training reads.
         parcels: objects to pickle, one per array, each with its name for error messages.
     """
     if current_process().daemon:
         return "this is a daemonic process, which may start none"
     try:
-        if here and (text := shared_object(here, sent)):
+        if local_functions and (text := shared_object(local_functions, sent)):
             return f"callbacks reach {text} that the training uses, and would change a copy of it"
         largest = max(packed_bytes(name, value) for name, value in parcels)
     except TooManyObjects as error:
@@ -69,18 +69,18 @@ def copy_obstacle(
 
 def _reached(roots: Iterable[object], *, writes: bool) -> Iterator[tuple[Hashable, str]]:
     """Yield a key and a description of each mutable object, and of each global written (``writes``) or named."""
-    seen: set[int] = set()
+    visited_ids: set[int] = set()
     # Visited objects are kept alive, so that no id is reused.
-    kept: list[object] = []
+    visited: list[object] = []
     waiting = list(roots)
     while waiting:
-        if len(kept) > MAX_OBJECTS:
+        if len(visited) > MAX_OBJECTS:
             raise TooManyObjects(f"more than {MAX_OBJECTS:,} objects")
         value = waiting.pop()
-        if id(value) in seen or value is None or isinstance(value, _CLOSED):
+        if id(value) in visited_ids or value is None or isinstance(value, _CLOSED):
             continue
-        seen.add(id(value))
-        kept.append(value)
+        visited_ids.add(id(value))
+        visited.append(value)
         if not isinstance(value, _IMMUTABLE):
             yield id(value), f"a {type(value).__name__}"
         if isinstance(value, FunctionType):

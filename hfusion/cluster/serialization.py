@@ -24,37 +24,37 @@ def _cloudpickle() -> Any:
     return cloudpickle
 
 
-def pack(what: str, value: Any, parts: Mapping[int, str]) -> bytes:
-    """Pickle ``value``, with objects whose id is in ``parts`` replaced by their key. PlanErrors name it ``what``."""
-    return pack_with_keys(what, value, parts)[0]
+def pack(name: str, value: Any, parts: Mapping[int, str]) -> bytes:
+    """Pickle ``value``, with objects whose id is in ``parts`` replaced by their key. PlanErrors call it ``name``."""
+    return pack_with_keys(name, value, parts)[0]
 
 
-def pack_with_keys(what: str, value: Any, parts: Mapping[int, str]) -> tuple[bytes, set[str]]:
+def pack_with_keys(name: str, value: Any, parts: Mapping[int, str]) -> tuple[bytes, set[str]]:
     """Return the bytes as from `pack`, and the keys of the parts that were left out."""
     target = io.BytesIO()
-    keys = _dump(what, value, parts, target)
+    keys = _dump(name, value, parts, target)
     return target.getvalue(), keys
 
 
-def _dump(what: str, value: Any, parts: Mapping[int, str], target: Any) -> set[str]:
+def _dump(name: str, value: Any, parts: Mapping[int, str], target: Any) -> set[str]:
     pickler: Any = _cloudpickle().Pickler
     keys: set[str] = set()
 
     class Packer(pickler):  # type: ignore[misc]
-        def persistent_id(self, found: object) -> str | None:
-            key = parts.get(id(found))
+        def persistent_id(self, obj: object) -> str | None:
+            key = parts.get(id(obj))
             if key is not None:
                 keys.add(key)
             return key
 
-        def reducer_override(self, found: Any) -> Any:
-            return _as_bytes(found) if _is_plain(found) else super().reducer_override(found)
+        def reducer_override(self, obj: Any) -> Any:
+            return _as_bytes(obj) if _is_plain(obj) else super().reducer_override(obj)
 
     try:
         Packer(target).dump(value)
     except Exception as error:
         raise PlanError(
-            f"{what} cannot go to another process, as pickle fails: {type(error).__name__}: {error}; leave out what "
+            f"{name} cannot go to another process, as pickle fails: {type(error).__name__}: {error}; leave out what "
             "only this process has, such as open files, locks and generators"
         ) from error
     return keys
@@ -95,10 +95,10 @@ class _Counter:
         return size
 
 
-def packed_bytes(what: str, value: Any) -> int:
+def packed_bytes(name: str, value: Any) -> int:
     """Return the number of bytes that `pack` produces for ``value``. Raises PlanError like `pack`."""
     counter = _Counter()
-    _dump(what, value, {}, counter)
+    _dump(name, value, {}, counter)
     return counter.count
 
 

@@ -143,26 +143,28 @@ def train(
         stack.enter_context(claimed(tasks))
         # If tasks alternate on a device, a kept shard would be loaded and evicted at every switch.
         keep = chosen.patient or len(tasks) <= len(machine.devices)
-        arrangements, made = _arranged(tasks, machine, keep=keep, on_result=on_result)
+        arrangements, run_plan = _arranged(tasks, machine, keep=keep, on_result=on_result)
         if plan is not None:
-            made = _with_processes(checked_plan(plan, made), made, arrangements, machine, on_result)
+            run_plan = _with_processes(checked_plan(plan, run_plan), run_plan, arrangements, machine, on_result)
         check_every(every)
         if root is not None:
-            check_folder(root, [one.plan.name for one in arrangements], resume=resume)
+            check_folder(root, [arrangement.plan.name for arrangement in arrangements], resume=resume)
         log = stack.enter_context(EventLog(root, "train", arrays=len(arrangements)))
-        if made.processes is not None and made.processes.count > 1:
+        if run_plan.processes is not None and run_plan.processes.count > 1:
             shared = RunOptions(root and root.absolute(), every, DEFAULT, on_result is not None)
-            run = _ProcessRun(arrangements, made, machine, shared, log)
+            run = _ProcessRun(arrangements, run_plan, machine, shared, log)
             report = run.train(on_result, progress=progress)
             if report is not None:
                 return report
-            made = replace(made, processes=Processes(1, f"processes could not begin: {run.trouble}"))
-        logs = ArrayLogs(log, [(one.plan.name, one.task, one.members) for one in arrangements])
+            run_plan = replace(run_plan, processes=Processes(1, f"processes could not begin: {run.trouble}"))
+        logs = ArrayLogs(
+            log, [(arrangement.plan.name, arrangement.task, arrangement.members) for arrangement in arrangements]
+        )
 
         def listen(index: int, event: ArrayEvent, device: str | None) -> None:
             logs.hear(index, event, {"device": device})
 
-        trained = arrangements, made, machine, chosen, progress, root, every, on_result
+        trained = arrangements, run_plan, machine, chosen, progress, root, every, on_result
         return train_arranged(*trained, listen=None if root is None else listen)
 
 
@@ -174,7 +176,7 @@ class _ProcessRun:
     ) -> None:
         self._arrangements, self._plan, self._options, self.trouble = arrangements, plan, options, ""
         self._log = log
-        devices = [Device(one.device, one.name, memory=plan.devices[one.name]) for one in machine.devices]
+        devices = [Device(device.device, device.name, memory=plan.devices[device.name]) for device in machine.devices]
         self._machine = Machine(devices, machine.host, machine.disk)
 
     def train(self, on_result: OnResult | None, *, progress: bool) -> Report | None:
@@ -191,7 +193,7 @@ class _ProcessRun:
                 arrays = planned(self._arrangements, self._plan, executor.devices, self._options)
                 drive = Drive(arrays, executor, MAX_FAILURES, self._log, on_result, ends_at_failure=True)
                 if progress:
-                    bars = TaskBars([(one.name, one.steps) for one in self._plan.tasks], [0] * len(arrays.arrays))
+                    bars = TaskBars([(task.name, task.steps) for task in self._plan.tasks], [0] * len(arrays.arrays))
                     drive.show = stack.enter_context(bars).reach
                 return drive.run()
         except Exception as error:
@@ -208,26 +210,26 @@ def _arranged(
 ) -> tuple[list[Arrangement], Plan]:
     """Return the arrays of tasks and their plan; with several devices, the plan includes the choice of processes."""
     began = time.monotonic()
-    arrangements, made = arrange(tasks, machine, keep=keep)
+    arrangements, plan = arrange(tasks, machine, keep=keep)
     if len(machine.devices) == 1:
-        return arrangements, made
+        return arrangements, plan
     seconds = time.monotonic() - began
-    return arrangements, replace(made, processes=_processes(arrangements, made, machine, seconds, on_result))
+    return arrangements, replace(plan, processes=_processes(arrangements, plan, machine, seconds, on_result))
 
 
 def _with_processes(
-    given: Plan, made: Plan, arrangements: Sequence[Arrangement], machine: Machine, on_result: OnResult | None
+    plan: Plan, default_plan: Plan, arrangements: Sequence[Arrangement], machine: Machine, on_result: OnResult | None
 ) -> Plan:
-    """Return ``given`` with the processes of ``made`` if it has none, and one process if more are impossible."""
-    processes = given.processes or made.processes
-    if processes is not None and processes.count > 1 and (why := _obstacle(arrangements, machine, on_result)):
-        processes = Processes(1, f"{processes.reason}; but {why}")
-    return replace(given, processes=processes)
+    """Return ``plan`` with the processes of ``default_plan`` if it has none; one process if more are impossible."""
+    processes = plan.processes or default_plan.processes
+    if processes is not None and processes.count > 1 and (obstacle := _obstacle(arrangements, machine, on_result)):
+        processes = Processes(1, f"{processes.reason}; but {obstacle}")
+    return replace(plan, processes=processes)
 
 
 def _processes(
     arrangements: Sequence[Arrangement],
-    made: Plan,
+    plan: Plan,
     machine: Machine,
     seconds: float,
     on_result: OnResult | None,
@@ -235,34 +237,40 @@ def _processes(
     """Choose the number of processes. ``seconds``: how long arranging took, which every process repeats."""
     largest = max(machine.devices, key=lambda device: device.memory)
     rates, count = machine.calibrate()[largest.name], len(machine.devices)
-    arrays = [ArraySeconds.of(one, task_plan, rates) for one, task_plan in zip(arrangements, made.tasks, strict=True)]
-    begin = begin_seconds(machine) + seconds * -(-len(arrays) // count) / len(arrays)
+    arrays = [
+        ArraySeconds.of(arrangement, task_plan, rates)
+        for arrangement, task_plan in zip(arrangements, plan.tasks, strict=True)
+    ]
+    startup = begin_seconds(machine) + seconds * -(-len(arrays) // count) / len(arrays)
     at_once = devices_at_once(count, rates, torch.get_num_threads())
-    processes = choose_processes(arrays, count, at_once, begin)
-    if processes.count > 1 and (why := _obstacle(arrangements, machine, on_result)):
-        return Processes(1, f"{processes.reason}; but {why}")
+    processes = choose_processes(arrays, count, at_once, startup)
+    if processes.count > 1 and (obstacle := _obstacle(arrangements, machine, on_result)):
+        return Processes(1, f"{processes.reason}; but {obstacle}")
     return processes
 
 
 def _obstacle(arrangements: Sequence[Arrangement], machine: Machine, on_result: OnResult | None) -> str:
     """Return why arrays cannot be trained in other processes with the same results; empty if they can."""
-    tasks = list({id(one.task): one.task for one in arrangements}.values())
+    tasks = list({id(arrangement.task): arrangement.task for arrangement in arrangements}.values())
     for task in tasks:
         for model in [task.models] if isinstance(task.models, FusedModule) else ():
-            place = next((tensor.device for _, tensor in tensors(model) if tensor.device.type != "cpu"), None)
-            if place is not None:
-                return f"the array of the task {task.name!r} is on {place}, where another process would need it twice"
-    listeners = [*([] if on_result is None else [on_result]), *(each for task in tasks for each in task.callbacks)]
-    sent = [each for task in tasks for each in _read_while_training(task)]
+            device = next((tensor.device for _, tensor in tensors(model) if tensor.device.type != "cpu"), None)
+            if device is not None:
+                return f"the array of the task {task.name!r} is on {device}, where another process would need it twice"
+    listeners = [*([] if on_result is None else [on_result]), *(value for task in tasks for value in task.callbacks)]
+    sent = [value for task in tasks for value in _read_while_training(task)]
     try:
         check_schedulers(tasks)
     except PlanError as error:
         return str(error)
-    parcels = ((f"the task {one.task.name!r}", sent_task(one.task, one.members)) for one in arrangements)
+    parcels = (
+        (f"the task {arrangement.task.name!r}", sent_task(arrangement.task, arrangement.members))
+        for arrangement in arrangements
+    )
     return copy_obstacle(listeners, sent, parcels, machine)
 
 
 def _read_while_training(task: Task) -> list[object]:
     """Return the user's objects that training reads. Listed models are left out, since they are copied first."""
-    found: list[object] = [task.loader, task.eval_loader, task.loss, task.optimizer, task.scheduler]
-    return [*found, task.models] if isinstance(task.models, FusedModule) else found
+    objects: list[object] = [task.loader, task.eval_loader, task.loss, task.optimizer, task.scheduler]
+    return [*objects, task.models] if isinstance(task.models, FusedModule) else objects

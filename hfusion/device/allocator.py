@@ -45,8 +45,8 @@ def keep_large_blocks(largest: int) -> bool:
         return False
     heaps = 2 * (os.cpu_count() or 1) if largest < _HEAP_BYTES else 1
     # A heap whose blocks are all free stays if it is not larger than the pad.
-    wanted = {_MMAP_THRESHOLD: _LARGE, _TRIM_THRESHOLD: _LARGE, _TOP_PAD: _HEAP_BYTES, _ARENA_MAX: heaps}
-    return all(bool(mallopt(option, value)) for option, value in wanted.items())
+    options = {_MMAP_THRESHOLD: _LARGE, _TRIM_THRESHOLD: _LARGE, _TOP_PAD: _HEAP_BYTES, _ARENA_MAX: heaps}
+    return all(bool(mallopt(option, value)) for option, value in options.items())
 
 
 @functools.cache

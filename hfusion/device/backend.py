@@ -35,8 +35,8 @@ def types() -> tuple[str, ...]:
 
     ROCm's type is cuda.
     """
-    found = torch.accelerator.current_accelerator()
-    return _TYPES if found is None or found.type in _TYPES else (*_TYPES, found.type)
+    accelerator = torch.accelerator.current_accelerator()
+    return _TYPES if accelerator is None or accelerator.type in _TYPES else (*_TYPES, accelerator.type)
 
 
 _MULTIPLYING = (("conv",), ("rnn", "lstm", "gru"), ("mm", "linear", "mat", "mv", "dot", "einsum", "attention"))
@@ -169,8 +169,8 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        found = getattr(self._module, "get_device_name", None)
-        return str(found(self.device)) if found is not None else self.device.type
+        get_name = getattr(self._module, "get_device_name", None)
+        return str(get_name(self.device)) if get_name is not None else self.device.type
 
     def queue(self, copies: bool = False) -> Queue:
         return DeviceQueue(self.device) if self.device.type == "mps" else StreamQueue(self.device, copies)
@@ -251,19 +251,19 @@ class Recorder:
 
         Afterwards the thread's queue and the device's generators are as they were.
         """
-        asked, kept = self._accelerator, generators_kept(self._accelerator.device)
-        with asked.current(), kept, warnings.catch_warnings():
+        accelerator, generator_guard = self._accelerator, generators_kept(self._accelerator.device)
+        with accelerator.current(), generator_guard, warnings.catch_warnings():
             # Nothing was launched on this device, so a replay would silently do nothing.
             warnings.filterwarnings("error", message=".*[Gg]raph is empty")
-            asked.wait()
+            accelerator.wait()
             torch.accelerator.empty_cache()
-            graph = DeviceGraph(asked.device, self._pool.handle())
+            graph = DeviceGraph(accelerator.device, self._pool.handle())
             with self._stream:
                 result = graph.capture(work)
             self._pool.add(graph)
 
         def replay() -> None:
-            with asked.current():
+            with accelerator.current():
                 graph.graph.replay()
 
         return replay, result
@@ -281,25 +281,25 @@ def memory_of(size: int, *, pinned: bool) -> int:
 
 def accelerators() -> list[torch.device]:
     """Return the accelerators of this machine that torch can use."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None:
         return []
-    return [torch.device(found.type, index) for index in range(torch.accelerator.device_count())]
+    return [torch.device(current.type, index) for index in range(torch.accelerator.device_count())]
 
 
 def _in_use() -> list[torch.device]:
     """Return the accelerators if this process has used one; a query of their streams or generators starts them."""
-    found = torch.accelerator.current_accelerator()
-    if found is None:
+    current = torch.accelerator.current_accelerator()
+    if current is None:
         return []
-    started = getattr(torch.get_device_module(found), "is_initialized", None)
+    started = getattr(torch.get_device_module(current), "is_initialized", None)
     return accelerators() if started is None or started() else []
 
 
 def current_device() -> torch.device:
     """Return the current accelerator if this process has used one, else the host."""
-    found = _in_use()
-    return found[torch.accelerator.current_device_index()] if found else torch.device("cpu")
+    devices = _in_use()
+    return devices[torch.accelerator.current_device_index()] if devices else torch.device("cpu")
 
 
 def current_queue() -> AbstractContextManager[Any]:
@@ -309,29 +309,29 @@ def current_queue() -> AbstractContextManager[Any]:
 
 def is_recorded(device: torch.device) -> bool:
     """Return whether this thread's queue of ``device`` is being recorded, by hfusion or by user code."""
-    asked = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    return asked is not None and bool(asked())
+    is_capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return is_capturing is not None and bool(is_capturing())
 
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Context manager: restore torch's random states of all devices at the end."""
     backends: list[Backend] = [Host(), *map(Accelerator, _in_use())]
-    before = [each.random_states() for each in backends]
+    states_before = [device_backend.random_states() for device_backend in backends]
     with waiting_seeds_kept():
         try:
             yield
         finally:
-            for each, states in zip(backends, before, strict=True):
-                each.set_random_states(states)
+            for device_backend, states in zip(backends, states_before, strict=True):
+                device_backend.set_random_states(states)
 
 
 def seed_in_use(seed: int) -> None:
     """Seed as `torch.manual_seed` does, but only devices in use: for others torch formats the stack at every call."""
     random: Any = torch.random
     random.default_generator.manual_seed(seed)
-    if found := _in_use():
-        module = torch.get_device_module(found[0])
+    if devices := _in_use():
+        module = torch.get_device_module(devices[0])
         # MPS has a single device.
         (getattr(module, "manual_seed_all", None) or module.manual_seed)(seed)
 
@@ -354,17 +354,17 @@ def without_autocast(active: Any) -> AbstractContextManager[Any]:
 
 def attention_kernels() -> list[bool]:
     """Return the enabled attention kernels: flash, memory-efficient, and plain operators."""
-    asked = torch.backends.cuda
-    return [asked.flash_sdp_enabled(), asked.mem_efficient_sdp_enabled(), asked.math_sdp_enabled()]
+    settings = torch.backends.cuda
+    return [settings.flash_sdp_enabled(), settings.mem_efficient_sdp_enabled(), settings.math_sdp_enabled()]
 
 
 def use_attention_kernels(flags: Sequence[bool]) -> None:
     """Restore the flags that `attention_kernels` returned."""
-    asked = torch.backends.cuda
-    for use, flag in zip(
-        (asked.enable_flash_sdp, asked.enable_mem_efficient_sdp, asked.enable_math_sdp), flags, strict=True
+    settings = torch.backends.cuda
+    for enable, flag in zip(
+        (settings.enable_flash_sdp, settings.enable_mem_efficient_sdp, settings.enable_math_sdp), flags, strict=True
     ):
-        use(flag)
+        enable(flag)
 
 
 def computes_by_tf32(device: torch.device, operators: Iterable[str]) -> bool:

@@ -39,12 +39,12 @@ def cache_folder() -> Path:
 
 def lasts() -> bool:
     """Return whether files in the cache folder are visible to later processes."""
-    wanted = _wanted()
+    folder = _wanted()
     try:
-        if wanted is not None:
-            _make(wanted)
-            with _opened(wanted):
-                return os.access(wanted, os.W_OK)
+        if folder is not None:
+            _make(folder)
+            with _opened(folder):
+                return os.access(folder, os.W_OK)
     except OSError:
         pass
     return False
@@ -71,15 +71,15 @@ def _wanted() -> Path | None:
 
 
 @cache
-def _usable(wanted: Path | None) -> Path:
+def _usable(folder: Path | None) -> Path:
     trouble = "the user has no home folder"
-    if wanted is not None:
+    if folder is not None:
         try:
-            _make(wanted)
-            with _opened(wanted):
-                return wanted
+            _make(folder)
+            with _opened(folder):
+                return folder
         except OSError as error:
-            trouble = f"{wanted}: {error.strerror}"
+            trouble = f"{folder}: {error.strerror}"
     private = _private()
     warnings.warn(
         f"no cache folder can be used ({trouble}): what is kept there, such as compiled kernels, is made again by each "
@@ -121,11 +121,11 @@ def _opened(folder: Path) -> Iterator[int | None]:
         os.close(handle)
 
 
-def _check_own(found: os.stat_result) -> None:
-    if _HAS_OWNERS and found.st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, f"it belongs to user {found.st_uid}, not to user {os.geteuid()}")
-    if _HAS_OWNERS and found.st_mode & _OTHERS_WRITE:
-        mode = stat.S_IMODE(found.st_mode)
+def _check_own(status: os.stat_result) -> None:
+    if _HAS_OWNERS and status.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to user {status.st_uid}, not to user {os.geteuid()}")
+    if _HAS_OWNERS and status.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(status.st_mode)
         raise PermissionError(errno.EPERM, f"others can write to it (mode {mode:o}): chmod go-w")
 
 
@@ -138,10 +138,10 @@ def read(path: Path) -> bytes:
         handle = os.open(path if folder is None else path.name, os.O_RDONLY | _CAREFUL, dir_fd=folder)
         try:
             # The open file is checked, so that a renamed one cannot take its place.
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "it is no regular file")
-            _check_own(found)
+            _check_own(status)
             with open(handle, "rb", closefd=False) as file:
                 content = file.read(MAX_BYTES + 1)
         finally:
@@ -154,9 +154,9 @@ def read(path: Path) -> bytes:
 def write(path: Path, content: bytes) -> None:
     """Write a file atomically: other processes see all of it or nothing, even after a crash. Raises OSError."""
     _make(path.parent)
-    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     with _opened(path.parent) as folder:
-        new, final = (beside, path) if folder is None else (Path(beside.name), Path(path.name))
+        new, final = (temporary, path) if folder is None else (Path(temporary.name), Path(path.name))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFUL
         handle = os.open(new, flags, 0o600, dir_fd=folder)
         try:
@@ -190,10 +190,10 @@ def write_sealed(path: Path, content: bytes) -> None:
 
 def write_sealed_once(path: Path, content: bytes) -> bool:
     """Write as `write_sealed` unless an intact file exists. Return whether it was written. Raises OSError."""
-    beside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    write(beside, content + _digest(path.name, content))
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    write(temporary, content + _digest(path.name, content))
     with _opened(path.parent) as folder:
-        new, final = (beside, path) if folder is None else (Path(beside.name), Path(path.name))
+        new, final = (temporary, path) if folder is None else (Path(temporary.name), Path(path.name))
         try:
             # Unlike a rename, a link never replaces an existing file.
             os.link(new, final, src_dir_fd=folder, dst_dir_fd=folder)

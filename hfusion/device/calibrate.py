@@ -163,10 +163,10 @@ def calibrate(device: torch.device, disk: Path) -> Rates:
         present = ", ".join(map(str, accelerators())) or "no accelerator"
         raise PlanError(f"there is no device {device}: torch sees {present}")
     computing, trouble = (standard_rates(device), "") if _by_standard() else _computing(device)
-    place = {**describe(device), "disk": str(disk.absolute())}
-    moving, also = _kept("moving", place, _MOVING, partial(_measure_moving, device, disk))
-    if trouble or also:
-        warnings.warn(f"the rates of {device} are not kept: {trouble or also}", stacklevel=3)
+    description = {**describe(device), "disk": str(disk.absolute())}
+    moving, moving_trouble = _kept("moving", description, _MOVING, partial(_measure_moving, device, disk))
+    if trouble or moving_trouble:
+        warnings.warn(f"the rates of {device} are not kept: {trouble or moving_trouble}", stacklevel=3)
     load, evict, read, write = (moving[name] for name in _MOVING)
     return Rates(**asdict(computing), load=load, evict=evict, read=read, write=write)
 
@@ -177,13 +177,13 @@ _MOVING = ("load", "evict", "read", "write")
 
 def _computing(device: torch.device) -> tuple[ComputeRates, str]:
     """Return the rates of computing, and the reason if they are not cached."""
-    place = describe(device)
-    key = tuple(place.values())
+    description = describe(device)
+    key = tuple(description.values())
     if key in _busy:
         return standard_rates(device), _busy[key]
     layers = () if device.type == "cpu" else tuple(layer_times.timed_layers())
     try:
-        measured, trouble = _kept("compute", place, (*_COMPUTING, *layers), partial(_measure_compute, device))
+        measured, trouble = _kept("compute", description, (*_COMPUTING, *layers), partial(_measure_compute, device))
     except BusyMachine as error:
         _busy[key] = str(error)
         return standard_rates(device), _busy[key]
@@ -242,9 +242,9 @@ def _kept(
 def _read(path: Path, description: Mapping[str, str], names: Sequence[str]) -> dict[str, float] | None:
     """Return the rates stored at ``path``; None if there are no usable ones."""
     try:
-        kept = read_json(path)
-        found = {name: number(kept["rates"][name], *_PLAUSIBLE) for name in names}
-        return found if kept["machine"] == description else None
+        content = read_json(path)
+        rates = {name: number(content["rates"][name], *_PLAUSIBLE) for name in names}
+        return rates if content["machine"] == description else None
     except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError):
         return None
     except OSError as error:
@@ -269,7 +269,7 @@ def _measure_computing(device: torch.device) -> dict[str, float]:
         draw = torch.Generator(device).manual_seed(0)
         a, b = (torch.randn(n, n, device=device, dtype=torch.float32, generator=draw) for _ in range(2))
         x, y = (torch.zeros(count, device=device, dtype=torch.float32) for _ in range(2))
-        one = torch.ones(4, device=device, dtype=torch.float32)
+        operand = torch.ones(4, device=device, dtype=torch.float32)
         product = seconds(lambda: a @ b)
         if not large:
             _check_undisturbed(product, lambda: seconds(lambda: a @ b))
@@ -277,7 +277,7 @@ def _measure_computing(device: torch.device) -> dict[str, float]:
             "flops": 2 * n**3 / product,
             **{name: 2 * n**3 / _half_seconds(device, a, b, name, product) for name in _HALF},
             "memory": 12 * count / seconds(lambda: torch.add(x, y, out=x)),
-            "calls": _CALLS / seconds(partial(_call, one)),
+            "calls": _CALLS / seconds(partial(_call, operand)),
         }
 
 
@@ -312,12 +312,12 @@ def _measure_moving(device: torch.device, disk: Path) -> dict[str, float]:
     count = 2**26 if device.type != "cpu" else 2**24
     seconds = partial(_seconds, device)
     with _plainly(device):
-        there = torch.zeros(count, device=device, dtype=torch.float32)
+        device_tensor = torch.zeros(count, device=device, dtype=torch.float32)
         host = torch.zeros(count, dtype=torch.float32, device="cpu", pin_memory=backend(device).pins)
         write, read = _disk(disk, host[: 2**22])
         return {
-            "load": 4 * count / seconds(lambda: there.copy_(host)),
-            "evict": 4 * count / seconds(lambda: host.copy_(there)),
+            "load": 4 * count / seconds(lambda: device_tensor.copy_(host)),
+            "evict": 4 * count / seconds(lambda: host.copy_(device_tensor)),
             "read": read,
             "write": write,
         }

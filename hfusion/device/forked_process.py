@@ -50,12 +50,14 @@ class ForkedProcess:
         siblings: Sequence[ForkedProcess],
     ) -> None:
         context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        ours = [self._pipe, *(sibling._pipe for sibling in siblings)]
-        self._process = context.Process(target=_serve, args=(theirs, ours, serve, os.getpid()), daemon=True)
+        self._pipe, worker_pipe = context.Pipe()
+        parent_pipes = [self._pipe, *(sibling._pipe for sibling in siblings)]
+        self._process = context.Process(
+            target=_serve, args=(worker_pipe, parent_pipes, serve, os.getpid()), daemon=True
+        )
         with _no_warning_of_threads():
             self._process.start()
-        theirs.close()
+        worker_pipe.close()
 
     def send(self, request: Any) -> None:
         """Send a request; each is answered in turn. Raises EndedProcess."""

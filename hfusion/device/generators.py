@@ -48,15 +48,15 @@ class Generators:
     def active(self, device: torch.device, *, advance: bool = True) -> Iterator[None]:
         """Context manager: torch draws from these states; without ``advance`` the states are not updated."""
         with _GENERATORS:
-            asked = backend(device)
-            before = asked.random_states()
-            asked.set_random_states({kind: self._state(kind) for kind in before})
+            device_backend = backend(device)
+            states_before = device_backend.random_states()
+            device_backend.set_random_states({kind: self._state(kind) for kind in states_before})
             try:
                 yield
             finally:
                 if advance:
-                    self.states.update(asked.random_states())
-                asked.set_random_states(before)
+                    self.states.update(device_backend.random_states())
+                device_backend.set_random_states(states_before)
 
     @contextmanager
     def apart(self, device: torch.device) -> Iterator[None]:
@@ -64,21 +64,21 @@ class Generators:
 
         Only single draws on an accelerator take turns with other tasks.
         """
-        own = torch.Generator()
-        own.set_state(self._state("cpu"))
+        generator = torch.Generator()
+        generator.set_state(self._state("cpu"))
 
         @contextmanager
         def swapped() -> Iterator[None]:
-            self.states["cpu"] = own.get_state()
+            self.states["cpu"] = generator.get_state()
             with self.active(device):
                 yield
-            own.set_state(self.states["cpu"])
+            generator.set_state(self.states["cpu"])
 
         try:
-            with drawing_from(own, swapped):
+            with drawing_from(generator, swapped):
                 yield
         finally:
-            self.states["cpu"] = own.get_state()
+            self.states["cpu"] = generator.get_state()
 
     def copy(self) -> Generators:
         return Generators(self.seed, dict(self.states))

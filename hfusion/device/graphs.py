@@ -78,11 +78,11 @@ class DeviceGraph:
 @contextmanager
 def generators_kept(device: torch.device) -> Iterator[None]:
     """Context manager: on errors, give the device's generator a new state; a failed capture spoils the old one."""
-    found = getattr(torch.get_device_module(device), "default_generators", ())
-    kept = [(generator, generator.clone_state()) for generator in found[device.index : device.index + 1]]
+    generators = getattr(torch.get_device_module(device), "default_generators", ())
+    saved_states = [(generator, generator.clone_state()) for generator in generators[device.index : device.index + 1]]
     try:
         yield
     except BaseException:
-        for generator, state in kept:
+        for generator, state in saved_states:
             generator.graphsafe_set_state(state)
         raise

@@ -80,12 +80,12 @@ def layers(sizes: LayerSizes) -> dict[str, TimedLayer]:
     product = (6.0 * members * features**3, 12.0 * 3 * members * features**2, repeats)
     grouped = (batch, members * channels, size, size), stacked
     dense = (batch, *image), stacked
-    each = (members, batch, *image), (members, channels, *kernel)
+    separate = (members, batch, *image), (members, channels, *kernel)
     square = ((members, features, features),) * 2
     return {
         GROUPED: TimedLayer(partial(convolve, groups=members), grouped, 1, *convolution),
         DENSE: TimedLayer(convolve, dense, 1, *convolution),
-        CONVOLUTIONS: TimedLayer(partial(_loop, convolve), each, members, *convolution),
+        CONVOLUTIONS: TimedLayer(partial(_loop, convolve), separate, members, *convolution),
         BATCHED: TimedLayer(torch.bmm, square, 1, *product),
         PRODUCTS: TimedLayer(partial(_loop, F.linear), square, members, *product),
     }
@@ -97,7 +97,9 @@ def _loop(run: Callable[[Tensor, Tensor], Tensor], inputs: Tensor, weights: Tens
 
 def timed_layers(sizes: Sizes = ACCELERATOR) -> dict[str, TimedLayer]:
     """Return all layers by the name of what is measured."""
-    return {f"{kind}, {size}": layer for size, each in sizes.items() for kind, layer in layers(each).items()}
+    return {
+        f"{kind}, {size}": layer for size, layer_sizes in sizes.items() for kind, layer in layers(layer_sizes).items()
+    }
 
 
 def measure(device: torch.device, sizes: Sizes = ACCELERATOR) -> dict[str, float]:
@@ -148,5 +150,5 @@ def fitted(
 
 def _between(limits: tuple[float, float], numerator: float, denominator: float) -> float:
     """Return the quotient, clamped to ``limits``; the upper limit if the denominator is not positive."""
-    least, most = limits
-    return min(max(numerator / denominator, least), most) if denominator > 0 else most
+    lower, upper = limits
+    return min(max(numerator / denominator, lower), upper) if denominator > 0 else upper

@@ -34,12 +34,12 @@ def parse_bytes(text: str | int) -> int:
     >>> parse_bytes("1.5KiB"), parse_bytes("2 kB"), parse_bytes(7)
     (1536, 2000, 7)
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
     size = text if isinstance(text, int) else 0
-    if found:
-        unit = found[2].upper() or "B"
+    if match:
+        unit = match[2].upper() or "B"
         base, power = (1024, _UNITS[unit]) if unit in _UNITS else (1000, _DECIMAL.get(unit, -1))
-        size = int(float(found[1]) * base**power) if power >= 0 else 0
+        size = int(float(match[1]) * base**power) if power >= 0 else 0
     if size <= 0:
         raise PlanError(f'memory {text!r} is no positive number of bytes: write it as "8GiB", "500MB" or an int')
     return size
@@ -67,11 +67,11 @@ class Device:
     memory: int
 
     def __init__(self, device: str, name: str | None = None, *, memory: str | int) -> None:
-        known = ("cpu", *types())
-        if not re.fullmatch(rf"({'|'.join(known)})(:\d+)?", device):
+        device_types = ("cpu", *types())
+        if not re.fullmatch(rf"({'|'.join(device_types)})(:\d+)?", device):
             raise PlanError(
-                f"device {device!r} is not known: give a type and a number, such as 'cpu:1' or '{known[1]}:0'; the "
-                f"types are {', '.join(known)}"
+                f"device {device!r} is not known: give a type and a number, such as 'cpu:1' or '{device_types[1]}:0'; "
+                f"the types are {', '.join(device_types)}"
             )
         name = device if name is None else name
         if not name or any(character.isspace() for character in name):
@@ -129,8 +129,8 @@ class Machine:
         total, present = host_memory(), accelerators()
         if not present:
             return Machine([Device("cpu", memory=total // 2)], total // 4, disk)
-        found = [Device(str(device), memory=int(_ROOM * backend(device).free_bytes())) for device in present]
-        return Machine(found, total // 2, disk)
+        devices = [Device(str(device), memory=int(_ROOM * backend(device).free_bytes())) for device in present]
+        return Machine(devices, total // 2, disk)
 
     def calibrate(self) -> dict[str, Rates]:
         """Measure the rates of every device, by name, and store them in the user's cache folder.
@@ -138,11 +138,11 @@ class Machine:
         They are stored per processor, number of threads, torch version and disk folder. Raises PlanError if a device
         is missing, or the disk cannot be written.
         """
-        made: dict[torch.device, Rates] = {}
+        rates: dict[torch.device, Rates] = {}
         for device in self.devices:
-            if device.physical not in made:
-                made[device.physical] = calibrate(device.physical, self.disk)
-        return {device.name: made[device.physical] for device in self.devices}
+            if device.physical not in rates:
+                rates[device.physical] = calibrate(device.physical, self.disk)
+        return {device.name: rates[device.physical] for device in self.devices}
 
     def __str__(self) -> str:
         rows = [("name", "device", "memory"), *((d.name, d.device, readable(d.memory)) for d in self.devices)]

@@ -72,10 +72,10 @@ def _loaded(source: Path) -> ctypes.CDLL | str:
 
 def _made(source: Path) -> ctypes.CDLL | str:
     try:
-        found = compiler()
-        if found is None:
+        command = compiler()
+        if command is None:
             return "no C compiler ($CC, cc, gcc, clang) was found"
-        return build(source, found, cache_folder())
+        return build(source, command, cache_folder())
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -95,8 +95,8 @@ def build(source: Path, compiler: Sequence[str], directory: Path) -> ctypes.CDLL
     version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
     identity = [b"sealed", source.read_bytes(), version, repr((compiler, _FLAGS, _EXTRAS, processor())).encode()]
     path = directory / f"{source.stem}-{hashlib.sha256(b'|'.join(identity)).hexdigest()[:24]}.so"
-    kept = _kept(path)
-    if kept is not None and (library := _load(kept, path)) is not None:
+    content = _kept(path)
+    if content is not None and (library := _load(content, path)) is not None:
         return library
     return _compile(source, compiler, path)
 
@@ -114,14 +114,14 @@ def _kept(path: Path) -> bytes | None:
 def _compile(source: Path, compiler: Sequence[str], path: Path) -> ctypes.CDLL | str:
     """Compile ``source``, store the library at ``path``, and load it. Returns the reason if that fails."""
     with temporary_folder() as folder:
-        made = folder / path.name
+        output = folder / path.name
         for extras in _EXTRAS:
-            command = [*compiler, *_FLAGS, *extras, "-o", str(made), str(source), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
-            if done.returncode == 0 and (library := _load(content := made.read_bytes(), path)) is not None:
+            command = [*compiler, *_FLAGS, *extras, "-o", str(output), str(source), "-lm"]
+            process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+            if process.returncode == 0 and (library := _load(content := output.read_bytes(), path)) is not None:
                 _keep(path, content)
                 return library
-    return f"{shlex.join(command)} failed: {done.stderr.strip()[-300:] or 'the library does not load'}"
+    return f"{shlex.join(command)} failed: {process.stderr.strip()[-300:] or 'the library does not load'}"
 
 
 def _keep(path: Path, content: bytes) -> None:
@@ -155,8 +155,8 @@ def load_copy(content: bytes, path: Path, load: Callable[[Path], T]) -> T:
         return _load_copy(content, path.name, load, path.parent)
 
 
-def _load_copy(content: bytes, name: str, load: Callable[[Path], T], place: Path | None) -> T:
-    with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder:
+def _load_copy(content: bytes, name: str, load: Callable[[Path], T], parent: Path | None) -> T:
+    with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as folder:
         copy = Path(folder, name)
         copy.write_bytes(content)
         return load(copy)

@@ -59,12 +59,12 @@ def _pause() -> Callable[[int], object]:
     if sys.platform != "linux":
         return _nothing
     try:
-        found = torch_library().omp_pause_resource_all
+        pause = torch_library().omp_pause_resource_all
         symbol = _Symbol()
-        known = ctypes.CDLL(None).dladdr(ctypes.cast(found, ctypes.c_void_p), ctypes.byref(symbol))
+        status = ctypes.CDLL(None).dladdr(ctypes.cast(pause, ctypes.c_void_p), ctypes.byref(symbol))
     except (OSError, AttributeError):
         return _nothing
-    return found if known and b"libgomp" in (symbol.file or b"") else _nothing
+    return pause if status and b"libgomp" in (symbol.file or b"") else _nothing
 
 
 def _nothing(kind: int) -> None:

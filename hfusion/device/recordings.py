@@ -35,13 +35,13 @@ class Recordings(Generic[Recorded]):
     def add(self, kind: Hashable, record: Callable[[], Recorded]) -> Recorded | None:
         """Keep the result of ``record``. If it raises, return None and give up recording."""
         try:
-            found = self._kept[kind] = record()
+            recording = self._kept[kind] = record()
         except Exception as error:
             first, _, _ = str(error).strip().partition("\n")
             self.why = f"{type(error).__name__}: {first[:300]}"
             self._kept.clear()
             return None
-        return found
+        return recording
 
     def forget(self) -> None:
         """Drop all recordings, because the tensors have moved."""

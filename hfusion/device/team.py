@@ -50,14 +50,14 @@ def library() -> ctypes.CDLL | str:
 
 @cache
 def _functions() -> ctypes.CDLL:
-    found = library()
-    assert not isinstance(found, str), found
-    found.team_make.argtypes, found.team_make.restype = [_INTEGER, _INTEGER, ctypes.POINTER(_Setting)], _POINTER
-    for function in (found.team_work, found.team_close):
+    handle = library()
+    assert not isinstance(handle, str), handle
+    handle.team_make.argtypes, handle.team_make.restype = [_INTEGER, _INTEGER, ctypes.POINTER(_Setting)], _POINTER
+    for function in (handle.team_work, handle.team_close):
         function.argtypes, function.restype = [_POINTER], None
-    found.team_run.argtypes = [_POINTER, _POINTER, _POINTER, _INTEGER, ctypes.c_int, ctypes.c_char_p, _INTEGER]
-    found.team_run.restype = _INTEGER
-    return found
+    handle.team_run.argtypes = [_POINTER, _POINTER, _POINTER, _INTEGER, ctypes.c_int, ctypes.c_char_p, _INTEGER]
+    handle.team_run.restype = _INTEGER
+    return handle
 
 
 @cache
@@ -67,13 +67,13 @@ def _setting() -> _Setting:
     Each call drops oneDNN's caches, so it must not happen at each step. Empty if the functions are not found.
     """
     try:
-        own = torch_library()
-        found = [own.omp_get_max_threads, own.omp_set_num_threads]
+        shared_library = torch_library()
+        functions = [shared_library.omp_get_max_threads, shared_library.omp_set_num_threads]
         if torch.backends.mkl.is_available():
-            found.append(own.MKL_Set_Num_Threads_Local)
+            functions.append(shared_library.MKL_Set_Num_Threads_Local)
     except (OSError, AttributeError):
         return _Setting()
-    return _Setting(*(ctypes.cast(function, _POINTER).value for function in found))
+    return _Setting(*(ctypes.cast(function, _POINTER).value for function in functions))
 
 
 class Team:
@@ -85,15 +85,15 @@ class Team:
     def __init__(self, threads: int, inner: int, joined: bool) -> None:
         functions, setting = _functions(), _setting()
         self._joins = joined and bool(setting.threads)
-        own = threads - self._joins
-        address = functions.team_make(own, inner, setting)
+        new_threads = threads - self._joins
+        address = functions.team_make(new_threads, inner, setting)
         if not address:
             raise MemoryError("no memory for a team of threads")
         self.threads = threads
         self._address = address
         self._lock = Lock()
         self._run = functions.team_run
-        ready = [Event() for _ in range(own)]
+        ready = [Event() for _ in range(new_threads)]
         before = torch.get_num_threads()
         for number, event in enumerate(ready):
             # The threads hold no reference to the team, so that it can be freed.
@@ -137,10 +137,10 @@ _teams: WeakValueDictionary[tuple[int, int, int, bool], Team] = WeakValueDiction
 def team(threads: int, inner: int = 1, joined: bool = False) -> Team:
     """Return the shared team of this process with these numbers of threads. It lives as long as callers hold it."""
     key = os.getpid(), threads, inner, joined
-    found = _teams.get(key)
-    if found is None:
-        found = _teams[key] = Team(threads, inner, joined)
-    return found
+    shared_team = _teams.get(key)
+    if shared_team is None:
+        shared_team = _teams[key] = Team(threads, inner, joined)
+    return shared_team
 
 
 @cache

@@ -41,14 +41,14 @@ class BoundaryStore:
 
     def take(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
         """Return the values ``names`` on the device, as new autograd leaves."""
-        found, moves = self._find(names, device)
+        values, moves = self._find(names, device)
         copy_now(moves)
-        return detached(found)
+        return detached(values)
 
     def load(self, shard: int, names: Sequence[str], device: torch.device) -> list[Move]:
         """Allocate the values ``names`` for the backward of ``shard``. Return the copies that fill them."""
-        kept = [name for name in names if name not in self._given]
-        self._entries[shard], moves = self._find(kept, device)
+        computed_names = [name for name in names if name not in self._given]
+        self._entries[shard], moves = self._find(computed_names, device)
         return moves
 
     def entry(self, shard: int, names: Sequence[str], device: torch.device) -> dict[str, Any]:
@@ -99,21 +99,21 @@ class BoundaryStore:
         """Return the values ``names`` on the device, and the copies that must be made before they are used."""
         # Read once: a unit may replace it while the next one is loaded.
         values = self._values
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         missing: dict[int, list[str]] = {}
         moves: list[Move] = []
         for name in names:
             if name in self._given:
-                found[name] = self._of_batch(name, device)
+                results[name] = self._of_batch(name, device)
             elif name in values:
-                found[name] = values[name]
+                results[name] = values[name]
             else:
                 missing.setdefault(self._makers[name], []).append(name)
-        for maker, lost in missing.items():
-            restored, more = restore(self._bundles[maker], lost, device)
-            found |= restored
-            moves += more
-        return {name: found[name] for name in names}, moves
+        for maker, missing_names in missing.items():
+            restored, copies = restore(self._bundles[maker], missing_names, device)
+            results |= restored
+            moves += copies
+        return {name: results[name] for name in names}, moves
 
     def _of_batch(self, name: str, device: torch.device) -> Any:
         """Return an input of the minibatch on the device."""

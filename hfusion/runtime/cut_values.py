@@ -68,12 +68,12 @@ def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> 
         offset = int(tensor.storage_offset())
         return StorageView(number, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.requires_grad)
 
-    kept = {name: change(value, Tensor, view) for name, value in values.items()}
-    if before is not None and before.comparable and before.sizes == tuple(sizes) and before.values == kept:
+    views = {name: change(value, Tensor, view) for name, value in values.items()}
+    if before is not None and before.comparable and before.sizes == tuple(sizes) and before.values == views:
         bundle = before
     else:
-        room = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu") for size in sizes]
-        bundle = Bundle(tuple(each.untyped_storage() for each in room), kept)
+        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned, device="cpu") for size in sizes]
+        bundle = Bundle(tuple(buffer.untyped_storage() for buffer in buffers), views)
     return bundle, list(map(Move, bundle.storages, sources))
 
 
@@ -86,11 +86,11 @@ def restore(bundle: Bundle, names: Sequence[str], device: torch.device) -> tuple
         if storage is None:
             size = bundle.sizes[view.storage]
             storage = moved[view.storage] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-        found = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
-        return found.requires_grad_(view.requires_grad)
+        result = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
+        return result.requires_grad_(view.requires_grad)
 
     values = {name: change(bundle.values[name], StorageView, tensor) for name in names}
-    return values, [Move(to, bundle.storages[number]) for number, to in moved.items()]
+    return values, [Move(target, bundle.storages[number]) for number, target in moved.items()]
 
 
 def detached(values: Mapping[str, Any]) -> dict[str, Any]:

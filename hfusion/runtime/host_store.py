@@ -86,16 +86,16 @@ class BufferLayout:
         For autograd they are unrelated tensors, not views of a buffer: otherwise an in-place write to one would count
         as a write to all.
         """
-        found: dict[Section, dict[str, Tensor]] = {section: {} for section in buffers}
+        tensors: dict[Section, dict[str, Tensor]] = {section: {} for section in buffers}
         for section, fields in self._neighbours:
             if section in buffers:
-                begin, size = fields[0].offset, fields[0].dtype.itemsize
+                start, size = fields[0].offset, fields[0].dtype.itemsize
                 rooms = [field.room for field in fields]
-                run = buffers[section][begin : begin + sum(rooms)].view(fields[0].dtype)
+                run = buffers[section][start : start + sum(rooms)].view(fields[0].dtype)
                 for field, piece in zip(fields, run.unsafe_split_with_sizes([r // size for r in rooms]), strict=True):
-                    whole = field.room == field.bytes
-                    found[section][field.name] = (piece if whole else piece[: field.count]).view(field.shape)
-        return found
+                    unpadded = field.room == field.bytes
+                    tensors[section][field.name] = (piece if unpadded else piece[: field.count]).view(field.shape)
+        return tensors
 
 
 class HostStore:

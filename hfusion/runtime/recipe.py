@@ -57,12 +57,12 @@ class Recipe:
 
     def constant(self, name: str, device: torch.device, *, stays: bool) -> Tensor:
         """Return a constant on a device. ``stays``: keep it there; otherwise each call copies it from the host."""
-        kept = device if stays else torch.device("cpu")
-        key = name, kept
+        storage_device = device if stays else torch.device("cpu")
+        key = name, storage_device
         if key not in self._placed:
             constant = self.constants[name]
             pins = not stays and backend(device).pins and constant.device.type == "cpu"
-            self._placed[key] = constant.pin_memory() if pins else constant.to(kept)
+            self._placed[key] = constant.pin_memory() if pins else constant.to(storage_device)
         return self._placed[key].to(device, non_blocking=True)
 
     @cached_property
@@ -74,7 +74,7 @@ class Recipe:
     def later(self) -> tuple[frozenset[str], ...]:
         """For each part, the values that later parts take."""
         return tuple(
-            frozenset(name for after in self.parts[index:] for name in after.takes)
+            frozenset(name for part in self.parts[index:] for name in part.takes)
             for index in range(1, len(self.parts) + 1)
         )
 

@@ -42,7 +42,7 @@ class SlicedTraining(Training):
 
     def spans(self, spans: Sequence[Span], began: float) -> Iterator[Span]:
         """Yield the spans of slices split into minibatches. ``began``: the start of the run, by `time.perf_counter`."""
-        times = [Ran(*(time - began for time in each)) for each in self._measured()]
+        times = [Ran(*(time - began for time in measured)) for measured in self._measured()]
         saved = {step: time - began for step, time in self._saved_at.items()}
         return self.slices.spans(spans, times, self._first, saved)
 

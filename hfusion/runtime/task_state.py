@@ -47,15 +47,15 @@ def holdings(parts: Sequence[Sequence[Slot]], names: Mapping[str, str], trained:
     ``names`` maps slot names to one key per tensor, so that tied names are equal; ``trained``: keys that are trained.
     """
     owner: dict[str, int] = {}
-    found = []
+    shard_holdings = []
     for index, keys in enumerate(parts):
-        used = dict.fromkeys(names[slot.name] for slot in keys if slot.kind is not Kind.CONSTANT)
-        for name in used:
+        tensor_names = dict.fromkeys(names[slot.name] for slot in keys if slot.kind is not Kind.CONSTANT)
+        for name in tensor_names:
             owner.setdefault(name, index)
-        own = tuple(name for name in used if owner[name] == index)
-        borrowed = {name: owner[name] for name in used if owner[name] != index}
-        found.append(Holding(own, borrowed, tuple(name for name in own if name in trained)))
-    return tuple(found)
+        owned = tuple(name for name in tensor_names if owner[name] == index)
+        borrowed = {name: owner[name] for name in tensor_names if owner[name] != index}
+        shard_holdings.append(Holding(owned, borrowed, tuple(name for name in owned if name in trained)))
+    return tuple(shard_holdings)
 
 
 @dataclass
@@ -128,12 +128,12 @@ class TaskTensors:
             raise
 
     def _home(self, shard: Holding, file: Path | None, carried: bool) -> HostStore:
-        own = {name: self._tensors[name].data for name in shard.own}
-        trained = {name: own[name] for name in shard.trained}
+        weights = {name: self._tensors[name].data for name in shard.own}
+        trained = {name: weights[name] for name in shard.trained}
         state = {
             key: self.optimizer.state[self._tensors[name]][kind] for name in trained for kind, key in self._stacks[name]
         }
-        sections = {Section.WEIGHTS: own, Section.OPTIMIZER: state, Section.GRADIENTS: trained if carried else {}}
+        sections = {Section.WEIGHTS: weights, Section.OPTIMIZER: state, Section.GRADIENTS: trained if carried else {}}
         home = HostStore(sections, pinned=self.pinned, file=file)
         for name in shard.own:
             self._tensors[name].data = home.views[Section.WEIGHTS][name]
@@ -144,7 +144,7 @@ class TaskTensors:
     @cached_property
     def _stacks(self) -> dict[str, tuple[tuple[str, str], ...]]:
         """For each trained parameter, the names of its state tensors and their keys in the host store."""
-        found = {}
+        stacks = {}
         for name in self._trained:
             entry = self.optimizer.state.get(self._tensors[name], {})
             kinds = [
@@ -152,8 +152,8 @@ class TaskTensors:
                 for kind, value in entry.items()
                 if kind not in self.optimizer.numbers and isinstance(value, Tensor)
             ]
-            found[name] = tuple((kind, f"{name} {kind}") for kind in kinds)
-        return found
+            stacks[name] = tuple((kind, f"{name} {kind}") for kind in kinds)
+        return stacks
 
     def _bind(self, name: str, views: Mapping[Section, Mapping[str, Tensor]]) -> None:
         """Point a trained parameter and its optimizer state to the memory of ``views``."""
@@ -177,9 +177,9 @@ class TaskTensors:
 
     def leaf(self, name: str, tensor: Tensor) -> Tensor:
         """Return a new autograd leaf for a parameter; ``tensor`` is its current memory."""
-        found = tensor.detach().requires_grad_(self.trains(name))
-        known = membership(self._tensors[name])
-        return found if known is None else mark(found, known)
+        leaf = tensor.detach().requires_grad_(self.trains(name))
+        tensor_membership = membership(self._tensors[name])
+        return leaf if tensor_membership is None else mark(leaf, tensor_membership)
 
     def load(
         self, shard: int, sections: Collection[Section], device: torch.device, borrows: frozenset[Kind] = _BORROWED
@@ -215,9 +215,9 @@ class TaskTensors:
     def _source(self, name: str, owner: int) -> Tensor:
         """Return a tensor of another shard: on the device if that is loaded, otherwise at home."""
         with self._lock:
-            here = self._here.get(owner)
-            if here is not None and here.filled.is_set():
-                return here.copy.views[Section.WEIGHTS][name]
+            loaded_shard = self._here.get(owner)
+            if loaded_shard is not None and loaded_shard.filled.is_set():
+                return loaded_shard.copy.views[Section.WEIGHTS][name]
         self._wait_for(owner)
         return self._homes[owner].views[Section.WEIGHTS][name]
 
@@ -229,37 +229,41 @@ class TaskTensors:
 
     def tensor(self, shard: int, name: str) -> Tensor:
         """Return a parameter or buffer for a loaded shard: owned, or the borrowed copy."""
-        here = self._here[shard]
-        own = here.copy.views[Section.WEIGHTS]
-        if name in own:
-            return own[name]
-        return here.borrowed[name] if name in here.borrowed else self._source(name, self.shards[shard].borrowed[name])
+        loaded_shard = self._here[shard]
+        weights = loaded_shard.copy.views[Section.WEIGHTS]
+        if name in weights:
+            return weights[name]
+        return (
+            loaded_shard.borrowed[name]
+            if name in loaded_shard.borrowed
+            else self._source(name, self.shards[shard].borrowed[name])
+        )
 
     def refresh(self, shard: int, names: Sequence[str]) -> None:
         """Copy borrowed tensors again from their owners, which may have changed since this shard was loaded."""
-        here = self._here[shard]
+        loaded_shard = self._here[shard]
         for name in names:
-            if name in here.borrowed:
-                here.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name]))
+            if name in loaded_shard.borrowed:
+                loaded_shard.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name]))
 
     def wrote(self, shard: int, buffers: Sequence[str]) -> None:
         """Note that a loaded shard wrote to ``buffers``. Borrowed ones are copied to their owner immediately."""
-        here = self._here[shard]
+        loaded_shard = self._here[shard]
         for name in self._frozen.keys() & set(buffers):
             del self._frozen[name]
         for name in buffers:
             owner = self.shards[shard].borrowed.get(name, shard)
-            if name not in here.borrowed:
+            if name not in loaded_shard.borrowed:
                 self._here[owner].changed.add((Section.WEIGHTS, name))
                 continue
             with self._crossing:
                 self._wait_for(owner)
                 with self._lock:
-                    there = self._here.get(owner)
-                if there is not None:
-                    there.copy.views[Section.WEIGHTS][name].copy_(here.borrowed[name])
+                    owner_shard = self._here.get(owner)
+                if owner_shard is not None:
+                    owner_shard.copy.views[Section.WEIGHTS][name].copy_(loaded_shard.borrowed[name])
                 # Last, since this copy to the host is synchronous: both copies have then ended.
-                self._homes[owner].views[Section.WEIGHTS][name].copy_(here.borrowed[name])
+                self._homes[owner].views[Section.WEIGHTS][name].copy_(loaded_shard.borrowed[name])
 
     def gradient(self, shard: int, name: str) -> Tensor:
         """Return the gradient buffer of a parameter of the loaded shard, kept between units."""
@@ -271,17 +275,17 @@ class TaskTensors:
 
     def bind(self, shard: int) -> None:
         """Point all array tensors that a loaded shard owns to its device memory, until it is evicted."""
-        here = self._here[shard]
-        if not here.whole:
-            self._bind_trained(shard, here)
-            self._bind_others(shard, here.copy.views)
-            here.whole = True
+        loaded_shard = self._here[shard]
+        if not loaded_shard.whole:
+            self._bind_trained(shard, loaded_shard)
+            self._bind_others(shard, loaded_shard.copy.views)
+            loaded_shard.whole = True
 
-    def _bind_trained(self, shard: int, here: _LoadedShard) -> None:
-        if not here.bound:
+    def _bind_trained(self, shard: int, loaded_shard: _LoadedShard) -> None:
+        if not loaded_shard.bound:
             for name in self.shards[shard].trained:
-                self._bind(name, here.copy.views)
-            here.bound = True
+                self._bind(name, loaded_shard.copy.views)
+            loaded_shard.bound = True
 
     def _bind_others(self, shard: int, views: Mapping[Section, Mapping[str, Tensor]]) -> None:
         for name in self.shards[shard].own:
@@ -290,34 +294,34 @@ class TaskTensors:
 
     def update(self, shard: int, gradients: Mapping[str, Tensor]) -> None:
         """Do an optimizer step for the parameters of a loaded shard that have ``gradients``."""
-        here = self._here[shard]
-        self._bind_trained(shard, here)
+        loaded_shard = self._here[shard]
+        self._bind_trained(shard, loaded_shard)
         params = [self._tensors[name] for name in gradients]
         for param, gradient in zip(params, gradients.values(), strict=True):
             param.grad = gradient
         self.optimizer.step()
         for param in params:
             param.grad = None
-        for name in gradients.keys() - here.updated:
-            here.updated.add(name)
-            here.changed.add((Section.WEIGHTS, name))
-            here.changed.update((Section.OPTIMIZER, key) for _, key in self._stacks[name])
+        for name in gradients.keys() - loaded_shard.updated:
+            loaded_shard.updated.add(name)
+            loaded_shard.changed.add((Section.WEIGHTS, name))
+            loaded_shard.changed.update((Section.OPTIMIZER, key) for _, key in self._stacks[name])
 
     def evict(self, shard: int) -> list[Move]:
         """Evict a shard. Return the copies that write its changes back; call `left` when they are done."""
         with self._lock:
-            here, home = self._here.pop(shard), self._homes[shard]
-            self._leaving[shard] = here, Event()
-        if here.bound:
+            loaded_shard, home = self._here.pop(shard), self._homes[shard]
+            self._leaving[shard] = loaded_shard, Event()
+        if loaded_shard.bound:
             for name in self.shards[shard].trained:
                 self._bind(name, home.views)
             self.optimizer.forget()
-        if here.whole:
+        if loaded_shard.whole:
             self._bind_others(shard, home.views)
-        changed: dict[Section, list[str]] = {section: [] for section in here.copy.buffers}
-        for section, name in here.changed:
+        changed: dict[Section, list[str]] = {section: [] for section in loaded_shard.copy.buffers}
+        for section, name in loaded_shard.changed:
             changed[section].append(name)
-        return [move for section, names in changed.items() for move in home.save(here.copy, section, names)]
+        return [move for section, names in changed.items() for move in home.save(loaded_shard.copy, section, names)]
 
     def left(self, shard: int) -> None:
         """Note that all copies of an evicted shard are done, and release its device memory."""
@@ -333,13 +337,13 @@ class TaskTensors:
         for shard, home in enumerate(self._homes):
             self._wait_for(shard)
             with self._lock:
-                here = self._here.get(shard)
-            if here is None:
+                loaded_shard = self._here.get(shard)
+            if loaded_shard is None:
                 continue
             with self._crossing:
-                for section, name in here.changed:
+                for section, name in loaded_shard.changed:
                     if section is Section.WEIGHTS and name not in self._trained:
-                        home.views[section][name].copy_(here.copy.views[section][name])
+                        home.views[section][name].copy_(loaded_shard.copy.views[section][name])
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
@@ -349,16 +353,20 @@ class TaskTensors:
         """
         self.settle()
         with self._lock:
-            away = [(shard, here) for shard, here in self._here.items() if here.bound or here.whole]
+            away = [
+                (shard, loaded_shard)
+                for shard, loaded_shard in self._here.items()
+                if loaded_shard.bound or loaded_shard.whole
+            ]
         before = {shard: {name: self._tensors[name].data for name in self.shards[shard].own} for shard, _ in away}
         for shard in before:
             self._bind_weights(self._homes[shard].views[Section.WEIGHTS])
         try:
             yield
         finally:
-            for shard, here in away:
+            for shard, loaded_shard in away:
                 with self._lock:
-                    if self._here.get(shard) is here:
+                    if self._here.get(shard) is loaded_shard:
                         self._bind_weights(before[shard])
 
     def _bind_weights(self, views: Mapping[str, Tensor]) -> None:
@@ -367,9 +375,9 @@ class TaskTensors:
 
     def close(self) -> None:
         """Give every tensor its own memory again, and drop the host stores; an interrupted run keeps its progress."""
-        for shard, here in [*self._here.items()]:
+        for shard, loaded_shard in [*self._here.items()]:
             copy_now(self.evict(shard))
-            backend(here.copy.device).wait()
+            backend(loaded_shard.copy.device).wait()
             self.left(shard)
         for index, home in enumerate(self._homes):
             for name in self.shards[index].own:

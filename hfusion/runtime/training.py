@@ -144,8 +144,8 @@ class Training:
     def load(self, unit: Unit, shard: int, sections: Collection[Section], device: torch.device) -> list[Move]:
         """Allocate a shard on a device; for a backward, also the inputs to recompute. Return the copies to make."""
         moves = self.state.load(shard, sections, device, _BORROWED[unit.phase])
-        again = unit.phase is Phase.BACKWARD and unit.shard == shard and not self.plan.resident
-        if again and shard not in self._saved:
+        recomputes = unit.phase is Phase.BACKWARD and unit.shard == shard and not self.plan.resident
+        if recomputes and shard not in self._saved:
             moves += self._boundary.load(shard, self._recipe.parts[shard].takes, device)
         return moves
 
@@ -247,13 +247,13 @@ class Training:
             self._refresh(shard)
         inputs = self._boundary.take(self._recipe.parts[shard].takes, device)
         with torch.no_grad(), self._drawing(self._generators, device):
-            found = self._compute(shard, inputs, {}, device)
+            graph = self._compute(shard, inputs, {}, device)
         self.state.wrote(shard, [self._names[name] for name in self._recipe.parts[shard].writes])
-        self._boundary.keep(shard, found.outputs, self._recipe.later[shard])
-        if found.losses is not None:
-            self.evaluations.append(found.losses.cpu())
-            for each in range(shard + 1):
-                self._clean(each)
+        self._boundary.keep(shard, graph.outputs, self._recipe.later[shard])
+        if graph.losses is not None:
+            self.evaluations.append(graph.losses.cpu())
+            for index in range(shard + 1):
+                self._clean(index)
 
     def _compute(
         self, shard: int, inputs: dict[str, Any], buffers: Mapping[str, Tensor], device: torch.device
@@ -288,26 +288,26 @@ class Training:
             self._parked = None
         saved = self._saved.pop(shard, None) or self._recomputed(shard, device)
         inputs = tracked(saved.inputs)
-        wanted = {**inputs, **{f"param {name}": leaf for name, leaf in saved.params.items() if leaf.requires_grad}}
+        leaves = {**inputs, **{f"param {name}": leaf for name, leaf in saved.params.items() if leaf.requires_grad}}
         ends = tracked(saved.outputs)
-        before = {place: self._left_out.pop(place, None) for place in (*ends, *wanted)}
+        before = {key: self._left_out.pop(key, None) for key in (*ends, *leaves)}
         later = self._grads.keys() & before.keys()
-        roots = [(leaf, self._grads.pop(place)) for place, leaf in {**ends, **wanted}.items() if place in later]
+        roots = [(leaf, self._grads.pop(key)) for key, leaf in {**ends, **leaves}.items() if key in later]
         if saved.losses is not None and saved.losses.requires_grad:
             total = saved.losses.sum()
             total = total / self.plan.accumulate if self.plan.accumulate > 1 else total
             roots.append((total, torch.ones_like(total)))
-        if roots and wanted:
+        if roots and leaves:
             outputs, seeds = zip(*roots, strict=True)
-            for place, leaf in ends.items():
-                leave_out(leaf, before[place])
-            found = torch.autograd.grad(outputs, [*wanted.values()], seeds, allow_unused=True)
-            grads = {place: grad for place, grad in zip(wanted, found, strict=True) if grad is not None}
-            for place, grad in grads.items():
-                if place in inputs:
-                    self._note_left_out(place, inputs[place], place in later, before[place])
+            for key, leaf in ends.items():
+                leave_out(leaf, before[key])
+            gradients = torch.autograd.grad(outputs, [*leaves.values()], seeds, allow_unused=True)
+            grads = {key: grad for key, grad in zip(leaves, gradients, strict=True) if grad is not None}
+            for key, grad in grads.items():
+                if key in inputs:
+                    self._note_left_out(key, inputs[key], key in later, before[key])
                 else:
-                    mark_found(wanted[place], grad)
+                    mark_found(leaves[key], grad)
             self._collect(shard, grads)
         self._note_norms(unit)
         self._clean(shard)
@@ -351,10 +351,10 @@ class Training:
             torch._foreach_add_([self.state.gradient(shard, name) for name in added], list(added.values()))
         if copied:
             torch._foreach_copy_([self.state.gradient(shard, name) for name in copied], list(copied.values()))
-        own = {f"param {name}" for name in self.state.shards[shard].trained}
-        self._grads |= {place: grad for place, grad in grads.items() if place not in own}
+        param_keys = {f"param {name}" for name in self.state.shards[shard].trained}
+        self._grads |= {key: grad for key, grad in grads.items() if key not in param_keys}
 
-    def _note_left_out(self, place: str, leaf: Tensor, later: bool, before: Tensor | None) -> None:
+    def _note_left_out(self, key: str, leaf: Tensor, later: bool, before: Tensor | None) -> None:
         """Note which members get no gradient for a part's input.
 
         ``later``: whether later parts have a gradient for it; ``before``: the mask of members without one there.
@@ -363,7 +363,7 @@ class Training:
         if later:
             rows = before if rows is None or before is None else rows & before
         if rows is not None and rows.any():
-            self._left_out[place] = rows
+            self._left_out[key] = rows
 
     def _note_absent(self, name: str, grad: Tensor) -> None:
         """Note the rows that had no gradient in any minibatch since the last optimizer step."""
@@ -385,9 +385,9 @@ class Training:
             self._arrivals.wait("norms")
             norms = total_norm([self._norms[name] for name in self.state.order if name in self._norms])
             self._factors = clip_factors(norms, limits)
-        used = [grad for grad in grads.values() if grad.numel()]
-        factors = self._factors.to(used[0].device, non_blocking=True) if used else self._factors
-        for grad in used:
+        nonempty = [grad for grad in grads.values() if grad.numel()]
+        factors = self._factors.to(nonempty[0].device, non_blocking=True) if nonempty else self._factors
+        for grad in nonempty:
             scale(grad, factors)
 
     def _clean(self, shard: int) -> None:

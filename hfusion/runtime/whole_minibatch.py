@@ -62,8 +62,8 @@ class WholeTraining(SlicedTraining):
             super().run(unit, device, gate)
 
     def _arrived(self, arrived: Sequence[Arrived]) -> None:
-        self.losses.extend(each.losses for each in arrived)
-        self._had.extend(each.at for each in arrived)
+        self.losses.extend(arrival.losses for arrival in arrived)
+        self._had.extend(arrival.at for arrival in arrived)
 
     def put_away(self, shard: int, *, leave: bool) -> list[Move]:
         self._step.release()
@@ -98,9 +98,9 @@ class WholeTraining(SlicedTraining):
 
     def _clip_by_norm(self, grads: Mapping[str, Tensor], limits: Tensor) -> None:
         """Clip all gradients by their norms, in a few kernel launches on their device."""
-        used = [grads[name] for name in self.state.order if name in grads and grads[name].numel()]
-        if used:
-            clip_stacks(used, limits)
+        nonempty = [grads[name] for name in self.state.order if name in grads and grads[name].numel()]
+        if nonempty:
+            clip_stacks(nonempty, limits)
 
     def _sum(self, grads: dict[str, Tensor]) -> None:
         """Add gradients to the ones that outlive the minibatch."""
@@ -109,16 +109,16 @@ class WholeTraining(SlicedTraining):
         self._collect(0, {f"param {name}": grad for name, grad in grads.items()})
 
 
-def computed(asked: Sequence[Ran], had: Sequence[float]) -> list[Ran]:
+def computed(queued: Sequence[Ran], loss_times: Sequence[float]) -> list[Ran]:
     """Return when minibatches ran on the device.
 
-    ``asked``: when Python queued them; ``had``: when the device had computed their losses.
+    ``queued``: when Python queued them; ``loss_times``: when the device had computed their losses.
 
     >>> computed([Ran(0, 1, 2, 3, 3), Ran(3, 4, 5, 6, 6)], [3, 10])[1]
     Ran(began=3, read=4, computed=5, ended=10, saved=10)
     """
     times, free = list[Ran](), 0.0
-    for ran, end in zip(asked, had, strict=False):
+    for ran, end in zip(queued, loss_times, strict=False):
         ended = max(ran.ended, end)
         read = min(max(ran.read, free), ended)
         times.append(Ran(ran.began, read, max(ran.computed, read), ended, ended + ran.saved - ran.ended))

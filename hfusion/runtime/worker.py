@@ -107,11 +107,11 @@ class _Lane(Thread):
         """Queue a job on the device as soon as the jobs that it depends on have ended."""
         while len(self._asked) >= _IN_FLIGHT:
             self._asked.popleft().over.wait()
-        for each in job.after:
+        for dependency in job.after:
             # Jobs of this lane run in order on the device's queue, so no wait is needed.
-            if self._reporter is None or each.lane is not self:
-                each.over.wait()
-        job.failed = any(each.failed for each in job.after) or (self._worker.stopping and not job.always)
+            if self._reporter is None or dependency.lane is not self:
+                dependency.over.wait()
+        job.failed = any(dependency.failed for dependency in job.after) or (self._worker.stopping and not job.always)
         mark = None
         try:
             if not job.failed:
@@ -140,8 +140,8 @@ class _Lane(Thread):
             if job.error is None:
                 self._fail(job, error)
         job.then()
-        for each in job.after:
-            job.ready = max(job.ready, each.ended if each.told else each.ready)
+        for dependency in job.after:
+            job.ready = max(job.ready, dependency.ended if dependency.told else dependency.ready)
         # The time until a thread wakes up, and preparations that are not reported, count as time of this job.
         job.started = max(job.ready, self._free)
         job.ended = max(job.started, ended)
@@ -175,9 +175,9 @@ class _Reporter(Thread):
         self._lane = lane
 
     def run(self) -> None:
-        while (asked := self.asked.get()) is not None:
-            self._lane.finish(*asked)
-            del asked
+        while (entry := self.asked.get()) is not None:
+            self._lane.finish(*entry)
+            del entry
 
 
 class DeviceWorker:
@@ -229,17 +229,17 @@ class DeviceWorker:
         return [lane for lanes in self._lanes for lane in lanes.values()]
 
     def begin(self, device: int, task: int, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
-        where, training, lanes = self._devices[device], self._trainings[task], self._lanes[device]
-        before = [job for job in after if isinstance(job, _Job)]
+        torch_device, training, lanes = self._devices[device], self._trainings[task], self._lanes[device]
+        dependencies = [job for job in after if isinstance(job, _Job)]
         if action.act is Act.EVICT:
-            return self._evict(lanes, task, action, before)
+            return self._evict(lanes, task, action, dependencies)
         if action.act is Act.LOAD:
-            work = partial(self._load, training, unit, action, where)
-            then = partial(training.state.loaded, action.shard)
-            return self._submit(lanes["in"], _Job(task, work, before, self._heard, then))
+            work = partial(self._load, training, unit, action, torch_device)
+            mark_loaded = partial(training.state.loaded, action.shard)
+            return self._submit(lanes["in"], _Job(task, work, dependencies, self._heard, mark_loaded))
         lanes["compute"].task, self.computing[task] = task, self._names[device]
-        work = partial(self._compute, task, unit, action.act, where)
-        return self._submit(lanes["compute"], _Job(task, work, before, self._heard))
+        work = partial(self._compute, task, unit, action.act, torch_device)
+        return self._submit(lanes["compute"], _Job(task, work, dependencies, self._heard))
 
     def wait(self) -> Sequence[Ticket]:
         # A signal just before the wait begins does not end it.
@@ -299,8 +299,8 @@ class DeviceWorker:
         # If this device's compute lane is not at this task, no unit of it runs now, so any lane will do.
         lane = lanes["compute" if lanes["compute"].task == task else "out"]
         settled = self._submit(lane, _Job(task, settle, after, self._heard, told=False, always=True))
-        left, copies = partial(training.state.left, action.shard), partial(copy_now, moves)
-        return self._submit(lanes["out"], _Job(task, copies, (settled,), self._heard, left, always=True))
+        mark_evicted, copies = partial(training.state.left, action.shard), partial(copy_now, moves)
+        return self._submit(lanes["out"], _Job(task, copies, (settled,), self._heard, mark_evicted, always=True))
 
     def save(self, task: int, unit: Unit) -> None:
         """Save a task, in its compute lane."""
