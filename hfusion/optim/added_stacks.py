@@ -57,18 +57,18 @@ def stacks_to_take(optimizer: FusedOptimizer, groups: Mapping[int, Sequence[Tens
         chosen = {number: list(params) for number, params in groups.items()}
         if wrong := [number for number in chosen if number not in range(count)]:
             raise ValueError(f"groups={{{wrong[0]!r}: ...}}: there are param groups 0 to {count - 1}")
-        known = set(map(id, added))
-        if any(id(param) not in known for params in chosen.values() for param in params):
+        added_ids = set(map(id, added))
+        if any(id(param) not in added_ids for params in chosen.values() for param in params):
             raise ValueError(f"groups: give parameters that joining members have brought: {_names(added) or 'none'}")
     elif added:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]} | set(map(id, added))
         partial = any(p.requires_grad and id(p) not in held for p in _array_of(optimizer).parameters())
         if count > 1 or partial:
-            what = f"has {count} param groups" if count > 1 else "holds only some of the array's other parameters"
+            reason = f"has {count} param groups" if count > 1 else "holds only some of the array's other parameters"
             key = membership_of(added[0]).name
             raise ValueError(
                 f"the members that join have parameters of their own ({_names(added)}), and the "
-                f"{type(optimizer).__name__} {what}: say which group takes them, "
+                f"{type(optimizer).__name__} {reason}: say which group takes them, "
                 f"groups={{0: [fused.get_parameter({key!r})]}}, or that none does, groups={{}}"
             )
         chosen = {0: added}
@@ -90,9 +90,9 @@ def take_stacks(optimizer: FusedOptimizer, chosen: Mapping[int, Sequence[Tensor]
         changed = True
         for param in unused:
             optimizer.state.pop(param, None)
-        gone = set(map(id, unused))
-        order = {id(param): place for place, param in enumerate(_array_of(optimizer).parameters())}
-        params = [*(p for p in group["params"] if id(p) not in gone), *chosen.get(number, ())]
+        unused_ids = set(map(id, unused))
+        order = {id(param): index for index, param in enumerate(_array_of(optimizer).parameters())}
+        params = [*(p for p in group["params"] if id(p) not in unused_ids), *chosen.get(number, ())]
         group["params"][:] = sorted(params, key=lambda param: order.get(id(param), len(order)))
     if changed:
         optimizer.forget()

@@ -208,14 +208,14 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch, with hyper-parameters as float64 tensors ``[B]``, which ``weights_only`` accepts."""
-        found = super().state_dict()
-        groups = [{key: plain(value) for key, value in group.items()} for group in found["param_groups"]]
+        state_dict = super().state_dict()
+        groups = [{key: plain(value) for key, value in group.items()} for group in state_dict["param_groups"]]
         # Copied, because later steps increment the counts in place.
         state = {
             key: {name: value.clone() if name in self.numbers else value for name, value in entry.items()}
-            for key, entry in found["state"].items()
+            for key, entry in state_dict["state"].items()
         }
-        return {**found, "state": state, "param_groups": groups}
+        return {**state_dict, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As in torch, but copy the state. Raises CheckpointError for a state of another array."""
@@ -279,23 +279,23 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         master_weights.complete(self.param_groups)
         # A copy of a Parameter has no `Membership`.
         for group, memberships in zip(self.param_groups, marks, strict=False):
-            for param, found in zip(group["params"], memberships, strict=True):
+            for param, saved_mark in zip(group["params"], memberships, strict=True):
                 if membership(param) is None:
-                    mark(param, found)
+                    mark(param, saved_mark)
         for group in self.param_groups:
             self._settings(group)
 
-    def _settings(self, group: ParamGroup, known: Settings | None = None) -> Settings:
-        """Return the checked settings of ``group``, or ``known`` if its values have not changed."""
+    def _settings(self, group: ParamGroup, cached: Settings | None = None) -> Settings:
+        """Return the checked settings of ``group``, or ``cached`` if its values have not changed."""
         members = membership_of(group["params"][0]).members
         if (
-            known
-            and len(known.members) == members
-            and unchanged(group, self.hypers, known.vectors, known.columns)
-            and self._options(group) == known.options
-            and group[master_weights.OPTION] is known.masters
+            cached
+            and len(cached.members) == members
+            and unchanged(group, self.hypers, cached.vectors, cached.columns)
+            and self._options(group) == cached.options
+            and group[master_weights.OPTION] is cached.masters
         ):
-            return known
+            return cached
         check_width(self, group, members)
         vectors, columns = read(group, self.hypers, members)
         options = self._options(group)
@@ -304,35 +304,35 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         values = named("Values", tuple(hyper.field for hyper in self.hypers))
         rows = list(starmap(values, zip(*columns, strict=True)))
         different = dict.fromkeys(rows)
-        for one in different:
-            self.check(one, options)
-        buffers = {one: tuple(self.stacks(one, options)) for one in different}
-        used, masters = [buffers[one] for one in rows], master_weights.option_of(group)
-        settings = Settings(vectors, columns, options, rows, used, self.counts_steps, masters)
+        for row in different:
+            self.check(row, options)
+        buffers = {row: tuple(self.stacks(row, options)) for row in different}
+        buffer_names, masters = [buffers[row] for row in rows], master_weights.option_of(group)
+        settings = Settings(vectors, columns, options, rows, buffer_names, self.counts_steps, masters)
         if not settings.alike:
             self._check_shared([param for param in group["params"] if param.requires_grad], settings)
         return settings
 
     def _options(self, group: ParamGroup) -> Options:
-        found: Options = named("Options", self.options)._make(group[name] for name in self.options)
-        return found
+        options: Options = named("Options", self.options)._make(group[name] for name in self.options)
+        return options
 
     def _check_params(self, params: Sequence[Tensor]) -> None:
         for param in params:
-            found = membership_of(param)
-            check_padding(found, self)
+            param_mark = membership_of(param)
+            check_padding(param_mark, self)
             if param.requires_grad:
-                check_memory(param, f"parameter {found.name!r}")
-            self.check_param(found.name, param.shape[1:] if found.stacked else param.shape, param.dtype)
+                check_memory(param, f"parameter {param_mark.name!r}")
+            self.check_param(param_mark.name, param.shape[1:] if param_mark.stacked else param.shape, param.dtype)
 
     def _check_shared(self, params: Sequence[Tensor], settings: Settings) -> None:
         for param in params:
-            found = membership_of(param)
-            if not found.is_own:
+            param_mark = membership_of(param)
+            if not param_mark.is_own:
                 columns = zip(self.hypers, settings.columns, strict=True)
                 hyper, column = next((h, c) for h, c in columns if len(set(c)) > 1)
                 raise ValueError(
-                    f"parameter {found.name!r} is one tensor for all {found.members} members, and "
+                    f"parameter {param_mark.name!r} is one tensor for all {param_mark.members} members, and "
                     f"{hyper.label} differs between them: {column}; give it a param group with one value, "
                     "or freeze it"
                 )
@@ -348,39 +348,39 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if not all(map(is_, map(_LAYOUT, grads), repeat(torch.strided))):
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use dense ones")
         state = list(map(self.state.get, active)) if settings.stateful else []
-        same = before is not None and settings.masters is before.masters
-        held = groups is not None and same and groups.holds(active, state, settings.names)
+        same_masters = before is not None and settings.masters is before.masters
+        held = groups is not None and same_masters and groups.holds(active, state, settings.names)
         if not settings.alike and not (held and settings is before):
             self._check_shared(active, settings)
         if groups is None or not held:
             groups = self._groups(active, state, settings)
         groups.check(grads)
         self._known[index] = (settings, groups)
-        return [(settings, part, own) for part, own in groups.with_gradients(grads)]
+        return [(settings, part, part_grads) for part, part_grads in groups.with_gradients(grads)]
 
     def _groups(self, active: Sequence[Tensor], state: Sequence[State | None], settings: Settings) -> Groups:
         """Return the released groups of these parameters, at their new addresses, or create groups."""
-        found = self._released.pop(tuple(map(id, active)), None)
-        if found is not None and found.move(active, state, settings.names):
-            return found
+        released = self._released.pop(tuple(map(id, active)), None)
+        if released is not None and released.move(active, state, settings.names):
+            return released
         if self._recording is None and active:
             self._recording = recording_on(active[0].device)
-        made = [self._state(param, settings) for param in active] if settings.stateful else []
-        return Groups(type(self), active, made, settings)
+        states = [self._state(param, settings) for param in active] if settings.stateful else []
+        return Groups(type(self), active, states, settings)
 
     def _remembered(self) -> StepCache | None:
         """Return a `StepCache` of this step's preparation, or None if the next step must prepare again."""
         groups = self.param_groups
-        known = [(settings, parts) for settings, parts in map(self._known.__getitem__, range(len(groups))) if parts]
+        prepared = [(settings, parts) for settings, parts in map(self._known.__getitem__, range(len(groups))) if parts]
         keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.options, master_weights.OPTION]))
         steady = (
             all(type(param.grad) is Tensor for group in groups for param in group["params"])
             and not isinstance(native_kernels.library(), str)
-            and all(vector.is_contiguous() for settings, _ in known for vector in settings.vectors)
+            and all(vector.is_contiguous() for settings, _ in prepared for vector in settings.vectors)
             # A list can be changed in place, which a comparison by identity would miss.
             and not any(isinstance(group[key], list) for group in groups for key in keys)
         )
-        return StepCache(groups, self.state, keys, known) if steady else None
+        return StepCache(groups, self.state, keys, prepared) if steady else None
 
     def _state(self, param: Tensor, settings: Settings) -> State:
         return complete_state(param, self.state[param], settings, type(self))

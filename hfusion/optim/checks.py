@@ -16,7 +16,7 @@ from hfusion.torch_private.fake_tensors import FakeTensor
 _NUMBERS = {"step": "step counts"}
 
 
-def check_memory(tensor: Tensor, what: str) -> None:
+def check_memory(tensor: Tensor, label: str) -> None:
     """Raise a FusionError if ``tensor`` keeps its values elsewhere than in this process's memory.
 
     Tensors on the meta device have no values, and pass: a step then computes shapes only, as in torch.optim.
@@ -34,22 +34,22 @@ def check_memory(tensor: Tensor, what: str) -> None:
         )
     else:
         remedy = "use torch.optim, or convert it to an ordinary torch.Tensor before the optimizer is made"
-    raise FusionError(f"{what} is a {kind}, and hf.optim updates ordinary tensors in memory only: {remedy}")
+    raise FusionError(f"{label} is a {kind}, and hf.optim updates ordinary tensors in memory only: {remedy}")
 
 
-def check_rows(param: Tensor, found: Membership) -> None:
+def check_rows(param: Tensor, mark: Membership) -> None:
     """Raise a FusionError unless a stack has a row for each member."""
-    if found.stacked and param.shape[:1] != (found.members,):
+    if mark.stacked and param.shape[:1] != (mark.members,):
         raise FusionError(
-            f"parameter {found.name!r} has shape {list(param.shape)} in an array of {found.members} members: it was "
-            f"replaced through .data; a stack has {found.members} rows, and keep, append and put of the fused module "
+            f"parameter {mark.name!r} has shape {list(param.shape)} in an array of {mark.members} members: it was "
+            f"replaced through .data; a stack has {mark.members} rows, and keep, append and put of the fused module "
             "change their number"
         )
 
 
 def check_state(
     param: Tensor,
-    found: Membership,
+    mark: Membership,
     entry: Mapping[str, Tensor],
     stacks: Mapping[str, torch.dtype],
     numbers: Iterable[str],
@@ -61,39 +61,39 @@ def check_state(
     """
     for name, dtype in stacks.items():
         stack = entry[name]
-        check_memory(stack, f"the state {name!r} of parameter {found.name!r}")
+        check_memory(stack, f"the state {name!r} of parameter {mark.name!r}")
         if (*_place(stack), stack.dtype) != (*_place(param), dtype):
             raise FusionError(
-                f"the state {name!r} of parameter {found.name!r} is {_text(stack)}, the parameter {_text(param)}: one "
+                f"the state {name!r} of parameter {mark.name!r} is {_text(stack)}, the parameter {_text(param)}: one "
                 "of them was converted, moved or replaced after the other was made; bring the state to the parameters "
                 "by opt.load_state_dict(opt.state_dict()), or make a new optimizer"
             )
-    wanted = (found.members,) if found.stacked else ()
+    expected_shape = (mark.members,) if mark.stacked else ()
     for name in numbers:
         value = entry[name]
-        if not isinstance(value, Tensor) or tuple(value.shape) != wanted or value.is_meta:
-            told = _text(value) if isinstance(value, Tensor) else repr(value)
+        if not isinstance(value, Tensor) or tuple(value.shape) != expected_shape or value.is_meta:
+            actual = _text(value) if isinstance(value, Tensor) else repr(value)
             raise FusionError(
-                f"the {_NUMBERS.get(name, f'state {name!r}')} of parameter {found.name!r} are {told}; they must be "
-                f"numbers of shape {list(wanted)}"
+                f"the {_NUMBERS.get(name, f'state {name!r}')} of parameter {mark.name!r} are {actual}; they must be "
+                f"numbers of shape {list(expected_shape)}"
             )
 
 
-def check_gradient(param: Tensor, found: Membership, grad: Tensor) -> None:
+def check_gradient(param: Tensor, mark: Membership, grad: Tensor) -> None:
     """Raise RuntimeError for a sparse gradient or one that does not fit ``param``, FusionError if it has no memory."""
     if grad.layout is not torch.strided:
-        raise RuntimeError(f"the gradient of {found.name!r} is sparse ({grad.layout}): hf.optim needs dense ones")
+        raise RuntimeError(f"the gradient of {mark.name!r} is sparse ({grad.layout}): hf.optim needs dense ones")
     if grad.shape != param.shape:
-        told = f"has shape {list(grad.shape)}, the parameter {list(param.shape)}"
+        mismatch = f"has shape {list(grad.shape)}, the parameter {list(param.shape)}"
     elif grad.device != param.device:
-        told = f"is on {grad.device}, the parameter on {param.device}"
+        mismatch = f"is on {grad.device}, the parameter on {param.device}"
     elif not torch.can_cast(grad.dtype, param.dtype):
-        told = f"is {grad.dtype}, the parameter {param.dtype}"
+        mismatch = f"is {grad.dtype}, the parameter {param.dtype}"
     else:
         if type(grad) is not Tensor:
-            check_memory(grad, f"the gradient of {found.name!r}")
+            check_memory(grad, f"the gradient of {mark.name!r}")
         return
-    raise RuntimeError(f"the gradient of {found.name!r} {told}: one of them was replaced through .data")
+    raise RuntimeError(f"the gradient of {mark.name!r} {mismatch}: one of them was replaced through .data")
 
 
 def _place(tensor: Tensor) -> tuple[torch.Size, torch.device, torch.layout]:
@@ -105,11 +105,11 @@ def _text(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}{layout}"
 
 
-def check_padding(found: Membership, formula: Formula) -> None:
+def check_padding(mark: Membership, formula: Formula) -> None:
     """Raise ValueError if members may fill only a part of their row, and a step depends on the whole row."""
-    if found.padded and not formula.elementwise:
+    if mark.padded and not formula.elementwise:
         raise ValueError(
-            f"parameter {found.name!r} has zeros beside what a member trains, as its rank may be smaller, and a step "
+            f"parameter {mark.name!r} has zeros beside what a member trains, as its rank may be smaller, and a step "
             f"of {type(formula).__name__} depends on a matrix as a whole; give it to another optimizer, such as "
             "hf.optim.AdamW"
         )

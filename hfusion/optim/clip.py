@@ -136,33 +136,33 @@ def _gradients(params: list[Tensor], norm_type: float = 2.0) -> tuple[int, list[
     members = 0
     grads = []
     for index, param in enumerate(params):
-        found = membership(param)
-        if found is None:
+        mark = membership(param)
+        if mark is None:
             raise ValueError(
                 f"parameter {index} (shape {list(param.shape)}) belongs to no fused module: clip it with "
                 "torch.nn.utils.clip_grad_norm_"
             )
-        if members not in (0, found.members):
+        if members not in (0, mark.members):
             raise ValueError(
-                f"parameter {index} ({found.name!r}) belongs to an array of {found.members} members, those "
+                f"parameter {index} ({mark.name!r}) belongs to an array of {mark.members} members, those "
                 f"before it to one of {members}: clip each array by itself"
             )
-        members = found.members
-        if norm_type < 0 and found.padded:
+        members = mark.members
+        if norm_type < 0 and mark.padded:
             raise FusionError(
-                f"parameter {found.name!r} has zeros beside what a member trains, which a norm of order {norm_type} "
+                f"parameter {mark.name!r} has zeros beside what a member trains, which a norm of order {norm_type} "
                 "would count: give an order of at least 0"
             )
         if param.grad is None or not param.grad.numel():
             continue
-        check_gradient(param, found, param.grad)
-        if not found.stacked and members > 1:
+        check_gradient(param, mark, param.grad)
+        if not mark.stacked and members > 1:
             raise FusionError(
-                f"parameter {found.name!r} is one tensor for all {members} members and has a gradient, "
+                f"parameter {mark.name!r} is one tensor for all {members} members and has a gradient, "
                 "which is the sum over the members and has no norm per member: leave it out here, and clip "
                 "it by itself with torch.nn.utils.clip_grad_norm_"
             )
-        grads.append(param.grad if found.stacked else param.grad.unsqueeze(0))
+        grads.append(param.grad if mark.stacked else param.grad.unsqueeze(0))
     if not members:
         raise ValueError("no parameters were given, so the number of members is unknown: pass fused.parameters()")
     return members, grads

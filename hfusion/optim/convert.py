@@ -63,14 +63,14 @@ def fuse(
         _fuse_group(cls, index, [opt.param_groups[index] for opt in optimizers], [params[key] for key in names])
         for index, names in enumerate(keys)
     ]
-    made: FusedOptimizer = cls(groups)  # type: ignore[call-arg]
-    for index, group in enumerate(made.param_groups):
+    fused_optimizer: FusedOptimizer = cls(groups)  # type: ignore[call-arg]
+    for index, group in enumerate(fused_optimizer.param_groups):
         originals = zip(*(optimizer.param_groups[index]["params"] for optimizer in optimizers), strict=True)
-        for param, same in zip(group["params"], originals, strict=True):
-            states = [opt.state.get(original, {}) for opt, original in zip(optimizers, same, strict=True)]
+        for param, member_params in zip(group["params"], originals, strict=True):
+            states = [opt.state.get(original, {}) for opt, original in zip(optimizers, member_params, strict=True)]
             if any(_begun(state) for state in states):
-                made.state[param] = _stack_state(cls, param, states)
-    return made
+                fused_optimizer.state[param] = _stack_state(cls, param, states)
+    return fused_optimizer
 
 
 def _checked(optimizers: Any, fused: Any, into: Any) -> list[Optimizer]:
@@ -84,8 +84,8 @@ def _checked(optimizers: Any, fused: Any, into: Any) -> list[Optimizer]:
         raise FusionError(
             f"hf.optim.fuse expects a list of one optimizer per member, got a {type(optimizers).__name__}"
         )
-    found = list(optimizers)
-    for member, optimizer in enumerate(found):
+    optimizer_list = list(optimizers)
+    for member, optimizer in enumerate(optimizer_list):
         if not isinstance(optimizer, Optimizer):
             kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
             raise FusionError(
@@ -94,7 +94,7 @@ def _checked(optimizers: Any, fused: Any, into: Any) -> list[Optimizer]:
             )
     if into is not None and not (isinstance(into, type) and issubclass(into, FusedOptimizer)):
         raise FusionError(f"into={into!r}: give a class of hf.optim, such as into=hf.optim.Adam")
-    return found
+    return optimizer_list
 
 
 def _fused_class(optimizers: list[Optimizer], into: type[FusedOptimizer] | None) -> type[FusedOptimizer]:
@@ -116,10 +116,10 @@ def _fused_class(optimizers: list[Optimizer], into: type[FusedOptimizer] | None)
 
 def _torch_classes(cls: type[FusedOptimizer] = FusedOptimizer) -> Iterator[type[FusedOptimizer]]:
     """Yield the subclasses that define their own ``torch_class``, in the order of their definition."""
-    for each in cls.__subclasses__():
-        if vars(each).get("torch_class") is not None:
-            yield each
-        yield from _torch_classes(each)
+    for subclass in cls.__subclasses__():
+        if vars(subclass).get("torch_class") is not None:
+            yield subclass
+        yield from _torch_classes(subclass)
 
 
 def _counterpart(member: int, optimizer: Optimizer) -> type[FusedOptimizer]:
@@ -127,8 +127,8 @@ def _counterpart(member: int, optimizer: Optimizer) -> type[FusedOptimizer]:
         if type(optimizer) is cls.torch_class:
             break
     else:
-        known = sorted({f"torch.optim.{cls.torch_class.__name__}" for cls in _torch_classes() if cls.torch_class})
-        names = ", ".join(known)
+        supported = sorted({f"torch.optim.{cls.torch_class.__name__}" for cls in _torch_classes() if cls.torch_class})
+        names = ", ".join(supported)
         raise FusionError(
             f"optimizer {member} is {type(optimizer).__name__}; supported are {names}; for another one, give the class "
             "of hf.optim that computes the same as into="
@@ -147,7 +147,7 @@ def _aligned_keys(
     """Return the keys of the parameters in each param group. Raises FusionError if the members' groups differ."""
     keys = [
         [
-            [_key(fused, params, (member, index, place), param) for place, param in enumerate(group["params"])]
+            [_key(fused, params, (member, index, position), param) for position, param in enumerate(group["params"])]
             for index, group in enumerate(optimizer.param_groups)
         ]
         for member, optimizer in enumerate(optimizers)
@@ -168,14 +168,16 @@ def _aligned_keys(
 
 
 def _difference(names: list[str], first: list[str]) -> str:
-    for place, (name, other) in enumerate(zip(names, first, strict=False)):
+    for position, (name, other) in enumerate(zip(names, first, strict=False)):
         if name != other:
-            return f"{name!r} as parameter {place}, where that of optimizer 0 holds {other!r}"
+            return f"{name!r} as parameter {position}, where that of optimizer 0 holds {other!r}"
     return f"{len(names)} parameters, where that of optimizer 0 holds {len(first)}"
 
 
-def _key(fused: FusedArray, params: dict[str, torch.nn.Parameter], place: tuple[int, int, int], param: Tensor) -> str:
-    member, group, index = place
+def _key(
+    fused: FusedArray, params: dict[str, torch.nn.Parameter], location: tuple[int, int, int], param: Tensor
+) -> str:
+    member, group, index = location
     where = f"parameter {index} (shape {list(param.shape)}) in group {group} of optimizer {member}"
     origin = fused.origin(param) if isinstance(param, torch.nn.Parameter) else None
     if origin is None:
@@ -189,18 +191,18 @@ def _key(fused: FusedArray, params: dict[str, torch.nn.Parameter], place: tuple[
 
 
 def _fuse_group(
-    cls: type[FusedOptimizer], index: int, same: list[ParamGroup], params: list[torch.nn.Parameter]
+    cls: type[FusedOptimizer], index: int, member_groups: list[ParamGroup], params: list[torch.nn.Parameter]
 ) -> ParamGroup:
     group: ParamGroup = {"params": params}
-    if "param_names" in same[0]:
-        group["param_names"] = list(same[0]["param_names"])
-    for key, first in same[0].items():
+    if "param_names" in member_groups[0]:
+        group["param_names"] = list(member_groups[0]["param_names"])
+    for key, first in member_groups[0].items():
         if key in _INTERNAL or (key == "decoupled_weight_decay" and key not in cls.options):
             continue
-        for member, other in enumerate(same):
-            if key not in other:
+        for member, member_group in enumerate(member_groups):
+            if key not in member_group:
                 raise FusionError(f"group {index} of optimizer {member} has no option {key!r}, that of optimizer 0 has")
-        where, values = f"option {key!r} of group {index}", [other[key] for other in same]
+        where, values = f"option {key!r} of group {index}", [member_group[key] for member_group in member_groups]
         group[key] = _the_same(where, values) if key in cls.options else _fuse_option(where, first, values)
     return group
 
@@ -227,15 +229,15 @@ def _begun(state: dict[str, Any]) -> bool:
 
 
 def _stack_state(cls: type[FusedOptimizer], param: Tensor, states: list[dict[str, Any]]) -> dict[str, Tensor]:
-    found = membership_of(param)
-    if not found.stacked and found.members > 1:
+    mark = membership_of(param)
+    if not mark.stacked and mark.members > 1:
         raise FusionError(
-            f"parameter {found.name!r} is one tensor for all members, and {found.members} optimizers have "
+            f"parameter {mark.name!r} is one tensor for all members, and {mark.members} optimizers have "
             "updated it: train it with one optimizer of its own, or freeze it"
         )
     names = dict.fromkeys(name for state in states for name, value in state.items() if isinstance(value, Tensor))
     stacked = {"step": torch.tensor([_steps(state) for state in states], dtype=torch.float32, device="cpu")}
-    row = param[0] if found.stacked else param
+    row = param[0] if mark.stacked else param
     for name in names:
         if name == "step":
             continue
@@ -244,7 +246,7 @@ def _stack_state(cls: type[FusedOptimizer], param: Tensor, states: list[dict[str
             stacked[name] = torch.stack([number.detach().cpu() for number in numbers])
         else:
             stacked[name] = torch.stack([state.get(name, torch.zeros_like(row)).detach().to(row) for state in states])
-    return stacked if found.stacked else {name: value[0] for name, value in stacked.items()}
+    return stacked if mark.stacked else {name: value[0] for name, value in stacked.items()}
 
 
 def _steps(state: dict[str, Any]) -> float:

@@ -66,13 +66,13 @@ def check(optimizer: Any) -> None:
     kind = type(optimizer)
     if kind in _ELEMENTWISE or getattr(optimizer, "keeps_members_apart", False):
         return
-    found = _first_stack(optimizer)
-    if found is None:
+    stack = _first_stack(optimizer)
+    if stack is None:
         return
     name = f"{kind.__module__.removesuffix('.' + kind.__name__.lower())}.{kind.__qualname__}"
-    where = f"parameter {found.name!r} holds {found.members} members"
-    for known, why in _COUPLING.items():
-        if isinstance(optimizer, known):
+    where = f"parameter {stack.name!r} holds {stack.members} members"
+    for coupling_kind, why in _COUPLING.items():
+        if isinstance(optimizer, coupling_kind):
             raise FusionError(f"{name} {why}, and {where}, which it would couple; {_REMEDY}")
     _warn_once(
         name,
@@ -86,10 +86,10 @@ def _check_frozen(optimizer: Optimizer) -> None:
     if not any_absent() or getattr(optimizer, "leaves_rows_alone", False):
         return
     for param in _params(optimizer):
-        frozen, found = frozen_rows(param), membership(param)
-        if frozen is not None and found is not None:
+        frozen, mark = frozen_rows(param), membership(param)
+        if frozen is not None and mark is not None:
             raise FusionError(
-                f"members {frozen.nonzero().reshape(-1).tolist()} do not train {found.name!r}, and others do: "
+                f"members {frozen.nonzero().reshape(-1).tolist()} do not train {mark.name!r}, and others do: "
                 f"{type(optimizer).__name__} would move their rows by momentum and weight decay; take the one of that "
                 "name in hf.optim, or give each member an optimizer of its own, over fused[i].parameters()"
             )
@@ -161,7 +161,7 @@ def check_caller(optimizer: Optimizer) -> None:
     if owner is None or owner is optimizer or type(owner).__module__.startswith(_TRANSPARENT):
         return
     groups = getattr(owner, "param_groups", None)
-    if isinstance(groups, list) and any(group is mine for group in groups for mine in optimizer.param_groups):
+    if isinstance(groups, list) and any(group is stepped for group in groups for stepped in optimizer.param_groups):
         check(owner)
 
 
@@ -186,8 +186,8 @@ def check_groups(optimizer: Optimizer) -> None:
     """Warn if the param groups look as if a rule for one model had chosen them by the dims of stacks."""
     why = split_by_stack_dims(optimizer.param_groups)
     if why:
-        told = f"{type(optimizer).__name__}: {why}; let hf.optim.groups(fused, rule) ask the members' own"
-        _warn_once("param groups", told)
+        message = f"{type(optimizer).__name__}: {why}; let hf.optim.groups(fused, rule) ask the members' own"
+        _warn_once("param groups", message)
 
 
 def _zero_grad(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,13 +216,13 @@ def _check_norm(tensors: Sequence[Tensor]) -> None:
         return
     numbers = set(map(id, tensors))
     for parameter in (p for array in arrays for p in array.parameters()):
-        found = membership(parameter)
-        if found is None or not found.stacked or found.members == 1:
+        mark = membership(parameter)
+        if mark is None or not mark.stacked or mark.members == 1:
             continue
         if id(parameter) in numbers or id(parameter.grad) in numbers:
             _warn_once(
                 "norm",
-                f"torch.nn.utils takes one norm over all {found.members} members of an array ({found.name!r}), and "
+                f"torch.nn.utils takes one norm over all {mark.members} members of an array ({mark.name!r}), and "
                 "clips them together; use hf.optim.clip_grad_norm_, which has a norm and a limit for each",
             )
             return
@@ -246,9 +246,9 @@ def _first_stack(optimizer: Any) -> Membership | None:
     """A parameter of ``optimizer`` that belongs to several members."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            found = membership(param) if isinstance(param, Tensor) else None
-            if found is not None and found.stacked and found.members > 1:
-                return found
+            mark = membership(param) if isinstance(param, Tensor) else None
+            if mark is not None and mark.stacked and mark.members > 1:
+                return mark
     return None
 
 

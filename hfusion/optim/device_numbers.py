@@ -22,21 +22,21 @@ class DeviceNumbers:
 
     def tell(self, numbers: Tensor) -> Tensor:
         """Copy ``numbers`` to the device if they differ from `known`; return the device tensor."""
-        known, self.known = self.known, numbers
-        there = self._there
+        previous, self.known = self.known, numbers
+        device_copy = self._there
         # Compare bits, because -0.0 == 0.0.
-        if there is not None and known is not None and _same_bits(known, numbers):
-            return there
+        if device_copy is not None and previous is not None and _same_bits(previous, numbers):
+            return device_copy
         return self.write(numbers)
 
     def write(self, numbers: Tensor) -> Tensor:
         """Copy ``numbers`` to the device unconditionally; return the device tensor."""
-        there = self._there
-        if there is None or there.shape != numbers.shape:
-            there = self._there = torch.empty(numbers.shape, dtype=self._dtype, device=self._device)
-        if not there.is_cpu:
+        device_copy = self._there
+        if device_copy is None or device_copy.shape != numbers.shape:
+            device_copy = self._there = torch.empty(numbers.shape, dtype=self._dtype, device=self._device)
+        if not device_copy.is_cpu:
             numbers = _pinned(numbers.to(self._dtype), self._device)
-        return there.copy_(numbers, non_blocking=True)
+        return device_copy.copy_(numbers, non_blocking=True)
 
 
 def sent(numbers: Tensor, device: torch.device) -> Tensor:
@@ -44,8 +44,8 @@ def sent(numbers: Tensor, device: torch.device) -> Tensor:
     return _pinned(numbers, device).to(device, non_blocking=True) if numbers.is_cpu else numbers.to(device)
 
 
-def _same_bits(these: Tensor, those: Tensor) -> bool:
-    return these.shape == those.shape and torch.equal(these.view(torch.uint8), those.view(torch.uint8))
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def _pinned(numbers: Tensor, device: torch.device) -> Tensor:

@@ -94,7 +94,7 @@ class AloneStepper:
             param = self._places[index][0].detach()[where]
             param.grad = grads[index][where]
             params.append(param)
-        used = settings.buffers[rows.start]
+        buffer_names = settings.buffers[rows.start]
         # Constructed with a dummy parameter: some classes, such as Adagrad, create state for their parameters here.
         optimizer = self._class([torch.zeros(1, 1, device="cpu")], **_options(self._formula, settings, rows.start))
         early = bool(optimizer.state)
@@ -103,7 +103,7 @@ class AloneStepper:
         stacks: list[dict[str, Tensor]] = []
         for index, param in zip(indices, params, strict=True):
             named = zip(self._names, self._places[index][1:], strict=True)
-            stacks.append({name: stack[where] for name, stack in named if name in used})
+            stacks.append({name: stack[where] for name, stack in named if name in buffer_names})
             numbers = {name: vectors[index][rows.start] for name, vectors in self._numbers.items()}
             if numbers and (early or numbers["step"] > 0):
                 optimizer.state[param] |= stacks[-1] | {name: number.clone() for name, number in numbers.items()}
@@ -122,7 +122,7 @@ class AloneStepper:
 
 
 def _options(formula: type[Formula], settings: Settings, member: int) -> dict[str, Any]:
-    found: dict[str, Any] = {name: getattr(settings.options, name) for name in formula.options}
+    options: dict[str, Any] = {name: getattr(settings.options, name) for name in formula.options}
     for hyper, value in zip(formula.hypers, settings.members[member], strict=True):
-        found[hyper.key] = value if hyper.index is None else (*found.get(hyper.key, ()), value)
-    return found
+        options[hyper.key] = value if hyper.index is None else (*options.get(hyper.key, ()), value)
+    return options

@@ -45,9 +45,9 @@ class GatheredState:
 
     def fits(self) -> bool:
         """Return whether the whole optimizer still has the parameters that this one was made for."""
-        theirs = [self._small(group) for group in self.whole.param_groups]
-        ours = [group["params"] for group in self.part.param_groups]
-        return len(ours) == len(theirs) and all(map(same_objects, ours, theirs))
+        whole_params = [self._small(group) for group in self.whole.param_groups]
+        part_params = [group["params"] for group in self.part.param_groups]
+        return len(part_params) == len(whole_params) and all(map(same_objects, part_params, whole_params))
 
     @torch.no_grad()
     def load(self, rows: Sequence[int]) -> None:
@@ -65,28 +65,28 @@ class GatheredState:
         if not part.param_groups:
             for group in whole.param_groups:
                 read(group, whole.hypers, whole.members)
-                mine = {**group, "params": self._small(group)}
-                own(mine)
-                part.param_groups.append(mine)
-        for theirs, ours in zip(whole.param_groups, part.param_groups, strict=True):
-            self._load_group(theirs, ours, list(rows))
-            for param in theirs["params"]:
+                new_group = {**group, "params": self._small(group)}
+                own(new_group)
+                part.param_groups.append(new_group)
+        for whole_group, part_group in zip(whole.param_groups, part.param_groups, strict=True):
+            self._load_group(whole_group, part_group, list(rows))
+            for param in whole_group["params"]:
                 if param in self.params:
                     self._load_state(param, rows)
 
     def _small(self, group: ParamGroup) -> list[Tensor]:
         return [self.params[param] for param in group["params"] if param in self.params]
 
-    def _load_group(self, theirs: ParamGroup, ours: ParamGroup, rows: list[int]) -> None:
+    def _load_group(self, whole_group: ParamGroup, part_group: ParamGroup, rows: list[int]) -> None:
         whole = self.whole
-        vectors, _ = read(theirs, whole.hypers, whole.members)
+        vectors, _ = read(whole_group, whole.hypers, whole.members)
         keys = {"params", *(hyper.key for hyper in whole.hypers)}
-        for key, value in theirs.items():
+        for key, value in whole_group.items():
             if key not in keys:
                 by_member = isinstance(value, Tensor) and value.shape == (whole.members,)
-                ours[key] = value[rows] if by_member else value
+                part_group[key] = value[rows] if by_member else value
         for hyper, vector in zip(whole.hypers, vectors, strict=True):
-            write_hyper(ours, hyper, plain(vector)[rows])
+            write_hyper(part_group, hyper, plain(vector)[rows])
 
     def _load_state(self, param: Tensor, rows: Sequence[int]) -> None:
         whole, part, small = self.whole, self.part, self.params[param]
@@ -97,17 +97,17 @@ class GatheredState:
         if not membership_of(param).stacked:
             part.state[small] = entry
             return
-        ours = part.state[small]
-        for name in ours.keys() - entry.keys():
-            del ours[name]
+        part_state = part.state[small]
+        for name in part_state.keys() - entry.keys():
+            del part_state[name]
         for name, value in entry.items():
-            own = cut_rows(value, small.shape[1:])
-            chosen = own.index_select(0, torch.tensor(list(rows), device=value.device))
-            known = ours.get(name)
-            if known is not None and (known.shape, known.dtype) == (chosen.shape, chosen.dtype):
-                known.copy_(chosen)
+            trimmed = cut_rows(value, small.shape[1:])
+            chosen = trimmed.index_select(0, torch.tensor(list(rows), device=value.device))
+            current = part_state.get(name)
+            if current is not None and (current.shape, current.dtype) == (chosen.shape, chosen.dtype):
+                current.copy_(chosen)
             else:
-                ours[name] = chosen
+                part_state[name] = chosen
 
     @torch.no_grad()
     def store(self, rows: Sequence[int]) -> None:
@@ -116,15 +116,15 @@ class GatheredState:
         for group in whole.param_groups:
             settings: Any = None
             for param in group["params"]:
-                ours = part.state.get(self.params[param]) if param in self.params else None
-                if not ours:
+                part_state = part.state.get(self.params[param]) if param in self.params else None
+                if not part_state:
                     continue
                 if not membership_of(param).stacked:
-                    whole.state[param] = ours
+                    whole.state[param] = part_state
                     continue
-                if param not in whole.state or ours.keys() - whole.state[param].keys():
+                if param not in whole.state or part_state.keys() - whole.state[param].keys():
                     # Members that are not in ``rows`` get the state from before their first step.
                     settings = settings or whole._settings(group)
                     whole._state(param, settings)
-                for name, value in ours.items():
+                for name, value in part_state.items():
                     write_rows(whole.state[param][name], rows, value[: len(rows)])

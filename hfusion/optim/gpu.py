@@ -70,8 +70,8 @@ class TritonStepper:
         self._sizes = sent(torch.tensor(sizes, device="cpu"), self._device)
         lanes = WIDTH // self._dtype.itemsize
         self._launches = [
-            (size, sent(program_spots(sizes, which, self._members, kernels.BLOCK), self._device))
-            for size, which in by_width(sizes, lanes).items()
+            (size, sent(program_spots(sizes, indices, self._members, kernels.BLOCK), self._device))
+            for size, indices in by_width(sizes, lanes).items()
         ]
         self._constants = {"BUFFERS": self._buffers, "dtype": kernels.DTYPES[self._dtype], "BLOCK": kernels.BLOCK}
         self._told: dict[tuple[int, ...], _Addresses] = {}
@@ -120,7 +120,7 @@ class TritonStepper:
 
     def launch(self, grads: Sequence[Tensor]) -> object:
         """Launch the step, which also counts on the device; return what must stay alive while it may be replayed."""
-        own = self._grads
+        grad_addresses = self._grads
         # Triton launches on the current device. As in C, every operation rounds.
         with backend(self._device).current():
             self._prepare[self._scalars_grid](
@@ -138,24 +138,24 @@ class TritonStepper:
                     len(self._sizes),
                     self._members,
                     self._params.there,
-                    own.there,
+                    grad_addresses.there,
                     self._scalars,
                     **self._constants,
-                    LANES=lanes if self._params.wide and own.wide else 1,
+                    LANES=lanes if self._params.wide and grad_addresses.wide else 1,
                     enable_fp_fusion=False,
                 )
-        return own, self._params
+        return grad_addresses, self._params
 
     def _at(self, tensors: Sequence[Tensor]) -> _Addresses:
         """Return addresses on the device. They are sent once and cached, because torch often reuses freed memory."""
         addresses = tuple(map(Tensor.data_ptr, tensors))
-        found = self._told.get(addresses)
-        if found is None:
+        entry = self._told.get(addresses)
+        if entry is None:
             if len(self._told) == _MAX_TOLD:
                 self._told.clear()
-            there = sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), self._device)
-            found = self._told[addresses] = _Addresses(there, not any(address % WIDTH for address in addresses))
-        return found
+            tensor = sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), self._device)
+            entry = self._told[addresses] = _Addresses(tensor, not any(address % WIDTH for address in addresses))
+        return entry
 
 
 class _Addresses(NamedTuple):
@@ -167,21 +167,21 @@ class _Addresses(NamedTuple):
 
 def by_width(sizes: Sequence[int], lanes: int) -> dict[int, list[int]]:
     """Group the indices of non-empty tensors by the number of elements that a thread moves at once."""
-    found: dict[int, list[int]] = {}
+    indices: dict[int, list[int]] = {}
     for index, size in enumerate(sizes):
         if size:
-            found.setdefault(1 if size % lanes else lanes, []).append(index)
-    return found
+            indices.setdefault(1 if size % lanes else lanes, []).append(index)
+    return indices
 
 
-def program_spots(sizes: Sequence[int], which: Sequence[int], members: int, block: int) -> Tensor:
-    """Return tensor, member and block of each program for the tensors ``which``: int32 ``[programs, 3]``."""
+def program_spots(sizes: Sequence[int], indices: Sequence[int], members: int, block: int) -> Tensor:
+    """Return tensor, member and block of each program for the tensors ``indices``: int32 ``[programs, 3]``."""
     pieces = [
         torch.cartesian_prod(
             torch.tensor([index], device="cpu"),
             torch.arange(members, device="cpu"),
             torch.arange(-(-sizes[index] // block), device="cpu"),
         )
-        for index in which
+        for index in indices
     ]
     return torch.cat(pieces).to(torch.int32)

@@ -149,14 +149,14 @@ def _tables(device: torch.device, members: int, kinds: tuple[tuple[int, torch.dt
     counts = torch.tensor([members * -(-size // kernels.BLOCK) for size in sizes], device="cpu")
     parts = []
     for dtype in dict.fromkeys(dtype for _, dtype in kinds):
-        which = [index for index, (_, own) in enumerate(kinds) if own is dtype]
-        groups = by_width([sizes[index] for index in which], WIDTH // dtype.itemsize)
+        indices = [index for index, (_, grad_dtype) in enumerate(kinds) if grad_dtype is dtype]
+        groups = by_width([sizes[index] for index in indices], WIDTH // dtype.itemsize)
         spots = {
-            lanes: program_spots(sizes, [which[index] for index in group], members, kernels.BLOCK).to(device)
+            lanes: program_spots(sizes, [indices[index] for index in group], members, kernels.BLOCK).to(device)
             for lanes, group in groups.items()
         }
         parts.append(
-            _SameDtype(kernels.DTYPES[dtype], torch.tensor(which, dtype=torch.int32, device="cpu").to(device), spots)
+            _SameDtype(kernels.DTYPES[dtype], torch.tensor(indices, dtype=torch.int32, device="cpu").to(device), spots)
         )
     firsts = counts.cumsum(0) - counts
     return _GradientTables(torch.tensor(sizes, device="cpu").to(device), firsts.to(device), int(counts.sum()), parts)

@@ -147,9 +147,9 @@ def _plan(
     first = stacks[0][0]
     contiguous = all(tensor.is_contiguous() for stack in stacks for tensor in stack)
     if formula.kernel is not None and contiguous and backend(first.device).fuses:
-        found = KERNELS.get(first.device.type, gpu.plan)(formula, stacks, numbers.get("step", ()))
-        if found is not None:
-            return found
+        stepper = KERNELS.get(first.device.type, gpu.plan)(formula, stacks, numbers.get("step", ()))
+        if stepper is not None:
+            return stepper
     if first.dtype not in _REALS and formula.torch_class is not None:
         return AloneStepper(formula, names, stacks, numbers)
     return StackedStepper(formula, names, stacks, numbers)
@@ -180,12 +180,12 @@ class Groups:
         self._groups = [
             Group(
                 formula,
-                [params[i] for i in places],
-                [state[i] for i in places] if state else [],
+                [params[i] for i in indices],
+                [state[i] for i in indices] if state else [],
                 names,
-                dtypes[places[0]] != params[places[0]].dtype,
+                dtypes[indices[0]] != params[indices[0]].dtype,
             )
-            for places in self._places
+            for indices in self._places
         ]
         self._params = list(params)
         self._state = state
@@ -218,8 +218,8 @@ class Groups:
         numbers = self._found_numbers(self._formula)
         if not (same_objects(numbers, self._numbers) and _traits(self._tensors) == self._traits):
             return False
-        for group, places in zip(self._groups, self._places, strict=True):
-            group.move([self._params[i] for i in places], [self._state[i] for i in places] if state else [], names)
+        for group, indices in zip(self._groups, self._places, strict=True):
+            group.move([self._params[i] for i in indices], [self._state[i] for i in indices] if state else [], names)
         return True
 
     def holds(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
@@ -258,33 +258,33 @@ class Groups:
         if len(self._groups) == 1:
             return [(self._groups[0], self._groups[0].gradients(grads))]
         return [
-            (group, group.gradients([grads[place] for place in places]))
-            for group, places in zip(self._groups, self._places, strict=True)
+            (group, group.gradients([grads[index] for index in indices]))
+            for group, indices in zip(self._groups, self._places, strict=True)
         ]
 
 
 def membership_of(param: Tensor, index: int = 0) -> Membership:
     """Return the `Membership` of ``param``. Raises ValueError if it belongs to no fused module."""
-    found = membership(param)
-    if found is None:
+    mark = membership(param)
+    if mark is None:
         raise ValueError(
             f"parameter {index} (shape {list(param.shape)}) belongs to no fused module: pass "
             "fused.parameters(), or "
             "use torch.optim for it"
         )
-    return found
+    return mark
 
 
 def common_members(params: Sequence[Tensor]) -> int:
     """Return the number of members of the array that all ``params`` belong to. Raises ValueError if they differ."""
     members = None
     for index, param in enumerate(params):
-        found = membership_of(param, index)
+        mark = membership_of(param, index)
         if members is None:
-            members = found.members
-        elif members != found.members:
+            members = mark.members
+        elif members != mark.members:
             raise ValueError(
-                f"parameter {index} ({found.name!r}) belongs to an array of {found.members} members, those "
+                f"parameter {index} ({mark.name!r}) belongs to an array of {mark.members} members, those "
                 f"before it to one of {members}: use one optimizer per array"
             )
     if members is None:
@@ -298,24 +298,24 @@ def common_members(params: Sequence[Tensor]) -> int:
 
 def _own_numbers(names: Mapping[str, float], state: Sequence[State]) -> None:
     """Bring the numbers of every entry to the CPU, contiguous and in memory of their own; ``step`` as float32."""
-    seen: set[int] = set()
+    addresses: set[int] = set()
     for entry in state:
         for name in names:
             value = entry[name]
             if not isinstance(value, Tensor) or value.is_meta:
                 continue
             dtype = torch.float32 if name == "step" else value.dtype
-            own = value.detach().to("cpu", dtype).contiguous()
-            if own.data_ptr() in seen:
-                own = own.clone()
-            seen.add(own.data_ptr())
-            if own.data_ptr() != value.data_ptr():
-                entry[name] = own
+            number = value.detach().to("cpu", dtype).contiguous()
+            if number.data_ptr() in addresses:
+                number = number.clone()
+            addresses.add(number.data_ptr())
+            if number.data_ptr() != value.data_ptr():
+                entry[name] = number
 
 
-def same_objects(these: Sequence[object], those: Sequence[object]) -> bool:
+def same_objects(first: Sequence[object], second: Sequence[object]) -> bool:
     """Return whether two sequences hold the same objects in the same order."""
-    return len(these) == len(those) and all(map(is_, these, those))
+    return len(first) == len(second) and all(map(is_, first, second))
 
 
 def _tensors(params: Sequence[Tensor], state: Sequence[State]) -> list[Tensor]:

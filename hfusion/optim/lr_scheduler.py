@@ -63,13 +63,13 @@ class PerMember(torch_schedulers.LRScheduler):
             raise TypeError(f"{type(optimizer).__name__} is no optimizer of hf.optim: use torch's {name}")
         self.optimizer = optimizer
         self._makes = self._made(make, options, optimizer.members)
-        self._begun = self._makes[0] if all(each is self._makes[0] for each in self._makes) else None
+        self._begun = self._makes[0] if all(member_make is self._makes[0] for member_make in self._makes) else None
         self._stand_ins = [_stand_in(optimizer, member) for member in range(len(self._makes))]
         self._schedulers: list[Any] = [None] * len(self._makes)
         self._begin(range(len(self._makes)))
 
     def __getstate__(self) -> dict[str, Any]:
-        groups = [[{**group, "params": None} for group in own.param_groups] for own in self._stand_ins]
+        groups = [[{**group, "params": None} for group in stand_in.param_groups] for stand_in in self._stand_ins]
         states = [self.member_state(row) for row in range(len(self._makes))]
         return {
             "optimizer": self.optimizer,
@@ -82,8 +82,8 @@ class PerMember(torch_schedulers.LRScheduler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.optimizer, self._makes, self._begun = state["optimizer"], list(state["makes"]), state["begun"]
         self._stand_ins, self._schedulers = [], []
-        for make, groups, own in zip(self._makes, state["groups"], state["states"], strict=True):
-            stand_in, scheduler = _copied(self.optimizer, make, groups, own)
+        for make, groups, saved in zip(self._makes, state["groups"], state["states"], strict=True):
+            stand_in, scheduler = _copied(self.optimizer, make, groups, saved)
             self._stand_ins.append(stand_in)
             self._schedulers.append(scheduler)
 
@@ -110,11 +110,11 @@ class PerMember(torch_schedulers.LRScheduler):
         self._pull()
         for row in rows:
             stand_in = self._stand_ins[row]
-            self._schedulers[row] = made = self._makes[row](stand_in)
-            if not callable(getattr(made, "step", None)):
+            self._schedulers[row] = scheduler = self._makes[row](stand_in)
+            if not callable(getattr(scheduler, "step", None)):
                 raise TypeError(
-                    f"the function that makes the scheduler of member {row} gave a {type(made).__name__}: let it give "
-                    "one of torch.optim.lr_scheduler, such as lambda opt: StepLR(opt, 10)"
+                    f"the function that makes the scheduler of member {row} gave a {type(scheduler).__name__}: let it "
+                    "give one of torch.optim.lr_scheduler, such as lambda opt: StepLR(opt, 10)"
                 )
             # torch warns if a scheduler steps before its optimizer has; the stand-in itself never steps.
             stand_in._opt_called = True  # type: ignore[attr-defined]
@@ -149,8 +149,8 @@ class PerMember(torch_schedulers.LRScheduler):
         self._replace(rows, self._joining(len(rows), make, options))
 
     def _replace(self, fresh: Sequence[int], makes: Sequence[Make]) -> None:
-        for row, own in zip(fresh, makes, strict=True):
-            self._makes[row] = own
+        for row, make in zip(fresh, makes, strict=True):
+            self._makes[row] = make
             self._stand_ins[row] = _stand_in(self.optimizer)
         self._begin(fresh)
 
@@ -222,7 +222,7 @@ class PerMember(torch_schedulers.LRScheduler):
     @property
     def takes_metrics(self) -> list[bool]:
         """Which members have a ReduceLROnPlateau of torch."""
-        return [isinstance(each, torch_schedulers.ReduceLROnPlateau) for each in self._schedulers]
+        return [isinstance(scheduler, torch_schedulers.ReduceLROnPlateau) for scheduler in self._schedulers]
 
     def step(
         self,
@@ -258,7 +258,7 @@ class PerMember(torch_schedulers.LRScheduler):
     def state_dict(self) -> dict[str, Any]:
         """The state of every member's scheduler, with what torch keeps of a schedule in the param groups."""
         states = [self.member_state(row) for row in range(len(self._schedulers))]
-        return {"members": [own["scheduler"] for own in states], "groups": [own["groups"] for own in states]}
+        return {"members": [state["scheduler"] for state in states], "groups": [state["groups"] for state in states]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; FusionError if it is of another number of members."""
@@ -268,8 +268,8 @@ class PerMember(torch_schedulers.LRScheduler):
             raise FusionError(f"{state} does not fit one of {len(self._schedulers)}")
         self._pull()
         pairs = zip(members, state_dict["groups"], strict=True)
-        for scheduler, stand_in, (own, groups) in zip(self._schedulers, self._stand_ins, pairs, strict=True):
-            _load_member(scheduler, stand_in, {"scheduler": own, "groups": groups})
+        for scheduler, stand_in, (saved, groups) in zip(self._schedulers, self._stand_ins, pairs, strict=True):
+            _load_member(scheduler, stand_in, {"scheduler": saved, "groups": groups})
 
     @property
     def _hypers(self) -> Any:
@@ -282,9 +282,9 @@ class PerMember(torch_schedulers.LRScheduler):
             for member, stand_in in enumerate(self._stand_ins):
                 if index == len(stand_in.param_groups):
                     stand_in.add_param_group({"params": [torch.zeros((), device="cpu")]})
-                own = stand_in.param_groups[index]
+                stand_in_group = stand_in.param_groups[index]
                 for hyper, column in zip(self._hypers, columns, strict=True):
-                    _write(own, hyper.key, hyper.index, column[member])
+                    _write(stand_in_group, hyper.key, hyper.index, column[member])
 
     def _push(self) -> None:
         """Copy the hyper-parameters that schedulers have written in the stand-ins to the array's optimizer."""
@@ -292,8 +292,8 @@ class PerMember(torch_schedulers.LRScheduler):
             vectors, _ = read(group, self._hypers, len(self._stand_ins))
             for hyper, vector in zip(self._hypers, vectors, strict=True):
                 values = [stand_in.param_groups[index][hyper.key] for stand_in in self._stand_ins]
-                own = values if hyper.index is None else [value[hyper.index] for value in values]
-                vector.copy_(torch.tensor([float(value) for value in own], dtype=torch.float64, device="cpu"))
+                numbers = values if hyper.index is None else [value[hyper.index] for value in values]
+                vector.copy_(torch.tensor([float(value) for value in numbers], dtype=torch.float64, device="cpu"))
 
 
 class ReduceLROnPlateau(PerMember, torch_schedulers.ReduceLROnPlateau):
@@ -340,7 +340,7 @@ def _each(name: str, value: Any, members: int) -> list[Any]:
             f"{name} has {len(value)} values for an array of {members} members: give one, or {members}; a member's may "
             "be a list of one for each param group"
         )
-    return [float(one) if isinstance(one, Tensor) else one for one in value]
+    return [float(item) if isinstance(item, Tensor) else item for item in value]
 
 
 def _of_kind(kind: Any, options: dict[str, Any], optimizer: Any) -> Any:
@@ -369,8 +369,8 @@ def _noted(optimizer: Any, group: Mapping[str, Any], member: int | None) -> dict
     """Return one member's entries of a param group besides parameters, hyper-parameters and options."""
     if member is None:
         return {}
-    known = {"params", "param_names", *optimizer.options, *(hyper.key for hyper in optimizer.hypers)}
-    return {key: _of_member(value, member, optimizer.members) for key, value in group.items() if key not in known}
+    excluded = {"params", "param_names", *optimizer.options, *(hyper.key for hyper in optimizer.hypers)}
+    return {key: _of_member(value, member, optimizer.members) for key, value in group.items() if key not in excluded}
 
 
 def _of_member(value: Any, member: int, members: int) -> Any:
@@ -384,8 +384,8 @@ def _copied(
 ) -> tuple[Optimizer, Any]:
     """Return a stand-in with these param groups, and its scheduler restored to ``state``."""
     stand_in = _stand_in(optimizer)
-    for mine, values in zip(stand_in.param_groups, groups, strict=True):
-        mine.update({key: value for key, value in values.items() if key != "params"})
+    for group, values in zip(stand_in.param_groups, groups, strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
     scheduler = make(stand_in)
     _load_member(scheduler, stand_in, state)
     return stand_in, scheduler

@@ -123,9 +123,9 @@ class MasterStepper:
         """Launch the step; return the objects that must stay alive while the launches may be replayed."""
         self._convert(grads)
         self._follow()
-        kept = self._inner.launch(self._gradients)
+        references = self._inner.launch(self._gradients)
         torch._foreach_copy_(self._params, self._masters)
-        return kept, self._gradients
+        return references, self._gradients
 
     def _allocate(self) -> None:
         # At the same addresses in every step, which recorded launches read.

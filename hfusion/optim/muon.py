@@ -106,15 +106,15 @@ class Muon(FusedOptimizer):
 def _orthogonalised(matrices: Tensor, eps: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
     """The nearest orthogonal matrix of each of ``[B, m, n]``, by Newton-Schulz iterations in bfloat16 as in torch."""
     a, b, c = coefficients
-    found = matrices.bfloat16()
-    tall = found.shape[-2] > found.shape[-1]
+    iterate = matrices.bfloat16()
+    tall = iterate.shape[-2] > iterate.shape[-1]
     if tall:
-        found = found.mT
-    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=eps.to(found.dtype))
+        iterate = iterate.mT
+    iterate = iterate / iterate.norm(dim=(-2, -1), keepdim=True).clamp(min=eps.to(iterate.dtype))
     for _ in range(steps):
-        gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.mT if tall else found
+        gram = iterate @ iterate.mT
+        iterate = torch.baddbmm(iterate, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), iterate, beta=a)
+    return iterate.mT if tall else iterate
 
 
 def _adjustment(shape: torch.Size, how: str | None) -> float:

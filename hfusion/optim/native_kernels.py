@@ -44,21 +44,21 @@ def begin() -> None:
 
 def kernel(name: str, dtype: torch.dtype) -> Kernel | None:
     """Return the kernel ``name`` for CPU tensors of ``dtype`` (float32 or float64), or None without a library."""
-    found = library()
-    if isinstance(found, str):
+    kernels = library()
+    if isinstance(kernels, str):
         return None
-    made: Kernel = found[f"{name}_{native.TYPES[dtype]}"]
+    function: Kernel = kernels[f"{name}_{native.TYPES[dtype]}"]
     # params ... counts are addresses, the other arguments numbers (kernels.c).
-    made.argtypes = [*[_INTEGER] * 3, *[_POINTER] * 6, *[_INTEGER] * 4]  # type: ignore[attr-defined]
-    return made
+    function.argtypes = [*[_INTEGER] * 3, *[_POINTER] * 6, *[_INTEGER] * 4]  # type: ignore[attr-defined]
+    return function
 
 
 def plan(formula: type[Formula], stacks: Sequence[Sequence[Tensor]], counts: Sequence[Tensor]) -> NativeStepper | None:
     """The steps of ``formula`` for these stacks, see `NativeStepper`; None without a library, or for other dtypes."""
     assert formula.kernel is not None
     dtype = stacks[0][0].dtype
-    found = kernel(formula.kernel, dtype) if dtype in native.TYPES else None
-    return NativeStepper(found, stacks, counts) if found else None
+    function = kernel(formula.kernel, dtype) if dtype in native.TYPES else None
+    return NativeStepper(function, stacks, counts) if function else None
 
 
 class NativeStepper:
@@ -90,8 +90,8 @@ class NativeStepper:
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
         """Continue with ``stacks``: the same tensors at other addresses."""
         # In place: the arguments point to these arrays.
-        for mine, found in zip(self._addresses, _stack_addresses(stacks), strict=True):
-            mine[:] = found
+        for addresses, new_addresses in zip(self._addresses, _stack_addresses(stacks), strict=True):
+            addresses[:] = new_addresses
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
@@ -140,9 +140,9 @@ class _SharedStep(ctypes.Structure):
 
 @cache
 def _step_share() -> int:
-    found = library()
-    assert not isinstance(found, str), found
-    return ctypes.cast(found.step_share, _POINTER).value or 0
+    kernels = library()
+    assert not isinstance(kernels, str), kernels
+    return ctypes.cast(kernels.step_share, _POINTER).value or 0
 
 
 class FiniteCheck:
@@ -162,8 +162,8 @@ class FiniteCheck:
             self._sizes = array("q", list(map(Tensor.numel, tensors)))
             self._kernel = _function(f"finite_{native.TYPES[tensors[0].dtype]}")
         # Named, so that it lives as long as the call.
-        places = _addresses(tensors)
-        return bool(self._kernel(self._count, _start(self._sizes), _start(places)))
+        addresses = _addresses(tensors)
+        return bool(self._kernel(self._count, _start(self._sizes), _start(addresses)))
 
 
 def _is_readable(tensors: Sequence[Tensor]) -> bool:
@@ -179,8 +179,12 @@ class MemoryPairs:
     """Pairs of tensors with equal contents; `same` checks whether one of them has been written to."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        these, those = ([pair[side] for pair in pairs] for side in (0, 1))
-        self._arrays = (_addresses(these), _addresses(those), array("q", [t.numel() * t.element_size() for t in those]))
+        first, second = ([pair[side] for pair in pairs] for side in (0, 1))
+        self._arrays = (
+            _addresses(first),
+            _addresses(second),
+            array("q", [t.numel() * t.element_size() for t in second]),
+        )
         self._arguments = (len(pairs), *map(_start, self._arrays))
         self._same = _function("same")
 
@@ -198,11 +202,11 @@ _ARGUMENTS = {
 
 @cache
 def _function(name: str) -> Callable[..., int]:
-    found = library()
-    assert not isinstance(found, str), found
-    made: Any = found[name]
-    made.argtypes = _ARGUMENTS[name.partition("_")[0]]
-    return made  # type: ignore[no-any-return]
+    kernels = library()
+    assert not isinstance(kernels, str), kernels
+    function: Any = kernels[name]
+    function.argtypes = _ARGUMENTS[name.partition("_")[0]]
+    return function  # type: ignore[no-any-return]
 
 
 def _stack_addresses(stacks: Sequence[Sequence[Tensor]]) -> tuple[array[int], array[int]]:

@@ -141,10 +141,10 @@ def check_width(optimizer: Any, group: ParamGroup, members: int) -> None:
 def rearrange(
     optimizer: Any,
     sources: Sources,
-    given: Mapping[str, Any],
+    new_hypers: Mapping[str, Any],
     groups: Mapping[int, Sequence[Tensor]] | None = None,
 ) -> None:
-    """Make the former member ``sources[b]`` member b; None is a new member, with hyper-parameters from ``given``.
+    """Make the former member ``sources[b]`` member b; None is a new member, with hyper-parameters from ``new_hypers``.
 
     ``groups``: see `MemberRows.append`. Raises ValueError in the same cases.
     """
@@ -153,14 +153,14 @@ def rearrange(
         return
     # Everything that may fail comes first, so that an error changes nothing.
     vectors = [
-        _vectors(optimizer, group, first, before, sources, given)
+        _vectors(optimizer, group, first, before, sources, new_hypers)
         for group, first in zip(_groups(optimizer), optimizer.begun, strict=True)
     ]
     others = [_others(optimizer, group, before, sources) for group in _groups(optimizer)]
     chosen = stacks_to_take(optimizer, groups)
     take_stacks(optimizer, chosen)
-    for group, found, more in zip(_groups(optimizer), vectors, others, strict=True):
-        for hyper, vector in zip(optimizer.hypers, found, strict=True):
+    for group, group_vectors, more in zip(_groups(optimizer), vectors, others, strict=True):
+        for hyper, vector in zip(optimizer.hypers, group_vectors, strict=True):
             write_hyper(group, hyper, vector)
         for key, value in more.items():
             if isinstance(group[key], Tensor) and group[key].shape == value.shape:
@@ -178,39 +178,41 @@ def _vectors(
     first: Mapping[str, float | None],
     width: int,
     sources: Sources,
-    given: Mapping[str, Any],
+    new_hypers: Mapping[str, Any],
 ) -> list[Tensor]:
     """Return the checked hyper-parameters after the change."""
-    now, _ = read(group, optimizer.hypers, width)
+    current, _ = read(group, optimizer.hypers, width)
     fresh = [index for index, source in enumerate(sources) if source is None]
-    wanted = _given(optimizer, given, len(fresh))
-    found = []
-    for hyper, vector in zip(optimizer.hypers, now, strict=True):
+    new_values = _given(optimizer, new_hypers, len(fresh))
+    vectors = []
+    for hyper, vector in zip(optimizer.hypers, current, strict=True):
         moved = moved_rows(plain(vector), sources, {})
         if fresh:
-            moved[fresh] = wanted[hyper.label] if hyper.label in wanted else _same(hyper, first.get(hyper.label))
+            moved[fresh] = (
+                new_values[hyper.label] if hyper.label in new_values else _same(hyper, first.get(hyper.label))
+            )
         hyper.check(moved.tolist())
-        found.append(moved)
-    return found
+        vectors.append(moved)
+    return vectors
 
 
-def _given(optimizer: Any, given: Mapping[str, Any], count: int) -> dict[str, Tensor]:
+def _given(optimizer: Any, new_hypers: Mapping[str, Any], count: int) -> dict[str, Tensor]:
     """Return the hyper-parameters ``[count]`` that the user passed for new members, by label. Raises ValueError."""
-    unknown = [key for key in given if key not in {hyper.key for hyper in optimizer.hypers}]
+    unknown = [key for key in new_hypers if key not in {hyper.key for hyper in optimizer.hypers}]
     if unknown:
         keys = ", ".join(dict.fromkeys(hyper.key for hyper in optimizer.hypers))
         raise ValueError(f"{unknown[0]} is no hyper-parameter of {type(optimizer).__name__}; it has {keys}")
-    found = {}
+    values = {}
     for hyper in optimizer.hypers:
-        if hyper.key not in given:
+        if hyper.key not in new_hypers:
             continue
-        value: HyperValue = given[hyper.key]
+        value: HyperValue = new_hypers[hyper.key]
         if hyper.index is not None:
             if not isinstance(value, (tuple, list)) or len(value) != 2:
                 raise ValueError(f"{hyper.key}={value!r} is not a pair")
             value = value[hyper.index]
-        found[hyper.label] = plain(member_vector(hyper.label, value, count))
-    return found
+        values[hyper.label] = plain(member_vector(hyper.label, value, count))
+    return values
 
 
 def _same(hyper: Hyper, value: float | None) -> Tensor:
@@ -229,41 +231,41 @@ def first_values(group: ParamGroup, hypers: Sequence[Hyper], members: int) -> di
 
 def _others(optimizer: Any, group: ParamGroup, width: int, sources: Sources) -> dict[str, Any]:
     """Return the per-member values that schedulers keep in a param group, as they are after the change."""
-    own = {"params", *(hyper.key for hyper in optimizer.hypers)}
-    found = {}
+    excluded = {"params", *(hyper.key for hyper in optimizer.hypers)}
+    values = {}
     for key, value in group.items():
-        if key not in own and isinstance(value, Tensor) and value.shape == (width,):
+        if key not in excluded and isinstance(value, Tensor) and value.shape == (width,):
             if None in sources:
                 raise FusionError(
                     f"a scheduler of torch keeps {key!r} of every member, and knows none of members that join; use "
                     "hf.optim.lr_scheduler, whose schedulers let members join"
                 )
-            found[key] = value[[source for source in sources if source is not None]]
-    return found
+            values[key] = value[[source for source in sources if source is not None]]
+    return values
 
 
-def _set(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int], given: Mapping[str, Any]) -> None:
+def _set(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int], new_hypers: Mapping[str, Any]) -> None:
     vectors, _ = read(group, optimizer.hypers, width)
-    wanted = _given(optimizer, given, len(rows))
+    new_values = _given(optimizer, new_hypers, len(rows))
     for hyper in optimizer.hypers:
-        if hyper.label in wanted:
-            hyper.check(wanted[hyper.label].tolist())
+        if hyper.label in new_values:
+            hyper.check(new_values[hyper.label].tolist())
     for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
-        if hyper.label in wanted:
-            vector[list(rows)] = wanted[hyper.label]
+        if hyper.label in new_values:
+            vector[list(rows)] = new_values[hyper.label]
 
 
 def write_hyper(group: ParamGroup, hyper: Hyper, vector: Tensor) -> None:
     """Set a hyper-parameter to ``vector``; in place if the present vector has the same length."""
     value = vector.as_subclass(MemberVector)
     held = group[hyper.key]
-    mine = held if hyper.index is None else held[hyper.index]
-    if isinstance(mine, MemberVector) and mine.shape == value.shape:
-        mine.copy_(value)
+    current = held if hyper.index is None else held[hyper.index]
+    if isinstance(current, MemberVector) and current.shape == value.shape:
+        current.copy_(value)
     elif hyper.index is None:
         group[hyper.key] = value
     else:
-        group[hyper.key] = tuple(value if place == hyper.index else one for place, one in enumerate(held))
+        group[hyper.key] = tuple(value if index == hyper.index else item for index, item in enumerate(held))
 
 
 @torch.no_grad()

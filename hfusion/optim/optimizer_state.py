@@ -20,8 +20,8 @@ def paired(groups: Sequence[ParamGroup], state_dict: Mapping[str, Any]) -> list[
     """Return each parameter for which a state dict has state, with that state."""
     params = [param for group in groups for param in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-    found = state_dict["state"]
-    return [(param, found[key]) for key, param in zip(keys, params, strict=True) if key in found]
+    state = state_dict["state"]
+    return [(param, state[key]) for key, param in zip(keys, params, strict=True) if key in state]
 
 
 def check_entries(
@@ -44,14 +44,14 @@ def check_entries(
         if not isinstance(entry, Mapping):
             raise CheckpointError(f"the state of parameter {key} is a {type(entry).__name__}, not a dict of tensors")
         for name, value in entry.items():
-            wanted = numbers_shape(param) if name in numbers else param.shape
+            expected_shape = numbers_shape(param) if name in numbers else param.shape
             if not isinstance(value, Tensor):
                 kind = type(value).__name__
                 raise CheckpointError(f"the state {name!r} of parameter {key} is a {kind}, not a tensor")
-            if value.shape != wanted:
+            if value.shape != expected_shape:
                 raise CheckpointError(
                     f"the state {name!r} of parameter {key} has shape {list(value.shape)}, this "
-                    f"optimizer needs {list(wanted)}: load the state of an array with the same members"
+                    f"optimizer needs {list(expected_shape)}: load the state of an array with the same members"
                 )
 
 
@@ -81,7 +81,7 @@ def complete_state(param: Tensor, state: State, settings: Settings, formula: typ
     for name, first in formula.numbers.items():
         kind = torch.float32 if name == "step" else scalar_dtype()
         state.setdefault(name, torch.full(numbers_shape(param), first, dtype=kind, device="cpu"))
-    fills = [formula.begin(one, settings.options) for one in settings.members]
+    fills = [formula.begin(values, settings.options) for values in settings.members]
     for name in settings.names:
         if name not in state:
             state[name] = _filled(param, [fill.get(name, 0.0) for fill in fills], dtype)
@@ -105,5 +105,5 @@ def scalar_dtype() -> torch.dtype:
 
 def numbers_shape(param: Tensor) -> torch.Size:
     """Return the shape of scalar state: ``[B]``, or ``[]`` for a parameter that is not stacked."""
-    found = membership_of(param)
-    return torch.Size([found.members] if found.stacked else [])
+    mark = membership_of(param)
+    return torch.Size([mark.members] if mark.stacked else [])

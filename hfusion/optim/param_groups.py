@@ -61,18 +61,20 @@ def groups(
         >>> [(len(group["params"]), group["weight_decay"]) for group in hf.optim.groups(fused, decay)]
         [(1, 0.1), (1, 0.0)]
     """
-    found: list[dict[str, Any]] = []
-    for name, stack, own in _parameters(fused):
-        answers = [rule(name, parameter) for parameter in own]
+    param_groups: list[dict[str, Any]] = []
+    for name, stack, parameters in _parameters(fused):
+        answers = [rule(name, parameter) for parameter in parameters]
         if all(answer is None for answer in answers):
             continue
         options = _options(name, answers)
-        group = next((g for g in found if {key: value for key, value in g.items() if key != "params"} == options), None)
+        group = next(
+            (g for g in param_groups if {key: value for key, value in g.items() if key != "params"} == options), None
+        )
         if group is None:
             group = {"params": AskedParams(), **options}
-            found.append(group)
+            param_groups.append(group)
         group["params"].append(stack)
-    return found
+    return param_groups
 
 
 def _parameters(fused: Any) -> Iterator[tuple[str, nn.Parameter, Sequence[nn.Parameter]]]:
@@ -81,8 +83,8 @@ def _parameters(fused: Any) -> Iterator[tuple[str, nn.Parameter, Sequence[nn.Par
         members = [dict(fused[index].named_parameters()) for index in range(len(fused))]
         for name, stack in fused.named_parameters():
             # A member without this parameter is represented by the first member that has it.
-            first = next(own[name] for own in members if name in own)
-            yield name, stack, [own.get(name, first) for own in members]
+            first = next(params[name] for params in members if name in params)
+            yield name, stack, [params.get(name, first) for params in members]
         return
     if isinstance(fused, nn.Module):
         raise FusionError(f"hf.optim.groups expects what hf.fuse or hf.build returned, got a {type(fused).__name__}")
@@ -91,20 +93,20 @@ def _parameters(fused: Any) -> Iterator[tuple[str, nn.Parameter, Sequence[nn.Par
     if owner is None:
         yield from map(_rows, stacks)
         return
-    wanted = set(map(id, stacks))
-    yield from (found for found in _parameters(owner) if id(found[1]) in wanted)
+    stack_ids = set(map(id, stacks))
+    yield from (entry for entry in _parameters(owner) if id(entry[1]) in stack_ids)
 
 
 def _rows(stack: nn.Parameter) -> tuple[str, nn.Parameter, Sequence[nn.Parameter]]:
     """Return name, stack and rows of a parameter whose array does not exist, as when hf.sweep tries an optimizer."""
-    found = membership(stack)
-    if found is None:
+    mark = membership(stack)
+    if mark is None:
         raise FusionError(f"hf.optim.groups got a parameter of shape {list(stack.shape)} that belongs to no array")
-    rows = list(stack.detach()) if found.stacked else [stack.detach()] * found.members
+    rows = list(stack.detach()) if mark.stacked else [stack.detach()] * mark.members
     parameters = [nn.Parameter(row, requires_grad=stack.requires_grad) for row in rows]
     for parameter in parameters:
         keep_marks(parameter, stack)
-    return found.name, stack, parameters
+    return mark.name, stack, parameters
 
 
 def _options(name: str, answers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
@@ -120,19 +122,19 @@ def _options(name: str, answers: Sequence[Mapping[str, Any] | None]) -> dict[str
                 f"the rule returned {answer!r} for {name!r} of member {member} and {answers[0]!r} for that of member "
                 "0: an array has one stack of it, so give the same options for all members; their numbers may differ"
             )
-    given = [answer for answer in answers if answer is not None]
-    return {key: _joined(f"{key!r} of {name!r}", [answer[key] for answer in given]) for key in given[0]}
+    options = [answer for answer in answers if answer is not None]
+    return {key: _joined(f"{key!r} of {name!r}", [answer[key] for answer in options]) for key in options[0]}
 
 
-def _joined(what: str, values: Sequence[Any]) -> Any:
+def _joined(label: str, values: Sequence[Any]) -> Any:
     """Return the value if all members have the same, otherwise one value per member. Raises FusionError."""
     if all(value == values[0] for value in values):
         return values[0]
     if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return list(values)
     if all(isinstance(value, tuple | list) and len(value) == len(values[0]) for value in values):
-        return tuple(_joined(what, column) for column in zip(*values, strict=True))
-    raise FusionError(f"{what} differs between the members, {list(values)}: only numbers may differ within an array")
+        return tuple(_joined(label, column) for column in zip(*values, strict=True))
+    raise FusionError(f"{label} differs between the members, {list(values)}: only numbers may differ within an array")
 
 
 def split_by_stack_dims(groups: Sequence[ParamGroup]) -> str:
@@ -149,9 +151,9 @@ def split_by_stack_dims(groups: Sequence[ParamGroup]) -> str:
             dims = {p.dim() for p in rest}
             if other is few or not dims or min(dims) != 2 or max(dims) == 2 or _text(few) == _text(other):
                 continue
-            what = "is empty" if not stacks else "holds only parameters that are single numbers in a member"
+            reason = "is empty" if not stacks else "holds only parameters that are single numbers in a member"
             return (
-                f"param group {index} {what}, and vectors and matrices are together in another group: a rule such as "
+                f"param group {index} {reason}, and vectors and matrices are together in another group: a rule such as "
                 "p.dim() >= 2 was asked of stacks [B, *shape], which have one dim more than a member's parameter"
             )
     return ""

@@ -62,7 +62,9 @@ class RecordedUpdates:
                 "hyper-parameters and counts for ever: capture forward and backward, and call opt.step() behind the "
                 "replay, which records its own launches; or use hf.train_step, which records both"
             )
-        parts: list[_Part] = [(found, grads) for _, group, grads in work if (found := group.recordable) is not None]
+        parts: list[_Part] = [
+            (recordable, grads) for _, group, grads in work if (recordable := group.recordable) is not None
+        ]
         self._unrecordable = next((why for _, group, _ in work if (why := group.unrecordable)), "")
         if self._unrecordable or not work or self._recorded.why:
             for settings, group, grads in work:

@@ -88,7 +88,7 @@ class GradScaler:
         if not self._enabled:
             return losses
         if isinstance(losses, list | tuple):
-            return type(losses)(self.scale(one) for one in losses)
+            return type(losses)(self.scale(loss) for loss in losses)
         self.begin(len(losses))
         scales = sent(self._values["scale"], losses.device)
         return losses * scales.reshape(-1, *[1] * (losses.dim() - 1))
@@ -113,9 +113,9 @@ class GradScaler:
             _check_no_shared(params)
         grads = [param.grad if membership_of(param).stacked else param.grad.unsqueeze(0) for param in params]
         bad = overflowing(grads, len(inverse))
-        there = {device: sent(inverse, device) for device in dict.fromkeys(grad.device for grad in grads)}
+        inverses = {device: sent(inverse, device) for device in dict.fromkeys(grad.device for grad in grads)}
         for grad in grads:
-            grad.mul_(there[grad.device][: len(grad)].reshape(-1, *[1] * (grad.dim() - 1)))
+            grad.mul_(inverses[grad.device][: len(grad)].reshape(-1, *[1] * (grad.dim() - 1)))
         self._found[id(optimizer)] = bad
         return bad.clone()
 
@@ -183,15 +183,15 @@ class GradScaler:
         """Add ``count`` members with the initial scale. Raises ValueError if initial scales differ."""
         if self._values:
             fresh = self._fresh(count)
-            self._values = {name: torch.cat([own, fresh[name]]) for name, own in self._values.items()}
+            self._values = {name: torch.cat([value, fresh[name]]) for name, value in self._values.items()}
 
     def restart(self, rows: int | Sequence[int]) -> None:
         """Restart members ``rows``; see `append`."""
         if self._values:
-            places = rows_of(rows, len(self._values["scale"]))
-            fresh = self._fresh(len(places))
-            for name, own in self._values.items():
-                own[places] = fresh[name]
+            indices = rows_of(rows, len(self._values["scale"]))
+            fresh = self._fresh(len(indices))
+            for name, value in self._values.items():
+                value[indices] = fresh[name]
 
     def state_dict(self) -> dict[str, Any]:
         """The scales and counts of the members, as tensors ``[B]``; empty before the first use."""
@@ -202,12 +202,12 @@ class GradScaler:
         if not state_dict:
             self._values = {}
             return
-        wanted = {*self._given, "tracker"}
+        expected = {*self._given, "tracker"}
         shapes = {tuple(value.shape) for value in state_dict.values()}
-        if set(state_dict) != wanted or len(shapes) != 1 or len(next(iter(shapes))) != 1:
+        if set(state_dict) != expected or len(shapes) != 1 or len(next(iter(shapes))) != 1:
             raise CheckpointError(
                 f"the state is not one of a GradScaler of members: it holds {sorted(state_dict)} of shapes "
-                f"{sorted(shapes)}, and {sorted(wanted)} of shape [B] are needed"
+                f"{sorted(shapes)}, and {sorted(expected)} of shape [B] are needed"
             )
         self._values = {name: value.clone() for name, value in state_dict.items()}
 
@@ -227,7 +227,7 @@ class GradScaler:
     def rearrange(self, sources: Iterable[int]) -> None:
         """Give member b the former scale of member ``sources[b]``."""
         rows = list(sources)
-        self._values = {name: own[rows] for name, own in self._values.items()}
+        self._values = {name: value[rows] for name, value in self._values.items()}
 
     def of_rows(self, rows: Sequence[int]) -> GradScaler:
         """Return a scaler of members ``rows``; this one is not changed."""
@@ -272,14 +272,14 @@ def overflowing(grads: Sequence[Tensor], members: int) -> Tensor:
 def _check_no_shared(params: Sequence[Tensor]) -> None:
     """Raise FusionError for a parameter of all members, whose losses have different scales."""
     for param in params:
-        found = membership_of(param)
-        if not found.stacked:
+        mark = membership_of(param)
+        if not mark.stacked:
             raise FusionError(
-                f"parameter {found.name!r} is one tensor for all {found.members} members, and their losses have "
+                f"parameter {mark.name!r} is one tensor for all {mark.members} members, and their losses have "
                 "different scales; freeze it, or use torch.amp.GradScaler"
             )
 
 
 def _vector(name: str, value: HyperValue, members: int) -> Tensor:
-    found: Tensor = plain(member_vector(name, value, members)).float()
-    return found
+    vector: Tensor = plain(member_vector(name, value, members)).float()
+    return vector

@@ -80,4 +80,4 @@ class Settings:
     @cached_property
     def bits(self) -> int:
         """The options as flags in one number, the first option in the lowest bit."""
-        return sum(bool(flag) << place for place, flag in enumerate(self.options))
+        return sum(bool(flag) << bit for bit, flag in enumerate(self.options))

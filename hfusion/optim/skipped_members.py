@@ -22,49 +22,49 @@ Resting = dict[Tensor, Tensor]
 
 def without_gradient(params: Iterable[Tensor]) -> Resting:
     """The members for which a parameter that has a gradient was not used, and so would have none alone."""
-    found = {}
+    resting = {}
     for param in params:
         rows = absent_rows(param.grad) if param.grad is not None else None
         if rows is not None:
-            found[param] = rows
-    return found
+            resting[param] = rows
+    return resting
 
 
 def of_members(params: Iterable[Tensor], members: Tensor) -> Resting:
     """Return ``members``, bool ``[B]``, for each of their parameters; those that all members share are left out."""
-    own = {param: membership_of(param) for param in params}
-    return {param: members if found.stacked else members.reshape(()) for param, found in own.items() if found.is_own}
+    marks = {param: membership_of(param) for param in params}
+    return {param: members if mark.stacked else members.reshape(()) for param, mark in marks.items() if mark.is_own}
 
 
 def together(*several: Resting) -> Resting:
     """Return the union: the members that rest in at least one of ``several``."""
-    found: Resting = {}
-    for one in several:
-        for param, rows in one.items():
-            found[param] = found[param] | rows if param in found else rows
-    return found
+    union: Resting = {}
+    for resting in several:
+        for param, rows in resting.items():
+            union[param] = union[param] | rows if param in union else rows
+    return union
 
 
 @contextmanager
 def left_alone(resting: Resting, state: Mapping[Tensor, State]) -> Iterator[None]:
     """Context manager: restore the ``resting`` rows of parameters and ``state`` after the step inside."""
-    kept = [(tensor, rows, tensor[rows]) for tensor, rows in _rows(resting, state)]
+    saved = [(tensor, rows, tensor[rows]) for tensor, rows in _rows(resting, state)]
     yield
-    for tensor, rows, values in kept:
+    for tensor, rows, values in saved:
         tensor[rows] = values
 
 
 def _rows(resting: Resting, state: Mapping[Tensor, State]) -> Sequence[tuple[Tensor, Tensor]]:
-    found = []
-    places: dict[tuple[int, torch.device], Tensor] = {}
+    pairs = []
+    device_rows: dict[tuple[int, torch.device], Tensor] = {}
     for param, members in resting.items():
         # If no member rests, nothing is copied. A tensor without a member dim is handled as a stack of one row.
         rows = members.reshape(-1).nonzero().reshape(-1)
         if len(rows):
             for tensor in (param.detach(), *state.get(param, {}).values()):
                 stack = tensor if members.dim() else tensor.unsqueeze(0)
-                place = id(members), tensor.device
-                if place not in places:
-                    places[place] = sent(rows, tensor.device)
-                found.append((stack, places[place]))
-    return found
+                key = id(members), tensor.device
+                if key not in device_rows:
+                    device_rows[key] = sent(rows, tensor.device)
+                pairs.append((stack, device_rows[key]))
+    return pairs

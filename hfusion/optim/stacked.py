@@ -57,22 +57,22 @@ class StackedStepper:
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Increment the step counts, and copy the scalars of the step to the device."""
-        used, places = self._scalars(settings), len(self._places)
-        names = [name for name, value in used.items() if value is not None]
+        scalars, count = self._scalars(settings), len(self._places)
+        names = [name for name, value in scalars.items() if value is not None]
         # Some options are lists, which cannot be hashed.
         options = tuple(map(repr, settings.options))
         if not names:
-            key: Hashable = (options, tuple(used))
+            key: Hashable = (options, tuple(scalars))
         else:
-            whole = torch.stack([value.expand(places, self._members) for value in used.values() if value is not None])
-            there = self._there.write(whole)
-            key = (options, tuple(used), tuple(names), there.data_ptr())
+            whole = torch.stack([value.expand(count, self._members) for value in scalars.values() if value is not None])
+            device_scalars = self._there.write(whole)
+            key = (options, tuple(scalars), tuple(names), device_scalars.data_ptr())
         if key == self.key:
             return
         # Everything that the launches depend on, except the addresses of tensors.
         self.key, self._options = key, settings.options
-        self._columns = {name: [None] * places for name in used}
-        for name, column in zip(names, there if names else (), strict=True):
+        self._columns = {name: [None] * count for name in scalars}
+        for name, column in zip(names, device_scalars if names else (), strict=True):
             self._columns[name] = list(column.unbind())
 
     def launch(self, grads: Sequence[Tensor]) -> object:
@@ -84,11 +84,11 @@ class StackedStepper:
 
     def _update(self, param: Tensor, grad: Tensor, state: list[Tensor], scalars: dict[str, Tensor | None]) -> None:
         shape = [self._members, *[1] * (param.dim() - 1)]
-        own = SimpleNamespace(**{name: None if s is None else s.view(shape) for name, s in scalars.items()})
-        these = [tensor.to(self._dtype) for tensor in (param, *state)]
-        stacks = dict(zip(self._names, these[1:], strict=True))
-        self._formula.update(these[0], grad.to(self._dtype), stacks, own, self._options)
-        for tensor, computed in zip((param, *state), these, strict=True):
+        views = SimpleNamespace(**{name: None if s is None else s.view(shape) for name, s in scalars.items()})
+        converted = [tensor.to(self._dtype) for tensor in (param, *state)]
+        stacks = dict(zip(self._names, converted[1:], strict=True))
+        self._formula.update(converted[0], grad.to(self._dtype), stacks, views, self._options)
+        for tensor, computed in zip((param, *state), converted, strict=True):
             if tensor is not computed:
                 tensor.copy_(computed)
 
@@ -98,9 +98,9 @@ class StackedStepper:
         if "step" in numbers:
             numbers["step"] += settings.advance[: self._members]
         count = numbers["step"].double() if "step" in numbers else None
-        found = self._formula.scalars(
+        scalars = self._formula.scalars(
             settings.vectors_of(self._members), settings.options, SimpleNamespace(**{**numbers, "step": count})
         )
         for name, vectors in self._numbers.items():
             torch._foreach_copy_(vectors, list(numbers[name].unbind()))
-        return found
+        return scalars

@@ -77,13 +77,13 @@ class StepCache:
 
     def _found(self, groups: Sequence[ParamGroup], state: Mapping[Tensor, State]) -> list[object]:
         """Return every object that a step depends on. A pair of hyper-parameters is one: it can only be replaced."""
-        found: list[object] = [*state, *state.values(), *groups]
+        objects: list[object] = [*state, *state.values(), *groups]
         for entry in state.values():
-            found += entry.values()
+            objects += entry.values()
         for group in groups:
-            found += group["params"]
-            found += self._values(group)
-        return found
+            objects += group["params"]
+            objects += self._values(group)
+        return objects
 
     def _now(self) -> list[int]:
         """Return the current addresses of all tensors."""

@@ -56,7 +56,7 @@ DTYPES = {
 
 @triton.jit
 def _spot(spots, sizes, BLOCK: tl.constexpr, LANES: tl.constexpr):
-    """Which tensor and member a program updates, the places of its elements in the stack, and which there are."""
+    """Which tensor and member a program updates, the offsets of its elements in the stack, and their mask."""
     row = spots + 3 * tl.program_id(0)
     tensor, member, block = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     # By it the compiler moves as many elements at once.
@@ -66,16 +66,16 @@ def _spot(spots, sizes, BLOCK: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _at(addresses, tensor, places, dtype: tl.constexpr, LANES: tl.constexpr):
+def _at(addresses, tensor, offsets, dtype: tl.constexpr, LANES: tl.constexpr):
     """Where the elements lie."""
     first = tl.load(addresses + tensor).to(tl.pointer_type(dtype))
-    return tl.multiple_of(first, LANES * dtype.primitive_bitwidth // 8) + places
+    return tl.multiple_of(first, LANES * dtype.primitive_bitwidth // 8) + offsets
 
 
 @triton.jit
-def _load(addresses, tensor, places, there, dtype: tl.constexpr, LANES: tl.constexpr):
+def _load(addresses, tensor, offsets, mask, dtype: tl.constexpr, LANES: tl.constexpr):
     """The elements, in the dtype of the arithmetic."""
-    value = tl.load(_at(addresses, tensor, places, dtype, LANES), there)
+    value = tl.load(_at(addresses, tensor, offsets, dtype, LANES), mask)
     return value.to(tl.float32) if dtype.primitive_bitwidth == 16 else value
 
 
@@ -118,23 +118,23 @@ def sgd(
     BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Scalars: sign, lr, decay, momentum, fresh, first, nesterov."""
-    tensor, member, places, there = _spot(spots, sizes, BLOCK, LANES)
-    mine = scalars + tensor * 7 * members + member
-    sign, lr, decay = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
-    at = _at(stacks, tensor, places, dtype, LANES)
-    param = _load(stacks, tensor, places, there, dtype, LANES)
-    step = _decayed(_load(grads, tensor, places, there, dtype, LANES), param, sign, decay, dtype)
+    tensor, member, offsets, mask = _spot(spots, sizes, BLOCK, LANES)
+    base = scalars + tensor * 7 * members + member
+    sign, lr, decay = tl.load(base), tl.load(base + members), tl.load(base + 2 * members)
+    at = _at(stacks, tensor, offsets, dtype, LANES)
+    param = _load(stacks, tensor, offsets, mask, dtype, LANES)
+    step = _decayed(_load(grads, tensor, offsets, mask, dtype, LANES), param, sign, decay, dtype)
     if BUFFERS:
-        momentum, fresh = tl.load(mine + 3 * members), tl.load(mine + 4 * members)
-        first, nesterov = tl.load(mine + 5 * members), tl.load(mine + 6 * members)
-        buffer = _at(stacks + tensors, tensor, places, dtype, LANES)
-        old = _load(stacks + tensors, tensor, places, there, dtype, LANES)
+        momentum, fresh = tl.load(base + 3 * members), tl.load(base + 4 * members)
+        first, nesterov = tl.load(base + 5 * members), tl.load(base + 6 * members)
+        buffer = _at(stacks + tensors, tensor, offsets, dtype, LANES)
+        old = _load(stacks + tensors, tensor, offsets, mask, dtype, LANES)
         mean = tl.where(first != 0, step, _plus(_rounded(momentum * old, dtype), fresh, step, dtype))
         # Members without momentum keep what they have.
-        tl.store(buffer, tl.where(momentum != 0, mean, old), there)
+        tl.store(buffer, tl.where(momentum != 0, mean, old), mask)
         ahead = tl.where(nesterov != 0, _plus(step, momentum, mean, dtype), mean)
         step = tl.where(momentum != 0, ahead, step)
-    tl.store(at, _plus(param, -lr, step, dtype), there)
+    tl.store(at, _plus(param, -lr, step, dtype), mask)
 
 
 @triton.jit
@@ -143,33 +143,33 @@ def adam(
     BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Scalars: sign, decay, shrink, near, toward, beta2, fresh, correction, eps, step; a third buffer is amsgrad's."""
-    tensor, member, places, there = _spot(spots, sizes, BLOCK, LANES)
-    mine = scalars + tensor * 10 * members + member
-    sign, decay, shrink = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
-    near, toward = tl.load(mine + 3 * members), tl.load(mine + 4 * members)
-    beta2, fresh, correction = tl.load(mine + 5 * members), tl.load(mine + 6 * members), tl.load(mine + 7 * members)
-    eps, step = tl.load(mine + 8 * members), tl.load(mine + 9 * members)
-    at = _at(stacks, tensor, places, dtype, LANES)
-    mean_at = _at(stacks + tensors, tensor, places, dtype, LANES)
-    square_at = _at(stacks + 2 * tensors, tensor, places, dtype, LANES)
-    param = _load(stacks, tensor, places, there, dtype, LANES)
-    grad = _decayed(_load(grads, tensor, places, there, dtype, LANES), param, sign, decay, dtype)
-    mean = _load(stacks + tensors, tensor, places, there, dtype, LANES)
-    square = _load(stacks + 2 * tensors, tensor, places, there, dtype, LANES)
+    tensor, member, offsets, mask = _spot(spots, sizes, BLOCK, LANES)
+    base = scalars + tensor * 10 * members + member
+    sign, decay, shrink = tl.load(base), tl.load(base + members), tl.load(base + 2 * members)
+    near, toward = tl.load(base + 3 * members), tl.load(base + 4 * members)
+    beta2, fresh, correction = tl.load(base + 5 * members), tl.load(base + 6 * members), tl.load(base + 7 * members)
+    eps, step = tl.load(base + 8 * members), tl.load(base + 9 * members)
+    at = _at(stacks, tensor, offsets, dtype, LANES)
+    mean_at = _at(stacks + tensors, tensor, offsets, dtype, LANES)
+    square_at = _at(stacks + 2 * tensors, tensor, offsets, dtype, LANES)
+    param = _load(stacks, tensor, offsets, mask, dtype, LANES)
+    grad = _decayed(_load(grads, tensor, offsets, mask, dtype, LANES), param, sign, decay, dtype)
+    mean = _load(stacks + tensors, tensor, offsets, mask, dtype, LANES)
+    square = _load(stacks + 2 * tensors, tensor, offsets, mask, dtype, LANES)
     # torch.lerp: from the nearer end.
     mean = _plus(tl.where(near != 0, mean, grad), toward, grad - mean, dtype)
     square = _plus(_rounded(beta2 * square, dtype), fresh, grad * grad, dtype)
-    tl.store(mean_at, mean, there)
-    tl.store(square_at, square, there)
+    tl.store(mean_at, mean, mask)
+    tl.store(square_at, square, mask)
     if BUFFERS > 2:
-        highest_at = _at(stacks + 3 * tensors, tensor, places, dtype, LANES)
-        highest = _load(stacks + 3 * tensors, tensor, places, there, dtype, LANES)
+        highest_at = _at(stacks + 3 * tensors, tensor, offsets, dtype, LANES)
+        highest = _load(stacks + 3 * tensors, tensor, offsets, mask, dtype, LANES)
         # torch.maximum: a NaN on either side stays.
         square = tl.where((square > highest) | (square != square), square, highest)
-        tl.store(highest_at, square, there)
+        tl.store(highest_at, square, mask)
     root = _rounded(_over(_root(square, dtype), correction, dtype), dtype)
     step = _plus(_rounded(shrink * param, dtype), -step, _over(mean, _rounded(root + eps, dtype), dtype), dtype)
-    tl.store(at, step, there)
+    tl.store(at, step, mask)
 
 
 adamw = adam
@@ -181,23 +181,23 @@ def adadelta(
     BUFFERS: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Scalars: sign, lr, decay, rho, fresh, eps."""
-    tensor, member, places, there = _spot(spots, sizes, BLOCK, LANES)
-    mine = scalars + tensor * 6 * members + member
-    sign, lr, decay = tl.load(mine), tl.load(mine + members), tl.load(mine + 2 * members)
-    rho, fresh, eps = tl.load(mine + 3 * members), tl.load(mine + 4 * members), tl.load(mine + 5 * members)
-    at = _at(stacks, tensor, places, dtype, LANES)
-    square_at = _at(stacks + tensors, tensor, places, dtype, LANES)
-    moved_at = _at(stacks + 2 * tensors, tensor, places, dtype, LANES)
-    param = _load(stacks, tensor, places, there, dtype, LANES)
-    grad = _decayed(_load(grads, tensor, places, there, dtype, LANES), param, sign, decay, dtype)
-    square = _load(stacks + tensors, tensor, places, there, dtype, LANES)
-    moved = _load(stacks + 2 * tensors, tensor, places, there, dtype, LANES)
+    tensor, member, offsets, mask = _spot(spots, sizes, BLOCK, LANES)
+    base = scalars + tensor * 6 * members + member
+    sign, lr, decay = tl.load(base), tl.load(base + members), tl.load(base + 2 * members)
+    rho, fresh, eps = tl.load(base + 3 * members), tl.load(base + 4 * members), tl.load(base + 5 * members)
+    at = _at(stacks, tensor, offsets, dtype, LANES)
+    square_at = _at(stacks + tensors, tensor, offsets, dtype, LANES)
+    moved_at = _at(stacks + 2 * tensors, tensor, offsets, dtype, LANES)
+    param = _load(stacks, tensor, offsets, mask, dtype, LANES)
+    grad = _decayed(_load(grads, tensor, offsets, mask, dtype, LANES), param, sign, decay, dtype)
+    square = _load(stacks + tensors, tensor, offsets, mask, dtype, LANES)
+    moved = _load(stacks + 2 * tensors, tensor, offsets, mask, dtype, LANES)
     square = _plus(_rounded(rho * square, dtype), fresh, grad * grad, dtype)
     ratio = _over(_root(_rounded(moved + eps, dtype), dtype), _root(_rounded(square + eps, dtype), dtype), dtype)
     delta = _rounded(_rounded(ratio, dtype) * grad, dtype)
-    tl.store(square_at, square, there)
-    tl.store(moved_at, _plus(_rounded(rho * moved, dtype), fresh, delta * delta, dtype), there)
-    tl.store(at, _plus(param, -lr, delta, dtype), there)
+    tl.store(square_at, square, mask)
+    tl.store(moved_at, _plus(_rounded(rho * moved, dtype), fresh, delta * delta, dtype), mask)
+    tl.store(at, _plus(param, -lr, delta, dtype), mask)
 
 
 @triton.jit
@@ -214,12 +214,12 @@ def partial_norms(
     ORDER: tl.constexpr, dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Of each block, what norms of ``ORDER`` 1, 2 or infinity, which is 0 here, are computed from."""
-    tensor, member, places, there = _spot(spots, sizes, BLOCK, LANES)
-    value = tl.abs(tl.where(there, _load(grads, tensor, places, there, dtype, LANES), 0.0))
+    tensor, member, offsets, mask = _spot(spots, sizes, BLOCK, LANES)
+    value = tl.abs(tl.where(mask, _load(grads, tensor, offsets, mask, dtype, LANES), 0.0))
     joined = _joined(value * value if ORDER == 2 else value, ORDER)
     blocks = (tl.load(sizes + tensor) + BLOCK - 1) // BLOCK
-    place = tl.load(firsts + tensor) + member.to(tl.int64) * blocks + tl.load(spots + 3 * tl.program_id(0) + 2)
-    tl.store(partials + place, joined.to(partials.dtype.element_ty))
+    index = tl.load(firsts + tensor) + member.to(tl.int64) * blocks + tl.load(spots + 3 * tl.program_id(0) + 2)
+    tl.store(partials + index, joined.to(partials.dtype.element_ty))
 
 
 @triton.jit
@@ -248,12 +248,12 @@ def scale_rows(
     dtype: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Multiply every row by its member's factor, which is rounded to ``dtype`` before, as torch's clipping does."""
-    tensor, member, places, there = _spot(spots, sizes, BLOCK, LANES)
+    tensor, member, offsets, mask = _spot(spots, sizes, BLOCK, LANES)
     factor = tl.load(factors + member).to(dtype)
     if dtype.primitive_bitwidth == 16:
         factor = factor.to(tl.float32)
-    value = _load(grads, tensor, places, there, dtype, LANES) * factor
-    tl.store(_at(grads, tensor, places, dtype, LANES), value, there)
+    value = _load(grads, tensor, offsets, mask, dtype, LANES) * factor
+    tl.store(_at(grads, tensor, offsets, dtype, LANES), value, mask)
 
 
 @triton.jit
@@ -267,10 +267,10 @@ def _row(table, members, row, ROWS: tl.constexpr):
 def _counted(table, counts, members, row, ROWS: tl.constexpr):
     """The number of this step for each member; ``row``: of what it adds."""
     member = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    place = counts + tl.program_id(0) * members + member
-    found = tl.load(place, member < members, other=0.0) + _row(table, members, row, ROWS).to(tl.float32)
-    tl.store(place, found, member < members)
-    return found.to(tl.float64)
+    pointer = counts + tl.program_id(0) * members + member
+    count = tl.load(pointer, member < members, other=0.0) + _row(table, members, row, ROWS).to(tl.float32)
+    tl.store(pointer, count, member < members)
+    return count.to(tl.float64)
 
 
 @triton.jit

@@ -29,14 +29,14 @@ def member_state_dicts(
     before the first step.
     """
     params = [param for group in param_groups for param in group["params"]]
-    found = []
+    state_dicts = []
     for member in range(membership_of(params[0]).members):
         own_params = [param for param in params if membership_of(param).has(member)]
         numbers = {param: number for number, param in enumerate(own_params)}
         states = {
-            number: own
+            number: entry
             for param, number in numbers.items()
-            if (own := _member_state(state.get(param, {}), param, member)) and (early or own["step"] > 0)
+            if (entry := _member_state(state.get(param, {}), param, member)) and (early or entry["step"] > 0)
         }
         groups = [
             {
@@ -47,16 +47,16 @@ def member_state_dicts(
             for group in param_groups
         ]
         if not counted:
-            for own in states.values():
-                del own["step"]
-        found.append({"state": states, "param_groups": groups})
-    return found
+            for entry in states.values():
+                del entry["step"]
+        state_dicts.append({"state": states, "param_groups": groups})
+    return state_dicts
 
 
 def _member_group(group: ParamGroup, member: int) -> dict[str, Any]:
     members = len(group["lr"])
-    own = {key: value for key, value in group.items() if key != OPTION}
-    return {key: _member_value(plain(value), member, members) for key, value in own.items()}
+    entries = {key: value for key, value in group.items() if key != OPTION}
+    return {key: _member_value(plain(value), member, members) for key, value in entries.items()}
 
 
 def _member_value(value: Any, member: int, members: int) -> Any:
@@ -68,10 +68,10 @@ def _member_value(value: Any, member: int, members: int) -> Any:
 
 
 def _member_state(entry: State, param: Tensor, member: int) -> State:
-    known = membership_of(param)
-    rows = {name: value[member] if known.stacked else value for name, value in entry.items()}
-    own = known.shapes[member] if known.shapes else None
-    if own is not None:
+    mark = membership_of(param)
+    rows = {name: value[member] if mark.stacked else value for name, value in entry.items()}
+    shape = mark.shapes[member] if mark.shapes else None
+    if shape is not None:
         # What is one number of the member has no such shape.
-        rows = {name: leading(row, own) if row.dim() == len(own) else row for name, row in rows.items()}
+        rows = {name: leading(row, shape) if row.dim() == len(shape) else row for name, row in rows.items()}
     return {name: row.clone(memory_format=torch.contiguous_format) for name, row in rows.items()}

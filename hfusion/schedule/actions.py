@@ -64,7 +64,7 @@ class Action:
 
     def __str__(self) -> str:
         sections = "+".join(section for section in Section if section in self.sections) or "-"
-        after = ",".join(f"~{~each}" if each < 0 else str(each) for each in self.after) or "-"
+        after = ",".join(f"~{~index}" if index < 0 else str(index) for index in self.after) or "-"
         numbers = f"takes {self.takes} frees {self.frees} moves {self.moves} seconds {self.seconds!r}"
         return f"{self.act} {self.shard} {sections} {numbers} after {after}"
 

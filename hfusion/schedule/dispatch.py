@@ -37,13 +37,13 @@ class _Progress:
 
 def _begun(number: int, task: TaskPlan, first: int) -> _Progress:
     """Return the progress of a task of which ``first`` units ran in an earlier run."""
-    left = task.counts
-    seconds = {sort: task.unit_seconds(Unit(task.name, 0, *sort)) for sort in left}
+    unstarted = task.counts
+    seconds = {sort: task.unit_seconds(Unit(task.name, 0, *sort)) for sort in unstarted}
     for unit in map(task.unit, range(first)):
-        left[_sort(unit)] -= 1
-    remaining = math.fsum(count * seconds[sort] for sort, count in left.items()) if first else task.seconds
+        unstarted[_sort(unit)] -= 1
+    remaining = math.fsum(count * seconds[sort] for sort, count in unstarted.items()) if first else task.seconds
     candidate = Candidate(number, first, remaining, max(seconds.values()), 0, task.device_bytes)
-    return _Progress(task, task.unit(first) if first < task.units else None, candidate, seconds, left, task.units)
+    return _Progress(task, task.unit(first) if first < task.units else None, candidate, seconds, unstarted, task.units)
 
 
 class Dispatcher:
@@ -72,8 +72,8 @@ class Dispatcher:
         one does not continue. Raises PlanError if the policy returns another value.
         """
         present = None
-        if running is not None and (after := self._tasks[running].next) is not None:
-            if self._tasks[running].plan.must_follow(after):
+        if running is not None and (next_unit := self._tasks[running].next) is not None:
+            if self._tasks[running].plan.must_follow(next_unit):
                 return running
             present = self._tasks[running].candidate
         first = self._waiting.first(budget)
@@ -125,13 +125,13 @@ class Dispatcher:
         """Shorten a task, which must not be waiting, to ``units`` more units."""
         state, old = self._tasks[task], self._tasks[task].candidate
         last = min(state.units, old.unit + units)
-        rest = [_sort(state.plan.unit(number)) for number in range(old.unit, last)]
-        remaining = math.fsum(state.seconds[sort] for sort in rest)
+        remaining_sorts = [_sort(state.plan.unit(number)) for number in range(old.unit, last)]
+        remaining = math.fsum(state.seconds[sort] for sort in remaining_sorts)
         self._work -= math.fsum(count * state.seconds[sort] for sort, count in state.left.items()) - remaining
         self._units -= state.units - last
-        state.units, state.left = last, {sort: rest.count(sort) for sort in state.left}
+        state.units, state.left = last, {sort: remaining_sorts.count(sort) for sort in state.left}
         state.candidate = old._replace(remaining=remaining)
-        if not rest:
+        if not remaining_sorts:
             state.next = None
 
     def add_waiting(self, task: int) -> None:

@@ -32,11 +32,11 @@ def new_figure(width: float, height: float) -> Figure:
 def draw_bytes(tasks: Sequence[TaskPlan], devices: Mapping[str, int], axes: Axes) -> None:
     """Draw the bytes of each task by kind, and its need on a device, next to the devices' budgets."""
     names = [task.name for task in tasks]
-    left = [0.0] * len(names)
+    left_edges = [0.0] * len(names)
     for kind in ("weights", "gradients", "optimizer", "activations"):
         sizes = [sum(getattr(shard, kind) for shard in task.shards) / 2**20 for task in tasks]
-        axes.barh(names, sizes, left=left, label=f"{kind}, all shards")
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
+        axes.barh(names, sizes, left=left_edges, label=f"{kind}, all shards")
+        left_edges = [a + b for a, b in zip(left_edges, sizes, strict=True)]
     needs = [task.device_bytes / 2**20 for task in tasks]
     axes.plot(needs, names, "k|", markersize=14, markeredgewidth=2, label="needed at once")
     for number, budget in enumerate(sorted(set(devices.values()))):
@@ -46,24 +46,24 @@ def draw_bytes(tasks: Sequence[TaskPlan], devices: Mapping[str, int], axes: Axes
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
-def draw_graph(name: str, made: networkx.DiGraph[Any], axes: Axes) -> None:
+def draw_graph(name: str, digraph: networkx.DiGraph[Any], axes: Axes) -> None:
     """Draw the actions of a task's minibatch, each as early as its predecessors allow. The longest path is red."""
     from matplotlib import colormaps
     from matplotlib.collections import LineCollection
 
-    ends, path = earliest_ends(made), critical_path(made)
-    actions = {node: made.nodes[node]["action"] for node in made}
-    starts = {node: ends[node] - made.nodes[node]["seconds"] for node in made}
+    ends, path = earliest_ends(digraph), critical_path(digraph)
+    actions = {node: digraph.nodes[node]["action"] for node in digraph}
+    starts = {node: ends[node] - digraph.nodes[node]["seconds"] for node in digraph}
     heights = {node: action.shard + _HEIGHTS[action.act.lane] for node, action in actions.items()}
-    found: dict[Act, list[Any]] = defaultdict(list)
+    nodes: dict[Act, list[Any]] = defaultdict(list)
     for node, action in actions.items():
-        found[action.act].append(node)
-    for number, act in enumerate(act for act in Act if act in found):
+        nodes[action.act].append(node)
+    for number, act in enumerate(act for act in Act if act in nodes):
         colour = colormaps["tab10"](number)
-        spans = [[(starts[node], heights[node]), (ends[node], heights[node])] for node in found[act]]
+        spans = [[(starts[node], heights[node]), (ends[node], heights[node])] for node in nodes[act]]
         axes.add_collection(LineCollection(spans, colors=[colour], linewidths=6, label=act.lower()))
-        axes.plot([span[0][0] for span in spans], [heights[node] for node in found[act]], ".", color=colour)
-    for edges, look in ((made.edges, ("gray", 0.5, None)), (pairwise(path), ("red", 1.5, "longest path"))):
+        axes.plot([span[0][0] for span in spans], [heights[node] for node in nodes[act]], ".", color=colour)
+    for edges, look in ((digraph.edges, ("gray", 0.5, None)), (pairwise(path), ("red", 1.5, "longest path"))):
         lines = [[(ends[a], heights[a]), (starts[b], heights[b])] for a, b in edges]
         axes.add_collection(LineCollection(lines, colors=look[0], linewidths=look[1], label=look[2]))
     axes.set_yticks([shard + 0.5 for shard in range(1 + max(action.shard for action in actions.values()))])

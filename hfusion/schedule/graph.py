@@ -20,42 +20,47 @@ def graph(name: str, actions: Sequence[Action], load_rate: float, evict_rate: fl
     """
     import networkx
 
-    made: networkx.DiGraph[Any] = networkx.DiGraph()
-    for place, action in enumerate(actions):
-        made.add_node((name, place), action=action, seconds=estimate(action, load_rate, evict_rate))
-    for place, action in enumerate(actions):
-        for before in action.after:
-            if before >= len(actions):
-                raise PlanError(f"task {name!r}: action {place} comes after {before}, but there are {len(actions)}")
-            if before >= 0:
-                made.add_edge((name, before), (name, place))
-    if not networkx.is_directed_acyclic_graph(made):
-        circle = " -> ".join(str(before[1]) for before, _ in networkx.find_cycle(made))
+    digraph: networkx.DiGraph[Any] = networkx.DiGraph()
+    for index, action in enumerate(actions):
+        digraph.add_node((name, index), action=action, seconds=estimate(action, load_rate, evict_rate))
+    for index, action in enumerate(actions):
+        for predecessor in action.after:
+            if predecessor >= len(actions):
+                raise PlanError(
+                    f"task {name!r}: action {index} comes after {predecessor}, but there are {len(actions)}"
+                )
+            if predecessor >= 0:
+                digraph.add_edge((name, predecessor), (name, index))
+    if not networkx.is_directed_acyclic_graph(digraph):
+        circle = " -> ".join(str(predecessor[1]) for predecessor, _ in networkx.find_cycle(digraph))
         raise PlanError(f"task {name!r}: actions wait for one another in a circle: {circle}")
-    return made
+    return digraph
 
 
-def earliest_ends(made: networkx.DiGraph[Any]) -> dict[Any, float]:
+def earliest_ends(digraph: networkx.DiGraph[Any]) -> dict[Any, float]:
     """Return the seconds at which each action ends if it starts as soon as its predecessors have ended."""
     import networkx
 
     ends: dict[Any, float] = {}
-    for node in networkx.topological_sort(made):
-        ends[node] = max((ends[each] for each in made.predecessors(node)), default=0.0) + made.nodes[node]["seconds"]
+    for node in networkx.topological_sort(digraph):
+        ends[node] = (
+            max((ends[predecessor] for predecessor in digraph.predecessors(node)), default=0.0)
+            + digraph.nodes[node]["seconds"]
+        )
     return ends
 
 
-def critical_path(made: networkx.DiGraph[Any]) -> list[Any]:
+def critical_path(digraph: networkx.DiGraph[Any]) -> list[Any]:
     """Return the longest path that ends in a computation; later evictions do not count."""
-    ends = earliest_ends(made)
-    before = [node for node in made if made.nodes[node]["action"].act is not Act.EVICT]
+    ends = earliest_ends(digraph)
+    candidates = [node for node in digraph if digraph.nodes[node]["action"].act is not Act.EVICT]
     path: list[Any] = []
-    while before:
-        path.append(max(before, key=ends.__getitem__))
-        before = [*made.predecessors(path[-1])]
+    while candidates:
+        path.append(max(candidates, key=ends.__getitem__))
+        candidates = [*digraph.predecessors(path[-1])]
     return path[::-1]
 
 
-def longest_seconds(made: networkx.DiGraph[Any]) -> float:
+def longest_seconds(digraph: networkx.DiGraph[Any]) -> float:
     """Return the earliest time, in seconds, at which all computations can have ended."""
-    return math.fsum(made.nodes[node]["seconds"] for node in critical_path(made))
+    return math.fsum(digraph.nodes[node]["seconds"] for node in critical_path(digraph))

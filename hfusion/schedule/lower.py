@@ -61,8 +61,8 @@ def lower(
         growth: bytes of an evaluated minibatch's values over those of a trained one; at least 1.
         save: the last unit also copies all weights and optimizer state for a checkpoint.
     """
-    made = _ActionList(shards, memory, accumulate or clip, clip, save)
-    return made.evaluation(growth) if evaluate else made.training()
+    builder = _ActionList(shards, memory, accumulate or clip, clip, save)
+    return builder.evaluation(growth) if evaluate else builder.training()
 
 
 def host_bytes(shard: Shard, *, carried: bool) -> int:
@@ -174,8 +174,8 @@ class _ActionList:
     @property
     def _sections(self) -> frozenset[Section]:
         """The sections that a backward needs."""
-        gone = {Section.OPTIMIZER} if self.clip else set()
-        return _STATE - gone - (set() if self.carried else {Section.GRADIENTS}) | {Section.BOUNDARY}
+        excluded = {Section.OPTIMIZER} if self.clip else set()
+        return _STATE - excluded - (set() if self.carried else {Section.GRADIENTS}) | {Section.BOUNDARY}
 
     def _pins(self, index: int) -> bool:
         return self.memory.pins(index, len(self.shards))
@@ -225,8 +225,8 @@ class _ActionList:
         self, act: Act, index: int, seconds: float = 0.0, takes: int = 0, frees: int = 0, moves: int = 0
     ) -> None:
         # On a resident task's device a shard uses borrowed tensors in place.
-        needed = (index, *self.shards[index].borrows) if self._resident else (index,)
-        after = {self.loaded[shard] for shard in needed} | ({self.computed} if self.computed is not None else set())
+        shards = (index, *self.shards[index].borrows) if self._resident else (index,)
+        after = {self.loaded[shard] for shard in shards} | ({self.computed} if self.computed is not None else set())
         self.computed = len(self.actions)
         self.actions.append(Action(act, index, frozenset(), takes, frees, moves, seconds, tuple(sorted(after))))
 

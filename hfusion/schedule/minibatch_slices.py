@@ -73,8 +73,8 @@ class Slices:
 
     def first(self, index: int) -> int:
         """Return the first minibatch of a slice."""
-        epoch, place = divmod(index, self._count)
-        return epoch * self._epoch + place * self.size
+        epoch, position = divmod(index, self._count)
+        return epoch * self._epoch + position * self.size
 
     def end(self, index: int) -> int:
         """Return the number of minibatches that have ended after a slice."""
@@ -129,6 +129,6 @@ class Slices:
         ]
         for phase in phases:
             for action in self.plan.actions_of(self.unit(step, phase)).computes:
-                begin, end = times[action.act]
+                start, end = times[action.act]
                 size = max(action.takes, action.frees)
-                yield replace(span, act=action.act, step=step, start=begin, end=end, bytes=size)
+                yield replace(span, act=action.act, step=step, start=start, end=end, bytes=size)

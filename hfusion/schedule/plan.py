@@ -62,11 +62,11 @@ class Plan:
     processes: Processes | None = None
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
+        names: set[str] = set()
         for task in self.tasks:
-            if task.name in seen:
+            if task.name in names:
                 raise PlanError(f"two tasks are named {task.name!r}: give each its own name")
-            seen.add(task.name)
+            names.add(task.name)
         if not self.devices:
             raise PlanError("the plan has no device: give at least one")
         for name in self.devices:
@@ -121,8 +121,8 @@ class Plan:
         """
         import networkx
 
-        made: networkx.DiGraph[Any] = networkx.compose_all([networkx.DiGraph(), *map(self._graph, self.tasks)])
-        return made
+        combined: networkx.DiGraph[Any] = networkx.compose_all([networkx.DiGraph(), *map(self._graph, self.tasks)])
+        return combined
 
     def _headline(self) -> str:
         names = ", ".join(f"{name} {readable(budget)}" for name, budget in [*self.devices.items()][:_SHOWN])

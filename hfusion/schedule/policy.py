@@ -49,10 +49,10 @@ class Waiting:
 
     def add(self, candidate: Candidate) -> None:
         """Let a candidate wait. Raises PlanError if it fits no device."""
-        place = bisect_left(self._budgets, candidate.need)
-        if place == len(self._budgets):
+        index = bisect_left(self._budgets, candidate.need)
+        if index == len(self._budgets):
             raise PlanError(f"task {candidate.task} needs {candidate.need:,} bytes: more than any device has")
-        heappush(self._heaps[place], (self._order(candidate), candidate.task, candidate))
+        heappush(self._heaps[index], (self._order(candidate), candidate.task, candidate))
 
     def first(self, budget: int) -> Candidate | None:
         """Return the first candidate that fits ``budget`` bytes, without removing it; None if there is none."""
@@ -64,11 +64,11 @@ class Waiting:
         heappop(self._first_heap(budget))
 
     def _first_heap(self, budget: int) -> list[tuple[float, int, Candidate]]:
-        found: list[tuple[float, int, Candidate]] = []
+        first_heap: list[tuple[float, int, Candidate]] = []
         for heap in self._heaps[: bisect_left(self._budgets, budget + 1)]:
-            if heap and (not found or heap[0][:2] < found[0][:2]):
-                found = heap
-        return found
+            if heap and (not first_heap or heap[0][:2] < first_heap[0][:2]):
+                first_heap = heap
+        return first_heap
 
 
 class State(NamedTuple):

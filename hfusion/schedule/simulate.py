@@ -47,8 +47,8 @@ def simulate(plan: Plan, policy: str | Policy = DEFAULT, measured: Timeline | No
         raise PlanError(f"measured is a {type(measured).__name__}: give a timeline, such as report.timeline")
 
     def estimated(task: int, unit: Unit, action: Action) -> float:
-        own = plan.action_seconds if action.act.lane == "compute" else 0.0
-        return estimate(action, plan.load_rate, plan.evict_rate) + own
+        overhead = plan.action_seconds if action.act.lane == "compute" else 0.0
+        return estimate(action, plan.load_rate, plan.evict_rate) + overhead
 
     seconds = estimated if measured is None else _MeasuredSeconds(plan, measured, estimated)
     engine = Engine(plan, named(policy), VirtualWorker(seconds))
@@ -102,12 +102,12 @@ class _MeasuredSeconds:
         for span in run.actions:
             self._took[span.task, span.act, span.shard, span.step].append(span.end - span.start)
             every[span.task, span.act, span.shard].append(span.end - span.start)
-        self._middle = {key: median(found) for key, found in every.items()}
+        self._middle = {key: median(durations) for key, durations in every.items()}
 
     def __call__(self, task: int, unit: Unit, action: Action) -> float:
         key = self._names[task], action.act, action.shard
         took = self._took.get((*key, unit.step))
         if took:
             return took.popleft()
-        found = self._middle.get(key)
-        return self._otherwise(task, unit, action) if found is None else found
+        median_seconds = self._middle.get(key)
+        return self._otherwise(task, unit, action) if median_seconds is None else median_seconds

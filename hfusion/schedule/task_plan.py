@@ -59,31 +59,33 @@ class UnitActions(NamedTuple):
 
 def split(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> dict[tuple[Phase, int], UnitActions]:
     """Group a list of actions into units, by phase and shard."""
-    found, used = {}, set()
+    units, used_loads = {}, set()
     on_device = levels(actions)
     runs = [*_runs(actions, clip=clip)]
     for computes, after in zip(runs, [*runs[1:], range(len(actions), len(actions) + 1)], strict=True):
         first = actions[computes[0]]
         shard = first.shard
-        begin = max(place for place in range(computes[0]) if _is(actions[place], Act.LOAD, shard))
-        end = next(place for place in range(computes[-1], len(actions)) if _is(actions[place], Act.EVICT, shard))
-        load = actions[begin]
-        run = tuple(actions[place] for place in computes)
+        start = max(index for index in range(computes[0]) if _is(actions[index], Act.LOAD, shard))
+        end = next(index for index in range(computes[-1], len(actions)) if _is(actions[index], Act.EVICT, shard))
+        load = actions[start]
+        run = tuple(actions[index] for index in computes)
         takes = sum(action.takes for action in run)
         phase = Phase.UPDATE if first.act is Act.STEP else PHASES[first.act]
-        found[phase, shard] = UnitActions(
-            load if begin not in used and shard not in pinned else None,
-            frozenset(~each if each < 0 else actions[each].shard for each in load.after),
-            frozenset(actions[each].shard for each in first.after if actions[each].act is Act.LOAD),
-            max(on_device[begin:end]) - load.takes,
+        units[phase, shard] = UnitActions(
+            load if start not in used_loads and shard not in pinned else None,
+            frozenset(~predecessor if predecessor < 0 else actions[predecessor].shard for predecessor in load.after),
+            frozenset(
+                actions[predecessor].shard for predecessor in first.after if actions[predecessor].act is Act.LOAD
+            ),
+            max(on_device[start:end]) - load.takes,
             run,
             takes,
             max(takes, sum(action.frees for action in run)),
             actions[end],
             end < after[0] and shard not in pinned,
         )
-        used.add(begin)
-    return found
+        used_loads.add(start)
+    return units
 
 
 def _is(action: Action, act: Act, shard: int) -> bool:
@@ -93,7 +95,7 @@ def _is(action: Action, act: Act, shard: int) -> bool:
 def _runs(actions: Sequence[Action], *, clip: bool) -> Iterator[Sequence[int]]:
     """Yield the indices of computing actions, unit by unit."""
     run: list[int] = []
-    for place, action in enumerate(actions):
+    for index, action in enumerate(actions):
         if action.act.lane != "compute":
             continue
         goes_on = run and (
@@ -104,7 +106,7 @@ def _runs(actions: Sequence[Action], *, clip: bool) -> Iterator[Sequence[int]]:
         if run and not goes_on:
             yield run
             run = []
-        run.append(place)
+        run.append(index)
     yield run
 
 
@@ -240,18 +242,18 @@ class TaskPlan:
     def actions_of(self, unit: Unit) -> UnitActions:
         """Return the actions of a unit, with STEP and SAVE if they are due."""
         key = unit.phase, unit.shard, unit.updates, self.saves(unit)
-        found = self._actions_of.get(key)
-        if found is None:
-            found = self.unit_actions[unit.phase, unit.shard]
+        unit_actions = self._actions_of.get(key)
+        if unit_actions is None:
+            unit_actions = self.unit_actions[unit.phase, unit.shard]
             out = {act for act, done in ((Act.STEP, unit.updates), (Act.SAVE, key[-1])) if not done}
-            computes = tuple(action for action in found.computes if action.act not in out)
-            found = self._actions_of[key] = found._replace(computes=computes)
-        return found
+            computes = tuple(action for action in unit_actions.computes if action.act not in out)
+            unit_actions = self._actions_of[key] = unit_actions._replace(computes=computes)
+        return unit_actions
 
     @cached_property
     def unit_actions(self) -> dict[tuple[Phase, int], UnitActions]:
         lists = (self.training, self.evaluation)
-        return {key: found for each in lists for key, found in split(each, self.pinned, clip=self.clipped).items()}
+        return {key: unit for actions in lists for key, unit in split(actions, self.pinned, clip=self.clipped).items()}
 
     @cached_property
     def _actions_of(self) -> dict[tuple[Phase, int, bool, bool], UnitActions]:
@@ -272,18 +274,18 @@ class TaskPlan:
         count = len(self.shards)
         epoch, rest = divmod(number, self._epoch_units)
         if rest >= self._trained_units:
-            index, place = divmod(rest - self._trained_units, count)
-            return Unit(self.name, epoch * self.evaluated + index, Phase.EVALUATE, place, False)
+            index, position = divmod(rest - self._trained_units, count)
+            return Unit(self.name, epoch * self.evaluated + index, Phase.EVALUATE, position, False)
         group, rest = divmod(rest, self._group_units)
-        index, place = divmod(rest, 2 * count)
+        index, position = divmod(rest, 2 * count)
         size = min(self.accumulate, self._epoch - group * self.accumulate)
         first = epoch * self._epoch + group * self.accumulate
         if index == size:
-            return Unit(self.name, first + size - 1, Phase.UPDATE, place, True)
-        if place < count:
-            return Unit(self.name, first + index, Phase.FORWARD, place, False)
+            return Unit(self.name, first + size - 1, Phase.UPDATE, position, True)
+        if position < count:
+            return Unit(self.name, first + index, Phase.FORWARD, position, False)
         updates = index == size - 1 and not self.clipped
-        return Unit(self.name, first + index, Phase.BACKWARD, 2 * count - 1 - place, updates)
+        return Unit(self.name, first + index, Phase.BACKWARD, 2 * count - 1 - position, updates)
 
     def closes(self, step: int) -> bool:
         """Return whether the optimizer steps after this minibatch, the last of its group or epoch."""
@@ -302,8 +304,8 @@ class TaskPlan:
         None if no minibatch ends with this unit.
         """
         if unit.phase is Phase.EVALUATE:
-            epoch, place = divmod(unit.step + 1, self.evaluated)
-            return None if place or unit.shard != len(self.shards) - 1 else epoch * self._epoch
+            epoch, remainder = divmod(unit.step + 1, self.evaluated)
+            return None if remainder or unit.shard != len(self.shards) - 1 else epoch * self._epoch
         if not self.closes(unit.step) or not self.trained(unit):
             return None
         steps = unit.step + 1
@@ -339,9 +341,9 @@ class TaskPlan:
     @property
     def moved_bytes(self) -> tuple[float, float]:
         """Mean bytes per minibatch that units copy to the device and back."""
-        found = [(count, self.actions_of(Unit(self.name, 0, *sort))) for sort, count in self.counts.items()]
-        loaded = sum(count * each.load.moves for count, each in found if each.load is not None)
-        evicted = sum(count * each.evict.moves for count, each in found if each.ends)
+        unit_counts = [(count, self.actions_of(Unit(self.name, 0, *sort))) for sort, count in self.counts.items()]
+        loaded = sum(count * unit.load.moves for count, unit in unit_counts if unit.load is not None)
+        evicted = sum(count * unit.evict.moves for count, unit in unit_counts if unit.ends)
         return loaded / self.steps, evicted / self.steps
 
     def unit_seconds(self, unit: Unit) -> float:
@@ -359,10 +361,10 @@ class TaskPlan:
             (Phase.UPDATE, True): self.update_count - updates,
             (Phase.EVALUATE, False): self.epochs * self.evaluated,
         }
-        found: dict[tuple[Phase, int, bool], int] = {}
+        shard_counts: dict[tuple[Phase, int, bool], int] = {}
         for (phase, steps), count in counts.items():
-            found |= {(phase, part.index, steps): count for part in self.shards if count}
-        return found
+            shard_counts |= {(phase, part.index, steps): count for part in self.shards if count}
+        return shard_counts
 
     @cached_property
     def seconds(self) -> float:

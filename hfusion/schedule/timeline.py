@@ -242,11 +242,11 @@ def levels(changes: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
     >>> levels([(0.0, 3), (2.0, 4), (2.0, -3)])
     [(0.0, 3), (2.0, 0), (2.0, 4)]
     """
-    level, found = 0, []
+    level, sums = 0, []
     for time, change in sorted(changes):
         level += change
-        found.append((time, level))
-    return found
+        sums.append((time, level))
+    return sums
 
 
 def _computing(task: TaskPlan) -> Iterator[tuple[Act, int, int]]:
@@ -258,50 +258,50 @@ def _computing(task: TaskPlan) -> Iterator[tuple[Act, int, int]]:
 
 def _check_units(task: TaskPlan, actions: list[Span]) -> None:
     """Check that the computations are exactly those of the task's units, in order."""
-    found = [action for action in actions if action.act.lane == "compute"]
-    for wanted, action in zip_longest(_computing(task), found):
-        if wanted is None:
+    computations = [action for action in actions if action.act.lane == "compute"]
+    for expected, action in zip_longest(_computing(task), computations):
+        if expected is None:
             raise TimelineError(f"task {task.name!r} is done, its {task.units} units ran, but this comes: {action}")
-        act, step, shard = wanted
+        act, step, shard = expected
         if action is None:
             raise TimelineError(f"task {task.name!r} is not done: the {act} of shard {shard} in step {step} is missing")
-        if wanted != (action.act, action.step, action.shard):
+        if expected != (action.act, action.step, action.shard):
             raise TimelineError(
                 f"task {task.name!r} should do the {act} of shard {shard} in step {step}, not the {action.act} of "
                 f"shard {action.shard} in step {action.step}: {action}"
             )
-    _check_apart(found, f"task {task.name!r} runs twice at a time")
+    _check_apart(computations, f"task {task.name!r} runs twice at a time")
 
 
-def _check_apart(actions: list[Span], what: str) -> None:
+def _check_apart(actions: list[Span], problem: str) -> None:
     for before, after in pairwise(actions):
         if after.start < before.end:
-            raise TimelineError(f"{what}: {before}, and {after}")
+            raise TimelineError(f"{problem}: {before}, and {after}")
 
 
 def _check_places(task: TaskPlan, actions: list[Span]) -> None:
     """Check that shards are loaded where they compute, and change devices only through the host."""
     loaded: dict[int, Span] = {}
-    gone: dict[int, Span] = {}
+    evicted: dict[int, Span] = {}
     left_at: tuple[str, int] | None = None
     for action in actions:
-        here = loaded.get(action.shard)
+        load = loaded.get(action.shard)
         if action.act is Act.LOAD:
-            if here is not None:
-                raise TimelineError(f"the shard is already on a device by {here}: {action}")
-            if action.shard in gone and gone[action.shard].end > action.start:
-                raise TimelineError(f"the shard is loaded before it is evicted by {gone[action.shard]}: {action}")
+            if load is not None:
+                raise TimelineError(f"the shard is already on a device by {load}: {action}")
+            if action.shard in evicted and evicted[action.shard].end > action.start:
+                raise TimelineError(f"the shard is loaded before it is evicted by {evicted[action.shard]}: {action}")
             loaded[action.shard] = action
-        elif here is None or here.device != action.device or here.end > action.start:
+        elif load is None or load.device != action.device or load.end > action.start:
             raise TimelineError(f"the shard is not loaded on {action.device!r} when this begins: {action}")
         elif action.act is Act.EVICT:
-            if action.bytes != here.bytes:
-                raise TimelineError(f"{here} took other bytes than are given back by {action}")
-            gone[action.shard] = action
+            if action.bytes != load.bytes:
+                raise TimelineError(f"{load} took other bytes than are given back by {action}")
+            evicted[action.shard] = action
             del loaded[action.shard]
         else:
             if action.act is not Act.SAVE:
-                _check_use(task, action, here, gone, left_at)
+                _check_use(task, action, load, evicted, left_at)
             left_at = (action.device, action.shard)
     if loaded:
         raise TimelineError(f"the shard is never evicted after {next(iter(loaded.values()))}")
@@ -309,16 +309,16 @@ def _check_places(task: TaskPlan, actions: list[Span]) -> None:
 
 
 def _check_use(
-    task: TaskPlan, action: Span, here: Span, gone: dict[int, Span], left_at: tuple[str, int] | None
+    task: TaskPlan, action: Span, load: Span, evicted: dict[int, Span], left_at: tuple[str, int] | None
 ) -> None:
     phase = Phase.UPDATE if action.act is Act.STEP and task.clipped else PHASES[action.act]
-    needed = task.unit_actions[phase, action.shard].evict.frees
-    if here.bytes < needed:
-        raise TimelineError(f"{here} holds less than the {needed:,} bytes that this needs: {action}")
+    required_bytes = task.unit_actions[phase, action.shard].evict.frees
+    if load.bytes < required_bytes:
+        raise TimelineError(f"{load} holds less than the {required_bytes:,} bytes that this needs: {action}")
     if left_at is not None and left_at[0] != action.device:
-        out = gone.get(left_at[1])
-        if out is None or out.device != left_at[0] or out.end > here.start:
-            raise TimelineError(f"what the task left on {left_at[0]!r} is not yet evicted when {here} begins")
+        out = evicted.get(left_at[1])
+        if out is None or out.device != left_at[0] or out.end > load.start:
+            raise TimelineError(f"what the task left on {left_at[0]!r} is not yet evicted when {load} begins")
 
 
 def _check_last_use(actions: list[Span]) -> None:
@@ -334,5 +334,5 @@ def _check_lanes(actions: Iterable[Span]) -> None:
     lanes: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for action in sorted(actions, key=lambda action: (action.start, action.end)):
         lanes[action.device, action.act.lane].append(action)
-    for (device, lane), found in lanes.items():
-        _check_apart(found, f"lane {lane} of device {device!r} does two things at a time")
+    for (device, lane), spans in lanes.items():
+        _check_apart(spans, f"lane {lane} of device {device!r} does two things at a time")
