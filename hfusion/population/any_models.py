@@ -95,7 +95,7 @@ class Population(PopulationRows):
         memory: str | int | None = None,
         processes: int | None = None,
     ) -> None:
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "optimizer": optimizer,
             "loss": loss,
             "scheduler": scheduler,
@@ -108,9 +108,9 @@ class Population(PopulationRows):
             "memory": memory,
         }
         candidates = None if isinstance(models, FusedModule) else grouped(models)
-        self._options: GroupOptions | None = GroupOptions.of_arguments(len(models), **given, processes=processes)
+        self._options: GroupOptions | None = GroupOptions.of_arguments(len(models), **options, processes=processes)
         if candidates is None or len(candidates) == 1:
-            self._members: ArrayGroup | MixedMembers = ArrayGroup(models, tags=tags, **given)
+            self._members: ArrayGroup | MixedMembers = ArrayGroup(models, tags=tags, **options)
         else:
             self._members = MixedMembers.of_models(cast(Any, models), candidates, self._options, tags)
 

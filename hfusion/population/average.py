@@ -39,14 +39,14 @@ def mean_tensors(fused: FusedModule, shares: dict[int, float]) -> Iterator[tuple
     rows = list(shares)
     share = torch.tensor(list(shares.values()), dtype=torch.float64, device="cpu")
     for name, tensor, mark in marked_tensors(fused):
-        if (own := own_row(tensor, mark, rows[-1])) is None:
+        if (last_row := own_row(tensor, mark, rows[-1])) is None:
             continue
         stack = member_rows(tensor, mark)
         if not stack.is_floating_point() and not stack.is_complex():
-            yield name, stack, own.clone()
+            yield name, stack, last_row.clone()
             continue
         values = stack if rows == list(range(len(stack))) else stack[torch.tensor(rows, device=stack.device)]
-        yield name, stack, weighted_mean(cut_rows(values, own.shape), share)
+        yield name, stack, weighted_mean(cut_rows(values, last_row.shape), share)
 
 
 def weighted_mean(values: Tensor, shares: Tensor) -> Tensor:
@@ -58,11 +58,18 @@ def weighted_mean(values: Tensor, shares: Tensor) -> Tensor:
 
 def check_alike(held: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Raise a ValueError unless all members have tensors of the same keys and shapes."""
-    (first, known), *others = held.items()
-    for row, own in others:
-        for name in dict.fromkeys([*known, *own]):
-            if name not in own or name not in known or own[name].shape != known[name].shape:
-                shapes = [list(each[name].shape) if name in each else "none" for each in (known, own)]
+    (first, first_tensors), *others = held.items()
+    for row, row_tensors in others:
+        for name in dict.fromkeys([*first_tensors, *row_tensors]):
+            if (
+                name not in row_tensors
+                or name not in first_tensors
+                or row_tensors[name].shape != first_tensors[name].shape
+            ):
+                shapes = [
+                    list(member_tensors[name].shape) if name in member_tensors else "none"
+                    for member_tensors in (first_tensors, row_tensors)
+                ]
                 raise ValueError(
                     f"average of members of different shapes: {name} is {shapes[0]} in row {first} and {shapes[1]} in "
                     f"row {row}. Average members of one shape, by rows="

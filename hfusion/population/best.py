@@ -52,7 +52,7 @@ def member_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor]]:
 def tensors_of_member(fused: FusedModule, row: int) -> dict[str, Tensor]:
     """Return a member's parameters and buffers by key, as views of the array's tensors; tied ones once."""
     rows = {name: own_row(tensor, mark, row) for name, tensor, mark in marked_tensors(fused)}
-    return {name: own for name, own in rows.items() if own is not None}
+    return {name: view for name, view in rows.items() if view is not None}
 
 
 def marked_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor, Membership]]:
@@ -133,7 +133,7 @@ class BestMembers:
                     continue
                 record = self._record(tag)
                 if is_better(values[row], record.score, mode, least):
-                    weights = {name: own.clone() for name, own in tensors_of_member(pop.fused, row).items()}
+                    weights = {name: tensor.clone() for name, tensor in tensors_of_member(pop.fused, row).items()}
                     self._records[tag] = BestRecord(values[row], ages[row], 0, weights)
                     improved.append(row)
                 else:
@@ -152,8 +152,8 @@ class BestMembers:
             stored = {row: self._rows()[row].weights for row in chosen}
             written = {row: weights for row, weights in stored.items() if weights is not None}
             for row, weights in written.items():
-                for name, own in tensors_of_member(pop.fused, row).items():
-                    own.copy_(weights[name])
+                for name, tensor in tensors_of_member(pop.fused, row).items():
+                    tensor.copy_(weights[name])
         return list(written)
 
     def clear(self, rows: int | Sequence[int] | None = None) -> None:
@@ -173,9 +173,9 @@ class BestMembers:
             if weights is None:
                 raise no_best(tag, index)
             model = apart(pop.fused, index)
-            own = dict(tensors(model))
+            model_tensors = dict(tensors(model))
             for name, value in weights.items():
-                own[name].detach().copy_(value)
+                model_tensors[name].detach().copy_(value)
             return model
 
 
@@ -229,22 +229,22 @@ def read_records(wide: SaveReader, rows: Sequence[str | None], fused: FusedModul
         if f"{OWN}{_SAVED}/score" not in saved.tensors:
             continue
 
-        def read(key: str, place: int, held: Callable[[str], Tensor] = saved.tensors.__getitem__) -> Tensor:
-            return held(f"{OWN}{_SAVED}/{key}")[place]
+        def read(key: str, index: int, held: Callable[[str], Tensor] = saved.tensors.__getitem__) -> Tensor:
+            return held(f"{OWN}{_SAVED}/{key}")[index]
 
-        for row, (tag, place) in enumerate(zip(tags, places, strict=True), start=first):
+        for row, (tag, index) in enumerate(zip(tags, places, strict=True), start=first):
             if tag is None:
                 continue
-            score, age, waited = (read(key, place).item() for key in ("score", "age", "waited"))
+            score, age, waited = (read(key, index).item() for key in ("score", "age", "waited"))
             weights = None
             if age >= 0:
                 weights = {}
-                for name, own in tensors_of_member(fused, row).items():
-                    value = read(f"weights/{name}", place)
-                    if differ and value.dim() == own.dim():
-                        value = leading(value, own.shape)
-                    if value.shape != own.shape:
+                for name, tensor in tensors_of_member(fused, row).items():
+                    value = read(f"weights/{name}", index)
+                    if differ and value.dim() == tensor.dim():
+                        value = leading(value, tensor.shape)
+                    if value.shape != tensor.shape:
                         raise CheckpointError(f"{saved.path}: the best {name} of {tag!r} has shape {list(value.shape)}")
-                    weights[name] = value.to(own.device, copy=True)
+                    weights[name] = value.to(tensor.device, copy=True)
             records[tag] = BestRecord(float(score), int(age), int(waited), weights)
     return records

@@ -55,8 +55,8 @@ class ChosenRows:
     def fits(self) -> bool:
         """Return whether the population still has the tensors for which this was created."""
         whole, part = self.whole, self.part
-        same = part._function is whole._function and part._compiles == whole._compiles
-        return same and self.state.whole is whole.optimizer and self.array.fits() and self.state.fits()
+        same_options = part._function is whole._function and part._compiles == whole._compiles
+        return same_options and self.state.whole is whole.optimizer and self.array.fits() and self.state.fits()
 
     def load(self, rows: Sequence[int], width: int) -> None:
         """Copy the present state of members ``rows`` to ``part``, followed by free rows up to ``width``."""
@@ -101,8 +101,8 @@ def step_rows(pop: ArrayGroup, rows: Any, inputs: Any, target: Any, keywords: di
         raise ValueError("rows=[] names nobody: give the rows of one member or more")
     for row in chosen:
         pop._roll.tag(row)
-    given = inputs, target, keywords
-    check_stacked(given, chosen)
+    arguments = inputs, target, keywords
+    check_stacked(arguments, chosen)
     if chosen == list(range(len(pop))):
         return pop._step_all(inputs, target, keywords)
     if pop._common and pop._updates.sums_gradients:
@@ -113,39 +113,39 @@ def step_rows(pop: ArrayGroup, rows: Any, inputs: Any, target: Any, keywords: di
     # Members that train a parameter together all contribute to its gradient.
     width = len(chosen) if pop._common else pop._widths.of(len(chosen))
     small = _small_population(pop, chosen, width)
-    given = pytree.tree_map(lambda leaf: _filled(leaf, width), given, is_leaf=is_stacked)
+    arguments = pytree.tree_map(lambda leaf: _filled(leaf, width), arguments, is_leaf=is_stacked)
     deferred = small.part._deferred = pop._deferred
     small.part.elsewhere = pop.elsewhere + state_bytes(pop.fused, pop.optimizer)
-    losses = small.part._step_all(*given)
+    losses = small.part._step_all(*arguments)
     pop._drop_gradients()
     if deferred is None:
         small.store(chosen)
     else:
         deferred.finish(lambda: small.store(chosen))
-    found = losses.new_full((len(pop),), math.nan)
-    found[torch.tensor(chosen, device=losses.device)] = losses[: len(chosen)]
-    return found
+    all_losses = losses.new_full((len(pop),), math.nan)
+    all_losses[torch.tensor(chosen, device=losses.device)] = losses[: len(chosen)]
+    return all_losses
 
 
 def _small_population(pop: ArrayGroup, rows: Sequence[int], width: int) -> ChosenRows:
-    known: dict[Any, ChosenRows] = vars(pop).setdefault("_chosen", {})
+    cache: dict[Any, ChosenRows] = vars(pop).setdefault("_chosen", {})
     array = pop.fused._array
     # Where members differ in submodules, an array of some has the stacks of their structures only.
     variants = {array.comparison.variants[row] for row in rows} if pop.takes_variants else set[int]()
     key = frozenset(array.structures[variant] for variant in variants)
-    chosen = known.pop(key, None)
+    chosen = cache.pop(key, None)
     if chosen is None or not chosen.fits():
         chosen = ChosenRows.of(pop, [*rows, *list(rows[:1]) * (width - len(rows))])
-    known[key] = chosen
-    while len(known) > MAX_STRUCTURES:
-        del known[next(iter(known))]
+    cache[key] = chosen
+    while len(cache) > MAX_STRUCTURES:
+        del cache[next(iter(cache))]
     chosen.load(rows, width)
     return chosen
 
 
-def check_stacked(given: Any, rows: Sequence[int]) -> None:
+def check_stacked(arguments: Any, rows: Sequence[int]) -> None:
     """Raise a ValueError unless every stacked tensor has an entry for each of ``rows``."""
-    for count in entry_counts(given):
+    for count in entry_counts(arguments):
         if count != len(rows):
             raise ValueError(
                 f"a stacked argument holds {count} entries, and rows={list(rows)} names {len(rows)} "

@@ -72,7 +72,7 @@ class Ensemble(nn.Module):
         """Return ``(mean, std)``. Arguments are those of the members, see `FusedModule.forward`."""
         leaves, spec = pytree.tree_flatten_with_path(self.members(*args, **kwargs))
         pairs = [(None, None) if leaf is None else self._moments(leaf, path) for path, leaf in leaves]
-        mean, std = ([pair[place] for pair in pairs] for place in (0, 1))
+        mean, std = ([pair[index] for pair in pairs] for index in (0, 1))
         return pytree.tree_unflatten(mean, spec), pytree.tree_unflatten(std, spec)
 
     def _moments(self, output: Any, path: Any) -> tuple[Tensor, Tensor]:
@@ -120,6 +120,6 @@ def _weights(weights: Tensor | Sequence[float] | None, members: int, live: Seque
         raise ValueError(
             f"weights {values.tolist()} of {members} members: give one for each, at least 0, with a sum above 0"
         )
-    if taken := [row for row in range(members) if values[row] > 0 and not alive[row]]:
-        raise ValueError(f"weights: row {taken[0]} is free; members are in rows {list(live)}")
+    if free_rows := [row for row in range(members) if values[row] > 0 and not alive[row]]:
+        raise ValueError(f"weights: row {free_rows[0]} is free; members are in rows {list(live)}")
     return values

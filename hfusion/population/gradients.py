@@ -107,18 +107,18 @@ class GradientSums:
         """Write the sums of the first members of ``part`` over those of members ``rows`` of ``module``."""
         count, places, shapes = len(rows), list(rows), _row_shapes(module) if part.sums else {}
         for name in [*self.sums, *(name for name in part.sums if name not in self.sums)]:
-            theirs, gone = part.sums.get(name), part.absent.get(name)
+            part_sums, part_absent = part.sums.get(name), part.absent.get(name)
             if name not in self.sums:
-                assert theirs is not None
-                self.sums[name] = theirs.new_zeros(self._members, *shapes[name])
+                assert part_sums is not None
+                self.sums[name] = part_sums.new_zeros(self._members, *shapes[name])
                 self.absent[name] = torch.ones(self._members, dtype=torch.bool, device="cpu")
-            if theirs is None:
+            if part_sums is None:
                 self.sums[name][places] = 0
             else:
-                write_rows(self.sums[name], places, theirs[:count])
+                write_rows(self.sums[name], places, part_sums[:count])
             absent = self.absent[name]
             absent = torch.zeros(self._members, dtype=torch.bool, device="cpu") if absent is None else absent.clone()
-            absent[places] = True if theirs is None else False if gone is None else gone[:count]
+            absent[places] = True if part_sums is None else False if part_absent is None else part_absent[:count]
             self.absent[name] = absent
 
     def clear(self, rows: Sequence[int]) -> None:

@@ -79,16 +79,16 @@ class GroupOptions:
             begun.begin(total)
         limits = Limits.of(clip_norm, clip_value, total)
         updates = Accumulation.of(accumulate, total)
-        given = optimizer, loss, schedules, begun, limits, updates, on_nonfinite, compile, memory, processes
-        return GroupOptions(total, *given)
+        options = optimizer, loss, schedules, begun, limits, updates, on_nonfinite, compile, memory, processes
+        return GroupOptions(total, *options)
 
     def with_begun(self, group: ArrayGroup) -> GroupOptions:
         """Return the options with the initial values of ``group``, which joining members get by default."""
         limits = self.limits
         for name in ("norm", "value"):
-            ours, theirs = getattr(limits, name), getattr(group._limits, name)
-            if ours is not None and theirs is not None:
-                limits = replace(limits, **{name: replace(ours, begun=theirs.begun)})
+            limit, group_limit = getattr(limits, name), getattr(group._limits, name)
+            if limit is not None and group_limit is not None:
+                limits = replace(limits, **{name: replace(limit, begun=group_limit.begun)})
         scaler = copy.deepcopy(self.scaler)
         if scaler is not None and group.scaler is not None:
             scaler.begun = dict(group.scaler.begun)
@@ -102,15 +102,15 @@ class GroupOptions:
         if self.begun is not None and len(self.begun) == len(group.optimizer.begun):
             group.optimizer.begun = [dict(values) for values in self.begun]
 
-    def schedule_of_new(self, given: Make | None) -> Make | None:
+    def schedule_of_new(self, scheduler: Make | None) -> Make | None:
         """Return the scheduler function of a joining member. Raises ValueError if it is missing or not allowed."""
         if self.schedules is None:
-            if given is not None:
+            if scheduler is not None:
                 raise ValueError("scheduler: this population has none; give it one when it is made")
             return None
-        if given is None and any(make is not self.schedules[0] for make in self.schedules):
+        if scheduler is None and any(make is not self.schedules[0] for make in self.schedules):
             raise ValueError("the members' schedules differ: say what those of members that join are, scheduler=...")
-        return given or self.schedules[0]
+        return scheduler or self.schedules[0]
 
     def array(self, models: Sequence[nn.Module] | PlainModule, rows: Sequence[int]) -> ArrayGroup:
         """Create a group of the models that the population begins with in ``rows``."""

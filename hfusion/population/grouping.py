@@ -131,8 +131,8 @@ def _check_trained(models: Sequence[nn.Module], groups: Sequence[Candidates]) ->
     owners: dict[Any, tuple[int, int, str]] = {}
     for number, group in enumerate(groups):
         for index in group.models:
-            for name, place in trained_memory(models[index]).items():
-                other = owners.setdefault(place, (number, index, name))
+            for name, address in trained_memory(models[index]).items():
+                other = owners.setdefault(address, (number, index, name))
                 if other[0] != number:
                     raise FusionError(
                         f"{other[2]} of model {other[1]} and {name} of model {index} are one tensor that is trained, "
@@ -157,6 +157,6 @@ def shared_frozen(models: Sequence[nn.Module], others: Sequence[nn.Module] = ())
         for parameter in model.parameters():
             if not parameter.requires_grad and parameter.numel():
                 owners.setdefault((parameter.device, _address(parameter)), set()).add(number)
-    places = {place for place, numbers in owners.items() if len(numbers) > 1}
+    shared_addresses = {address for address, numbers in owners.items() if len(numbers) > 1}
     frozen = (p for model in models for p in model.parameters() if not p.requires_grad and p.numel())
-    return frozenset(id(p) for p in frozen if (p.device, _address(p)) in places)
+    return frozenset(id(p) for p in frozen if (p.device, _address(p)) in shared_addresses)

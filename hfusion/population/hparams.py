@@ -39,8 +39,8 @@ class EveryGroup:
             vector.copy_(values)
 
     def tolist(self) -> list[float]:
-        found: list[float] = self[:].tolist()
-        return found
+        values: list[float] = self[:].tolist()
+        return values
 
     def __repr__(self) -> str:
         return f"{self._label} of {len(self._vectors)} param groups: {[vector.tolist() for vector in self._vectors]}"
@@ -59,14 +59,14 @@ class Hparams(MutableMapping[str, Any]):
         hypers = [hyper for hyper in self._optimizer.hypers if hyper.key == key]
         if not hypers:
             raise KeyError(f"{key!r} is no hyper-parameter of {type(self._optimizer).__name__}; it has {list(self)}")
-        found = [self._vectors(hyper.label) for hyper in hypers]
-        return found[0] if hypers[0].index is None else tuple(found)
+        vectors = [self._vectors(hyper.label) for hyper in hypers]
+        return vectors[0] if hypers[0].index is None else tuple(vectors)
 
     def _vectors(self, label: str) -> Any:
-        place = [hyper.label for hyper in self._optimizer.hypers].index(label)
+        index = [hyper.label for hyper in self._optimizer.hypers].index(label)
         members = self._optimizer.members
         groups = [read(group, self._optimizer.hypers, members)[0] for group in self._optimizer.param_groups]
-        vectors = [group[place] for group in groups]
+        vectors = [group[index] for group in groups]
         return vectors[0] if len(vectors) == 1 else EveryGroup(label, vectors)
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -75,14 +75,14 @@ class Hparams(MutableMapping[str, Any]):
         if isinstance(held, tuple) and (not isinstance(value, tuple | list) or len(value) != len(held)):
             raise ValueError(f"{key}={value!r} is not a pair")
         hypers = [hyper for hyper in self._optimizer.hypers if hyper.key == key]
-        given = value if isinstance(held, tuple) else (value,)
-        made = [
-            member_vector(hyper.label, own, self._optimizer.members).as_subclass(Tensor)
-            for hyper, own in zip(hypers, given, strict=True)
+        values = value if isinstance(held, tuple) else (value,)
+        new_vectors = [
+            member_vector(hyper.label, member_values, self._optimizer.members).as_subclass(Tensor)
+            for hyper, member_values in zip(hypers, values, strict=True)
         ]
-        for hyper, vector in zip(hypers, made, strict=True):
+        for hyper, vector in zip(hypers, new_vectors, strict=True):
             hyper.check(vector.tolist())
-        for vectors, vector in zip(held if isinstance(held, tuple) else (held,), made, strict=True):
+        for vectors, vector in zip(held if isinstance(held, tuple) else (held,), new_vectors, strict=True):
             vectors.copy_(vector)
 
     def __delitem__(self, key: str) -> None:

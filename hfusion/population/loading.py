@@ -33,13 +33,13 @@ def loaded_members(
     options: the population's arguments that the user has passed; ``scheduler`` may be a dict by name.
     """
     saves = saves_of(root)
-    wanted = [names] if isinstance(names, str) else names
+    member_names = [names] if isinstance(names, str) else names
     arrays = not any(map(is_mixed, saves))
     if arrays:
-        reader = SaveReader.of(saves, wanted)
+        reader = SaveReader.of(saves, member_names)
         rows = rows_of(reader, names)
     else:
-        rows = rows_of_saves(saves, wanted)
+        rows = rows_of_saves(saves, member_names)
     groups = groups_of(saves)
     counted = "accumulate" in options
     calls = {group.saved.body["population"].get("accumulate") for group in groups}

@@ -55,13 +55,13 @@ class Csv:
                 raise ValueError(f"{path} begins with {head}, and a log with {[*self.columns]}: give another file")
             if not torn and purge_step is None:
                 return
-            kept = [*rows]
+            saved_rows = [*rows]
         if torn:
             # The last row was not written to its end, and its number may have lost digits.
-            kept.pop()
+            saved_rows.pop()
         aside = path.with_name(f"{path.name}.part")
         with aside.open("w", newline="", encoding="utf-8") as after:
-            whole = (row for row in kept if purge_step is None or int(row[0]) < purge_step)
+            whole = (row for row in saved_rows if purge_step is None or int(row[0]) < purge_step)
             csv.writer(after).writerows([self.columns, *whole])
         os.replace(aside, path)
 
@@ -118,8 +118,8 @@ class Wandb:
         if member not in self._runs:
             options = self._options
             if self._id is not None:
-                own = f"{self._id}-{blake2b(member.encode(), digest_size=6).hexdigest()}"
-                options = {"id": own, "resume": "allow", **options}
+                run_id = f"{self._id}-{blake2b(member.encode(), digest_size=6).hexdigest()}"
+                options = {"id": run_id, "resume": "allow", **options}
             # Several runs at a time in one process.
             self._runs[member] = self._init(name=member, reinit="create_new", **options)
         self._runs[member].log(dict(values), step=step)
@@ -139,8 +139,8 @@ class Mlflow:
         mlflow = _imported("mlflow", "mlflow")
         self._entities: Any = _imported("mlflow.entities", "mlflow")
         self._client = mlflow.MlflowClient()
-        found = self._client.get_experiment_by_name(experiment)
-        self._experiment = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        record = self._client.get_experiment_by_name(experiment)
+        self._experiment = record.experiment_id if record is not None else self._client.create_experiment(experiment)
         active = mlflow.active_run()
         inside = active is not None and active.info.experiment_id == self._experiment
         self._parent: dict[str, str] = {"mlflow.parentRunId": active.info.run_id} if inside else {}
@@ -149,14 +149,14 @@ class Mlflow:
 
     def _children(self) -> dict[str, str]:
         """Return the ids of the active run's children, by name."""
-        found: dict[str, str] = {}
+        run_ids: dict[str, str] = {}
         for key, parent in self._parent.items():
             token: Any = None
             while token != "":
                 page = self._client.search_runs([self._experiment], f"tags.`{key}` = '{parent}'", page_token=token)
-                found |= {run.info.run_name: run.info.run_id for run in page}
+                run_ids |= {run.info.run_name: run.info.run_id for run in page}
                 token = page.token or ""
-        return found
+        return run_ids
 
     def write(self, step: int, member: str, values: Mapping[str, float]) -> None:
         if member not in self._runs:
@@ -166,8 +166,8 @@ class Mlflow:
         elif member not in self._begun:
             self._client.update_run(self._runs[member], status="RUNNING")
         self._begun.add(member)
-        now = time.time_ns() // 1_000_000
-        metrics = [self._entities.Metric(name, value, now, step) for name, value in values.items()]
+        timestamp = time.time_ns() // 1_000_000
+        metrics = [self._entities.Metric(name, value, timestamp, step) for name, value in values.items()]
         self._client.log_batch(self._runs[member], metrics=metrics)
 
     def close(self, error: BaseException | None) -> None:

@@ -83,7 +83,7 @@ class MemberLogger:
             raise ValueError("this logger is closed: make another, which goes on in the same files")
         step = whole_step(step)
         tags = names_of(members)
-        columns = {name: numbers_of(name, given, len(tags)) for name, given in values.items()}
+        columns = {name: numbers_of(name, row_values, len(tags)) for name, row_values in values.items()}
         with self._lock:
             for row, tag in enumerate(tags):
                 if tag is not None:
@@ -154,7 +154,7 @@ class MemberProgress:
         sign = 1 if self._least else -1
         ranked = sorted(
             ((math.inf if math.isnan(v) else sign * v, tag, v) for v, tag in zip(column, tags, strict=True) if tag),
-            key=lambda one: one[:2],
+            key=lambda entry: entry[:2],
         )
         if ranked:
             (_, best, low), (_, worst, high) = ranked[0], ranked[-1]
@@ -184,14 +184,14 @@ def names_of(members: Any) -> list[str | None]:
         return list(members.tags)
     if isinstance(members, str):
         raise ValueError(f"members={members!r}: give a population, or a list with a name for each row")
-    found = list(members)
-    names = [name for name in found if name is not None]
+    tags = list(members)
+    names = [name for name in tags if name is not None]
     for name in names:
         if not isinstance(name, str) or not name:
             raise ValueError(f"{name!r} among the members: a name is a string with something in it, or None")
     if len(set(names)) < len(names):
-        raise ValueError(f"members={found}: every member has a name of its own")
-    return found
+        raise ValueError(f"members={tags}: every member has a name of its own")
+    return tags
 
 
 def whole_step(step: Any) -> int:
@@ -202,14 +202,14 @@ def whole_step(step: Any) -> int:
         raise ValueError(f"step={step!r}: give a whole number, such as pop.steps") from None
 
 
-def numbers_of(name: str, given: Any, rows: int) -> list[float]:
-    """``given`` as numbers of double precision. Raises ValueError unless there is one for each row."""
-    if isinstance(given, Tensor):
-        given = given.detach().cpu().reshape(-1).tolist()
+def numbers_of(name: str, numbers: Any, rows: int) -> list[float]:
+    """``numbers`` in double precision. Raises ValueError unless there is one for each row."""
+    if isinstance(numbers, Tensor):
+        numbers = numbers.detach().cpu().reshape(-1).tolist()
     try:
-        values = [float(value.detach() if isinstance(value, Tensor) else value) for value in given]
+        values = [float(value.detach() if isinstance(value, Tensor) else value) for value in numbers]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name}={given!r}: give a number for each of {rows} rows") from error
+        raise ValueError(f"{name}={numbers!r}: give a number for each of {rows} rows") from error
     if len(values) != rows:
         raise ValueError(f"{name} has {len(values)} values for {rows} rows: give one for each")
     return values

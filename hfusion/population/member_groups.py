@@ -67,14 +67,14 @@ def selected_members(groups: Sequence[Group], rows: Sequence[int]) -> FusedModul
     modules: list[nn.Module] = []
     members: list[list[int]] = []
     for fused, of_group in groups:
-        taken = [row for row in of_group if row is not None and row in chosen]
-        if not taken:
+        chosen_rows = [row for row in of_group if row is not None and row in chosen]
+        if not chosen_rows:
             continue
-        members.append(taken)
+        members.append(chosen_rows)
         if is_whole:
             modules.append(fused.model if isinstance(fused, PlainModule) else fused)
         else:
-            copies = [apart(cast(FusedModule, fused), of_group.index(row)) for row in taken]
+            copies = [apart(cast(FusedModule, fused), of_group.index(row)) for row in chosen_rows]
             modules.append(copies[0] if len(copies) == 1 else fuse(copies))
     if members == [list(rows)] and isinstance(modules[0], FusedModule):
         return modules[0]
@@ -125,7 +125,7 @@ def _shown(leaf: Any) -> str:
 def _unlike(
     source: str, first: Any, other: Any, rows: Sequence[int | None], other_rows: Sequence[int | None]
 ) -> ValueError:
-    live, other_live = ([row for row in each if row is not None] for each in (rows, other_rows))
+    live, other_live = ([row for row in member_rows if row is not None] for member_rows in (rows, other_rows))
     return ValueError(
         f"{source}: {first} of the members in rows {live}, {other} of those in rows {other_live}. Members are averaged "
         "where they give outputs of one shape and dtype: choose such rows by weights=, or let the models give them"

@@ -44,11 +44,11 @@ class PlacedGroup:
     def is_plain(self) -> bool:
         return isinstance(self.members, PlainMember)
 
-    def may_take(self, model: nn.Module, known: Any) -> bool:
-        """Return whether the structure of a model, whose signature is ``known``, allows it to join."""
+    def may_take(self, model: nn.Module, model_signature: Any) -> bool:
+        """Return whether the structure of a model, whose signature is ``model_signature``, allows it to join."""
         if self.members.takes_variants:
             return may_join(self.members.fused, model)
-        return bool(self.signature == known) and may_share(self.model, model)
+        return bool(self.signature == model_signature) and may_share(self.model, model)
 
     @property
     def model(self) -> nn.Module:
@@ -109,23 +109,23 @@ class MemberLayout:
 
     @property
     def live(self) -> list[int]:
-        return [row for row, place in enumerate(self.places) if place is not None]
+        return [row for row, slot in enumerate(self.places) if slot is not None]
 
     @property
     def free(self) -> list[int]:
-        return [row for row, place in enumerate(self.places) if place is None]
+        return [row for row, slot in enumerate(self.places) if slot is None]
 
     @property
     def tags(self) -> list[str | None]:
         """The members' names by row."""
-        return [None if place is None else place[0].members._roll.tags[place[1]] for place in self.places]
+        return [None if slot is None else slot[0].members._roll.tags[slot[1]] for slot in self.places]
 
     def place(self, row: int) -> tuple[PlacedGroup, int]:
         """Return a member's group and its row there. Raises ValueError for a free row."""
-        place = self.places[row]
-        if place is None:
+        slot = self.places[row]
+        if slot is None:
             raise ValueError(f"row {row} is free; members are in rows {self.live}")
-        return place
+        return slot
 
     def collected(self, values: Sequence[Tensor]) -> Tensor:
         """Return ``[rows]``, gathered from a tensor ``[rows of the group]`` of each group; NaN or 0 for free rows."""

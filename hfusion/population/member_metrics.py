@@ -32,17 +32,22 @@ def member_metrics(
     updated = is_updated(metric)
     apart = not updated and _any_ragged(batches)
     parts = batches if updated or apart else [joined_batches(batches)]
-    found = {}
+    values = {}
     for row, tag in members.items():
-        own = [_of_member(part, row) for part in parts]
+        member_batches = [_of_member(part, row) for part in parts]
         if apart:
-            own = [(_joined([output for output, _ in own], 0), _joined([target for _, target in own], 0))]
+            member_batches = [
+                (
+                    _joined([output for output, _ in member_batches], 0),
+                    _joined([target for _, target in member_batches], 0),
+                )
+            ]
         try:
-            found[row] = number(_updated(metric, own) if updated else metric(*own[0]))
+            values[row] = number(_updated(metric, member_batches) if updated else metric(*member_batches[0]))
         except Exception as error:
             error.add_note(f"This is of the metric of member {tag!r} in row {(rows or {}).get(row, row)}.")
             raise
-    return found
+    return values
 
 
 def is_updated(metric: object) -> bool:
@@ -73,17 +78,17 @@ def check_batches(batches: Sequence[Any]) -> None:
 
 def _updated(metric: Any, batches: Sequence[tuple[Any, Any]]) -> Any:
     """Compute a metric that keeps a state, such as those of torchmetrics, on a copy, so that members share none."""
-    own = copy.deepcopy(metric)
-    own.reset()
+    member_metric = copy.deepcopy(metric)
+    member_metric.reset()
     for output, target in batches:
-        own.update(output, target)
-    return own.compute()
+        member_metric.update(output, target)
+    return member_metric.compute()
 
 
 def _of_member(batch: tuple[Any, Any], row: int) -> tuple[Any, Any]:
     outputs, target = batch
-    own = pytree.tree_map(lambda leaf: leaf[row] if isinstance(leaf, Tensor | Ragged) else leaf, outputs)
-    return own, pytree.tree_map(lambda leaf: row_of_leaf(leaf, row), target, is_leaf=is_stacked)
+    member_outputs = pytree.tree_map(lambda leaf: leaf[row] if isinstance(leaf, Tensor | Ragged) else leaf, outputs)
+    return member_outputs, pytree.tree_map(lambda leaf: row_of_leaf(leaf, row), target, is_leaf=is_stacked)
 
 
 def _any_ragged(batches: Sequence[tuple[Any, Any]]) -> bool:

@@ -105,10 +105,10 @@ class Roll:
 
     def tag(self, row: int) -> str:
         """Return the name of the member in a row. Raises ValueError for a free row."""
-        found = self.tags[row]
-        if found is None:
+        name = self.tags[row]
+        if name is None:
             raise ValueError(f"row {row} is free; members are in rows {self.live}")
-        return found
+        return name
 
     def label(self, row: int) -> str:
         """Return the name of the member in ``row``, with its row in the whole population."""
@@ -138,10 +138,10 @@ class Roll:
         for row in rows:
             if self.tags[row] is not None:
                 raise ValueError(f"row {row} is taken by {self.tags[row]!r}: stop it first; rows {self.free} are free")
-        given = [tag for tag in tags if tag is not None]
-        for tag in given:
+        names = [tag for tag in tags if tag is not None]
+        for tag in names:
             self.check_tag(tag)
-        if len(set(given)) < len(given):
+        if len(set(names)) < len(names):
             raise ValueError(f"tag={list(tags)}: every member has a name of its own")
 
     def check_width(self, members: int) -> None:
@@ -183,8 +183,8 @@ class Roll:
             self.note(row, What.THAW)
             self.frozen[row] = False
 
-    def note(self, row: int, what: What, source: str | None = None) -> None:
-        self.lineage.append(Event(self.step, self.tag(row), what, source))
+    def note(self, row: int, kind: What, source: str | None = None) -> None:
+        self.lineage.append(Event(self.step, self.tag(row), kind, source))
 
     def of_rows(self, rows: Sequence[int], width: int) -> Roll:
         """Return the roll of the members in ``rows``, followed by free rows up to ``width``."""
@@ -283,8 +283,8 @@ class Enrolled:
     @property
     def frozen(self) -> list[int]:
         """The rows of members left out of steps after a loss or gradient was not finite; see ``on_nonfinite``."""
-        found: list[int] = self._roll.frozen.nonzero().reshape(-1).tolist()
-        return found
+        rows: list[int] = self._roll.frozen.nonzero().reshape(-1).tolist()
+        return rows
 
     @property
     def lineage(self) -> tuple[Any, ...]:
@@ -301,13 +301,13 @@ class Enrolled:
         return self._roll.row(tag)
 
 
-def listed(name: str, given: Any, kind: type) -> list[Any]:
-    """Return ``given`` as a list; a single value of type ``kind`` gives a list of one. Raises ValueError."""
-    if isinstance(given, kind):
-        return [given]
-    if not isinstance(given, Iterable):
-        raise ValueError(f"{name}={given!r}: give a {kind.__name__}, or one for each row")
-    return list(given)
+def listed(name: str, value: Any, kind: type) -> list[Any]:
+    """Return ``value`` as a list; a single value of type ``kind`` gives a list of one. Raises ValueError."""
+    if isinstance(value, kind):
+        return [value]
+    if not isinstance(value, Iterable):
+        raise ValueError(f"{name}={value!r}: give a {kind.__name__}, or one for each row")
+    return list(value)
 
 
 def apart(fused: FusedModule | PlainModule, row: int) -> nn.Module:
@@ -315,8 +315,8 @@ def apart(fused: FusedModule | PlainModule, row: int) -> nn.Module:
     if isinstance(fused, PlainModule):
         # This works even if the user has changed the model to one that its optimizer does not fit.
         return fused.copied()
-    known = fused._views.members.get(row)
-    model = fused._member(row) if known is None else known.model
-    own = {name for name, parameter in fused.named_parameters() if is_per_member(parameter)}
-    frozen = [p for name, p in model.named_parameters() if name not in own and not p.requires_grad]
+    view = fused._views.members.get(row)
+    model = fused._member(row) if view is None else view.model
+    per_member = {name for name, parameter in fused.named_parameters() if is_per_member(parameter)}
+    frozen = [p for name, p in model.named_parameters() if name not in per_member and not p.requires_grad]
     return module_copy(model, {id(parameter): parameter for parameter in frozen})

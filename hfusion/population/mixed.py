@@ -70,8 +70,8 @@ class MixedMembers:
         self.spread = MemberSpread(options.processes, options.loss)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_lock", "_layout", "saving", "spread")
-        return {name: value for name, value in vars(self).items() if name not in own}
+        excluded = ("_lock", "_layout", "saving", "spread")
+        return {name: value for name, value in vars(self).items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -141,8 +141,8 @@ class MixedMembers:
 
     def model_of(self, row: int) -> nn.Module | None:
         """Return the member in a row; None if the row is free."""
-        place = self.layout.places[row]
-        return None if place is None else place[0].members.fused[place[1]]
+        slot = self.layout.places[row]
+        return None if slot is None else slot[0].members.fused[slot[1]]
 
     def collected(self, of_group: Callable[[ArrayGroup], Tensor], empty: Tensor) -> Tensor:
         """Return a number of every member by row; ``empty`` if there are no groups."""
@@ -174,11 +174,11 @@ class MixedMembers:
                 whole = len(chosen) == len(group.live)
                 places = group.entries(entries) if whole else [entries[group.rows[local] or 0] for local in chosen]
                 of_group = [take_entries(value, places) for value in (inputs, target)]
-                given = {name: take_entries(value, places) for name, value in keywords.items()}
-                given |= {} if whole else {"rows": chosen}
+                group_keywords = {name: take_entries(value, places) for name, value in keywords.items()}
+                group_keywords |= {} if whole else {"rows": chosen}
                 try:
                     with spread.of_group(group), updates.of_group(group.members, group.rows, whole):
-                        losses[group.number] = group.members.step(*of_group, **given)
+                        losses[group.number] = group.members.step(*of_group, **group_keywords)
                 except ForwardsDiffer as error:
                     queue.extendleft(reversed(part(self, group, error, None if whole else chosen)))
         like = next(iter(losses.values()))
@@ -192,10 +192,10 @@ class MixedMembers:
             for group, size in zip(self.groups, sizes, strict=True):
                 group.members.elsewhere = sum(sizes) - size
 
-    def _stepping(self, rows: Sequence[int] | None, given: Any) -> list[int]:
+    def _stepping(self, rows: Sequence[int] | None, arguments: Any) -> list[int]:
         """Return the rows that have entries in stacked arguments, in the order of the entries. Raises ValueError."""
         if rows is None:
-            check_entries(given, self.size)
+            check_entries(arguments, self.size)
             return list(range(self.size))
         chosen = rows_of(rows, self.size)
         check_once(chosen)
@@ -205,7 +205,7 @@ class MixedMembers:
             self.layout.place(row)
         for group in self.groups:
             check_keyword(group.members, "rows")
-        check_stacked(given, chosen)
+        check_stacked(arguments, chosen)
         return chosen
 
     @contextmanager
@@ -232,7 +232,7 @@ class MixedMembers:
     def stop(self, row: int | Sequence[int]) -> Any:
         single, rows = is_row(row), rows_of(row, self.size)
         check_once(rows)
-        places = [self.layout.place(each) for each in rows]
+        places = [self.layout.place(member_row) for member_row in rows]
         models = []
         for group, local in places:
             models.append(group.members.stop(local))
@@ -264,14 +264,14 @@ class MixedMembers:
         count, joining = len(models), []
         for index, each in enumerate(models):
             clips = tuple(None if v is None else value_of("clip", v, index, count) for v in (clip_norm, clip_value))
-            given = {key: value_of(key, value, index, count, pair=key in self.pairs) for key, value in hypers.items()}
+            values = {key: value_of(key, value, index, count, pair=key in self.pairs) for key, value in hypers.items()}
             calls = value_of("accumulate", accumulate, index, count)
-            joining.append(self.options.joining(each, shared, makes[index], (clips[0], clips[1]), calls, given))
+            joining.append(self.options.joining(each, shared, makes[index], (clips[0], clips[1]), calls, values))
         self.size = max(self.size, *(each + 1 for each in rows))
         new = []
-        for place, name, member in zip(rows, names, joining, strict=True):
+        for new_row, name, member in zip(rows, names, joining, strict=True):
             member._roll = Roll.of(1, [name])
-            new.append(self.add(member, [place], ""))
+            new.append(self.add(member, [new_row], ""))
             self.lineage.append(Event(self.steps, name, What.START))
         settle(self, new)
         return rows[0] if row is None or is_row(row) else rows
@@ -279,8 +279,8 @@ class MixedMembers:
     def names_of(self, rows: Sequence[int], tags: Sequence[str | None], models: int) -> list[str]:
         """Return the names of members that start in ``rows``. Raises ValueError, as for an array."""
         nobody = torch.zeros(max(self.size, *(row + 1 for row in rows)), dtype=torch.int64, device="cpu")
-        known = [*self.layout.tags, *[None] * (len(nobody) - self.size)]
-        roll = Roll(known, nobody, nobody.bool(), nobody.clone(), made=self.made)
+        row_tags = [*self.layout.tags, *[None] * (len(nobody) - self.size)]
+        roll = Roll(row_tags, nobody, nobody.bool(), nobody.clone(), made=self.made)
         roll.check_start(rows, tags, models)
         for row, tag in zip(rows, tags, strict=True):
             roll.enter(row, tag)
@@ -289,26 +289,30 @@ class MixedMembers:
 
     @in_turn
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-        moves = [(one, other) for one, other in pairs(src, dst, self.size) if one != other]
+        moves = [
+            (source_row, target_row)
+            for source_row, target_row in pairs(src, dst, self.size)
+            if source_row != target_row
+        ]
         if not moves:
             return
         self.check_between()
-        for one, _ in moves:
-            group, local = self.layout.place(one)
+        for source_row, _ in moves:
+            group, local = self.layout.place(source_row)
             if bool(group.members._roll.frozen[local]):
                 tag = group.members._roll.tag(local)
-                raise ValueError(f"{tag!r} in row {one} went bad and is frozen: copy a healthy member")
+                raise ValueError(f"{tag!r} in row {source_row} went bad and is frozen: copy a healthy member")
         within: dict[int, tuple[PlacedGroup, list[int], list[int]]] = {}
         across: list[tuple[int, MemberState]] = []
-        for one, other in moves:
-            group, local = self.layout.place(one)
-            target = self.layout.places[other]
+        for source_row, target_row in moves:
+            group, local = self.layout.place(source_row)
+            target = self.layout.places[target_row]
             if target is not None and target[0] is group:
                 _, sources, targets = within.setdefault(group.number, (group, [], []))
                 sources.append(local)
                 targets.append(target[1])
             else:
-                across.append((other, taken(group.members, local)))
+                across.append((target_row, taken(group.members, local)))
         records = dict(self.best)
         for group, sources, targets in within.values():
             group.members._roll.step = self.steps
@@ -324,11 +328,11 @@ class MixedMembers:
         free = [row for row, _ in copies if names[row] is None]
         names |= dict(zip(free, self.names_of(free, [None] * len(free), len(free)), strict=True)) if free else {}
         for row, _ in copies:
-            place = self.layout.places[row]
-            if place is not None:
-                place[0].members._roll.tags[place[1]] = None
-                place[0].members._roll._alive = None
-                place[0].rows[place[1]] = None
+            slot = self.layout.places[row]
+            if slot is not None:
+                slot[0].members._roll.tags[slot[1]] = None
+                slot[0].members._roll._alive = None
+                slot[0].rows[slot[1]] = None
         self.changed()
         new = []
         for row, state in copies:
@@ -346,8 +350,8 @@ class MixedMembers:
 
     @in_turn
     def thaw(self, row: int | Sequence[int]) -> None:
-        for each in rows_of(row, self.size):
-            group, local = self.layout.place(each)
+        for member_row in rows_of(row, self.size):
+            group, local = self.layout.place(member_row)
             group.members._roll.step = self.steps
             group.members.thaw(local)
 
@@ -356,9 +360,9 @@ class MixedMembers:
         live = self.layout.live
         for group in self.groups:
             before = len(group.members)
-            left = group.members.compact()
+            remaining = group.members.compact()
             if len(group.members) < before:
-                rows = [group.rows[local] for local in left]
+                rows = [group.rows[local] for local in remaining]
                 group.rows = [*rows, *[None] * (len(group.members) - len(rows))]
         moved = {row: index for index, row in enumerate(live)}
         for group in self.groups:

@@ -64,7 +64,7 @@ def gathered_mixed(mixed: MixedMembers, loader: Any, extra: Any) -> SaveWriter:
         bodies.append(writer.body)
         tensors |= {f"{_GROUP}{number}/{key}": tensor for key, tensor in writer.tensors.items()}
         names += writer.body["members"]
-    index = {group.number: place for place, group in enumerate(mixed.groups)}
+    index = {group.number: position for position, group in enumerate(mixed.groups)}
     apart = sorted(sorted(index[n] for n in pair) for pair in mixed.apart if all(n in index for n in pair))
     body = {
         "members": names,
@@ -75,7 +75,7 @@ def gathered_mixed(mixed: MixedMembers, loader: Any, extra: Any) -> SaveWriter:
             "apart": apart,
             "step": mixed.steps,
             "made": mixed.made,
-            "lineage": [[one.step, one.tag, one.what.value, one.source] for one in mixed.lineage],
+            "lineage": [[event.step, event.tag, event.what.value, event.source] for event in mixed.lineage],
         },
     }
     return SaveWriter([], body, tensors)
@@ -104,17 +104,17 @@ class SavedGroup:
 
 def groups_of(saves: Sequence[Saved]) -> list[SavedGroup]:
     """Return the groups of some saves; a save of one array is one group."""
-    found = []
-    for place, saved in enumerate(saves):
+    groups = []
+    for save_index, saved in enumerate(saves):
         if not is_mixed(saved):
-            found.append(SavedGroup(saved, place, 0))
+            groups.append(SavedGroup(saved, save_index, 0))
             continue
         with told(saved.path):
             for number, body in enumerate(saved.body["groups"]):
                 prefix = f"{_GROUP}{number}/"
                 tensors = {k.removeprefix(prefix): t for k, t in saved.tensors.items() if k.startswith(prefix)}
-                found.append(SavedGroup(replace(saved, body=body, tensors=tensors), place, number, _pairs(saved)))
-    return found
+                groups.append(SavedGroup(replace(saved, body=body, tensors=tensors), save_index, number, _pairs(saved)))
+    return groups
 
 
 def _pairs(saved: Saved) -> frozenset[tuple[int, int]]:
@@ -124,12 +124,12 @@ def _pairs(saved: Saved) -> frozenset[tuple[int, int]]:
 def rows_of_saves(saves: Sequence[Saved], names: Sequence[str] | None) -> list[str | None]:
     """Return the member names by row, as `hfusion.population.saving.rows_of`. Raises CheckpointError."""
     held: list[str] = [name for saved in saves for name in saved.body["members"]]
-    for wanted in held if names is None else names:
-        count = held.count(wanted)
+    for member_name in held if names is None else names:
+        count = held.count(member_name)
         if count != 1:
             where = " and ".join(str(saved.path) for saved in saves)
             shown = f"is no member in {where}: it holds {held}" if count == 0 else f"is a member twice in {where}"
-            raise CheckpointError(f"{wanted!r} {shown}")
+            raise CheckpointError(f"{member_name!r} {shown}")
     if names is not None:
         if not names or len(set(names)) < len(names):
             raise CheckpointError(f"tags={list(names)}: name at least one member, and each once")
@@ -209,12 +209,12 @@ def _candidates(models: Sequence[nn.Module], holders: Sequence[SavedGroup]) -> l
     for index, holder in enumerate(holders):
         if holds_variants(holder):
             arrays.setdefault(holder, []).append(index)
-    found = [Candidates(tuple(indices), TOGETHER[True]) for indices in arrays.values()]
+    candidates = [Candidates(tuple(indices), TOGETHER[True]) for indices in arrays.values()]
     others = [index for index, holder in enumerate(holders) if not holds_variants(holder)]
     for candidate in grouped([models[index] for index in others]) if others else ():
         of_models = Candidates(tuple(others[index] for index in candidate.models), candidate.why)
-        found += _as_saved(of_models, holders)
-    return sorted(found, key=lambda candidate: candidate.models[0])
+        candidates += _as_saved(of_models, holders)
+    return sorted(candidates, key=lambda candidate: candidate.models[0])
 
 
 def _as_saved(candidate: Candidates, holders: Sequence[SavedGroup]) -> list[Candidates]:
@@ -226,9 +226,9 @@ def _as_saved(candidate: Candidates, holders: Sequence[SavedGroup]) -> list[Cand
     parts: list[tuple[set[tuple[int, int]], list[int]]] = []
     apart = {frozenset(((holder.save, a), (holder.save, b))) for holder in holders for a, b in holder.apart}
     for group, indices in by_group.items():
-        for known, members in parts:
-            if not any(frozenset((group, other)) in apart for other in known):
-                known.add(group)
+        for part_groups, members in parts:
+            if not any(frozenset((group, other)) in apart for other in part_groups):
+                part_groups.add(group)
                 members += indices
                 break
         else:

@@ -75,14 +75,15 @@ class MixedHparams(MutableMapping[str, Any]):
         return [(group, Hparams(group.members.optimizer)) for group in self._mixed.groups]
 
     def __getitem__(self, key: str) -> Any:
-        found = [(group, hparams[key]) for group, hparams in self._of_groups() if key in list(hparams)]
-        if not found:
+        group_vectors = [(group, hparams[key]) for group, hparams in self._of_groups() if key in list(hparams)]
+        if not group_vectors:
             raise KeyError(f"{key!r} is no hyper-parameter of the members' optimizers; they have {list(self)}")
-        if not isinstance(found[0][1], tuple):
-            return MixedVector(self._mixed, key, found)
-        count = len(found[0][1])
+        if not isinstance(group_vectors[0][1], tuple):
+            return MixedVector(self._mixed, key, group_vectors)
+        count = len(group_vectors[0][1])
         return tuple(
-            MixedVector(self._mixed, f"{key}[{i}]", [(group, pair[i]) for group, pair in found]) for i in range(count)
+            MixedVector(self._mixed, f"{key}[{i}]", [(group, pair[i]) for group, pair in group_vectors])
+            for i in range(count)
         )
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -90,13 +91,15 @@ class MixedHparams(MutableMapping[str, Any]):
         held = self[key]
         if isinstance(held, tuple) and (not isinstance(value, tuple | list) or len(value) != len(held)):
             raise ValueError(f"{key}={value!r} is not a pair")
-        vectors, given = (held, value) if isinstance(held, tuple) else ((held,), (value,))
-        made = [member_vector(key, each, len(self._mixed)).as_subclass(Tensor) for each in given]
+        vectors, new_values = (held, value) if isinstance(held, tuple) else ((held,), (value,))
+        new_vectors = [
+            member_vector(key, member_values, len(self._mixed)).as_subclass(Tensor) for member_values in new_values
+        ]
         for group in self._mixed.groups:
             hypers = [hyper for hyper in group.members.optimizer.hypers if hyper.key == key]
-            for hyper, vector in zip(hypers, made, strict=False):
+            for hyper, vector in zip(hypers, new_vectors, strict=False):
                 hyper.check([float(vector[row]) for row in group.live])
-        for vector, values in zip(vectors, made, strict=True):
+        for vector, values in zip(vectors, new_vectors, strict=True):
             vector.copy_(values)
 
     def __delitem__(self, key: str) -> None:

@@ -95,7 +95,7 @@ class MixedBest:
 
     def _by_group(self, rows: Sequence[int]) -> list[tuple[PlacedGroup, list[int]]]:
         """Return each group of members in ``rows``, with their rows in the group."""
-        places = [place for row in rows if (place := self._mixed.layout.places[row]) is not None]
+        places = [slot for row in rows if (slot := self._mixed.layout.places[row]) is not None]
         groups = [(group, [local for other, local in places if other is group]) for group in self._mixed.groups]
         return [(group, local) for group, local in groups if local]
 
@@ -183,5 +183,5 @@ def each_mixed(mixed: MixedMembers, fn: Each, args: Any, rows: int | Sequence[in
         for group in mixed.groups:
             if of_group := [local for other, local in places if other is group]:
                 entries = group.entries()
-                given = {name: take_entries(value, entries) for name, value in kwargs.items()}
-                group.members.each(fn, *(take_entries(value, entries) for value in args), rows=of_group, **given)
+                arguments = {name: take_entries(value, entries) for name, value in kwargs.items()}
+                group.members.each(fn, *(take_entries(value, entries) for value in args), rows=of_group, **arguments)

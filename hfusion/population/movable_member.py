@@ -82,9 +82,9 @@ class MovableMember:
 
     @property
     def member(self) -> PlainMember:
-        found = self._member()
-        assert found is not None
-        return found
+        member = self._member()
+        assert member is not None
+        return member
 
     @property
     def vectors(self) -> list[Tensor]:
@@ -125,14 +125,17 @@ class MovableMember:
     def holds(self) -> bool:
         """Return whether nobody has changed the member, other than by writing into its tensors."""
         try:
-            own = all(len(now) == n and all(map(is_, read(now), then)) for now, n, read, then in self._attributes)
+            unchanged = all(
+                len(attributes) == n and all(map(is_, read(attributes), recorded))
+                for attributes, n, read, recorded in self._attributes
+            )
         except KeyError:
             return False
         return (
-            own
+            unchanged
             and self._tables.same()
             and not any(map(any, map(_READ_HOOKS, self._modules)))
-            and all(content(value) == then for value, then in self._contents)
+            and all(content(value) == recorded for value, recorded in self._contents)
             and tensor_states(self._parameters) == self._states
             and [buffer.data_ptr() for buffer in self._buffers] == self._addresses
             and self._variables.same()
@@ -146,12 +149,12 @@ def _state_tensors(member: PlainMember) -> list[Tensor]:
 
 def _read_by_updates(member: PlainMember) -> list[Any]:
     """Every object that an update reads besides parameters and gradients: it holds as long as these are the same."""
-    found: list[Any] = [value for entry in member.optimizer.state.values() for value in entry.values()]
+    objects: list[Any] = [value for entry in member.optimizer.state.values() for value in entry.values()]
     for group in member.optimizer.param_groups:
         for value in group.values():
-            found += value if isinstance(value, tuple | list) else [value]
+            objects += value if isinstance(value, tuple | list) else [value]
     limits = (member._limits.norm, member._limits.value)
-    return [*found, *(limit if limit is None else limit.values for limit in limits), _END]
+    return [*objects, *(limit if limit is None else limit.values for limit in limits), _END]
 
 
 def why_not_loss(loss: Callable[..., Any]) -> str:
@@ -199,8 +202,8 @@ def _is_value(value: Any) -> bool:
 
 
 def _side_effect(function: types.FunctionType) -> str:
-    found = _effect_of(function.__code__)
-    return f"{function.__qualname__} {found}" if found else ""
+    effect = _effect_of(function.__code__)
+    return f"{function.__qualname__} {effect}" if effect else ""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -60,10 +60,10 @@ def taken(group: ArrayGroup, row: int) -> MemberState:
         for hyper, column in zip(optimizer.hypers, columns, strict=True):
             hypers[number, hyper.label] = column[row]
         for param in param_group["params"]:
-            found = membership_of(param)
+            mark = membership_of(param)
             for entry, value in optimizer.state.get(param, {}).items():
-                if (own := own_row(value, found, row)) is not None:
-                    state[found.name, entry] = own.clone()
+                if (row_value := own_row(value, mark, row)) is not None:
+                    state[mark.name, entry] = row_value.clone()
     scale = {} if group.scaler is None else {name: float(v[row]) for name, v in group.scaler.state_dict().items()}
     limits = {
         name: float(limit.values[row])
@@ -95,11 +95,11 @@ def put(group: ArrayGroup, row: int, member: MemberState, *, tensors_too: bool =
     """Write the training state of ``member`` to a row of a group; its model's tensors only with ``tensors_too``."""
     optimizer = group.optimizer
     if tensors_too:
-        given = dict(tensors(member.model))
+        member_tensors = dict(tensors(member.model))
         for name, tensor in tensors(group.fused):
-            found = membership(tensor)
-            if found is not None and found.is_own and (own := own_row(tensor.detach(), found, row)) is not None:
-                own.copy_(given[name].detach())
+            mark = membership(tensor)
+            if mark is not None and mark.is_own and (row_value := own_row(tensor.detach(), mark, row)) is not None:
+                row_value.copy_(member_tensors[name].detach())
     if group.scheduler is not None:
         group.scheduler.replace([row], member.make)
     for number, param_group in enumerate(optimizer.param_groups):
@@ -173,13 +173,13 @@ def group_optimizer(make: Callable[[Any], Any], total: int, rows: Iterable[int] 
     def made(parameters: Any) -> Any:
         params = list(parameters)
         marks = [membership_of(param) for param in params]
-        for param, found in zip(params, marks, strict=True):
-            param._hfusion_membership = replace(found, members=total)
+        for param, mark in zip(params, marks, strict=True):
+            param._hfusion_membership = replace(mark, members=total)
         try:
             optimizer = make(iter(params))
         finally:
-            for param, found in zip(params, marks, strict=True):
-                param._hfusion_membership = found
+            for param, mark in zip(params, marks, strict=True):
+                param._hfusion_membership = mark
         if hasattr(optimizer, "hypers"):
             chosen = [0] * marks[0].members if rows is None else list(rows)
             for param_group in optimizer.param_groups:

@@ -23,8 +23,8 @@ def flush(population: Population) -> bool:
     if isinstance(members, ArrayGroup):
         return _flush_array(members)
     with members._lock, members.updates() as updates:
-        made = [_flush_group(group, updates) for group in members.groups]
-        return any(made)
+        flushed = [_flush_group(group, updates) for group in members.groups]
+        return any(flushed)
 
 
 def _flush_group(group: PlacedGroup, updates: GroupUpdates) -> bool:

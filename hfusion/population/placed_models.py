@@ -32,12 +32,12 @@ def place_models(array: ArrayGroup, rows: Sequence[int], models: Sequence[nn.Mod
 
 
 def _check_groups(array: ArrayGroup, models: Sequence[nn.Module]) -> None:
-    known = dict(array.fused.named_parameters())
+    parameters = dict(array.fused.named_parameters())
     added = dict.fromkeys(
-        n for model in models for n, p in model.named_parameters() if p.requires_grad and n not in known
+        n for model in models for n, p in model.named_parameters() if p.requires_grad and n not in parameters
     )
     held = {id(param) for group in array.optimizer.param_groups for param in group["params"]}
-    partial = any(p.requires_grad and id(p) not in held for p in known.values())
+    partial = any(p.requires_grad and id(p) not in held for p in parameters.values())
     if added and (partial or len(array.optimizer.param_groups) > 1):
         raise FusionError(
             f"the models that join have parameters of their own ({', '.join(added)}), and the optimizer of the array "

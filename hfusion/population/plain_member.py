@@ -72,9 +72,9 @@ class PlainStep:
                     stack.enter_context(torch.autocast(kind, enabled=False))
                 if loss.requires_grad:
                     loss.backward()
-        found: Tensor = loss.detach().reshape(1)
-        self.update(found)
-        return found
+        step_losses: Tensor = loss.detach().reshape(1)
+        self.update(step_losses)
+        return step_losses
 
 
 class PlainMember(ArrayGroup):
@@ -84,7 +84,7 @@ class PlainMember(ArrayGroup):
     fused optimizers of torch; so its state is that of a row of an array, to the bit.
     """
 
-    def _make_step(self, known: Iterable[str]) -> None:
+    def _make_step(self, expected_calls: Iterable[str]) -> None:
         function = sample_weighted(self._function) if self._samples else self._function
         loss = weighted(function) if self._weighs else function
         step = PlainStep(cast(PlainModule, self.fused), loss, self.optimizer)

@@ -70,40 +70,40 @@ class PlainModule:
         if self._tables.same():
             return
         trained = dict(self._all_names)
-        known = set(map(id, trained.values()))
-        for name, given in list(self.model.named_parameters(remove_duplicate=False)):
-            if id(given) not in known:
-                self._take_over(trained.get(name), name, given)
+        trained_ids = set(map(id, trained.values()))
+        for name, replacement in list(self.model.named_parameters(remove_duplicate=False)):
+            if id(replacement) not in trained_ids:
+                self._take_over(trained.get(name), name, replacement)
         named = dict(self.model.named_parameters(remove_duplicate=False))
-        left = set(map(id, named.values()))
+        named_ids = set(map(id, named.values()))
         for name, parameter in trained.items():
-            if id(parameter) not in left:
+            if id(parameter) not in named_ids:
                 raise self._unfit(f"it has no parameter {name} any more")
         for name, parameter in self.model.named_parameters():
             mark(parameter, replace(cast(Membership, membership(parameter)), name=name))
         self._list_tensors()
 
-    def _take_over(self, held: nn.Parameter | None, name: str, given: nn.Parameter) -> None:
-        """Copy ``given`` into ``held``, which takes its place in the model; ``given`` becomes an alias of it."""
+    def _take_over(self, held: nn.Parameter | None, name: str, replacement: nn.Parameter) -> None:
+        """Copy ``replacement`` into ``held``, which the model then holds; ``replacement`` becomes an alias of it."""
         if held is None:
             raise self._unfit(f"the parameter {name} is new, and the optimizer does not have it")
         table, key, _ = holder_of(self.model, name)
         if table[key] is held:
             # This name is tied to a parameter that was copied already.
             return
-        for what in ("shape", "dtype", "device"):
-            before, now = getattr(held, what), getattr(given, what)
-            if before != now:
-                raise self._unfit(f"{what} of the parameter {name} is {now}, and was {before}")
+        for attribute in ("shape", "dtype", "device"):
+            old_value, new_value = getattr(held, attribute), getattr(replacement, attribute)
+            if old_value != new_value:
+                raise self._unfit(f"{attribute} of the parameter {name} is {new_value}, and was {old_value}")
         if is_shared(held):
             raise self._unfit(f"the parameter {name} is shared with other members, and was replaced in this one")
         with torch.no_grad():
-            held.copy_(given)
-        held.requires_grad_(given.requires_grad)
-        held.grad, given.data = given.grad, held.data
+            held.copy_(replacement)
+        held.requires_grad_(replacement.requires_grad)
+        held.grad, replacement.data = replacement.grad, held.data
         for module in self.model.modules():
             for other, value in module._parameters.items():
-                if value is given:
+                if value is replacement:
                     module._parameters[other] = held
 
     def _unfit(self, why: str) -> FusionError:
@@ -188,8 +188,8 @@ class PlainModule:
 
 def is_shared(tensor: Tensor) -> bool:
     """Return whether a tensor of a plain module is one that other members hold, too."""
-    found = membership(tensor)
-    return found is not None and not found.is_own
+    tensor_mark = membership(tensor)
+    return tensor_mark is not None and not tensor_mark.is_own
 
 
 def of_row(value: Any) -> Any:

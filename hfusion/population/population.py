@@ -93,20 +93,20 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
             raise ValueError(f"accumulate={accumulate}: members who train a parameter together make an update together")
         self._prepare(())
 
-    def _prepare(self, known: Iterable[str]) -> None:
-        """Create the step. ``known``: calls for which an earlier step had programs."""
+    def _prepare(self, expected_calls: Iterable[str]) -> None:
+        """Create the step. ``expected_calls``: calls for which an earlier step had programs."""
         self._lock, self._finite = FairLock(), FiniteCheck()
         self._weighs = self.scaler is not None or self._updates.sums_gradients
-        self._make_step(known)
+        self._make_step(expected_calls)
 
-    def _make_step(self, known: Iterable[str]) -> None:
+    def _make_step(self, expected_calls: Iterable[str]) -> None:
         function = sample_weighted(self._function) if self._samples else self._function
         self._together = EagerStep(self.fused, per_model(function))
         loss = weighted(function) if self._weighs else function
         self._step = train_step(self.fused, loss, self.optimizer, compile=self._compiles, memory=self._memory)
         self._step.update = self._computed
         self._step.at_once = self._widths.at_once(len(self))
-        self._step.expected_calls |= set(known)
+        self._step.expected_calls |= set(expected_calls)
 
     def __repr__(self) -> str:
         roll = self._roll
@@ -127,8 +127,8 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         self._roll.check_width(len(self.fused))
         if weights is not None or self._samples:
             target = weigh_samples(self, target, weights, rows)
-        given = inputs, target, keywords
-        return self._step_all(*given) if rows is None else step_rows(self, rows, *given)
+        arguments = inputs, target, keywords
+        return self._step_all(*arguments) if rows is None else step_rows(self, rows, *arguments)
 
     def _step_all(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
         self.hold_buffers()
@@ -259,11 +259,11 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         """See `hfusion.Population.stop`."""
         single, rows = is_row(row), rows_of(row, len(self))
         check_once(rows)
-        tags = [self._roll.tag(one) for one in rows]
-        models = [apart(self.fused, one) for one in rows]
-        for one, tag in zip(rows, tags, strict=True):
+        tags = [self._roll.tag(member_row) for member_row in rows]
+        models = [apart(self.fused, member_row) for member_row in rows]
+        for member_row, tag in zip(rows, tags, strict=True):
             self._best.pop(tag, None)
-            self._roll.leave(one)
+            self._roll.leave(member_row)
         self._updates.clear(rows)
         return models[0] if single else models
 
@@ -292,15 +292,15 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
             updates = self._updates.restart(rows, accumulate)
             self._drop_gradients()
             place_models(self, rows, models)
-            rearrange_optimizer(self.optimizer, [None if one in rows else one for one in range(len(self))], hypers)
+            rearrange_optimizer(self.optimizer, [None if slot in rows else slot for slot in range(len(self))], hypers)
             if self.scheduler is not None:
                 self.scheduler.replace(rows, scheduler)
             if self.scaler is not None:
                 self.scaler.restart(rows)
         self._limits, self._updates = limits, updates.fitted(self.fused)
         self._updates.clear(rows)
-        for one, name in zip(rows, tags, strict=True):
-            self._roll.enter(one, name)
+        for slot, name in zip(rows, tags, strict=True):
+            self._roll.enter(slot, name)
         return rows[0] if row is None or is_row(row) else rows
 
     @contextmanager
@@ -325,29 +325,29 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """See `hfusion.Population.copy`."""
         roll = self._roll
-        found = [(one, other) for one, other in pairs(src, dst, len(self)) if one != other]
-        for one, _ in found:
-            roll.tag(one)
-            if bool(roll.frozen[one]):
-                raise ValueError(f"{roll.tag(one)!r} in row {one} went bad and is frozen: copy a healthy member")
+        moves = [(source, target) for source, target in pairs(src, dst, len(self)) if source != target]
+        for source, _ in moves:
+            roll.tag(source)
+            if bool(roll.frozen[source]):
+                raise ValueError(f"{roll.tag(source)!r} in row {source} went bad and is frozen: copy a healthy member")
         sources = list(range(len(self)))
-        for one, other in found:
-            sources[other] = one
-        names = [(other, roll.tag(one), int(roll.ages[one]), int(roll.keys[one])) for one, other in found]
+        for source, target in moves:
+            sources[target] = source
+        names = [(target, roll.tag(source), int(roll.ages[source]), int(roll.keys[source])) for source, target in moves]
         self._rearrange(sources)
-        for (one, other), (_, name, age, key) in zip(found, names, strict=True):
-            if roll.tags[other] is None:
-                roll.enter(other, None, one)
+        for (source, target), (_, name, age, key) in zip(moves, names, strict=True):
+            if roll.tags[target] is None:
+                roll.enter(target, None, source)
             else:
-                roll.note(other, What.COPY, name)
-            roll.ages[other], roll.keys[other], roll.frozen[other] = age, key, False
-        copy_records(self._best, [(name, roll.tag(other)) for other, name, _, _ in names])
+                roll.note(target, What.COPY, name)
+            roll.ages[target], roll.keys[target], roll.frozen[target] = age, key, False
+        copy_records(self._best, [(name, roll.tag(target)) for target, name, _, _ in names])
 
     @in_turn
     def thaw(self, row: int | Sequence[int]) -> None:
         """Let frozen members train again, from where they were before the step that was not finite."""
-        for one in rows_of(row, len(self)):
-            self._roll.thaw(one)
+        for member_row in rows_of(row, len(self)):
+            self._roll.thaw(member_row)
 
     @in_turn
     def compact(self) -> list[int]:
@@ -369,17 +369,17 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         rows = len(self)
         self._resize([*range(rows), *[0] * (self._widths.of(rows + count) - rows)], rows)
 
-    def _resize(self, sources: Sequence[int], taken: int) -> None:
-        """Rearrange rows by ``sources``; rows from index ``taken`` on are free."""
+    def _resize(self, sources: Sequence[int], occupied: int) -> None:
+        """Rearrange rows by ``sources``; rows from index ``occupied`` on are free."""
         self._rearrange(sources)
-        self._roll.rearrange([source if row < taken else None for row, source in enumerate(sources)])
+        self._roll.rearrange([source if row < occupied else None for row, source in enumerate(sources)])
         self._step.at_once = self._widths.at_once(len(sources))
         self._updates.clear(self._roll.free)
 
     def _check_between(self) -> None:
         if self._common and self._updates.underway:
-            made = f"{int(self._updates.done.max())} of {int(self._updates.calls[0])} steps of an update are made"
-            raise ValueError(f"{made}: members who train a parameter together start and are copied between updates")
+            progress = f"{int(self._updates.done.max())} of {int(self._updates.calls[0])} steps of an update are made"
+            raise ValueError(f"{progress}: members who train a parameter together start and are copied between updates")
 
     def _rearrange(self, sources: Sequence[int]) -> None:
         self._check_between()
@@ -396,5 +396,5 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
     @in_turn
     def evaluate(self, metric: Callable[..., Any], loader: Iterable[Any]) -> Tensor:
         """See `hfusion.Population.evaluate`."""
-        found = evaluate(self.fused, metric, loader, {row: self._roll.tag(row) for row in self._roll.live})
-        return torch.tensor([found.get(row, math.nan) for row in range(len(self))], dtype=torch.float64, device="cpu")
+        values = evaluate(self.fused, metric, loader, {row: self._roll.tag(row) for row in self._roll.live})
+        return torch.tensor([values.get(row, math.nan) for row in range(len(self))], dtype=torch.float64, device="cpu")

@@ -51,8 +51,8 @@ def _target(mixed: MixedMembers, group: PlacedGroup, moving: set[int]) -> Placed
     ]
     if len(candidates) < 2:
         return candidates[0] if candidates else None
-    ours = fingerprint(model)
-    return next((other for other in candidates if ours in _fingerprints(other)), candidates[0])
+    model_fingerprint = fingerprint(model)
+    return next((other for other in candidates if model_fingerprint in _fingerprints(other)), candidates[0])
 
 
 def _fingerprints(group: PlacedGroup) -> list[object]:
@@ -89,13 +89,13 @@ def _receive(target: PlacedGroup, states: Sequence[MemberState], rows: Sequence[
     if missing > 0:
         array.grow(missing)
         target.rows = [*target.rows, *[None] * (len(array) - len(target.rows))]
-    places = array._roll.free[: len(states)]
+    free_rows = array._roll.free[: len(states)]
     array._drop_gradients()
-    place_models(array, places, [state.model for state in states])
+    place_models(array, free_rows, [state.model for state in states])
     array._updates = array._updates.fitted(array.fused)
-    for place, row, state in zip(places, rows, states, strict=True):
-        put(array, place, state)
-        target.rows[place] = row
+    for free_row, row, state in zip(free_rows, rows, states, strict=True):
+        put(array, free_row, state)
+        target.rows[free_row] = row
 
 
 def part(
@@ -112,8 +112,10 @@ def part(
     if chosen is None:
         parts = [rows for of_graph in error.groups if (rows := [local for local in of_graph if local in live])]
     else:
-        places = [[chosen[place] for place in of_graph if place < len(chosen)] for of_graph in error.groups]
-        parts = [rows for rows in places if rows]
+        graph_rows = [
+            [chosen[model_index] for model_index in of_graph if model_index < len(chosen)] for of_graph in error.groups
+        ]
+        parts = [rows for rows in graph_rows if rows]
     named = {local for rows in parts for local in rows}
     parts = _with_others(group, parts, [local for local in live if local not in named])
     if not named or sorted(local for rows in parts for local in rows) != live:
@@ -122,18 +124,18 @@ def part(
     reasons = _reasons(group, parts, error, chosen)
     states = [[taken(group.members, local) for local in rows] for rows in parts]
     shared = shared_frozen([state.model for of_part in states for state in of_part])
-    made: list[PlacedGroup] = []
+    new_groups: list[PlacedGroup] = []
     for number, (rows, of_part, why) in enumerate(zip(parts, states, reasons, strict=True)):
         members = mixed.options.group_of(of_part, shared)
         new = mixed.add(members, [old_rows[local] for local in rows], why, index + number)
         _inherit(mixed, group, new)
-        made.append(new)
-    mixed.apart |= {frozenset((one.number, other.number)) for one, other in combinations(made, 2)}
+        new_groups.append(new)
+    mixed.apart |= {frozenset((first.number, second.number)) for first, second in combinations(new_groups, 2)}
     group.rows = [None] * len(group.rows)
     mixed.changed()
     # Not now: another group that they may join may have made this step already.
-    mixed.unsettled += [new for new in made if new.is_plain]
-    return made
+    mixed.unsettled += [new for new in new_groups if new.is_plain]
+    return new_groups
 
 
 def _with_others(group: PlacedGroup, parts: Sequence[list[int]], others: Sequence[int]) -> list[list[int]]:
@@ -174,9 +176,9 @@ def _message(error: ForwardsDiffer, group: PlacedGroup, chosen: Sequence[int] | 
     """Return the error's message with rows of the population in place of model indices."""
 
     def row(match: re.Match[str]) -> str:
-        place = int(match[1])
+        index = int(match[1])
         # An array of some members is filled up with copies of the first.
-        local = place if chosen is None else chosen[place if place < len(chosen) else 0]
+        local = index if chosen is None else chosen[index if index < len(chosen) else 0]
         return f"row {group.rows[local]}"
 
     return re.sub(r"\bmodel (\d+)", row, str(error).split(". Fuse ")[0])

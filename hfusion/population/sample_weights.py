@@ -45,14 +45,18 @@ def weigh_samples(pop: ArrayGroup, target: Any, weights: Any, rows: Sequence[int
         return {"target": target, "samples": None}
     check_keyword(pop, "weights")
     members = list(range(len(pop))) if rows is None else list(rows)
-    given = rows_of_weights(weights)
-    check_weights(given, members, pop._roll.free)
+    row_weights = rows_of_weights(weights)
+    check_weights(row_weights, members, pop._roll.free)
     device = device_of(pop.fused)
-    if isinstance(given, StackedInput):
-        given = stacked(sent(given.tensor, device))
+    if isinstance(row_weights, StackedInput):
+        row_weights = stacked(sent(row_weights.tensor, device))
     else:
-        given = given.map(lambda row: sent(row, device)) if isinstance(given, Ragged) else sent(given, device)
-    return {"target": target, "samples": given}
+        row_weights = (
+            row_weights.map(lambda row: sent(row, device))
+            if isinstance(row_weights, Ragged)
+            else sent(row_weights, device)
+        )
+    return {"target": target, "samples": row_weights}
 
 
 def check_keyword(pop: ArrayGroup, name: str) -> None:
@@ -116,22 +120,22 @@ def sample_weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(loss, updated=())
     def weighted_loss(output: Any, target: Any) -> Any:
-        wanted, weights = target["target"], target["samples"]
+        expected, weights = target["target"], target["samples"]
         if weights is None:
-            return loss(output, wanted)
+            return loss(output, expected)
         removed = weights == 0
-        each = single(_without(output, removed), wanted)
+        losses = single(_without(output, removed), expected)
         # len() would need to know a size that may vary.
-        if each.dim() == 0 or each.shape[0] != weights.shape[0]:
+        if losses.dim() == 0 or losses.shape[0] != weights.shape[0]:
             raise ValueError(
-                f"{len(weights)} weights for losses of shape {list(each.shape)}: weights= takes one for each sample, "
+                f"{len(weights)} weights for losses of shape {list(losses.shape)}: weights= takes one for each sample, "
                 "and a loss that returns [N] or takes reduction="
             )
-        share = _like(weights, each).to(torch.promote_types(each.dtype, weights.dtype)).to(each.dtype)
-        total = torch.where(_like(removed, each), 0, each * share).sum()
+        share = _like(weights, losses).to(torch.promote_types(losses.dtype, weights.dtype)).to(losses.dtype)
+        total = torch.where(_like(removed, losses), 0, losses * share).sum()
         if reduction == "sum":
             return total
-        counts = torch.ones_like(each) if classes is None else _class_counts(each, wanted, **classes)
+        counts = torch.ones_like(losses) if classes is None else _class_counts(losses, expected, **classes)
         if reduction == "batchmean":
             counts = counts / counts[0].numel()
         return total / (counts * share).sum()
@@ -173,20 +177,20 @@ def _class_options(loss: Callable[..., Any]) -> dict[str, Any] | None:
     function = loss.func if isinstance(loss, functools.partial) else loss
     if isinstance(function, _CLASS_MODULES):
         return {"weight": function.weight, "ignore_index": function.ignore_index}
-    if any(function is known for known in _OF_CLASSES):
+    if any(function is class_loss for class_loss in _OF_CLASSES):
         parameters = _parameters(loss)
         return {"weight": parameters["weight"], "ignore_index": parameters["ignore_index"]}
     return None
 
 
-def _class_counts(each: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+def _class_counts(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """Return the weight of each element in a mean of cross entropies, in the shape of the losses."""
-    if target.shape != each.shape or target.is_floating_point():
-        return torch.ones_like(each)
-    there = target != ignore_index
+    if target.shape != losses.shape or target.is_floating_point():
+        return torch.ones_like(losses)
+    counted = target != ignore_index
     if weight is None:
-        return there.to(each.dtype)
-    return torch.where(there, weight[torch.where(there, target, 0)], 0).to(each.dtype)
+        return counted.to(losses.dtype)
+    return torch.where(counted, weight[torch.where(counted, target, 0)], 0).to(losses.dtype)
 
 
 def _without(output: Any, removed: Tensor) -> Any:

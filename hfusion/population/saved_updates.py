@@ -42,10 +42,10 @@ def save_updates(writer: SaveWriter, pop: ArrayGroup) -> None:
             writer.own(_BEFORE + name, value)
 
 
-def load_updates(wide: SaveReader, pop: ArrayGroup, free: Sequence[int], given: bool) -> Accumulation:
+def load_updates(wide: SaveReader, pop: ArrayGroup, free: Sequence[int], has_accumulate: bool) -> Accumulation:
     """Restore the members' progress in their updates, for a population whose tensors are loaded.
 
-    ``given``: whether the user has passed ``accumulate``.
+    ``has_accumulate``: whether the user has passed ``accumulate``.
 
     Raises:
         CheckpointError: ``accumulate`` differs from the save for a member whose update is unfinished.
@@ -53,13 +53,13 @@ def load_updates(wide: SaveReader, pop: ArrayGroup, free: Sequence[int], given: 
     calls = pop._updates.calls
     done = _own(wide, _DONE, torch.zeros_like(calls))
     saved = _own(wide, _CALLS, calls)
-    if given and bool(((done > 0) & (saved != calls)).any()):
+    if has_accumulate and bool(((done > 0) & (saved != calls)).any()):
         row = int(((done > 0) & (saved != calls)).nonzero()[0])
         raise CheckpointError(
             f"accumulate={int(calls[row])} for {wide.tags[row]!r}, which is in the midst of an update of "
             f"{int(saved[row])} calls: leave accumulate out"
         )
-    updates = Accumulation.of(calls if given else saved, len(calls))
+    updates = Accumulation.of(calls if has_accumulate else saved, len(calls))
     if pop._common and updates.begun is None:
         raise CheckpointError(f"accumulate={updates.calls.tolist()}: members train a parameter together, and so update")
     updates.done, updates.spoilt = done, _own(wide, _SPOILT, updates.spoilt)
@@ -93,7 +93,7 @@ def _own(wide: SaveReader, key: str, otherwise: Tensor) -> Tensor:
         else:
             rows.append(otherwise[start:stop].cpu() if stack is None else stack[places])
         start = stop
-    found = torch.cat(rows)
-    if (found.dtype, found.shape) != (otherwise.dtype, otherwise.shape):
-        raise CheckpointError(f"{wide.path}: {key} is {found.dtype} {list(found.shape)}")
-    return found
+    values = torch.cat(rows)
+    if (values.dtype, values.shape) != (otherwise.dtype, otherwise.shape):
+        raise CheckpointError(f"{wide.path}: {key} is {values.dtype} {list(values.shape)}")
+    return values

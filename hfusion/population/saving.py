@@ -57,8 +57,8 @@ class Saving:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
         pop = cast("ArrayGroup", self)
         dropped = {"_lock", "_finite", "_loss", "_step", "_saving", "_chosen"}
-        kept = {name: value for name, value in vars(self).items() if name not in dropped}
-        return {**kept, "known": sorted(pop._step.known_calls)}
+        state = {name: value for name, value in vars(self).items() if name not in dropped}
+        return {**state, "known": sorted(pop._step.known_calls)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update({name: value for name, value in state.items() if name != "known"})
@@ -126,7 +126,7 @@ def gathered(pop: ArrayGroup, loader: Any, extra: Any) -> SaveWriter:
         "first": pop._widths.first,
         "step": roll.step,
         "made": roll.made,
-        "lineage": [[one.step, one.tag, one.what.value, one.source] for one in roll.lineage],
+        "lineage": [[event.step, event.tag, event.what.value, event.source] for event in roll.lineage],
         "known": sorted(pop._step.known_calls),
     }
     return writer
@@ -159,8 +159,9 @@ def makes_of(schedules: Mapping[str, Make], rows: Sequence[str | None]) -> list[
 def models_of(make_model: Callable[..., nn.Module], rows: Sequence[str | None]) -> list[nn.Module]:
     """Return a model for every row; ``make_model`` is called with the member's name if it takes an argument."""
     named = any(
-        one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.default is one.empty
-        for one in inspect.signature(make_model).parameters.values()
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.default is parameter.empty
+        for parameter in inspect.signature(make_model).parameters.values()
     )
     first = next(tag for tag in rows if tag is not None)
     models = {row: make_model(tag) if named else make_model() for row, tag in enumerate(rows) if tag is not None}
@@ -170,11 +171,11 @@ def models_of(make_model: Callable[..., nn.Module], rows: Sequence[str | None]) 
     return [models[row] for row in range(len(rows))]
 
 
-def _another(model: nn.Module, known: Sequence[nn.Module]) -> nn.Module:
-    """Return ``model``, or a copy if it is one of ``known``; the copy keeps tensors that the others share."""
-    if all(model is not one for one in known):
+def _another(model: nn.Module, models: Sequence[nn.Module]) -> nn.Module:
+    """Return ``model``, or a copy if it is one of ``models``; the copy keeps tensors that the others share."""
+    if all(model is not existing for existing in models):
         return model
-    others = {id(tensor) for one in known if one is not model for tensor in _tensors(one)}
+    others = {id(tensor) for existing in models if existing is not model for tensor in _tensors(existing)}
     return module_copy(model, {id(tensor): tensor for tensor in _tensors(model) if id(tensor) in others})
 
 
@@ -194,9 +195,9 @@ def restore(
     with told(reader.path):
         live = [row for row, tag in enumerate(rows) if tag is not None]
         # Free rows get the tensors of the first member.
-        places = {row: place for place, row in enumerate(live)}
+        indices = {row: index for index, row in enumerate(live)}
         free = [row for row, tag in enumerate(rows) if tag is None]
-        wide = reader.at([places.get(row, 0) for row in range(len(rows))], free)
+        wide = reader.at([indices.get(row, 0) for row in range(len(rows))], free)
         write = writing(wide, pop.fused, pop.optimizer, pop.scheduler, pop.scaler, loader, random)
         roll, records = _roll(wide, reader, rows), read_records(wide, rows, pop.fused)
         limits = pop._limits
@@ -205,8 +206,8 @@ def restore(
                 limits = replace(limits, **{name: _limit(wide, name, getattr(limits, name))})
         bodies = [saved.body["population"] for saved, _ in reader.parts]
         whole = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
-        for part, key, given in (("scheduler", "schedule", pop.scheduler), ("scaler", "scaler", pop.scaler)):
-            if given is None and any(saved.body.get(key) for saved, _ in reader.parts):
+        for part, key, component in (("scheduler", "schedule", pop.scheduler), ("scaler", "scaler", pop.scaler)):
+            if component is None and any(saved.body.get(key) for saved, _ in reader.parts):
                 warnings.warn(
                     f"{reader.path} holds a {part}, and {part}= was not given: members go on without one",
                     stacklevel=3,
@@ -221,13 +222,13 @@ def restore(
             pop._step.expected_calls |= set(body["known"])
 
 
-def _limit(reader: SaveReader, name: str, given: Limit | None) -> Limit:
-    """Return a saved limit. Saves of older versions lack ``begun``: it is that of ``given``, or of the members."""
+def _limit(reader: SaveReader, name: str, default: Limit | None) -> Limit:
+    """Return a saved limit. Saves of older versions lack ``begun``: it is that of ``default``, or of the members."""
     saved = Limit.of(f"clip_{name}", reader.own(f"population/clip_{name}"), len(reader.tags))
     begun = reader.begun("limits begun")
     if name in begun:
         return replace(saved, begun=begun[name])
-    return saved if given is None else replace(saved, begun=given.begun)
+    return saved if default is None else replace(saved, begun=default.begun)
 
 
 def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Roll:
@@ -238,14 +239,14 @@ def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> R
     keys = _keys(wide, reader, rows)
     bodies = [saved.body["population"] for saved, _ in reader.parts]
     lineage = [Event(int(s), str(t), What(w), o) for body in bodies for s, t, w, o in body["lineage"]]
-    step, made = (max(int(body[key]) for body in bodies) for key in ("step", "made"))
-    return Roll(list(rows), torch.where(free, 0, ages), frozen & ~free, keys, step, lineage, made)
+    step, created = (max(int(body[key]) for body in bodies) for key in ("step", "made"))
+    return Roll(list(rows), torch.where(free, 0, ages), frozen & ~free, keys, step, lineage, created)
 
 
 def _keys(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Tensor:
-    made = torch.tensor([0 if tag is None else key_of(tag) for tag in rows], device="cpu")
+    default_keys = torch.tensor([0 if tag is None else key_of(tag) for tag in rows], device="cpu")
     # Saves of older versions have none.
-    found = wide.own("population/keys") if wide.has("members/population/keys") else made
-    if (found.dtype, found.shape) != (made.dtype, made.shape):
-        raise CheckpointError(f"{reader.path}: keys are {found.dtype} {list(found.shape)}")
-    return found
+    keys = wide.own("population/keys") if wide.has("members/population/keys") else default_keys
+    if (keys.dtype, keys.shape) != (default_keys.dtype, default_keys.shape):
+        raise CheckpointError(f"{reader.path}: keys are {keys.dtype} {list(keys.shape)}")
+    return keys

@@ -30,8 +30,8 @@ def step_together(pop: ArrayGroup, inputs: Any, target: Any, keywords: dict[str,
     def of_block(losses: Tensor, rows: range) -> None:
         chosen = [row - rows.start for row in rows if row in training]
         if chosen:
-            own = scales[rows.start : rows.stop].to(losses)
-            backward((losses * own)[chosen])
+            block_scales = scales[rows.start : rows.stop].to(losses)
+            backward((losses * block_scales)[chosen])
 
     budget = pop._step.budget
     block = None if budget is None else budget.plan(Arguments.of(args, kwargs)).block

@@ -154,23 +154,23 @@ class MemberSpread:
             return {}
         if _is_observed() or not may_be_placed(arguments):
             return {}
-        found = {}
+        movable = {}
         for group in plain:
             member = cast(PlainMember, group.members)
             if member.makes_plain_steps and not self._knowledge(member).why_not:
-                found[group.number] = group
-        return found if len(found) > 1 and 2 * len(found) > self._most else {}
+                movable[group.number] = group
+        return movable if len(movable) > 1 and 2 * len(movable) > self._most else {}
 
     def _knowledge(self, member: PlainMember) -> MovableMember:
-        known = self._known.get(member)
-        if known is None or not (known.why_not or known.holds()):
+        movable = self._known.get(member)
+        if movable is None or not (movable.why_not or movable.holds()):
             # A change does not tell that a fork could compute it now: many members change at each forward.
-            stays = known is not None and known.stays
-            known = self._known[member] = MovableMember(member)
-            known.stays = stays
-            if known.why_not:
-                _log.info("%s is computed in this process: %s", member._roll.tags[0], known.why_not)
-        return known
+            stays = movable is not None and movable.stays
+            movable = self._known[member] = MovableMember(member)
+            movable.stays = stays
+            if movable.why_not:
+                _log.info("%s is computed in this process: %s", member._roll.tags[0], movable.why_not)
+        return movable
 
     def _begin(self, spread: SpreadStep, arguments: Any) -> None:
         """Let processes begin the step, if there are any; start them first if that pays now."""
@@ -183,17 +183,17 @@ class MemberSpread:
         if written is None:
             self.close()
             return
-        places = {number: place for place, number in enumerate(forks.members)}
+        indices = {number: index for index, number in enumerate(forks.members)}
         for share in forks.shares:
             numbers = [n for n in share.numbers if n in spread.movable and self._is_known(spread.movable[n])]
             if numbers:
-                spread.send(share.process, written, [(n, places[n], *forks.members[n]) for n in numbers])
+                spread.send(share.process, written, [(n, indices[n], *forks.members[n]) for n in numbers])
 
     def _is_known(self, group: PlacedGroup) -> bool:
         """Return whether the forks know the present state of a member, or it stays in this process anyway."""
-        known = self._known[cast(PlainMember, group.members)]
+        movable = self._known[cast(PlainMember, group.members)]
         held = None if self._forks is None else self._forks.members.get(group.number)
-        return known.stays if held is None else held[0] is known and not known.stays
+        return movable.stays if held is None else held[0] is movable and not movable.stays
 
     def _pays(self, movable: dict[int, PlacedGroup]) -> bool:
         """Return whether a fork after the last change would have saved more time than it costs."""
@@ -214,9 +214,9 @@ class MemberSpread:
             _log.info(_STAY, why)
             return
         began = time.perf_counter()
-        known = {n: self._known[cast(PlainMember, group.members)] for n, group in movable.items()}
-        remote = _remote(movable, known)
-        members = {n: (known[n], member, known[n].versions) for n, member in remote.items()}
+        movable_members = {n: self._known[cast(PlainMember, group.members)] for n, group in movable.items()}
+        remote = _remote(movable, movable_members)
+        members = {n: (movable_members[n], member, movable_members[n].versions) for n, member in remote.items()}
         forks = _Forks([], members, SharedArena(2 * argument_bytes(arguments)), self._setting())
         self._finalizer = weakref.finalize(self, _end, forks.shares)
         serve = partial(answers, list(remote.values()), forks.arguments)
@@ -263,10 +263,10 @@ class MemberSpread:
                 self._divide(self._forks)
             self._judge(walls[_STEPS:], self._walls.get(size))
 
-    def _judge(self, walls: list[float], here: deque[float] | None) -> None:
-        """End the processes if steps with them took longer than those ``here``, with arguments of one size."""
-        if len(walls) == _STEPS and here and median(walls) > median(here):
-            _log.info(_STAY, f"a step took {median(walls):.2g} s in processes, {median(here):.2g} s in this one")
+    def _judge(self, walls: list[float], local_walls: deque[float] | None) -> None:
+        """End the processes if steps with them took longer than ``local_walls``, for arguments of one size."""
+        if len(walls) == _STEPS and local_walls and median(walls) > median(local_walls):
+            _log.info(_STAY, f"a step took {median(walls):.2g} s in processes, {median(local_walls):.2g} s in this one")
             self.close()
             self._alone = True
 
@@ -278,16 +278,18 @@ def _is_observed() -> bool:
     return is_profiling() or in_dispatch_mode() or bool(function_modes())
 
 
-def _remote(groups: dict[int, PlacedGroup], known: dict[int, MovableMember]) -> dict[int, RemoteMember]:
+def _remote(groups: dict[int, PlacedGroup], movable_members: dict[int, MovableMember]) -> dict[int, RemoteMember]:
     """Move the tensors of members to memory that forks share, and make room for gradients there."""
-    sizes = [known[number].shared_bytes for number in groups]
+    sizes = [movable_members[number].shared_bytes for number in groups]
     arena, remote = SharedArena(sum(sizes)), {}
     for number, group in groups.items():
         # The optimizer's own views of parameters would keep them from being moved.
         group.members.optimizer.forget(counts=True)
-        if known[number].move(arena):
-            member = known[number].member
+        if movable_members[number].move(arena):
+            member = movable_members[number].member
             gradients = tuple(map(arena.like, cast(PlainStep, member._step).parameters))
             progress = arena.like(torch.zeros((), dtype=torch.uint8, device="cpu"))
-            remote[number] = RemoteMember(group.key, member, tuple(known[number].vectors), gradients, progress)
+            remote[number] = RemoteMember(
+                group.key, member, tuple(movable_members[number].vectors), gradients, progress
+            )
     return remote

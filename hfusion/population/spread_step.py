@@ -51,21 +51,21 @@ class SpreadStep:
         members: Sequence[tuple[int, int, MovableMember, RemoteMember, list[int]]],
     ) -> None:
         """Send members to a process: of each the number of its group, its index there, and what is known of it."""
-        for number, place, known, remote, versions in members:
-            member = known.member
+        for number, index, movable, remote, versions in members:
+            member = movable.member
             member.hold_buffers()
             # A process that ends during a step may have written to some of them.
             self._buffers[number] = [(buffer, buffer.clone()) for _, buffer in member.fused.named_buffers()]
             self._sent[number] = process, remote
             remote.progress.zero_()
             waiting = self._waiting.setdefault(process, deque())
-            vectors = None if known.versions == versions else tuple(v.reshape(-1).tolist() for v in known.vectors)
-            given = self.draws.number, member.updates_anywhere, vectors
+            vectors = None if movable.versions == versions else tuple(v.reshape(-1).tolist() for v in movable.vectors)
+            fields = self.draws.number, member.updates_anywhere, vectors
             entry = self.movable[number].live[0]
             waiting.append(number)
             # That a process has ended is reported when its answer is awaited.
             with suppress(EndedProcess):
-                process.send(StepRequest(place, entry, written if len(waiting) == 1 else None, *given))
+                process.send(StepRequest(index, entry, written if len(waiting) == 1 else None, *fields))
 
     def settle(self) -> None:
         """Wait for the processes. For members that the step did not reach, count a made update or restore buffers."""
@@ -73,8 +73,8 @@ class SpreadStep:
             while waiting and process not in self._gone:
                 self._receive(process, waiting)
         for number, before in self._buffers.items():
-            found = self._computed.get(number)
-            if found is not None and found.is_updated:
+            computed = self._computed.get(number)
+            if computed is not None and computed.is_updated:
                 self._sent[number][1].member.count_update()
             else:
                 _put_back(before)
@@ -113,13 +113,13 @@ class SpreadStep:
             with self.draws.of_group(group.key):
                 yield
             return
-        found, began = self._taken(group), time.perf_counter()
+        computed, began = self._taken(group), time.perf_counter()
         with self.draws.of_group(group.key), torch_threads(1):
-            if found is not None and found.random_state is not None:
+            if computed is not None and computed.random_state is not None:
                 # Hooks of gradients may draw, too.
-                torch.set_rng_state(torch.frombuffer(bytearray(found.random_state), dtype=torch.uint8))
+                torch.set_rng_state(torch.frombuffer(bytearray(computed.random_state), dtype=torch.uint8))
             yield
-        if found is None:
+        if computed is None:
             self.here[group.number] = time.perf_counter() - began
 
     def _taken(self, group: PlacedGroup) -> ComputedStep | None:
@@ -132,17 +132,17 @@ class SpreadStep:
         while group.number not in self._computed and process not in self._gone:
             self._receive(process, waiting)
         self.waited += time.perf_counter() - began
-        found, before = self._computed.get(group.number), self._buffers.pop(group.number)
-        if found is None:
+        computed, before = self._computed.get(group.number), self._buffers.pop(group.number)
+        if computed is None:
             _put_back(before)
             self.failed += [] if process in self._gone else [group.number]
             return None
-        for parameter, gradient, has in zip(step.parameters, remote.gradients, found.has_gradient, strict=True):
+        for parameter, gradient, has in zip(step.parameters, remote.gradients, computed.has_gradient, strict=True):
             parameter.grad = gradient.clone() if has else None
-        step.computed = torch.tensor([found.loss], dtype=found.dtype, device="cpu")
-        step.is_updated = found.is_updated
-        self.elsewhere[group.number] = found.seconds
-        return found
+        step.computed = torch.tensor([computed.loss], dtype=computed.dtype, device="cpu")
+        step.is_updated = computed.is_updated
+        self.elsewhere[group.number] = computed.seconds
+        return computed
 
 
 def _put_back(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:

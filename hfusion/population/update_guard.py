@@ -86,13 +86,13 @@ class Limits:
         Raises ValueError for None if members began with different limits, or for a limit that the population lacks.
         """
         changed = self
-        for name, given in (("norm", norm), ("value", value)):
+        for name, new_limit in (("norm", norm), ("value", value)):
             limit: Limit | None = getattr(self, name)
             if limit is not None:
-                changed = replace(changed, **{name: limit.with_rows(f"clip_{name}", rows, given)})
-            elif given is not None:
+                changed = replace(changed, **{name: limit.with_rows(f"clip_{name}", rows, new_limit)})
+            elif new_limit is not None:
                 raise ValueError(
-                    f"clip_{name}={given}: this population has no clip_{name}; give it one when it is made"
+                    f"clip_{name}={new_limit}: this population has no clip_{name}; give it one when it is made"
                 )
         return changed
 
@@ -134,16 +134,16 @@ def all_finite(grads: Sequence[Tensor], losses: Tensor, check: FiniteCheck) -> b
     """Return whether all values are finite. Also False if one call cannot tell, for tensors of different dtypes,
     devices or layouts, or if squares overflow.
     """
-    found = [*grads, losses]
+    checked_tensors = [*grads, losses]
     # Several threads check more elements than this faster.
-    if sum(map(Tensor.numel, grads)) < _ONE_THREAD and (answer := check(found)) is not None:
+    if sum(map(Tensor.numel, grads)) < _ONE_THREAD and (answer := check(checked_tensors)) is not None:
         return answer
-    if len({(tensor.dtype, tensor.device, tensor.layout) for tensor in found}) > 1:
+    if len({(tensor.dtype, tensor.device, tensor.layout) for tensor in checked_tensors}) > 1:
         return False
-    if losses.layout is not torch.strided or not all(tensor.numel() for tensor in found):
+    if losses.layout is not torch.strided or not all(tensor.numel() for tensor in checked_tensors):
         return False
     # Computing the largest magnitude would take five times as long.
-    return math.isfinite(float(torch.stack(torch._foreach_norm(found, 2)).sum()))
+    return math.isfinite(float(torch.stack(torch._foreach_norm(checked_tensors, 2)).sum()))
 
 
 def check_common(fused: FusedModule) -> None:
@@ -197,12 +197,12 @@ class Buffers:
 
     def of_rows(self, rows: Sequence[int], part: FusedModule) -> Buffers:
         """Return the saved values of members ``rows``, for an array ``part`` of them."""
-        made = Buffers(part)
+        buffers = Buffers(part)
         for name, (_, before) in self._before.items():
-            if name in made._before:
-                held = made._before[name][1]
+            if name in buffers._before:
+                held = buffers._before[name][1]
                 held.copy_(padded_rows(before[list(rows)], held.shape[1:]))
-        return made
+        return buffers
 
     def put_rows(self, rows: Sequence[int], part: Buffers) -> None:
         """Replace the saved values of members ``rows`` by those of the first members of ``part``."""

@@ -37,7 +37,7 @@ class AlikeTasks:
             raise
         if key not in self._known:
             # Keep the members and costs only: the arrays fused for planning are not needed any more.
-            planned = [(one.members, one.cost) for one in arrays_of(task, self._room, first)]
+            planned = [(arrangement.members, arrangement.cost) for arrangement in arrays_of(task, self._room, first)]
             if key is None:
                 return planned
             self._known[key] = planned
@@ -55,12 +55,12 @@ def _key(task: Task, first: First) -> Any:
     functions = [read_state(function) for function in (task.optimizer, task.loss)]
     if any(state is None for state in [*states, *functions]):
         return None
-    places: dict[int, int] = {}
+    first_indices: dict[int, int] = {}
     owned = (tensor for model in models for _, tensor in tensors(model))
     return (
         (*states, *functions),
         # Which tensors are tied.
-        tuple(places.setdefault(id(tensor), place) for place, tensor in enumerate(owned)),
+        tuple(first_indices.setdefault(id(tensor), index) for index, tensor in enumerate(owned)),
         tuple(_minibatch_key(task, item) for item in (first.trained, first.evaluated)),
         (task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is None, task.compile),
     )

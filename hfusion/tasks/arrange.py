@@ -109,38 +109,50 @@ def arrange(tasks: Sequence[Task], machine: Machine, *, keep: bool = True) -> tu
     check_tensors(tasks)
     rates = machine.calibrate()
     room = room_of(machine, rates, keep=keep, at_once=len(tasks))
-    found = [one for task in tasks for one in arrays_of(task, room)]
-    check_loaders([(one.plan.name, (one.task.loader, one.task.eval_loader)) for one in found])
+    arrangements = [arrangement for task in tasks for arrangement in arrays_of(task, room)]
+    check_loaders(
+        [
+            (arrangement.plan.name, (arrangement.task.loader, arrangement.task.eval_loader))
+            for arrangement in arrangements
+        ]
+    )
     loads = [rate.load for rate in rates.values()]
     evicts = [rate.evict for rate in rates.values()]
     budgets = {device.name: device.memory for device in machine.devices}
-    return found, Plan(tuple(one.plan for one in found), budgets, min(loads), min(evicts), room.rates.action_seconds)
+    return arrangements, Plan(
+        tuple(arrangement.plan for arrangement in arrangements),
+        budgets,
+        min(loads),
+        min(evicts),
+        room.rates.action_seconds,
+    )
 
 
 # The fields of a plan that determine how its tasks are trained, but not where.
 _SAME = ("name", "steps", "width", "epoch", "accumulate", "clipped", "evaluated", "growth")
 
 
-def checked_plan(given: Plan, made: Plan) -> Plan:
-    """``given``, if it is a plan of the same tasks, for devices that have no less."""
-    if not isinstance(given, Plan):
-        raise PlanError(f"the plan given is a {type(given).__name__}: give what hf.plan gave, or leave it out")
-    for theirs, ours in zip(given.tasks, made.tasks, strict=False):
-        for what in _SAME:
-            if getattr(theirs, what) != getattr(ours, what):
+def checked_plan(plan: Plan, expected: Plan) -> Plan:
+    """``plan``, if it is one of the same tasks as ``expected``, for devices that have no less."""
+    if not isinstance(plan, Plan):
+        raise PlanError(f"the plan given is a {type(plan).__name__}: give what hf.plan gave, or leave it out")
+    for planned_task, expected_task in zip(plan.tasks, expected.tasks, strict=False):
+        for field in _SAME:
+            if getattr(planned_task, field) != getattr(expected_task, field):
                 raise PlanError(
-                    f"the plan was made for task {theirs.name!r} with {what} {getattr(theirs, what)!r}, and task "
-                    f"{ours.name!r} of this call has {getattr(ours, what)!r}: make a new plan"
+                    f"the plan was made for task {planned_task.name!r} with {field} {getattr(planned_task, field)!r}, "
+                    f"and task {expected_task.name!r} of this call has {getattr(expected_task, field)!r}: make "
+                    "a new plan"
                 )
-    if len(given.tasks) != len(made.tasks) or set(given.devices) != set(made.devices):
+    if len(plan.tasks) != len(expected.tasks) or set(plan.devices) != set(expected.devices):
         raise PlanError("the plan given has other tasks or devices than those of this call: make a new plan")
-    for name, budget in given.devices.items():
-        if budget > made.devices[name]:
+    for name, budget in plan.devices.items():
+        if budget > expected.devices[name]:
             raise PlanError(
-                f"the plan given takes {budget:,} bytes of device {name!r}, which has {made.devices[name]:,}: make "
+                f"the plan given takes {budget:,} bytes of device {name!r}, which has {expected.devices[name]:,}: make "
                 "a new plan"
             )
-    return given
+    return plan
 
 
 def arrange_one(task: Task, members: Sequence[int], name: str, machine: Machine) -> tuple[list[Arrangement], Plan]:
@@ -149,11 +161,13 @@ def arrange_one(task: Task, members: Sequence[int], name: str, machine: Machine)
     if isinstance(models, FusedModule):
         check_alike(models, "hf.train")
     else:
-        given = [models] if isinstance(models, nn.Module) else models
-        models = fuse([given[index] for index in members])
-    one = _arranged(task, models, members, first, room, name)
+        model_list = [models] if isinstance(models, nn.Module) else models
+        models = fuse([model_list[index] for index in members])
+    arrangement = _arranged(task, models, members, first, room, name)
     budgets = {device.name: device.memory for device in machine.devices}
-    return [one], Plan((one.plan,), budgets, room.rates.load, room.rates.evict, room.rates.action_seconds)
+    return [arrangement], Plan(
+        (arrangement.plan,), budgets, room.rates.load, room.rates.evict, room.rates.action_seconds
+    )
 
 
 def room_of(machine: Machine, rates: Mapping[str, Rates], *, keep: bool, at_once: int = 1) -> Room:
@@ -243,7 +257,7 @@ def batched_evenly(items: Sequence[int], width: int) -> list[tuple[int, ...]]:
     """
     count = math.ceil(len(items) / width)
     small, large = divmod(len(items), count)
-    ends = [small * (place + 1) + min(place + 1, large) for place in range(count)]
+    ends = [small * (index + 1) + min(index + 1, large) for index in range(count)]
     return [tuple(items[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
@@ -303,7 +317,7 @@ def _plan_for(array: FusedModule, room: Room) -> None:
 def _evaluated_samples(task: Task, first: First, members: Sequence[int]) -> int:
     """Return the samples of the planned minibatch of the eval loader or the loader, whichever has more."""
     loaded = [first.trained] if first.evaluated is None else [first.trained, first.evaluated]
-    return max(Minibatch.of(task, each, members).samples for each in loaded)
+    return max(Minibatch.of(task, item, members).samples for item in loaded)
 
 
 def first_minibatches(task: Task) -> First:
@@ -315,17 +329,17 @@ def first_minibatches(task: Task) -> First:
 
 def _begin(task: Task, role: str, loader: Iterable[Any]) -> Any:
     """Return the minibatch of a loader that memory is planned for: the largest of a list, otherwise the first."""
-    with reading(loader) as given:
-        if given is loader:
+    with reading(loader) as items:
+        if items is loader:
             raise PlanError(
                 f"task {task.name!r}: the {role}, a {type(loader).__name__}, can be read only once; give one that can "
                 "be read again for every epoch, such as a DataLoader or a list"
             )
         if isinstance(loader, list | tuple) and loader:
             everyone = range(task.members)
-            return max(given, key=lambda item: Minibatch.of(task, item, everyone).samples)
-        for found in given:
-            return found
+            return max(items, key=lambda item: Minibatch.of(task, item, everyone).samples)
+        for first_item in items:
+            return first_item
     raise PlanError(
         f"task {task.name!r}: the {role} gives no minibatch, but its length is {length(loader)}: give one whose length "
         "is the number of its minibatches"
@@ -335,9 +349,9 @@ def _begin(task: Task, role: str, loader: Iterable[Any]) -> Any:
 @contextmanager
 def _undrawn(loader: Iterable[Any] | None) -> Iterator[None]:
     """Context manager: restore the generators that a DataLoader and its samplers draw from."""
-    states = [(each, each.get_state()) for each in generators(loader)]
+    states = [(generator, generator.get_state()) for generator in generators(loader)]
     try:
         yield
     finally:
-        for each, state in states:
-            each.set_state(state)
+        for generator, state in states:
+            generator.set_state(state)

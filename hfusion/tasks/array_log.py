@@ -75,42 +75,42 @@ class ArrayLogs:
             for name, task, members in arrays
         ]
 
-    def hear(self, index: int, event: ArrayEvent, place: Mapping[str, object]) -> None:
-        """Write an event of an array. ``place``: fields for the device, node and process."""
+    def hear(self, index: int, event: ArrayEvent, location: Mapping[str, object]) -> None:
+        """Write an event of an array. ``location``: fields for the device, node and process."""
         if not self._log.writes or (isinstance(event, ArrayNote) and event.event == "copied"):
             return
-        one = self._arrays[index]
+        array = self._arrays[index]
         if isinstance(event, ArrayNote):
-            if self._is_new(one, event):
-                minibatches = one.trained if event.minibatches is None else event.minibatches
-                self._write(one, event.event, minibatches, place, error=event.error)
+            if self._is_new(array, event):
+                minibatches = array.trained if event.minibatches is None else event.minibatches
+                self._write(array, event.event, minibatches, location, error=event.error)
         elif isinstance(event, Step):
-            done = event.epoch * one.epoch + event.step + 1
-            ends, now = done % one.epoch == 0, time.monotonic()
-            if done > one.trained and (ends or now - one.at > _PAUSE):
-                one.trained, one.at = done, now
-                self._write(one, "trained", done, place, loss=_short(event.losses))
-        elif event.epoch >= one.evaluated:
-            one.evaluated = event.epoch + 1
-            self._write(one, "evaluated", one.evaluated * one.epoch, place, loss=_short(event.losses.mean(0)))
+            done = event.epoch * array.epoch + event.step + 1
+            ends, now = done % array.epoch == 0, time.monotonic()
+            if done > array.trained and (ends or now - array.at > _PAUSE):
+                array.trained, array.at = done, now
+                self._write(array, "trained", done, location, loss=_short(event.losses))
+        elif event.epoch >= array.evaluated:
+            array.evaluated = event.epoch + 1
+            self._write(array, "evaluated", array.evaluated * array.epoch, location, loss=_short(event.losses.mean(0)))
 
-    def _is_new(self, one: _ArrayCounts, note: ArrayNote) -> bool:
+    def _is_new(self, array: _ArrayCounts, note: ArrayNote) -> bool:
         if note.event == "saved" and note.minibatches is not None:
-            before, one.saved = one.saved, max(one.saved, note.minibatches)
-            return one.saved > before
-        known = len(one.stopped)
-        one.stopped.update(note.members)
-        return note.event != "stopped" or len(one.stopped) > known
+            before, array.saved = array.saved, max(array.saved, note.minibatches)
+            return array.saved > before
+        stopped_before = len(array.stopped)
+        array.stopped.update(note.members)
+        return note.event != "stopped" or len(array.stopped) > stopped_before
 
     def _write(
-        self, one: _ArrayCounts, event: str, minibatches: int, place: Mapping[str, object], **values: str | None
+        self, array: _ArrayCounts, event: str, minibatches: int, location: Mapping[str, object], **values: str | None
     ) -> None:
         counts = {
-            "epoch": f"{minibatches // one.epoch}/{one.steps // one.epoch}",
-            "minibatch": f"{minibatches}/{one.steps}",
-            "members": f"{one.members - len(one.stopped)}/{one.members}",
+            "epoch": f"{minibatches // array.epoch}/{array.steps // array.epoch}",
+            "minibatch": f"{minibatches}/{array.steps}",
+            "members": f"{array.members - len(array.stopped)}/{array.members}",
         }
-        self._log.array(one.name, event, {**place, **counts, **values})
+        self._log.array(array.name, event, {**location, **counts, **values})
 
 
 def _short(losses: Tensor) -> str:

@@ -37,8 +37,8 @@ def check_every(every: int | None) -> None:
         raise CheckpointError(f"every={every!r}: give how many minibatches may be lost, at least 1")
 
 
-def _names(one: Arrangement) -> list[str]:
-    return [f"member {member}" for member in one.members]
+def _names(arrangement: Arrangement) -> list[str]:
+    return [f"member {member}" for member in arrangement.members]
 
 
 def interval(task: TaskPlan, every: int | None) -> int:
@@ -46,15 +46,15 @@ def interval(task: TaskPlan, every: int | None) -> int:
     return every or task.epoch or task.steps
 
 
-def saving(given: Plan, every: int | None, *, saves: bool) -> Plan:
+def saving(plan: Plan, every: int | None, *, saves: bool) -> Plan:
     """Return the plan with ``save_every`` set, so that a crash costs at most an interval; None unless ``saves``.
 
     Tasks are saved twice per interval, as half of it is trained while a save is written. Raises CheckpointError.
     """
     check_every(every)
-    found = [math.ceil(interval(task, every) / 2) if saves else None for task in given.tasks]
-    tasks = [replace(task, save_every=each) for task, each in zip(given.tasks, found, strict=True)]
-    return replace(given, tasks=tuple(tasks))
+    intervals = [math.ceil(interval(task, every) / 2) if saves else None for task in plan.tasks]
+    tasks = [replace(task, save_every=save_interval) for task, save_interval in zip(plan.tasks, intervals, strict=True)]
+    return replace(plan, tasks=tuple(tasks))
 
 
 def check_folder(root: Path, names: Sequence[str], *, resume: bool) -> None:
@@ -68,22 +68,22 @@ def check_folder(root: Path, names: Sequence[str], *, resume: bool) -> None:
     with files.told(root):
         root.mkdir(parents=True, exist_ok=True)
         folders = list(root.iterdir())
-        known = {file_name(name): name for name in names}
-        there = {known.get(path.name, unquote(path.name)) for path in folders if files.saves(path)}
+        array_names = {file_name(name): name for name in names}
+        saved = {array_names.get(path.name, unquote(path.name)) for path in folders if files.saves(path)}
         if files.saves(root) or (root / files.MANIFEST).exists():
             raise CheckpointError(
                 f"{root} is a checkpoint of one array, not of hf.train: give the folder of a run, or a new one"
             )
         if any(files.saves(path / path.name) for path in folders):
             raise CheckpointError(f"{root} was saved on a cluster by an earlier version: give a new folder")
-        if there and not resume:
+        if saved and not resume:
             raise CheckpointError(
-                f"{root} holds saves of {sorted(there)}: go on with resume=True, or give a new folder"
+                f"{root} holds saves of {sorted(saved)}: go on with resume=True, or give a new folder"
             )
-        others, anew = sorted(there.difference(names)), [name for name in names if name not in there]
-        if others and anew:
+        others, unsaved = sorted(saved.difference(names)), [name for name in names if name not in saved]
+        if others and unsaved:
             raise CheckpointError(
-                f"{root} holds saves of {others}, which are no arrays of these tasks, and none of {anew}: give the "
+                f"{root} holds saves of {others}, which are no arrays of these tasks, and none of {unsaved}: give the "
                 "tasks the names that they had, on a machine on which the same members are together, or a new folder, "
                 "or delete those that are not to go on"
             )
@@ -123,52 +123,52 @@ class Checkpoints:
         Raises:
             CheckpointError: a file is damaged, or it is of another task, or of other members or shapes.
         """
-        one = self._arrays[index]
-        folder = self._root / file_name(one.plan.name)
+        arrangement = self._arrays[index]
+        folder = self._root / file_name(arrangement.plan.name)
         # Remove leftovers now: an array that has already ended is not saved again.
         files.clean(folder)
         if not files.saves(folder):
             return None
         reader = SaveReader.of([files.read(folder)], None)
         with files.told(reader.path):
-            kept = reader.value("task")
-            if not isinstance(kept, dict):
+            saved = reader.value("task")
+            if not isinstance(saved, dict):
                 raise CheckpointError(f"{reader.path} was not saved by hf.train: load it by hf.load")
-            wanted = {"name": one.task.name, "members": _names(one), **_shape(plan)}
-            found = {"name": kept["name"], "members": reader.tags, **kept["shape"]}
-            for what, value in wanted.items():
-                if found[what] != value:
+            expected = {"name": arrangement.task.name, "members": _names(arrangement), **_shape(plan)}
+            actual = {"name": saved["name"], "members": reader.tags, **saved["shape"]}
+            for field, value in expected.items():
+                if actual[field] != value:
                     raise CheckpointError(
-                        f"{reader.path}: {what} was {found[what]!r} when it was saved, and is {value!r} in the task "
-                        f"{one.task.name!r}: give the task as it was, or a new folder"
+                        f"{reader.path}: {field} was {actual[field]!r} when it was saved, and is {value!r} in the task "
+                        f"{arrangement.task.name!r}: give the task as it was, or a new folder"
                     )
-            if not 0 < kept["steps"] <= plan.steps:
+            if not 0 < saved["steps"] <= plan.steps:
                 raise CheckpointError(
-                    f"{reader.path} was saved after {kept['steps']} minibatches, and the task {one.task.name!r} has "
-                    f"{plan.steps}: give it as many epochs as it had, or more"
+                    f"{reader.path} was saved after {saved['steps']} minibatches, and the task "
+                    f"{arrangement.task.name!r} has {plan.steps}: give it as many epochs as it had, or more"
                 )
-            if one.task.restores_best and kept["evaluations"] is not None:
-                self._check_best(reader, one, kept.get("best"))
-            writes = [reader.module(one.array), reader.optimizer(one.optimizer)]
+            if arrangement.task.restores_best and saved["evaluations"] is not None:
+                self._check_best(reader, arrangement, saved.get("best"))
+            writes = [reader.module(arrangement.array), reader.optimizer(arrangement.optimizer)]
             if scheduler is not None:
                 writes.append(reader.scheduler(scheduler.scheduler))
             elif reader.agreed("schedule") is not None:
                 raise CheckpointError(
-                    f"{reader.path} was saved with a scheduler, and the task {one.task.name!r} has none: give it that "
-                    "scheduler, or a new folder"
+                    f"{reader.path} was saved with a scheduler, and the task {arrangement.task.name!r} has none: give "
+                    "it that scheduler, or a new folder"
                 )
             for write in writes:
                 write()
-        self._safe[index] = kept["steps"]
-        return kept
+        self._safe[index] = saved["steps"]
+        return saved
 
-    def _check_best(self, reader: SaveReader, one: Arrangement, best: Mapping[str, Any] | None) -> None:
-        rule = BestWeights(one.task, one.array).rule
+    def _check_best(self, reader: SaveReader, arrangement: Arrangement, best: Mapping[str, Any] | None) -> None:
+        rule = BestWeights(arrangement.task, arrangement.array).rule
         if best is None or list(best["rule"]) != rule:
             how = "without restore_best" if best is None else f"with mode and least {list(best['rule'])}, not {rule}"
             raise CheckpointError(
-                f"{reader.path} was saved {how}, so that the best weights of the task {one.task.name!r} before it are "
-                "not there: give the task as it was, or a new folder"
+                f"{reader.path} was saved {how}, so that the best weights of the task {arrangement.task.name!r} before "
+                "it are not there: give the task as it was, or a new folder"
             )
 
     def bound(self, index: int, steps: int) -> None:
@@ -191,13 +191,13 @@ class Checkpoints:
         """
         border.arrive()
         steps = len(border.training.losses)
-        one = self._arrays[index]
+        arrangement = self._arrays[index]
         # Wait for the previous save, so that there is only one copy at a time.
         self._wait(index)
         self._listen(index, ArrayNote("copied", steps))
-        writer = SaveWriter(range(len(one.members)), {"members": _names(one)}, {})
-        writer.module(one.array)
-        writer.optimizer(one.optimizer)
+        writer = SaveWriter(range(len(arrangement.members)), {"members": _names(arrangement)}, {})
+        writer.module(arrangement.array)
+        writer.optimizer(arrangement.optimizer)
         border.stopped.write({key.removeprefix(OWN): stack for key, stack in writer.tensors.items()})
         if border.scheduler is not None:
             writer.scheduler(border.scheduler.scheduler)
@@ -250,19 +250,19 @@ def _progress(border: Border) -> dict[str, Any]:
     }
 
 
-def resume(kept: Mapping[str, Any], border: Border) -> None:
+def resume(saved: Mapping[str, Any], border: Border) -> None:
     """Continue an array that has not started from the result of `Checkpoints.load`."""
     training = border.training
-    training.losses.extend(kept["losses"].unbind())
-    if kept["evaluations"] is not None:
-        training.evaluations.extend(kept["evaluations"].unbind())
-    training.generators.states.update(kept["random"])
-    training.expect(kept.get("calls", []))
-    for stream, position in zip(border.streams, kept["positions"], strict=True):
+    training.losses.extend(saved["losses"].unbind())
+    if saved["evaluations"] is not None:
+        training.evaluations.extend(saved["evaluations"].unbind())
+    training.generators.states.update(saved["random"])
+    training.expect(saved.get("calls", []))
+    for stream, position in zip(border.streams, saved["positions"], strict=True):
         # Older saves have None if nothing was read.
         if position is not None:
             stream.resume(Position(**position))
     if border.stopped.best is not None:
-        border.stopped.best.load_state(kept.get("best"))
+        border.stopped.best.load_state(saved.get("best"))
     # Saves made before members could stop have no such entry.
-    border.resume(dict(kept.get("stopped", [])))
+    border.resume(dict(saved.get("stopped", [])))

@@ -19,7 +19,7 @@ def shards_obstacle(plan: TaskPlan) -> str:
     return ""
 
 
-def eager_reason(one: Arrangement, plan: TaskPlan, *, accelerator: bool, draws: bool = False) -> str:
+def eager_reason(arrangement: Arrangement, plan: TaskPlan, *, accelerator: bool, draws: bool = False) -> str:
     """Return why an array runs eagerly; empty if its minibatches are steps of `hfusion.train_step`.
 
     With ``compile=None`` the estimated seconds of all its minibatches are judged against those of a compilation, once:
@@ -29,12 +29,14 @@ def eager_reason(one: Arrangement, plan: TaskPlan, *, accelerator: bool, draws: 
         accelerator: it is not a CPU that trains the array.
         draws: forward or the loss is known to draw random numbers, or to run code that may.
     """
-    if one.task.compile is False:
+    if arrangement.task.compile is False:
         return "compile=False"
     obstacle = shards_obstacle(plan)
-    if obstacle or one.task.compile is not None:
+    if obstacle or arrangement.task.compile is not None:
         return obstacle
-    source = BoundProgram.of(one.array.compiled(one.minibatch().arguments_for(one.array)), one.array)
+    source = BoundProgram.of(
+        arrangement.array.compiled(arrangement.minibatch().arguments_for(arrangement.array)), arrangement.array
+    )
     if source.compiled.opaque:
         part = source.compiled.opaque[0]
         return f"{part.path or 'forward'} runs in a loop over members: {part.why}"

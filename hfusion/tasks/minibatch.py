@@ -27,11 +27,11 @@ class Minibatch:
     target: Any
 
     @staticmethod
-    def of(task: Task, found: Any, members: Sequence[int]) -> Minibatch:
+    def of(task: Task, item: Any, members: Sequence[int]) -> Minibatch:
         """Return a loader's item for ``members`` only. Raises PlanError for an item of another form."""
-        pair: list[Any] = list(found) if isinstance(found, list | tuple) else []
+        pair: list[Any] = list(item) if isinstance(item, list | tuple) else []
         if len(pair) != 2:
-            form = f"{len(pair)} values" if pair else type(found).__name__
+            form = f"{len(pair)} values" if pair else type(item).__name__
             raise PlanError(
                 f"task {task.name!r}: a minibatch of the loader is {form}; it must be a pair (inputs, target), inputs "
                 "a tensor, a tuple of arguments or a dict of keyword arguments"
@@ -49,16 +49,16 @@ class Minibatch:
         Raises:
             PlanError: members' inputs have different sizes.
         """
-        device, given = device_of(array), self.arguments
-        if given.ragged:
+        device, arguments = device_of(array), self.arguments
+        if arguments.ragged:
             raise PlanError(
-                f"a minibatch gives the members of one array inputs of different sizes, {given.ragged[0]}, and "
+                f"a minibatch gives the members of one array inputs of different sizes, {arguments.ragged[0]}, and "
                 "hf.train computes an array by one program: give inputs of one size, or use hf.train_step or "
                 "hf.Population"
             )
-        if all(value.device == device for value in given.values if isinstance(value, Tensor)):
-            return given
-        return Arguments(tuple(moved(leaf, device) for leaf in given.leaves), given.spec)
+        if all(value.device == device for value in arguments.values if isinstance(value, Tensor)):
+            return arguments
+        return Arguments(tuple(moved(leaf, device) for leaf in arguments.leaves), arguments.spec)
 
     @property
     def samples(self) -> int:

@@ -33,7 +33,7 @@ class Border:
 
     def __init__(
         self,
-        one: Arrangement,
+        arrangement: Arrangement,
         plan: TaskPlan,
         training: Training,
         streams: Sequence[Stream],
@@ -44,7 +44,7 @@ class Border:
         leaves: Callable[[], bool],
         listen: Callable[[ArrayEvent], None] | None,
     ) -> None:
-        self.one, self.plan, self.training, self.streams = one, plan, training, streams
+        self.one, self.plan, self.training, self.streams = arrangement, plan, training, streams
         self.scheduler, self.stopped = scheduler, stopped
         self._on_result, self._asking, self._leaves, self._listen = on_result, asking, leaves, listen
         # Number of minibatches that have ended, and how many of their losses were passed to callbacks.
@@ -121,12 +121,12 @@ class Border:
             self._stop(self._ask(self._step(step)), broken)
 
     def _evaluated(self, epoch: int, broken: Callable[[], bool]) -> None:
-        found = self._evaluation(epoch)
+        evaluation = self._evaluation(epoch)
         if self.scheduler is not None:
-            self.scheduler.epoch(lambda: found.losses, self.stopped.rows)
-        self._tell(found)
-        over = self._count(found, broken)
-        self._stop({*over, *self._ask(found)}, broken)
+            self.scheduler.epoch(lambda: evaluation.losses, self.stopped.rows)
+        self._tell(evaluation)
+        over = self._count(evaluation, broken)
+        self._stop({*over, *self._ask(evaluation)}, broken)
 
     def _losses(self, start: int, end: int) -> Tensor:
         """Return the losses ``[n, B]`` of minibatches; wait for those that are not on the host yet."""
@@ -135,8 +135,8 @@ class Border:
         return torch.stack(self.training.losses[start:end])
 
     def _step(self, step: int) -> Step:
-        epoch, place = divmod(step, self.one.task.epoch)
-        return Step(self.one.task.name, epoch, place, self.one.members, self.training.losses[step])
+        epoch, minibatch = divmod(step, self.one.task.epoch)
+        return Step(self.one.task.name, epoch, minibatch, self.one.members, self.training.losses[step])
 
     def _evaluation(self, epoch: int) -> Evaluation:
         count = self.plan.evaluated

@@ -36,24 +36,24 @@ class Position:
     @staticmethod
     def unread(loader: Any) -> Position:
         """Return the position before the first epoch. The loader's generators may already be seeded."""
-        own = [each.get_state() for each in generators(loader)]
-        return Position(0, 0, None, own, own, None)
+        states = [generator.get_state() for generator in generators(loader)]
+        return Position(0, 0, None, states, states, None)
 
     @staticmethod
     def begin(epoch: int, loader: Iterable[Any]) -> Position:
         """Return the position at the start of an epoch."""
-        own = [each.get_state() for each in generators(loader)]
-        return Position(epoch, 0, torch.get_rng_state(), own, own, None)
+        states = [generator.get_state() for generator in generators(loader)]
+        return Position(epoch, 0, torch.get_rng_state(), states, states, None)
 
-    def at(self, given: int, loader: Any) -> Position:
-        """Return the position after ``given`` minibatches of this epoch."""
+    def at(self, count: int, loader: Any) -> Position:
+        """Return the position after ``count`` minibatches of this epoch."""
         state = loader.state_dict() if _tells(loader) else None
-        return replace(self, given=given, own=[each.get_state() for each in generators(loader)], state=state)
+        return replace(self, given=count, own=[generator.get_state() for generator in generators(loader)], state=state)
 
     def restore(self, loader: Any) -> None:
         """Set the loader's generators to their states at this position."""
-        for each, state in zip(generators(loader), self.own, strict=True):
-            each.set_state(state)
+        for generator, state in zip(generators(loader), self.own, strict=True):
+            generator.set_state(state)
 
 
 def _tells(loader: Any) -> bool:
@@ -70,14 +70,14 @@ def rereading(loader: Any, position: Position) -> Iterator[Iterator[Any]]:
     present = torch.get_rng_state()
     assert position.random is not None
     torch.set_rng_state(position.random)
-    for each, state in zip(generators(loader), position.begun, strict=True):
-        each.set_state(state)
-    told = position.state is not None and _tells(loader)
-    if told:
+    for generator, state in zip(generators(loader), position.begun, strict=True):
+        generator.set_state(state)
+    has_state = position.state is not None and _tells(loader)
+    if has_state:
         loader.load_state_dict(position.state)
-    with reading(loader) as given:
-        for _ in range(0 if told else position.given):
-            next(given, None)
+    with reading(loader) as minibatches:
+        for _ in range(0 if has_state else position.given):
+            next(minibatches, None)
         torch.set_rng_state(present)
         position.restore(loader)
-        yield given
+        yield minibatches

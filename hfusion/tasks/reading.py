@@ -64,8 +64,8 @@ def generators(loader: Any) -> list[torch.Generator]:
     """Return the ``generator`` objects of a DataLoader and its samplers, each once."""
     batches = getattr(loader, "batch_sampler", None)
     parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    found = [getattr(part, "generator", None) for part in parts]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+    sources = [getattr(part, "generator", None) for part in parts]
+    return list({id(generator): generator for generator in sources if isinstance(generator, torch.Generator)}.values())
 
 
 _Job: TypeAlias = "tuple[Future[T], Callable[[], T]]"

@@ -17,10 +17,10 @@ class TaskScheduler:
     """Steps the learning-rate scheduler of an array. ``scheduler`` drives the array's optimizer."""
 
     def __init__(self, task: Task, optimizer: FusedOptimizer, members: Sequence[int]) -> None:
-        given: Any = task.scheduler
-        self.scheduler = given
-        if not isinstance(given, lr_scheduler.LRScheduler):
-            makes = given if callable(given) else [given[member] for member in members]
+        scheduler: Any = task.scheduler
+        self.scheduler = scheduler
+        if not isinstance(scheduler, lr_scheduler.LRScheduler):
+            makes = scheduler if callable(scheduler) else [scheduler[member] for member in members]
             self.scheduler = PerMember(optimizer, makes)
         self._every_step = task.scheduler_interval == "step"
 

@@ -28,11 +28,11 @@ _claims = Lock()
 
 def listed(tasks: Any) -> list[Task]:
     """Return the tasks as a list. Raises PlanError for none, other objects, and repeated tasks or names."""
-    found = [tasks] if isinstance(tasks, Task) or not isinstance(tasks, Iterable) else list(tasks)
-    if not found:
+    task_list = [tasks] if isinstance(tasks, Task) or not isinstance(tasks, Iterable) else list(tasks)
+    if not task_list:
         raise PlanError("there is no task: give at least one hf.Task")
     by_name: dict[str, Task] = {}
-    for index, task in enumerate(found):
+    for index, task in enumerate(task_list):
         if not isinstance(task, Task):
             raise PlanError(f"task {index} is a {type(task).__name__}: give an hf.Task, or a list of them")
         other = by_name.get(task.name)
@@ -41,7 +41,7 @@ def listed(tasks: Any) -> list[Task]:
         if other is not None:
             raise PlanError(f"two tasks are named {task.name!r}: give each its own name")
         by_name[task.name] = task
-    return found
+    return task_list
 
 
 def check_tensors(tasks: Sequence[Task]) -> None:
@@ -59,17 +59,17 @@ def check_tensors(tasks: Sequence[Task]) -> None:
     # For each range, the largest end of it and all ranges before it.
     ends = list(accumulate((end for _, end, _, _ in written), max))
     shared = [
-        (theirs[2], other, name, theirs[3])
+        (overlap[2], other, name, overlap[3])
         for other, task in enumerate(tasks if written else ())
         for name, tensor in _reached(task)
-        for theirs in _overlapping(written, ends, tensor)
-        if theirs[2] != other
+        for overlap in _overlapping(written, ends, tensor)
+        if overlap[2] != other
     ]
     if shared:
-        first, second, name, theirs_name = min(shared, key=lambda pair: pair[:2])
+        first, second, name, written_name = min(shared, key=lambda pair: pair[:2])
         writer_name, other_name = tasks[first].name, tasks[second].name
         raise PlanError(
-            f"tasks {writer_name!r} and {other_name!r} share memory: {name!r} of {other_name!r} is {theirs_name!r} of "
+            f"tasks {writer_name!r} and {other_name!r} share memory: {name!r} of {other_name!r} is {written_name!r} of "
             f"the array that {writer_name!r} trains in place. Train both in one task, one after the other in two "
             "calls, or give one of them a copy (copy.deepcopy, array.unfuse())"
         )
@@ -87,13 +87,13 @@ def claimed(tasks: Sequence[Task]) -> Iterator[None]:
                         "hf.train, which trains it and has not ended: train one after the other, or give one of them "
                         "a copy (copy.deepcopy, array.unfuse())"
                     )
-        ours = {id(tensor): task.name for task in tasks for _, tensor in _written(task)}
-        _claimed.update(ours)
+        task_names = {id(tensor): task.name for task in tasks for _, tensor in _written(task)}
+        _claimed.update(task_names)
     try:
         yield
     finally:
         with _claims:
-            for key in ours:
+            for key in task_names:
                 del _claimed[key]
 
 
@@ -125,11 +125,11 @@ def _overlapping(
 ) -> Iterator[tuple[int, int, int, str]]:
     """Yield the written memory ranges that overlap a tensor."""
     start, end = _memory(tensor)
-    place = bisect_left(written, (end,)) - 1
-    while start < end and place >= 0 and ends[place] > start:
-        if written[place][1] > start:
-            yield written[place]
-        place -= 1
+    index = bisect_left(written, (end,)) - 1
+    while start < end and index >= 0 and ends[index] > start:
+        if written[index][1] > start:
+            yield written[index]
+        index -= 1
 
 
 def check_loaders(arrays: Sequence[tuple[str, Sequence[Any]]]) -> None:
@@ -144,9 +144,9 @@ def check_loaders(arrays: Sequence[tuple[str, Sequence[Any]]]) -> None:
             if key not in first:
                 continue
             generator = isinstance(part, torch.Generator)
-            what = "draw from one torch.Generator" if generator else "read with the workers of one DataLoader"
+            conflict = "draw from one torch.Generator" if generator else "read with the workers of one DataLoader"
             remedy = "leave it out: hf.Task(seed=...) settles the order" if generator else "persistent_workers=False"
-            raise PlanError(f"{first[key][0]!r} and {name!r} {what}: give each its own DataLoader, or {remedy}")
+            raise PlanError(f"{first[key][0]!r} and {name!r} {conflict}: give each its own DataLoader, or {remedy}")
         # The objects are held, so that no id is reused.
         first |= {key: (name, part) for key, part in parts.items()}
 
@@ -167,39 +167,39 @@ def turns(arrays: Sequence[Sequence[Any]]) -> list[AbstractContextManager[Any]]:
     """
     first: dict[int, int] = {}
     # Union-find: the parent of each array, which is the array itself for the root of a group.
-    others = list(range(len(arrays)))
+    parents = list(range(len(arrays)))
 
     def group(index: int) -> int:
-        while others[index] != index:
-            others[index] = index = others[others[index]]
+        while parents[index] != index:
+            parents[index] = index = parents[parents[index]]
         return index
 
     # References are held, so that no id is reused.
-    kept = [[each for loader in loaders for each in _read_from(loader, set())] for loaders in arrays]
-    for index, objects in enumerate(kept):
-        for each in objects:
-            others[group(index)] = group(first.setdefault(id(each), index))
+    read_objects = [[source for loader in loaders for source in _read_from(loader, set())] for loaders in arrays]
+    for index, objects in enumerate(read_objects):
+        for source in objects:
+            parents[group(index)] = group(first.setdefault(id(source), index))
     groups = [group(index) for index in range(len(arrays))]
     locks = {number: Lock() for number, count in Counter(groups).items() if count > 1}
     return [locks.get(number) or nullcontext() for number in groups]
 
 
-def _read_from(value: Any, seen: set[int]) -> Iterator[object]:
+def _read_from(value: Any, visited: set[int]) -> Iterator[object]:
     """Yield the objects whose state reading ``value`` may change: loaders, data sets, samplers, files."""
-    if id(value) in seen or isinstance(value, str | bytes | Tensor | nn.Module | type):
+    if id(value) in visited or isinstance(value, str | bytes | Tensor | nn.Module | type):
         return
-    seen.add(id(value))
+    visited.add(id(value))
     if isinstance(value, Mapping):
-        yield from _read_from(list(value.values()), seen)
+        yield from _read_from(list(value.values()), visited)
     elif isinstance(value, list | tuple):
         # Decide by the first item, since the list may hold all the data.
-        head = list(_read_from(value[0], seen)) if value else []
+        head = list(_read_from(value[0], visited)) if value else []
         yield from head
         for item in value[1:] if head else ():
-            yield from _read_from(item, seen)
+            yield from _read_from(item, visited)
     elif any(hasattr(type(value), name) for name in ("__getitem__", "__iter__", "read")):
         if isinstance(value, DataLoader) and value.num_workers:
             return
         yield value
         for attribute in getattr(value, "__dict__", {}).values():
-            yield from _read_from(attribute, seen)
+            yield from _read_from(attribute, visited)

@@ -73,13 +73,13 @@ class Trained:
 
     def _check_same(self, program: Program) -> None:
         """Raise PlanError if the operators differ from the first program's, since shards are ranges of operators."""
-        found = [node.target for node in operators(program)]
+        targets = [node.target for node in operators(program)]
         if self._operators is None:
-            self._operators = found
-        elif self._operators != found:
+            self._operators = targets
+        elif self._operators != targets:
             raise PlanError(
                 f"task {self._name!r}: a minibatch of another kind than the first needs another program, whose "
-                f"operators differ ({len(found)} instead of {len(self._operators)}); give minibatches of one shape, "
+                f"operators differ ({len(targets)} instead of {len(self._operators)}); give minibatches of one shape, "
                 "for example with drop_last=True"
             )
 
@@ -148,14 +148,14 @@ class Stream:
             # A list never waits and draws no random numbers, so reading it here is cheaper than in another thread.
             if self._stopped:
                 raise CancelledError
-            self._latest = found = next(self._items)
+            self._latest = minibatch = next(self._items)
         else:
-            self._latest = found = self._reader.next(_within(self._turn, drawing or nullcontext()))
-        key = found.key
+            self._latest = minibatch = self._reader.next(_within(self._turn, drawing or nullcontext()))
+        key = minibatch.key
         if self._pins:
             # Pin once, for all units that copy these tensors.
-            found = Minibatch(found.arguments.mapped(_pinned), _each(found.target, _pinned))
-        return Batch(tuple(_detached(value) for value in found.arguments.values), found.target, key, found)
+            minibatch = Minibatch(minibatch.arguments.mapped(_pinned), _each(minibatch.target, _pinned))
+        return Batch(tuple(_detached(value) for value in minibatch.arguments.values), minibatch.target, key, minibatch)
 
     @property
     def position(self) -> Position:
@@ -228,7 +228,7 @@ class Stream:
                 del self._recipes[key], self._held[key]
 
     def _read(self) -> Generator[Minibatch, None, None]:
-        said = length(self._loader)
+        loader_length = length(self._loader)
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed.random is None:
             resumed.restore(self._loader)
@@ -237,19 +237,19 @@ class Stream:
             self._began = Position.begin(epoch, self._loader) if resumed is None else resumed
             # Read to the very end, like a plain loop: a loader may draw random numbers there.
             with reading(self._loader) if resumed is None else rereading(self._loader, resumed) as self._open:
-                given = self._given = 0 if resumed is None else resumed.given
+                read_count = self._given = 0 if resumed is None else resumed.given
                 resumed = None
-                for found in self._open:
-                    given += 1
-                    if given > said:
+                for item in self._open:
+                    read_count += 1
+                    if read_count > loader_length:
                         break
-                    self._given = given
-                    yield Minibatch.of(self._task, found, self._members)
-            if given != said:
-                count = "more" if given > said else str(given)
+                    self._given = read_count
+                    yield Minibatch.of(self._task, item, self._members)
+            if read_count != loader_length:
+                count = "more" if read_count > loader_length else str(read_count)
                 raise PlanError(
                     f"task {self._task.name!r}: the loader gave {count} minibatches in epoch {epoch}, but its length "
-                    f"is {said}: give one whose length is the number of its minibatches"
+                    f"is {loader_length}: give one whose length is the number of its minibatches"
                 )
 
     def _check_loss(self, program: Program, outputs: Sequence[Any], target: Any) -> None:
@@ -277,9 +277,9 @@ class Stream:
         value = results[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(results, program.out_spec)
         losses = self._loss(value, _each(target, lambda tensor: tensor.to(device, non_blocking=True)))
         if not isinstance(losses, Tensor) or losses.shape != (len(self._members),):
-            given = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            form = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise PlanError(
-                f"task {self._task.name!r}: the losses of {len(self._members)} members have {given}; the loss must "
+                f"task {self._task.name!r}: the losses of {len(self._members)} members have {form}; the loss must "
                 "reduce to one number per member, for example with reduction='mean'"
             )
         return losses
@@ -288,8 +288,8 @@ class Stream:
 @contextmanager
 def _within(*outer: AbstractContextManager[Any]) -> Iterator[None]:
     with ExitStack() as stack:
-        for each in outer:
-            stack.enter_context(each)
+        for context in outer:
+            stack.enter_context(context)
         yield
 
 

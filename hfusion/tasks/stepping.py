@@ -24,12 +24,12 @@ from hfusion.tasks.minibatch import Minibatch, moved
 class ArrayStep:
     """The compiled steps of one array. The caller does the optimizer updates."""
 
-    def __init__(self, one: Arrangement, name: str) -> None:
+    def __init__(self, arrangement: Arrangement, name: str) -> None:
         self._name = name
-        task = one.task
+        task = arrangement.task
         # Whether compiling pays was decided before, see `hfusion.tasks.compile_choice`.
         compile = True if task.compile is None else task.compile
-        self._step = train_step(one.array, task.loss, one.optimizer, compile=compile, parts=task.parts)
+        self._step = train_step(arrangement.array, task.loss, arrangement.optimizer, compile=compile, parts=task.parts)
         self._asked = task.compile is not None
         self._step.tell = self._tell
         # The kinds of calls, for any number of samples, that were compiled in the run that this one resumes.

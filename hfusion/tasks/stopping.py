@@ -103,13 +103,13 @@ class StoppedMembers:
         if not self.all:
             self._check_apart(list(fresh))
         rows = [self._members.index(member) for member in fresh]
-        kept = {key: stack[rows].to("cpu", copy=True) for key, stack in self._stacks().items()}
-        self._kept.append((rows, kept))
+        copies = {key: stack[rows].to("cpu", copy=True) for key, stack in self._stacks().items()}
+        self._kept.append((rows, copies))
 
     def resume(self, steps: Mapping[int, int]) -> None:
         """Stop members that had stopped in the resumed run. The array must hold their final state."""
         for count in dict.fromkeys(steps.values()):
-            self.stop([member for member, own in steps.items() if own == count], count)
+            self.stop([member for member, stopped_at in steps.items() if stopped_at == count], count)
 
     def hide(self, losses: Tensor) -> Tensor:
         """Return ``losses [..., B]`` with NaN for the stopped members."""
@@ -121,8 +121,8 @@ class StoppedMembers:
 
     def write(self, stacks: Mapping[str, Tensor]) -> None:
         """Write the copies of stopped members into their rows of ``stacks``, which may hold other keys, too."""
-        for rows, kept in self._kept:
-            for key, values in kept.items():
+        for rows, copies in self._kept:
+            for key, values in copies.items():
                 stacks[key][rows] = values.to(stacks[key])
 
     def put_back(self) -> None:

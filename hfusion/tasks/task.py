@@ -182,44 +182,47 @@ class Task:
         if not isinstance(self.name, str):
             raise PlanError(f"task {self.name!r}: a name is one word")
         if not all(_whole(count) and count >= 1 for count in (self.epochs, self.accumulate)):
-            given = f"epochs={self.epochs!r}, accumulate={self.accumulate!r}"
-            raise PlanError(f"task {self.name!r} has {given}: give whole numbers of at least 1")
+            counts = f"epochs={self.epochs!r}, accumulate={self.accumulate!r}"
+            raise PlanError(f"task {self.name!r} has {counts}: give whole numbers of at least 1")
         # As `torch.manual_seed` takes it.
         if self.seed is not None and not (_whole(self.seed) and -(1 << 63) <= self.seed < 1 << 64):
             raise PlanError(f"task {self.name!r}: the seed is {self.seed!r}: give a whole number of 64 bits, or None")
 
     def _check_models(self) -> None:
-        given: Any = self.models
-        if isinstance(given, nn.Module):
+        models: Any = self.models
+        if isinstance(models, nn.Module):
             return
-        for one in given if isinstance(given, Sequence) else [given]:
-            if not isinstance(one, nn.Module):
+        for model in models if isinstance(models, Sequence) else [models]:
+            if not isinstance(model, nn.Module):
                 raise PlanError(
-                    f"task {self.name!r}: a {type(one).__name__} is no model: give one module, a list of them, or a "
+                    f"task {self.name!r}: a {type(model).__name__} is no model: give one module, a list of them, or a "
                     "fused array"
                 )
-        if not given:
+        if not models:
             raise PlanError(f"task {self.name!r} has no models: give at least one")
 
     def _check_scheduler(self) -> None:
-        given, about = self.scheduler, f"task {self.name!r}: the scheduler"
+        scheduler, about = self.scheduler, f"task {self.name!r}: the scheduler"
         if self.scheduler_interval not in ("epoch", "step"):
             raise PlanError(f'task {self.name!r}: scheduler_interval={self.scheduler_interval!r}: "epoch" or "step"')
-        if isinstance(given, lr_scheduler.LRScheduler):
-            if given.optimizer is not self.optimizer:
+        if isinstance(scheduler, lr_scheduler.LRScheduler):
+            if scheduler.optimizer is not self.optimizer:
                 raise PlanError(f"{about} drives another optimizer: give a function that makes one, or that optimizer")
-            if isinstance(given, lr_scheduler.ReduceLROnPlateau) and not isinstance(given, PerMember):
+            if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) and not isinstance(scheduler, PerMember):
                 raise PlanError(
                     f"{about} takes one metric for all members: use hf.optim.lr_scheduler.ReduceLROnPlateau"
                 )
-        elif given is not None and not callable(given):
-            if not isinstance(given, Sequence) or not all(map(callable, given)):
+        elif scheduler is not None and not callable(scheduler):
+            if not isinstance(scheduler, Sequence) or not all(map(callable, scheduler)):
                 raise PlanError(
-                    f"{about} is a {type(given).__name__}; give a function that makes one from the optimizer of one "
-                    "member, such as lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10), or a list with one for each"
+                    f"{about} is a {type(scheduler).__name__}; give a function that makes one from the optimizer "
+                    "of one member, such as lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10), or a list with "
+                    "one for each"
                 )
-            if len(given) != self.members:
-                raise PlanError(f"{about} is {len(given)} functions for {self.members} members: give one, or as many")
+            if len(scheduler) != self.members:
+                raise PlanError(
+                    f"{about} is {len(scheduler)} functions for {self.members} members: give one, or as many"
+                )
 
     def _check_loader(self, role: str, loader: Iterable[Any]) -> None:
         kind = f"task {self.name!r}: the {role}, a {type(loader).__name__},"
@@ -294,9 +297,9 @@ def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> Fuse
         optimizer = _made(task, task.optimizer, list(array.parameters()))
     else:
         optimizer = _sliced(task, task.optimizer, array, members)
-    own = {id(param) for param in array.parameters()}
+    array_ids = {id(param) for param in array.parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not all(id(param) in own for param in params):
+    if not all(id(param) in array_ids for param in params):
         raise PlanError(f"task {task.name!r}: the optimizer has parameters that are not the array's")
     if not any(param.requires_grad for param in params):
         raise PlanError(
@@ -308,11 +311,11 @@ def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> Fuse
 
 def _made(task: Task, make: Factory, params: list[nn.Parameter]) -> FusedOptimizer:
     """Call the task's function. Raises PlanError if the result is no fused optimizer."""
-    found = make(params)
-    if not isinstance(found, FusedOptimizer):
-        kind = type(found).__qualname__
+    optimizer = make(params)
+    if not isinstance(optimizer, FusedOptimizer):
+        kind = type(optimizer).__qualname__
         raise PlanError(f"task {task.name!r}: the function that makes its optimizer gave a {kind}; {_REMEDY}")
-    return found
+    return optimizer
 
 
 def _sliced(task: Task, make: Factory, array: FusedModule, members: Sequence[int]) -> FusedOptimizer:
@@ -320,21 +323,21 @@ def _sliced(task: Task, make: Factory, array: FusedModule, members: Sequence[int
     real: dict[int, nn.Parameter] = {}
     stand_ins = []
     for param in array.parameters():
-        found = membership(param)
-        assert found is not None
-        shape = (task.members, *param.shape[1:]) if found.stacked else tuple(param.shape)
+        param_mark = membership(param)
+        assert param_mark is not None
+        shape = (task.members, *param.shape[1:]) if param_mark.stacked else tuple(param.shape)
         stand_in = nn.Parameter(torch.empty(shape, dtype=param.dtype, device="meta"), param.requires_grad)
-        mark(stand_in, Membership(found.name, task.members, found.stacked, found.padded))
+        mark(stand_in, Membership(param_mark.name, task.members, param_mark.stacked, param_mark.padded))
         real[id(stand_in)] = param
         stand_ins.append(stand_in)
     whole = _made(task, make, stand_ins)
     groups = []
     for group in whole.param_groups:
-        own = {key: _rows(value, members) for key, value in group.items()}
-        groups.append({**own, "params": [real[id(param)] for param in group["params"]]})
+        options = {key: _rows(value, members) for key, value in group.items()}
+        groups.append({**options, "params": [real[id(param)] for param in group["params"]]})
     kind: Any = type(whole)
-    made: FusedOptimizer = kind(groups)
-    return made
+    sliced: FusedOptimizer = kind(groups)
+    return sliced
 
 
 def _rows(value: Any, members: Sequence[int]) -> Any:

@@ -103,17 +103,15 @@ def train_array(
         task_plan: the plan of the array; None: plan here.
         listen: see `train_arranged`.
     """
-    arrangements, plan = arrange_one(task, members, name, machine)
+    arranged, plan = arrange_one(task, members, name, machine)
     if task_plan is not None:
         plan = replace(plan, tasks=(task_plan,))
-    return train_arranged(
-        arrangements, plan, machine, named(policy), False, checkpoint, every, on_result, leaves, listen
-    )
+    return train_arranged(arranged, plan, machine, named(policy), False, checkpoint, every, on_result, leaves, listen)
 
 
 def train_arranged(
     arrangements: Sequence[Arrangement],
-    made: Plan,
+    plan: Plan,
     machine: Machine,
     policy: Policy,
     progress: bool,
@@ -127,27 +125,27 @@ def train_arranged(
 
     ``listen`` is called with every event of an array, in the thread in which it occurs.
     """
-    made = saving(made, every, saves=checkpoint is not None)
+    plan = saving(plan, every, saves=checkpoint is not None)
     with ExitStack() as stack:
         for one in arrangements:
             # Training leaves tensors in host memory.
             stack.callback(one.array.to, device_of(one.array))
         saves = None
         if checkpoint is not None:
-            most = [interval(task, every) for task in made.tasks]
+            most = [interval(task, every) for task in plan.tasks]
             saves = Checkpoints(
-                checkpoint, arrangements, most, len(made.devices), lambda index, event: run.note(index, event)
+                checkpoint, arrangements, most, len(plan.devices), lambda index, event: run.note(index, event)
             )
             stack.callback(saves.close)
-        run = _TrainRun(arrangements, made, machine, stack, saves, on_result, leaves, listen)
+        run = _TrainRun(arrangements, plan, machine, stack, saves, on_result, leaves, listen)
         for index, why in run.eager.items():
             if not arrangements[index].task.compile:
                 # No warning: compile is False, or None, which compiles only if that pays.
                 continue
-            warnings.warn(eagerly(made.tasks[index].name, why), stacklevel=3)
+            warnings.warn(eagerly(plan.tasks[index].name, why), stacklevel=3)
         bars = None
         if progress:
-            tasks = [(one.name, one.steps) for one in made.tasks]
+            tasks = [(one.name, one.steps) for one in plan.tasks]
             bars = stack.enter_context(TaskBars(tasks, [len(one.losses) for one in run.trainings]))
         return run.run(policy, bars)
 
@@ -178,7 +176,7 @@ class _TrainRun:
         self._devices = {device.name: device.physical for device in machine.devices}
         folder = SpillFolder(machine.disk)
         stack.callback(folder.close)
-        self._turns = turns([(one.task.loader, one.task.eval_loader) for one in arrangements])
+        self._turns = turns([(arrangement.task.loader, arrangement.task.eval_loader) for arrangement in arrangements])
         self._room = machine.host - sum(s.boundary for t in plan.tasks if not t.resident for s in t.shards)
         self.borders = [self._prepared(index, folder, stack) for index in range(len(arrangements))]
         self.plan = replace(plan, tasks=tuple(border.plan for border in self.borders))
@@ -201,54 +199,54 @@ class _TrainRun:
             self._listen(index, event, self._computing.get(index))
 
     def _border(self, index: int, folder: SpillFolder, stack: ExitStack) -> Border:
-        one, plan = self.arrangements[index], self.plan.tasks[index]
-        own = dict(one.array.named_parameters()) | dict(one.array.named_buffers())
-        first = {id(tensor): name for name, tensor in reversed(own.items())}
-        names = {name: first[id(tensor)] for name, tensor in tensors(one.array)}
-        optimized = {id(param) for group in one.optimizer.param_groups for param in group["params"]}
-        trained = frozenset(n for n, t in own.items() if t.requires_grad and id(t) in optimized)
-        limits = clip_limits(one)
-        loss, devices = PerModel(one.task.loss, FunctionPrograms()), list(dict.fromkeys(self._devices.values()))
-        stream, recipe = one.trained(plan, loss, devices, self._turns[index])
+        setup, plan = self.arrangements[index], self.plan.tasks[index]
+        named_tensors = dict(setup.array.named_parameters()) | dict(setup.array.named_buffers())
+        first = {id(tensor): name for name, tensor in reversed(named_tensors.items())}
+        names = {name: first[id(tensor)] for name, tensor in tensors(setup.array)}
+        optimized = {id(param) for group in setup.optimizer.param_groups for param in group["params"]}
+        trained = frozenset(n for n, t in named_tensors.items() if t.requires_grad and id(t) in optimized)
+        limits = clip_limits(setup)
+        loss, devices = PerModel(setup.task.loss, FunctionPrograms()), list(dict.fromkeys(self._devices.values()))
+        stream, recipe = setup.trained(plan, loss, devices, self._turns[index])
         stack.callback(stream.close)
         held = holdings([part.keys for part in recipe.parts], names, trained)
         evaluation = None
-        if one.task.eval_loader is not None:
+        if setup.task.eval_loader is not None:
             alike = [holding.all for holding in held]
-            evaluation, also = one.evaluated(one.task.eval_loader, loss, devices, names, alike, self._turns[index])
+            evaluation, also = setup.evaluated(setup.task.eval_loader, loss, devices, names, alike, self._turns[index])
             stack.callback(evaluation.close)
             pairs = zip(recipe.parts, also.parts, strict=True)
             held = holdings([(*a.keys, *b.keys) for a, b in pairs], names, trained)
         plan = self._borrowing(index, held)
-        one.optimizer.initialise()
-        scheduler = None if one.task.scheduler is None else TaskScheduler(one.task, one.optimizer, one.members)
-        stopped = StoppedMembers(one.task, one.members, one.array, one.optimizer)
-        kept = None if self.saves is None else self.saves.load(index, plan, scheduler)
+        setup.optimizer.initialise()
+        scheduler = None if setup.task.scheduler is None else TaskScheduler(setup.task, setup.optimizer, setup.members)
+        stopped = StoppedMembers(setup.task, setup.members, setup.array, setup.optimizer)
+        saved = None if self.saves is None else self.saves.load(index, plan, scheduler)
         # Gradients from before the run do not belong to it.
-        one.optimizer.zero_grad()
+        setup.optimizer.zero_grad()
         pinned = any(backend(device).pins for device in devices)
         sizes = [memory_of(plan.host_bytes(shard.index), pinned=pinned) for shard in plan.shards]
         files = [self._file(folder, index, shard, size) for shard, size in enumerate(sizes)]
         state = TaskTensors(
-            own, held, one.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident
+            named_tensors, held, setup.optimizer, files, pinned=pinned, carried=plan.carried, together=plan.resident
         )
         # Called after `state.close`, when the tensors have their own memory again.
         stack.callback(stopped.put_back)
         stack.callback(state.close)
-        seed = int(torch.randint(1 << 62, (), device="cpu")) if one.task.seed is None else one.task.seed
+        seed = int(torch.randint(1 << 62, (), device="cpu")) if setup.task.seed is None else setup.task.seed
         streams = [stream] if evaluation is None else [stream, evaluation]
-        for each in streams:
-            each.forget_stale()
-        eager = self._eager_reason(index, recipe, kept)
-        training = self._training(index, state, names, streams, limits, seed if kept is None else kept["seed"], eager)
+        for data_stream in streams:
+            data_stream.forget_stale()
+        eager = self._eager_reason(index, recipe, saved)
+        training = self._training(index, state, names, streams, limits, seed if saved is None else saved["seed"], eager)
         if index in self._steps:
             stack.callback(self._steps[index].close)
         listen = None if self._listen is None else partial(self.note, index)
-        asked = self._on_result, self._asking, self._leaves, listen
-        border = Border(one, plan, training, streams, scheduler, stopped, *asked)
-        if kept is not None:
-            resume_from(kept, border)
-        border.note(ArrayNote("started" if kept is None else "resumed", training.minibatches, tuple(stopped.steps)))
+        callbacks = self._on_result, self._asking, self._leaves, listen
+        border = Border(setup, plan, training, streams, scheduler, stopped, *callbacks)
+        if saved is not None:
+            resume_from(saved, border)
+        border.note(ArrayNote("started" if saved is None else "resumed", training.minibatches, tuple(stopped.steps)))
         self._note_end(border)
         return border
 
@@ -259,21 +257,21 @@ class _TrainRun:
 
     def _borrowing(self, index: int, held: Sequence[Holding]) -> TaskPlan:
         """Return the plan of an array with the owners of borrowed tensors, known only from the captured programs."""
-        plan, owners = self.plan.tasks[index], [tuple(sorted({*each.borrowed.values()})) for each in held]
+        plan, owners = self.plan.tasks[index], [tuple(sorted({*part.borrowed.values()})) for part in held]
         if owners == [shard.borrows for shard in plan.shards]:
             return plan
-        shards = [replace(each, borrows=found) for each, found in zip(plan.shards, owners, strict=True)]
+        shards = [replace(part, borrows=lenders) for part, lenders in zip(plan.shards, owners, strict=True)]
         return replace(plan, shards=tuple(shards))
 
-    def _eager_reason(self, index: int, recipe: Recipe, kept: Mapping[str, Any] | None) -> str:
+    def _eager_reason(self, index: int, recipe: Recipe, saved: Mapping[str, Any] | None) -> str:
         """Return why an array runs eagerly. With ``compile=None`` a resumed run keeps its earlier decision."""
-        one, plan = self.arrangements[index], self.plan.tasks[index]
-        if one.task.compile is None and kept is not None:
+        arrangement, plan = self.arrangements[index], self.plan.tasks[index]
+        if arrangement.task.compile is None and saved is not None:
             # Saves from before ``compile=None`` existed have no such entry.
-            compiled = kept.get("compiled", False)
+            compiled = saved.get("compiled", False)
             return shards_obstacle(plan) if compiled else "it was eager before its checkpoint, and goes on so"
         accelerator = any(device.type != "cpu" for device in self._devices.values())
-        return eager_reason(one, plan, accelerator=accelerator, draws=recipe.random)
+        return eager_reason(arrangement, plan, accelerator=accelerator, draws=recipe.random)
 
     def _training(
         self,
@@ -286,18 +284,18 @@ class _TrainRun:
         eager: str,
     ) -> Training:
         """Return the training of an array; ``eager``: why its minibatches are not compiled steps, empty if they are."""
-        one, plan, (stream, *evaluation) = self.arrangements[index], self.plan.tasks[index], streams
-        given = (plan, state, names, stream, evaluation[0] if evaluation else None, limits, seed)
+        arrangement, plan, (stream, *evaluation) = self.arrangements[index], self.plan.tasks[index], streams
+        arguments = (plan, state, names, stream, evaluation[0] if evaluation else None, limits, seed)
         if eager:
             self.eager[index] = eager
-        if eager and (shards_obstacle(plan) or [each.type for each in self._devices.values()] != ["cpu"]):
+        if eager and (shards_obstacle(plan) or [device.type for device in self._devices.values()] != ["cpu"]):
             # With several devices, a task may move after each minibatch and not only after a slice.
-            return Training(*given)
+            return Training(*arguments)
         slices = Slices.of(plan, alone=len(self.arrangements) == 1)
         if eager:
-            return SlicedTraining(*given, slices=slices)
-        self._steps[index] = ArrayStep(one, plan.name)
-        return WholeTraining(*given, step=self._steps[index], slices=slices)
+            return SlicedTraining(*arguments, slices=slices)
+        self._steps[index] = ArrayStep(arrangement, plan.name)
+        return WholeTraining(*arguments, step=self._steps[index], slices=slices)
 
     def _file(self, folder: SpillFolder, task: int, shard: int, size: int) -> Path | None:
         """Return a spill file for a shard that exceeds the host memory budget, otherwise None."""
@@ -361,40 +359,42 @@ class _TrainRun:
 
     def _timeline(self, engine: Engine, worker: DeviceWorker) -> Timeline:
         """Return the timeline of the run, with the slices split into minibatches."""
-        own = {one.plan.name: one for one in self.trainings if isinstance(one, SlicedTraining)}
-        whole, found, slices = engine.timeline, list[Span](), defaultdict[str, list[Span]](list)
+        sliced = {training.plan.name: training for training in self.trainings if isinstance(training, SlicedTraining)}
+        whole, actions, slices = engine.timeline, list[Span](), defaultdict[str, list[Span]](list)
         for span in whole.actions:
-            (slices[span.task] if span.task in own else found).append(span)
-        for name, training in own.items():
-            found += training.spans(slices[name], worker.began)
-        found.sort(key=lambda span: span.start)
-        return replace(whole, actions=tuple(found))
+            (slices[span.task] if span.task in sliced else actions).append(span)
+        for name, sliced_training in sliced.items():
+            actions += sliced_training.spans(slices[name], worker.began)
+        actions.sort(key=lambda span: span.start)
+        return replace(whole, actions=tuple(actions))
 
     def _report(self, engine: Engine, worker: DeviceWorker, done: Sequence[int]) -> Report:
         arrays, finished = defaultdict[Task, list[int]](list), set(done)
-        for index, one in enumerate(self.arrangements):
-            arrays[one.task].append(index)
-        tasks = {task.name: self._task_report(task, own) for task, own in arrays.items() if finished.issuperset(own)}
+        for index, arrangement in enumerate(self.arrangements):
+            arrays[arrangement.task].append(index)
+        tasks = {
+            task.name: self._task_report(task, group) for task, group in arrays.items() if finished.issuperset(group)
+        }
         return Report(tasks, self.plan, self._timeline(engine, worker), engine.peak)
 
     def _task_report(self, task: Task, indices: Sequence[int]) -> TaskReport:
         borders = [self.borders[index] for index in indices]
-        losses = in_order([(one.one.members, one.training.losses) for one in borders])
+        losses = in_order([(item.one.members, item.training.losses) for item in borders])
         evaluated = None
         if task.eval_loader is not None:
-            rows = in_order([(one.one.members, one.training.evaluations) for one in borders]).to(losses.dtype)
+            rows = in_order([(item.one.members, item.training.evaluations) for item in borders]).to(losses.dtype)
             evaluated = rows.unflatten(0, (len(rows) // task.evaluated, task.evaluated))
-        arrays = tuple((one.one.members, one.one.array) for one in borders)
-        stopped = {member: steps for one in borders for member, steps in one.stopped.steps.items()}
-        found = tuple(map(self._array_report, indices))
+        arrays = tuple((item.one.members, item.one.array) for item in borders)
+        stopped = {member: steps for item in borders for member, steps in item.stopped.steps.items()}
+        array_reports = tuple(map(self._array_report, indices))
         epochs = None
         if task.restores_best:
-            best = [(one.one.members, one.stopped.best.epochs) for one in borders if one.stopped.best is not None]
+            best = [(item.one.members, item.stopped.best.epochs) for item in borders if item.stopped.best is not None]
             epochs = epochs_in_order(best)
-        return TaskReport(losses, evaluated, dict(sorted(stopped.items())), arrays, found, epochs)
+        return TaskReport(losses, evaluated, dict(sorted(stopped.items())), arrays, array_reports, epochs)
 
     def _array_report(self, index: int) -> ArrayReport:
-        one, plan, step = self.arrangements[index], self.plan.tasks[index], self._steps.get(index)
+        arrangement, plan, step = self.arrangements[index], self.plan.tasks[index], self._steps.get(index)
         calls = () if step is None else step.calls
-        members, shards = one.members, len(plan.shards)
+        members, shards = arrangement.members, len(plan.shards)
         return ArrayReport(plan.name, members, plan.resident, shards, calls, self.eager.get(index, ""))

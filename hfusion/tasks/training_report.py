@@ -63,12 +63,12 @@ class TaskReport:
     @cached_property
     def models(self) -> list[nn.Module]:
         """The trained members, of their original class, in the order of the task's models."""
-        found = {
+        models = {
             index: model
             for members, array in self._arrays
             for index, model in zip(members, array.unfuse(), strict=True)
         }
-        return [found[index] for index in sorted(found)]
+        return [models[index] for index in sorted(models)]
 
     @cached_property
     def final_losses(self) -> Tensor:
@@ -99,10 +99,10 @@ class TaskReport:
         rows = [[str(m), _short(self.losses[0, m]), _short(self.final_losses[m]), self._end(m)] for m in order]
         evaluated = "" if self.eval_losses is None else " (evaluated)"
         head = ["member", "first loss", f"last loss{evaluated}", "minibatches"]
-        made = aligned([head, *_shortened(rows, last=5)], left=1)
-        arrays = [str(each)[:_COLUMNS] for each in self.arrays[:_MAX_ARRAYS]]
+        table = aligned([head, *_shortened(rows, last=5)], left=1)
+        arrays = [str(report)[:_COLUMNS] for report in self.arrays[:_MAX_ARRAYS]]
         more = [f"... {len(self.arrays) - _MAX_ARRAYS} more"] if len(self.arrays) > _MAX_ARRAYS else []
-        return "\n".join([*arrays, *more, f"{len(order)} members, the best first", *made])
+        return "\n".join([*arrays, *more, f"{len(order)} members, the best first", *table])
 
     __repr__ = __str__
 
@@ -112,8 +112,8 @@ class TaskReport:
 
 def _last(column: Tensor, missing: Tensor) -> Tensor:
     """Return the last value of a column that is not missing; NaN if all are."""
-    found = column[~missing]
-    return found[-1] if len(found) else column.new_tensor(torch.nan)
+    values = column[~missing]
+    return values[-1] if len(values) else column.new_tensor(torch.nan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,16 +148,16 @@ class Report(Mapping[str, TaskReport]):
         rest = f", and {len(peaks) - _MAX_DEVICES} more" if len(peaks) > _MAX_DEVICES else ""
         titles = ["task", "members", "stopped", "minibatches", "first loss", "best", "median", "worst"]
         rows = [_task_row(name, task) for name, task in self.items()]
-        made = aligned([titles, *_shortened(rows, last=1)], left=1) if rows else []
-        lines = [head, f"peak: {', '.join(peaks[:_MAX_DEVICES])}{rest}", *made]
-        return "\n".join(one[:_COLUMNS] for one in lines)
+        table = aligned([titles, *_shortened(rows, last=1)], left=1) if rows else []
+        lines = [head, f"peak: {', '.join(peaks[:_MAX_DEVICES])}{rest}", *table]
+        return "\n".join(text[:_COLUMNS] for text in lines)
 
     __repr__ = __str__
 
 
 def _task_row(name: str, task: TaskReport) -> list[str]:
     final, order = task.final_losses, task.ranked
-    best, middle, worst = (order[place] for place in (0, (len(order) - 1) // 2, -1))
+    best, middle, worst = (order[rank] for rank in (0, (len(order) - 1) // 2, -1))
     counts = [str(number) for number in (len(order), len(task.stopped), len(task.losses))]
     ends = [f"{_short(final[member])} ({member})" for member in (best, worst)]
     first = _short(task.losses[0].nanmedian())
@@ -172,8 +172,8 @@ def _cut(name: str) -> str:
     return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 3]}..."
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _shortened(rows: Sequence[list[str]], last: int) -> list[list[str]]:
@@ -186,12 +186,15 @@ def _shortened(rows: Sequence[list[str]], last: int) -> list[list[str]]:
 
 def in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor:
     """Merge the losses of arrays into ``[steps, B]`` in member order; NaN after the end of a shorter array."""
-    members = [member for own, _ in arrays for member in own]
+    members = [member for array_members, _ in arrays for member in array_members]
     steps = max(len(losses) for _, losses in arrays)
     blocks = []
-    for own, losses in arrays:
+    for array_members, losses in arrays:
         missing = torch.full(
-            (steps - len(losses), len(own)), torch.nan, dtype=losses[0].dtype if losses else None, device="cpu"
+            (steps - len(losses), len(array_members)),
+            torch.nan,
+            dtype=losses[0].dtype if losses else None,
+            device="cpu",
         )
         blocks.append(torch.cat([torch.stack([*losses]), missing]) if losses else missing)
     return torch.cat(blocks, 1)[:, torch.tensor(members, device="cpu").argsort()]
@@ -199,21 +202,28 @@ def in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor
 
 def epochs_in_order(arrays: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
     """Merge the epochs of arrays, each with its members, into ``[B]`` in member order."""
-    epochs = {member: epoch for members, own in arrays for member, epoch in zip(members, own, strict=True)}
+    epochs = {
+        member: epoch for members, array_epochs in arrays for member, epoch in zip(members, array_epochs, strict=True)
+    }
     return torch.tensor([epochs[member] for member in sorted(epochs)], device="cpu")
 
 
 def joined(parts: Sequence[tuple[Sequence[int], TaskReport]]) -> TaskReport:
     """Merge the reports of a task's arrays, each given with its members."""
-    own = [sorted(members) for members, _ in parts]
-    losses = in_order([(members, [*part.losses]) for members, (_, part) in zip(own, parts, strict=True)])
+    array_members = [sorted(members) for members, _ in parts]
+    losses = in_order([(members, [*part.losses]) for members, (_, part) in zip(array_members, parts, strict=True)])
     evaluated = None
-    found = [part.eval_losses for _, part in parts if part.eval_losses is not None]
-    if found:
-        rows = in_order([(members, [*each.flatten(0, 1)]) for members, each in zip(own, found, strict=True)])
-        evaluated = rows.unflatten(0, (-1, found[0].shape[1]))
+    evaluations = [part.eval_losses for _, part in parts if part.eval_losses is not None]
+    if evaluations:
+        rows = in_order(
+            [
+                (members, [*array_losses.flatten(0, 1)])
+                for members, array_losses in zip(array_members, evaluations, strict=True)
+            ]
+        )
+        evaluated = rows.unflatten(0, (-1, evaluations[0].shape[1]))
     stopped = {member: steps for _, part in parts for member, steps in part.stopped.items()}
     arrays = tuple(array for _, part in parts for array in part._arrays)
     best = [part.best_epochs.tolist() for _, part in parts if part.best_epochs is not None]
-    epochs = epochs_in_order([*zip(own, best, strict=True)]) if best else None
+    epochs = epochs_in_order([*zip(array_members, best, strict=True)]) if best else None
     return TaskReport(losses, evaluated, stopped, arrays, tuple(a for _, part in parts for a in part.arrays), epochs)
