@@ -34,8 +34,8 @@ class CopiesOfOverlaps(CustomGraphPass):
         self._before = passes_already_set()
 
     def __call__(self, graph: fx.Graph) -> None:
-        for before in self._before:
-            before(graph)
+        for graph_pass in self._before:
+            graph_pass(graph)
         for node in list(graph.nodes):
             if node.target in _PUT_INTO and _overlaps(node):
                 with graph.inserting_before(node):
@@ -44,7 +44,7 @@ class CopiesOfOverlaps(CustomGraphPass):
                 node.args = (copy, *node.args[1:])
 
     def uuid(self) -> Any:
-        names = [each.uuid() for each in self._before]
+        names = [graph_pass.uuid() for graph_pass in self._before]
         # With None, torch caches no program.
         return None if None in names else (get_hash_for_files((__file__,)), *names)
 

@@ -54,7 +54,7 @@ class WayTimes:
 
     @property
     def fastest(self) -> str:
-        return min(self.seconds, key=lambda way: self.seconds[way])
+        return min(self.seconds, key=lambda name: self.seconds[name])
 
     @property
     def eager_wins(self) -> bool:
@@ -62,8 +62,8 @@ class WayTimes:
         return self.seconds[COMPILED] > _CLOSE * self.seconds[EAGER]
 
     def __str__(self) -> str:
-        ordered = sorted(self.seconds, key=lambda way: self.seconds[way])
-        return ", ".join(f"{way} {1e3 * self.seconds[way]:.3g} ms" for way in ordered)
+        ordered = sorted(self.seconds, key=lambda name: self.seconds[name])
+        return ", ".join(f"{name} {1e3 * self.seconds[name]:.3g} ms" for name in ordered)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,72 +91,72 @@ class NotedProgram:
         return self.program.step(call)
 
 
-def measure(ways: Mapping[str, StepProgram], call: StepCall, places: Sequence[Place]) -> WayTimes | None:
+def measure(programs: Mapping[str, StepProgram], call: StepCall, places: Sequence[Place]) -> WayTimes | None:
     """Time steps of each program, and restore the tensors at ``places`` afterwards. Return None if times are unsteady.
 
     The result is the minimum, not the median: it is cached, and must not depend on other load during the measurement.
     """
     tensors = list({id(holder[name]): holder[name] for holder, name in places}.values())
-    before = [(tensor.detach().clone(), tensor.grad) for tensor in tensors]
-    taken: dict[str, list[float]] = {way: [] for way in ways}
+    values = [(tensor.detach().clone(), tensor.grad) for tensor in tensors]
+    durations: dict[str, list[float]] = {candidate: [] for candidate in programs}
     with ExitStack() as stack:
         stack.enter_context(random_states_kept())
         stack.enter_context(torch.autocast("cpu", enabled=False))
-        stack.callback(_put_back, tensors, before)
+        stack.callback(_put_back, tensors, values)
         for row in range(_ROWS_IF_CLOSE):
-            if row and row >= _rows([min(seconds) for seconds in taken.values()]):
+            if row and row >= _rows([min(seconds) for seconds in durations.values()]):
                 break
-            for way, program in ways.items():
-                taken[way] += _row(program, call)
-    if any(median(seconds) > _STEADY * min(seconds) for seconds in taken.values()):
+            for candidate, program in programs.items():
+                durations[candidate] += _row(program, call)
+    if any(median(seconds) > _STEADY * min(seconds) for seconds in durations.values()):
         return None
-    return WayTimes({way: min(seconds) for way, seconds in taken.items()})
+    return WayTimes({candidate: min(seconds) for candidate, seconds in durations.items()})
 
 
-def _rows(least: Sequence[float]) -> int:
+def _rows(shortest: Sequence[float]) -> int:
     """Return how many rows of each program are timed, from the shortest step of each so far."""
-    if max(least) <= _LONG / TURNS:
+    if max(shortest) <= _LONG / TURNS:
         return ROWS
-    return _ROWS_IF_CLOSE if max(least) < _FAR * min(least) else 1
+    return _ROWS_IF_CLOSE if max(shortest) < _FAR * min(shortest) else 1
 
 
-def _put_back(tensors: Sequence[Tensor], before: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    for tensor, (value, grad) in zip(tensors, before, strict=True):
+def _put_back(tensors: Sequence[Tensor], values: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    for tensor, (value, grad) in zip(tensors, values, strict=True):
         tensor.detach().copy_(value)
         tensor.grad = grad
 
 
 def _row(program: StepProgram, call: StepCall) -> list[float]:
-    found: list[float] = []
-    while len(found) < TURNS and (len(found) < 2 or sum(found) < _LONG):
+    durations: list[float] = []
+    while len(durations) < TURNS and (len(durations) < 2 or sum(durations) < _LONG):
         start = time.perf_counter()
         program.step(call)
-        found.append(time.perf_counter() - start)
-    return found[1:]
+        durations.append(time.perf_counter() - start)
+    return durations[1:]
 
 
-def find_times(order: Order, threads: int, ways: tuple[str, str]) -> WayTimes | None:
+def find_times(order: Order, threads: int, names: tuple[str, str]) -> WayTimes | None:
     """Return earlier measurements of a step that may run in parts on several threads, by its request."""
     try:
-        seconds: Mapping[str, Any] = json.loads(read_sealed(_path(order, threads, ways)))["seconds"]
-        return WayTimes({way: number(seconds[way], *_PLAUSIBLE) for way in ways})
+        seconds: Mapping[str, Any] = json.loads(read_sealed(_path(order, threads, names)))["seconds"]
+        return WayTimes({name: number(seconds[name], *_PLAUSIBLE) for name in names})
     except (OSError, LookupError, ValueError, TypeError, AttributeError):
         return None
 
 
-def keep_times(order: Order, times: WayTimes | None, threads: int, ways: tuple[str, str]) -> WayTimes | None:
+def keep_times(order: Order, times: WayTimes | None, threads: int, names: tuple[str, str]) -> WayTimes | None:
     """Cache ``times``. Return the cached times, which another process may have stored first; None if there are none."""
     if times is None:
-        return find_times(order, threads, ways)
-    told = json.dumps({"seconds": dict(times.seconds)}).encode()
+        return find_times(order, threads, names)
+    content = json.dumps({"seconds": dict(times.seconds)}).encode()
     try:
-        return times if write_sealed_once(_path(order, threads, ways), told) else find_times(order, threads, ways)
+        return times if write_sealed_once(_path(order, threads, names), content) else find_times(order, threads, names)
     except OSError:
         return None
 
 
-def _path(order: Order, threads: int, ways: tuple[str, str]) -> Path:
+def _path(order: Order, threads: int, names: tuple[str, str]) -> Path:
     """Return the cache file; ``threads``: blocks that run in parallel. The order holds the threads of each block."""
-    whole = json.dumps([order.key(circumstances()), threads])
-    name = "choice" if ways == (ONE_PART, PARTS) else "eager"
-    return cache_folder() / f"step-{hashlib.sha256(whole.encode()).hexdigest()[:32]}-{name}.json"
+    description = json.dumps([order.key(circumstances()), threads])
+    name = "choice" if names == (ONE_PART, PARTS) else "eager"
+    return cache_folder() / f"step-{hashlib.sha256(description.encode()).hexdigest()[:32]}-{name}.json"

@@ -138,8 +138,8 @@ def obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
 
 
 def _without_threads() -> str:
-    found = library()
-    return found if isinstance(found, str) else ""
+    team_library = library()
+    return team_library if isinstance(team_library, str) else ""
 
 
 def _obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
@@ -162,6 +162,6 @@ def drawing(graph: fx.Graph) -> Iterator[Any]:
     """Yield the operators of a graph that draw random numbers from a generator that all members share."""
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
-            given = by_name(node.target, *node.meta.get("arguments", (node.args, node.kwargs)))
-            if is_random(node.target, given) and not seedable(node.target, given, node.meta.get("val")):
+            arguments = by_name(node.target, *node.meta.get("arguments", (node.args, node.kwargs)))
+            if is_random(node.target, arguments) and not seedable(node.target, arguments, node.meta.get("val")):
                 yield node.target

@@ -52,7 +52,7 @@ def _in_order(tensor: Tensor, example: Tensor) -> Tensor:
 
 
 def disagreement(
-    graph: StepGraph, given: Sequence[Tensor], expected: Sequence[Tensor], nearby: Callable[[], Sequence[Tensor]]
+    graph: StepGraph, actual: Sequence[Tensor], expected: Sequence[Tensor], nearby: Callable[[], Sequence[Tensor]]
 ) -> str:
     """Describe the first result that differs from the graph's by more than rounding; empty if there is none.
 
@@ -62,27 +62,27 @@ def disagreement(
     And a result may differ as much as the graph's own result changes if its inputs are perturbed by rounding.
 
     Args:
-        given: results of the compiled program: losses, gradients, written tensors.
+        actual: results of the compiled program: losses, gradients, written tensors.
         expected: results of the graph for the same inputs.
         nearby: returns the graph's results for freshly perturbed inputs at each call.
     """
     rounding = max(_rounding(node.meta.get("val")) for node in graph.module.graph.nodes)
     largest = max((norm(tensor) for tensor in expected[1 : 1 + len(graph.trained)]), default=0.0)
     least = max(largest, 1.0) * rounding ** (2 / 3)
-    apart = [_apart(one, other) for one, other in zip(given, expected, strict=True)]
+    distances = [_apart(result, other) for result, other in zip(actual, expected, strict=True)]
     norms = list(map(norm, expected))
-    suspects = [k for k, size in enumerate(norms) if not apart[k] <= max(size * rounding ** (1 / 3), least)]
+    suspects = [k for k, size in enumerate(norms) if not distances[k] <= max(size * rounding ** (1 / 3), least)]
     if not suspects:
         return ""
     moved = dict.fromkeys(suspects, 0.0)
     for _ in range(_NEARBY):
         other = nearby()
         moved = {k: max(most, _apart(other[k], expected[k])) for k, most in moved.items()}
-    names = result_names(graph, len(given))
+    names = result_names(graph, len(actual))
     for k, most in moved.items():
-        if not apart[k] <= _AS_MUCH * most:
+        if not distances[k] <= _AS_MUCH * most:
             kind = describe_value(expected[k], None, 0)
-            return f"{names[k]}, {kind} of norm {norms[k]:.3g}, differs by {apart[k]:.3g}"
+            return f"{names[k]}, {kind} of norm {norms[k]:.3g}, differs by {distances[k]:.3g}"
     return ""
 
 
@@ -94,15 +94,15 @@ def shaken(tensors: Sequence[Tensor], generator: torch.Generator) -> list[Tensor
 def _shaken(tensor: Tensor, most: float, generator: torch.Generator) -> Tensor:
     if not most:
         return tensor
-    off = 2 * torch.rand(tensor.shape, dtype=torch.float64, generator=generator, device="cpu") - 1
-    return (tensor.cpu() * (1 + most * off)).to(tensor.device, tensor.dtype)
+    noise = 2 * torch.rand(tensor.shape, dtype=torch.float64, generator=generator, device="cpu") - 1
+    return (tensor.cpu() * (1 + most * noise)).to(tensor.device, tensor.dtype)
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
-    """Return the norm of the difference; 0 if the tensors are empty or ``other`` is not finite."""
-    if one is other or not (one.numel() and torch.isfinite(other).all()):
+def _apart(tensor: Tensor, reference: Tensor) -> float:
+    """Return the norm of the difference; 0 if the tensors are empty or ``reference`` is not finite."""
+    if tensor is reference or not (tensor.numel() and torch.isfinite(reference).all()):
         return 0.0
-    return distance(one, other)
+    return distance(tensor, reference)
 
 
 def result_names(graph: StepGraph, count: int) -> list[str]:

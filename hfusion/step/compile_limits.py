@@ -28,20 +28,20 @@ class TooManyOperators(Unprofitable):
 
 def check_open(graph: StepGraph, forward: BoundProgram, loss: BoundProgram, call: StepCall) -> None:
     """Raise Unprofitable if sizes other than the batch size vary between calls, but the program would fix one."""
-    found = captured_dims(forward, loss, call)
+    dynamic_dims = captured_dims(forward, loss, call)
     # If only the target's sizes vary, the other sizes may come from other arrays that use the same loss.
-    if not any(dims - {0} for dims in found[: sum(isinstance(leaf, BATCHED) for leaf in call.inputs.leaves)]):
+    if not any(dims - {0} for dims in dynamic_dims[: sum(isinstance(leaf, BATCHED) for leaf in call.inputs.leaves)]):
         return
-    rows = zip(found, call.stacked, graph.dims, strict=True)
-    closed = [
+    rows = zip(dynamic_dims, call.stacked, graph.dims, strict=True)
+    specialized = [
         f"dim {dim} of {call.batch()[k].dtype} {list(call.batch()[k].shape)}"
-        for k, (dims, stacked, left) in enumerate(rows)
+        for k, (dims, stacked, remaining) in enumerate(rows)
         for dim in sorted(dim + stacked for dim in dims if dim)
-        if dim not in left
+        if dim not in remaining
     ]
-    if closed:
+    if specialized:
         raise Unprofitable(
-            f"its sizes vary, and a program would hold for one size only of {' and of '.join(closed)}, "
+            f"its sizes vary, and a program would hold for one size only of {' and of '.join(specialized)}, "
             "which an operator needs to know"
         )
 

@@ -85,34 +85,36 @@ class Worth:
     why: str = ""
 
 
-def judge(left: int, eager: float, size: int, looped: bool, records: Sequence[CompileRecord], spare: bool) -> Worth:
-    """Decide whether to compile a step of ``size`` operators that runs ``left`` more times, in ``eager`` seconds each.
+def judge(
+    remaining: int, eager: float, size: int, looped: bool, records: Sequence[CompileRecord], spare: bool
+) -> Worth:
+    """Decide whether to compile a step of ``size`` operators for its ``remaining`` runs, of ``eager`` seconds each.
 
     ``spare``: whether there is a core that torch does not use.
     """
-    known = [record for record in records if record.looped is looped]
+    similar = [record for record in records if record.looped is looped]
     cost = compile_seconds(size, looped, records, spare)
-    seen = [record for record in known if record.speedup is not None]
-    faster = median(r.speedup or 1.0 for r in nearest(seen, size)) if seen else None
-    ahead = left * eager
-    told = f"{left} more steps take {ahead:.2g} s eagerly, and its compilation about {cost:.2g} s"
-    if faster is not None and faster <= 1.0:
-        return Worth(why=f"compiled steps like it were no faster on this machine ({faster:.2f} times as fast)")
-    if spare or not known:
+    measured = [record for record in similar if record.speedup is not None]
+    speedup = median(r.speedup or 1.0 for r in nearest(measured, size)) if measured else None
+    eager_seconds = remaining * eager
+    reason = f"{remaining} more steps take {eager_seconds:.2g} s eagerly, and its compilation about {cost:.2g} s"
+    if speedup is not None and speedup <= 1.0:
+        return Worth(why=f"compiled steps like it were no faster on this machine ({speedup:.2f} times as fast)")
+    if spare or not similar:
         # No step waits for the program, so it only has to be ready before the last step.
-        return Worth(behind=True) if cost < ahead else Worth(why=told)
-    gain = ahead * (1.0 - 1.0 / (faster if faster is not None else float("inf")))
-    return Worth() if cost < gain else Worth(why=told)
+        return Worth(behind=True) if cost < eager_seconds else Worth(why=reason)
+    gain = eager_seconds * (1.0 - 1.0 / (speedup if speedup is not None else float("inf")))
+    return Worth() if cost < gain else Worth(why=reason)
 
 
 def compile_seconds(size: int, looped: bool, records: Sequence[CompileRecord], behind: bool) -> float:
     """Estimate the seconds to compile a step of ``size`` operators; ``behind``: in another process."""
-    known = [record for record in records if record.looped is looped]
-    alike = [record for record in known if record.behind is behind] or known
-    if not alike:
+    similar = [record for record in records if record.looped is looped]
+    comparable = [record for record in similar if record.behind is behind] or similar
+    if not comparable:
         return FIRST_COMPILATION
     # Scale up for larger steps, but not down for smaller ones, which may take as long.
-    return median(r.seconds * max(1.0, size / r.operators) for r in nearest(alike, size))
+    return median(r.seconds * max(1.0, size / r.operators) for r in nearest(comparable, size))
 
 
 def spare_core() -> bool:

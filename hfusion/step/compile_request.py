@@ -40,14 +40,14 @@ class Order:
 
     def key(self, environment: Mapping[str, Any]) -> str:
         """Return a hash of the request and of ``environment``; see `hfusion.step.program_cache.circumstances`."""
-        whole = json.dumps(environment, sort_keys=True) + self.text
-        return hashlib.sha256(whole.encode()).hexdigest()
+        content = json.dumps(environment, sort_keys=True) + self.text
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 def write_order(forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any) -> Order:
     """Return the request for calls like ``call``. Raises Unwritable if it cannot be written as plain values."""
     tensors = Tensors.of(forward, loss)
-    places = {id(tensor): place for place, tensor in enumerate(tensors.all())}
+    places = {id(tensor): index for index, tensor in enumerate(tensors.all())}
 
     def source(bound: BoundProgram) -> dict[str, Any]:
         return {**write_compiled(bound.compiled), "places": [places[id(h[n])] for h, n in bound.places]}
@@ -84,7 +84,7 @@ def read_order(content: Mapping[str, Any]) -> Iterator[Ordered]:
     """
     with ExitStack() as stack:
         stack.enter_context(_under(content["settings"]))
-        tensors = {str(place): _read_tensor(one) for place, one in enumerate(content["tensors"])}
+        tensors = {str(index): _read_tensor(written) for index, written in enumerate(content["tensors"])}
         forward, loss = (_read_source(content[name], tensors) for name in ("forward", "loss"))
         inputs, target = (
             Arguments(tuple(_read_leaf(leaf) for leaf in content[name]), None) for name in ("inputs", "target")
@@ -95,12 +95,12 @@ def read_order(content: Mapping[str, Any]) -> Iterator[Ordered]:
 
 
 def _read_source(written: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> BoundProgram:
-    places = tuple((tensors, str(place)) for place in written["places"])
-    own = [name for kind, name in written["slots"] if kind != Kind.INPUT.value]
+    places = tuple((tensors, str(index)) for index in written["places"])
+    names = [name for kind, name in written["slots"] if kind != Kind.INPUT.value]
     kinds = [kind for kind, _ in written["slots"] if kind != Kind.INPUT.value]
     constants = {
         name: holder[key]
-        for kind, name, (holder, key) in zip(kinds, own, places, strict=True)
+        for kind, name, (holder, key) in zip(kinds, names, places, strict=True)
         if kind == Kind.CONSTANT.value
     }
     compiled: Compiled = read_compiled(written, constants)
@@ -121,8 +121,8 @@ def _write_tensor(tensor: Tensor) -> dict[str, Any]:
 
 def _read_tensor(written: Mapping[str, Any]) -> Tensor:
     dtype, device = getattr(torch, written["dtype"]), torch.device(written["device"])
-    found = torch.empty_strided(written["shape"], written["stride"], dtype=dtype, device=device)
-    return found.zero_().requires_grad_(written["grad"])
+    tensor = torch.empty_strided(written["shape"], written["stride"], dtype=dtype, device=device)
+    return tensor.zero_().requires_grad_(written["grad"])
 
 
 def _write_leaf(leaf: Any) -> Any:

@@ -112,27 +112,27 @@ class ProgramMaker:
         if not self.mode.judged or self._pays(way, request, steps):
             self._make(way, replace(request, behind=request.behind or way.clock.behind))
 
-    def _pays(self, way: StepVariant, request: MakeRequest, steps: int) -> bool:
-        """Return whether compiling ``way`` pays after ``steps`` steps of its kind; always True on an accelerator.
+    def _pays(self, variant: StepVariant, request: MakeRequest, steps: int) -> bool:
+        """Return whether compiling ``variant`` pays after ``steps`` steps of its kind; always True on an accelerator.
 
         Before the first timed step, only a cached program is taken.
         """
-        if any(holder[name].device.type != "cpu" for holder, name in way.places):
+        if any(holder[name].device.type != "cpu" for holder, name in variant.places):
             # On an accelerator, calls return before the work is done, so they cannot be timed here.
             return True
-        if not way.clock.eager:
+        if not variant.clock.eager:
             # A cached program costs nothing.
-            self._make(way, replace(request, wait=False, find_only=True))
+            self._make(variant, replace(request, wait=False, find_only=True))
             return False
-        left = self.mode.left(steps)
-        if left is None:
+        remaining = self.mode.left(steps)
+        if remaining is None:
             return False
-        operators, looped = way.extent
-        found = judge(left, median(way.clock.eager), operators, looped, read_records(), spare_core())
-        way.clock.behind = found.behind
-        final = bool(found.why) and self.mode.steps is not None
-        way.note(Failed(found.why, by_choice=True) if final else Postponed(found.why))
-        return not found.why
+        operators, looped = variant.extent
+        decision = judge(remaining, median(variant.clock.eager), operators, looped, read_records(), spare_core())
+        variant.clock.behind = decision.behind
+        final = bool(decision.why) and self.mode.steps is not None
+        variant.note(Failed(decision.why, by_choice=True) if final else Postponed(decision.why))
+        return not decision.why
 
     def eager_threads(self, way: StepVariant) -> AbstractContextManager[None]:
         """Context manager: run an eager step of ``way`` with one torch thread fewer if a compilation needs the core.
@@ -156,205 +156,209 @@ class ProgramMaker:
             add_record(CompileRecord(*way.extent, behind, clock.compilation, clock.speedup))
 
     def _variants(self) -> Iterator[StepVariant]:
-        return (way for ways in self._ways.values() for way in ways)
+        return (variant for variants in self._ways.values() for variant in variants)
 
     def programs(self) -> list[StepProgram]:
-        return list(dict.fromkeys(way.program for way in self._variants() if way.program is not None))
+        return list(dict.fromkeys(variant.program for variant in self._variants() if variant.program is not None))
 
     def release(self) -> None:
         """Let all variants drop their references to tensors until their next step."""
-        for way in self._variants():
-            way.release()
+        for variant in self._variants():
+            variant.release()
 
-    def _take_fitting(self, way: StepVariant, call: StepCall) -> bool:
+    def _take_fitting(self, variant: StepVariant, call: StepCall) -> bool:
         """Reuse a program of calls that differ only in the number of samples, if it is valid for this number."""
         for other in self._variants():
-            if other.program is not None and other.like(way) and other.program.fits(call):
-                if way.pending is not None:
-                    way.pending.cancel()
-                    way.note(Ended())
-                way.note(Made(other.program))
+            if other.program is not None and other.like(variant) and other.program.fits(call):
+                if variant.pending is not None:
+                    variant.pending.cancel()
+                    variant.note(Ended())
+                variant.note(Made(other.program))
                 return True
         return False
 
-    def _waits(self, way: StepVariant, call: StepCall, steps: int) -> bool:
+    def _waits(self, variant: StepVariant, call: StepCall, steps: int) -> bool:
         """Return True if a similar variant's pending program decides this step: eager, or by that program."""
         for other in self._variants():
-            if other is not way and isinstance(other.state, Compiling) and other.like(way):
+            if other is not variant and isinstance(other.state, Compiling) and other.like(variant):
                 if other.state.behind or not self.mode.due(steps):
                     return True
                 self._take(other)
-                return self._take_fitting(way, call)
+                return self._take_fitting(variant, call)
         return False
 
-    def _make(self, way: StepVariant, request: MakeRequest) -> None:
-        """Find or compile the program of ``way``, or let another process compile it."""
+    def _make(self, variant: StepVariant, request: MakeRequest) -> None:
+        """Find or compile the program of ``variant``, or let another process compile it."""
         if self.library.count >= MAX_PROGRAMS:
-            way.note(Failed(f"{MAX_PROGRAMS} other programs were compiled already; call it with fewer kinds of inputs"))
+            variant.note(
+                Failed(f"{MAX_PROGRAMS} other programs were compiled already; call it with fewer kinds of inputs")
+            )
             return
-        self._guarded(way, request, lambda of: self._find_or_compile(of, request))
+        self._guarded(variant, request, lambda target: self._find_or_compile(target, request))
 
-    def _guarded(self, way: StepVariant, request: MakeRequest, work: Callable[[StepVariant], None]) -> None:
-        """Call ``work(way)``; if it fails, note the reason in the state of ``way``."""
+    def _guarded(self, variant: StepVariant, request: MakeRequest, work: Callable[[StepVariant], None]) -> None:
+        """Call ``work(variant)``; if it fails, note the reason in the state of ``variant``."""
         try:
-            work(way)
+            work(variant)
         except Unparted as error:
-            way.parting = Parting(way.most if request.size is None else request.size, why=str(error))
-            self._make(way, request)
+            variant.parting = Parting(variant.most if request.size is None else request.size, why=str(error))
+            self._make(variant, request)
         except (ProgramMismatch, BrokenProgram):
             raise
         except Unprofitable as error:
-            way.note(Failed(str(error), by_choice=isinstance(error, SlowerThanEager)))
+            variant.note(Failed(str(error), by_choice=isinstance(error, SlowerThanEager)))
         except Exception as error:
             # Only tracing and compiling can fail here: errors of the user's code were raised as the call ran eagerly.
-            way.note(Failed(f"compilation failed: {error_text(error)}"))
+            variant.note(Failed(f"compilation failed: {error_text(error)}"))
 
-    def _find_or_compile(self, way: StepVariant, request: MakeRequest) -> None:
-        assert way.sources is not None
-        if way.parting is None:
-            way.parting = Parting.of(self.mode.parts, *way.sources, request.size, way.most)
-        parting, began = way.parting, perf_counter()
+    def _find_or_compile(self, variant: StepVariant, request: MakeRequest) -> None:
+        assert variant.sources is not None
+        if variant.parting is None:
+            variant.parting = Parting.of(self.mode.parts, *variant.sources, request.size, variant.most)
+        parting, began = variant.parting, perf_counter()
         with parting.set_threads():
-            order = order_for(*way.sources, request.call, parting.size, request.autocast, always=request.behind)
-        if self.mode.judged and (known_eager := known_times(order, parting.threads)) is not None:
-            check_faster(known_eager)
+            order = order_for(*variant.sources, request.call, parting.size, request.autocast, always=request.behind)
+        if self.mode.judged and (eager_times := known_times(order, parting.threads)) is not None:
+            check_faster(eager_times)
         rival = None
         # The two differ in last bits: time decides once for all, or not at all.
         if parting.rival and order is not None and program_cache.keeping() and lasts():
             times = find_times(order, parting.threads, (ONE_PART, PARTS))
             if times is not None:
-                way.parting = parting = parting.chosen(times)
+                variant.parting = parting = parting.chosen(times)
                 if times.fastest == ONE_PART:
-                    self._find_or_compile(way, request)
+                    self._find_or_compile(variant, request)
                     return
             elif request.find_only:
                 return
             else:
-                rival = self._rival(way, request.call, order, request.autocast)
-        known = self._known(way, request, order)
-        if known is not None and (rival is None or not request.behind):
-            self._use(way, request.call, order, known, rival, request.due)
-            if way.clock.compilation is not None:
-                way.clock.compilation = perf_counter() - began
+                rival = self._rival(variant, request.call, order, request.autocast)
+        programs = self._known(variant, request, order)
+        if programs is not None and (rival is None or not request.behind):
+            self._use(variant, request.call, order, programs, rival, request.due)
+            if variant.clock.compilation is not None:
+                variant.clock.compilation = perf_counter() - began
         elif not request.find_only:
             assert order is not None
-            job = BackgroundJob(order, self._folder, self) if known is None else None
-            way.note(Requested(PendingProgram(job, order, request.call, rival), way.clock.behind))
-            if request.wait and not way.clock.behind:
-                self._take(way)
+            job = BackgroundJob(order, self._folder, self) if programs is None else None
+            variant.note(Requested(PendingProgram(job, order, request.call, rival), variant.clock.behind))
+            if request.wait and not variant.clock.behind:
+                self._take(variant)
 
-    def _known(self, way: StepVariant, request: MakeRequest, order: Order | None) -> StepPrograms | NoProgram | None:
+    def _known(
+        self, variant: StepVariant, request: MakeRequest, order: Order | None
+    ) -> StepPrograms | NoProgram | None:
         """Return cached programs, or compile them here; None if another process must, or nothing may be compiled."""
-        assert way.sources is not None
-        assert way.parting is not None
+        assert variant.sources is not None
+        assert variant.parting is not None
         began = perf_counter()
         keep = order if program_cache.keeping() else None
-        with way.parting.set_threads():
+        with variant.parting.set_threads():
             with tracing:
-                known = None if keep is None else program_cache.find(keep)
-            if known is None and not request.find_only and not (request.behind and order is not None):
+                programs = None if keep is None else program_cache.find(keep)
+            if programs is None and not request.find_only and not (request.behind and order is not None):
                 with compiling():
-                    kind, size = _kind(way, request.call), way.parting.size
-                    known = compile_programs(*way.sources, request.call, self.library, kind, size, keep)
-                    way.clock.compilation = perf_counter() - began
-        return known
+                    kind, size = _kind(variant, request.call), variant.parting.size
+                    programs = compile_programs(*variant.sources, request.call, self.library, kind, size, keep)
+                    variant.clock.compilation = perf_counter() - began
+        return programs
 
-    def _rival(self, way: StepVariant, call: StepCall, parts: Order, autocast: Any) -> Rival | None:
+    def _rival(self, variant: StepVariant, call: StepCall, parts: Order, autocast: Any) -> Rival | None:
         """Request the program of all members in one block, to be compared with the blocks of the order ``parts``.
 
         Another process compiles it unless it is cached. None if there can be no such program.
         """
-        assert way.sources is not None
-        order = order_for(*way.sources, call, None, autocast, always=True)
+        assert variant.sources is not None
+        order = order_for(*variant.sources, call, None, autocast, always=True)
         if order is None:
             return None
         with tracing:
-            known = program_cache.find(order)
+            cached = program_cache.find(order)
         try:
-            job = None if known is not None else BackgroundJob(order, self._folder, self)
+            job = None if cached is not None else BackgroundJob(order, self._folder, self)
         except OSError:
             return None
         return Rival(PendingProgram(job, order, call), parts)
 
-    def _take(self, way: StepVariant) -> None:
-        """Wait for the program that another process compiles for ``way``, and use it."""
-        pending = way.pending
+    def _take(self, variant: StepVariant) -> None:
+        """Wait for the program that another process compiles for ``variant``, and use it."""
+        pending = variant.pending
         assert pending is not None
-        way.note(Ended())
-        found = self._result(pending)
-        if found is None:
+        variant.note(Ended())
+        result = self._result(pending)
+        if result is None:
             # The job was cancelled because its owner is gone; the next call requests the program again.
             return
-        if isinstance(found, str):
-            way.note(Failed(f"its compilation in the background failed: {found}"))
+        if isinstance(result, str):
+            variant.note(Failed(f"its compilation in the background failed: {result}"))
             return
         if pending.job is not None:
-            way.clock.compilation = pending.job.seconds
-            self.library.count += 0 if isinstance(found, NoProgram) else len(found.runs)
+            variant.clock.compilation = pending.job.seconds
+            self.library.count += 0 if isinstance(result, NoProgram) else len(result.runs)
         try:
-            self._use(way, pending.call, pending.order, found, pending.rival)
+            self._use(variant, pending.call, pending.order, result, pending.rival)
         except Unparted as error:
             # The next call requests a program that runs in one part.
-            way.parting = Parting(way.most, why=str(error))
+            variant.parting = Parting(variant.most, why=str(error))
         except Unprofitable as error:
-            way.note(Failed(str(error), by_choice=isinstance(error, SlowerThanEager)))
+            variant.note(Failed(str(error), by_choice=isinstance(error, SlowerThanEager)))
 
     def _result(self, pending: PendingProgram) -> StepPrograms | NoProgram | str | None:
         """Wait for a request and return its programs; the reason if there are none, None if it was cancelled."""
         trouble = "" if pending.job is None else pending.job.result()
         if pending.job is not None and pending.job.cancelled:
             return None
-        found = None if trouble else program_cache.find(pending.order, self._folder)
-        return (trouble or "the compiled program cannot be read") if found is None else found
+        programs = None if trouble else program_cache.find(pending.order, self._folder)
+        return (trouble or "the compiled program cannot be read") if programs is None else programs
 
     def _use(
         self,
-        way: StepVariant,
+        variant: StepVariant,
         call: StepCall,
         order: Order | None,
-        found: StepPrograms | NoProgram,
+        programs: StepPrograms | NoProgram,
         rival: Rival | None = None,
         due: bool = True,
     ) -> None:
-        """Let ``way`` use the program. Raises Unprofitable if eager steps are faster, or if there is none."""
-        if isinstance(found, NoProgram):
-            raise Unprofitable(found.why)
-        assert way.parting is not None
-        parts = self._step(way, call, found)
-        program = way.parting.applied(parts)
-        other = None if rival is None else self._result(rival.pending)
-        if rival is not None and isinstance(other, StepPrograms):
-            program = self._faster(way, call, program, parts, other, rival.parts)
-        if way.parting.times is not None:
-            program = NotedProgram(program, f"chosen: {way.parting.times}")
-        if self.mode.judged and all(holder[name].device.type == "cpu" for holder, name in way.places):
-            program = not_slower_than_eager(way, call, order, program, self._eager)
-        way.note(Made(program, due))
+        """Let ``variant`` use the program. Raises Unprofitable if eager steps are faster, or if there is none."""
+        if isinstance(programs, NoProgram):
+            raise Unprofitable(programs.why)
+        assert variant.parting is not None
+        parts = self._step(variant, call, programs)
+        program = variant.parting.applied(parts)
+        rival_programs = None if rival is None else self._result(rival.pending)
+        if rival is not None and isinstance(rival_programs, StepPrograms):
+            program = self._faster(variant, call, program, parts, rival_programs, rival.parts)
+        if variant.parting.times is not None:
+            program = NotedProgram(program, f"chosen: {variant.parting.times}")
+        if self.mode.judged and all(holder[name].device.type == "cpu" for holder, name in variant.places):
+            program = not_slower_than_eager(variant, call, order, program, self._eager)
+        variant.note(Made(program, due))
 
     def _faster(
         self,
-        way: StepVariant,
+        variant: StepVariant,
         call: StepCall,
         applied: StepProgram,
         parts: FusedStep | PerMemberStep,
-        found: StepPrograms,
+        rival_programs: StepPrograms,
         order: Order,
     ) -> StepProgram:
         """Measure the step in blocks and in one block, and return the faster; ``applied``: the step in blocks."""
-        assert way.parting is not None
-        parting, way.parting = way.parting, Parting(None)
-        one = self._step(way, call, found)
-        ways: dict[str, StepProgram] = {
-            ONE_PART: way.parting.applied(one),
+        assert variant.parting is not None
+        parting, variant.parting = variant.parting, Parting(None)
+        single_block = self._step(variant, call, rival_programs)
+        steps: dict[str, StepProgram] = {
+            ONE_PART: variant.parting.applied(single_block),
             PARTS: replace(parting, measured=False).applied(parts),
         }
-        times = keep_times(order, measure(ways, call, way.places), parting.threads, (ONE_PART, PARTS))
-        way.parting = parting if times is None else parting.chosen(times)
-        return ways[ONE_PART] if times is not None and times.fastest == ONE_PART else applied
+        times = keep_times(order, measure(steps, call, variant.places), parting.threads, (ONE_PART, PARTS))
+        variant.parting = parting if times is None else parting.chosen(times)
+        return steps[ONE_PART] if times is not None and times.fastest == ONE_PART else applied
 
-    def _step(self, way: StepVariant, call: StepCall, found: StepPrograms) -> FusedStep | PerMemberStep:
-        assert way.sources is not None
-        return step_of(found, *way.sources, call, way.places, self.library, _kind(way, call))
+    def _step(self, variant: StepVariant, call: StepCall, programs: StepPrograms) -> FusedStep | PerMemberStep:
+        assert variant.sources is not None
+        return step_of(programs, *variant.sources, call, variant.places, self.library, _kind(variant, call))
 
     @cached_property
     def _folder(self) -> Path:
@@ -367,13 +371,13 @@ class ProgramMaker:
 
     def close(self) -> None:
         """End the processes that compile. Later steps request the programs again if they need them."""
-        for way in self._variants():
-            if way.pending is not None:
-                way.pending.cancel()
+        for variant in self._variants():
+            if variant.pending is not None:
+                variant.pending.cancel()
 
 
-def _kind(way: StepVariant, call: StepCall) -> Any:
+def _kind(variant: StepVariant, call: StepCall) -> Any:
     """Return what a program depends on in addition to forward and loss, except sizes and the array's arrangement."""
-    (*modes, _), *others = way.situation
-    threads = way.parting.inner if way.parting is not None and way.parting.threads > 1 else None
+    (*modes, _), *others = variant.situation
+    threads = variant.parting.inner if variant.parting is not None and variant.parting.threads > 1 else None
     return (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key, threads)

@@ -86,10 +86,10 @@ class BackgroundJob:
         assert self._process.stdout is not None
         lines = self._process.stdout.read().decode(errors="replace").splitlines()
         if lines:
-            told = json.loads(lines[-1])
+            message = json.loads(lines[-1])
             # The time at which the process ended, not that of this call, which may come a long step later.
-            self.seconds = max(0.0, told["ended"] - self._began)
-            return str(told["told"])
+            self.seconds = max(0.0, message["ended"] - self._began)
+            return str(message["told"])
         self._log.seek(0)
         last = self._log.read()[-_TAIL:].decode(errors="replace").strip().splitlines()
         return f"it ended with code {self._process.returncode}: {last[-1] if last else 'without a word'}"
@@ -143,8 +143,8 @@ def main(arguments: Sequence[str]) -> None:
     # Only the answer goes to the pipe: what other code prints goes to the log.
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    told = _carried_out(json.loads(Path(arguments[0]).read_text()), Path(arguments[1]))
-    answer.write(json.dumps({"told": told, "ended": time.time()}) + "\n")
+    outcome = _carried_out(json.loads(Path(arguments[0]).read_text()), Path(arguments[1]))
+    answer.write(json.dumps({"told": outcome, "ended": time.time()}) + "\n")
     answer.flush()
     # Skip torch's cleanup at exit.
     os._exit(0)

@@ -74,12 +74,12 @@ class FusedStep:
 
     def step(self, call: StepCall) -> Tensor:
         clear(self.params)
-        own = self.tensors.all()
+        tensors = self.tensors.all()
         with torch.no_grad():
             seeds = [new_seeds(self.tensors.members)] if self.graph.seeded else []
-            losses, *grads = self.run(*own, *call.batch(), *seeds)
-        for place, grad in zip(self.graph.trained, grads, strict=True):
-            own[place].grad = grad
+            losses, *grads = self.run(*tensors, *call.batch(), *seeds)
+        for index, grad in zip(self.graph.trained, grads, strict=True):
+            tensors[index].grad = grad
         return losses
 
 
@@ -107,9 +107,9 @@ class PerMemberStep:
         count = len(self.graphs[0].operators)
         programs = "one program" if len(self.runs) == 1 else f"{len(self.runs)} programs"
         sizes = list(dict.fromkeys(len(rows) for rows in self.blocks))
-        each = "member" if self.size == 1 else f"{self.size}" if len(sizes) == 1 else "block"
-        whom = "a member" if self.size == 1 else f"{' and '.join(map(str, sizes))} members"
-        return f"{programs} of {count} operators for {whom}, called once per {each}"
+        unit = "member" if self.size == 1 else f"{self.size}" if len(sizes) == 1 else "block"
+        subject = "a member" if self.size == 1 else f"{' and '.join(map(str, sizes))} members"
+        return f"{programs} of {count} operators for {subject}, called once per {unit}"
 
     @property
     def seeded(self) -> bool:
@@ -138,40 +138,42 @@ class PerMemberStep:
 
     def step(self, call: StepCall) -> Tensor:
         clear(self.params)
-        own = self.tensors.all()
-        pairs = [*zip(own, self.tensors.stacked, strict=True), *zip(call.batch(), call.stacked, strict=True)]
+        tensors = self.tensors.all()
+        pairs = [*zip(tensors, self.tensors.stacked, strict=True), *zip(call.batch(), call.stacked, strict=True)]
         if self.seeded:
             pairs.append((new_seeds(self.members), True))
         columns = [t.detach().split(self.size) if stacked else (t,) * len(self.kinds) for t, stacked in pairs]
-        wanted = call.wants(self.blocks)
-        grads = [self._room(own[k], self.tensors.stacked[k] and all(wanted)) for k in self.trained]
+        active = call.wants(self.blocks)
+        grads = [self._room(tensors[k], self.tensors.stacked[k] and all(active)) for k in self.trained]
         losses: list[Tensor] = []
 
-        def take(rows: range, of_block: Tensor, *found: Tensor) -> None:
-            losses.append(of_block)
-            stacks = [k for k, place in enumerate(self.trained) if self.tensors.stacked[place]]
+        def take(rows: range, block_losses: Tensor, *block_grads: Tensor) -> None:
+            losses.append(block_losses)
+            stacks = [k for k, index in enumerate(self.trained) if self.tensors.stacked[index]]
             if stacks:
-                torch._foreach_copy_([grads[k][rows.start : rows.stop] for k in stacks], [found[k] for k in stacks])
+                torch._foreach_copy_(
+                    [grads[k][rows.start : rows.stop] for k in stacks], [block_grads[k] for k in stacks]
+                )
             for k in set(range(len(grads))).difference(stacks):
-                grads[k] += found[k]
+                grads[k] += block_grads[k]
 
         with torch.no_grad():
             # The gradients of a block are freed before the next one runs.
-            for rows, kind, w, given in zip(self.blocks, self.kinds, wanted, zip(*columns, strict=True), strict=True):
+            for rows, kind, w, inputs in zip(self.blocks, self.kinds, active, zip(*columns, strict=True), strict=True):
                 if w:
-                    take(rows, *self.runs[kind](*given))
+                    take(rows, *self.runs[kind](*inputs))
                 else:
                     losses.append(torch.full((len(rows),), torch.nan, device="cpu"))
-        for place, grad in zip(self.trained, grads, strict=True):
-            own[place].grad = grad
-        known = next(of_block for of_block, w in zip(losses, wanted, strict=True) if w)
-        return torch.cat([of_block.to(known) for of_block in losses])
+        for index, grad in zip(self.trained, grads, strict=True):
+            tensors[index].grad = grad
+        computed = next(block_losses for block_losses, w in zip(losses, active, strict=True) if w)
+        return torch.cat([block_losses.to(computed) for block_losses in losses])
 
     @staticmethod
     def _room(tensor: Tensor, filled: bool) -> Tensor:
         """Allocate a gradient; ``filled``: all of it will be overwritten, so it need not be zeroed."""
-        made = torch.empty_like if filled else torch.zeros_like
-        return made(tensor.detach(), memory_format=torch.contiguous_format)
+        allocate = torch.empty_like if filled else torch.zeros_like
+        return allocate(tensor.detach(), memory_format=torch.contiguous_format)
 
 
 @dataclass(eq=False)
@@ -227,14 +229,14 @@ def compile_programs(
         Exception: any error of tracing or compiling.
     """
     try:
-        found = _compile(forward, loss, call, library, kind, size)
+        programs = _compile(forward, loss, call, library, kind, size)
     except Unprofitable as error:
         if order is not None:
             program_cache.keep(order, NoProgram(str(error)), folder)
         raise
     if order is not None:
-        program_cache.keep(order, found, folder)
-    return found
+        program_cache.keep(order, programs, folder)
+    return programs
 
 
 def _compile(
@@ -265,7 +267,7 @@ def _compile(
 
 
 def step_of(
-    found: StepPrograms,
+    programs: StepPrograms,
     forward: BoundProgram,
     loss: BoundProgram,
     call: StepCall,
@@ -276,15 +278,15 @@ def step_of(
     """Return the step that runs compiled programs. Programs of blocks are added to ``library``."""
     params = tuple((holder, name) for holder, name in places if isinstance(holder[name], nn.Parameter))
     tensors = Tensors.of(forward, loss)
-    if found.size is None:
-        return FusedStep(found.graphs[0], found.runs[0], tensors, params)
-    ranges = blocks_of(forward.compiled.program.members, found.size)
-    for number in set(found.kinds):
-        rows = ranges[found.kinds.index(number)]
-        own, its_call = tensors.of_rows(rows), call.of_rows(rows)
-        key = _block_key(forward, loss, scalars_of(forward, loss, rows), own, its_call, found.size, kind)
-        library.blocks.setdefault(key, (found.graphs[number], found.runs[number]))
-    return PerMemberStep(found.graphs, found.runs, found.kinds, found.size, tensors, params)
+    if programs.size is None:
+        return FusedStep(programs.graphs[0], programs.runs[0], tensors, params)
+    ranges = blocks_of(forward.compiled.program.members, programs.size)
+    for number in set(programs.kinds):
+        rows = ranges[programs.kinds.index(number)]
+        block_tensors, its_call = tensors.of_rows(rows), call.of_rows(rows)
+        key = _block_key(forward, loss, scalars_of(forward, loss, rows), block_tensors, its_call, programs.size, kind)
+        library.blocks.setdefault(key, (programs.graphs[number], programs.runs[number]))
+    return PerMemberStep(programs.graphs, programs.runs, programs.kinds, programs.size, tensors, params)
 
 
 def each(
@@ -302,45 +304,45 @@ def each(
     kinds = list(dict.fromkeys(blocks))
     if why := too_many_kinds(forward, loss, size):
         raise Unprofitable(why)
-    found = []
-    for scalars_there in kinds:
-        rows = ranges[blocks.index(scalars_there)]
-        own, its_call = tensors.of_rows(rows), call.of_rows(rows)
-        key = _block_key(forward, loss, scalars_there, own, its_call, size, kind)
-        known = library.blocks.get(key)
-        if known is None or not known[0].fits(its_call.batch()):
+    entries = []
+    for block_scalars in kinds:
+        rows = ranges[blocks.index(block_scalars)]
+        block_tensors, its_call = tensors.of_rows(rows), call.of_rows(rows)
+        key = _block_key(forward, loss, block_scalars, block_tensors, its_call, size, kind)
+        entry = library.blocks.get(key)
+        if entry is None or not entry[0].fits(its_call.batch()):
             graph = trace_rows(forward, loss, call, rows)
             check_open(graph, forward, loss, call)
             check_operators(graph)
             library.count += 1
-            known = library.blocks[key] = graph, build(graph, own, its_call.batch())
-        found.append(known)
-    graphs, runs = zip(*found, strict=True)
+            entry = library.blocks[key] = graph, build(graph, block_tensors, its_call.batch())
+        entries.append(entry)
+    graphs, runs = zip(*entries, strict=True)
     return StepPrograms(graphs, runs, size, tuple(map(kinds.index, blocks)))
 
 
 def too_many_kinds(forward: BoundProgram, loss: BoundProgram, size: int) -> str:
     """Return the reason against programs for blocks of ``size`` members; empty if there is none."""
     blocks = blocks_of(forward.compiled.program.members, size)
-    found = len({scalars_of(forward, loss, rows) for rows in blocks})
+    count = len({scalars_of(forward, loss, rows) for rows in blocks})
     variants = has_variants(forward.compiled.graph)
-    most, what = (MAX_STRUCTURES, "members") if variants else (MAX_KINDS, "scalars")
+    most, noun = (MAX_STRUCTURES, "members") if variants else (MAX_KINDS, "scalars")
     how = "one by one" if size == 1 else f"{size} at once"
-    why = f"members run {how}, each kind by a program of its own, and {what} differ in {found} ways; at most {most} are"
-    return f"{why} worth it" if found > most else ""
+    why = f"members run {how}, each kind by a program of its own, and {noun} differ in {count} ways; at most {most} are"
+    return f"{why} worth it" if count > most else ""
 
 
 def _block_key(
     forward: BoundProgram,
     loss: BoundProgram,
-    scalars_there: Any,
-    own: Sequence[Tensor],
+    block_scalars: Any,
+    tensors: Sequence[Tensor],
     call: StepCall,
     size: int,
     kind: Any,
 ) -> Any:
     """Return the key of a block's program in a `Library`."""
-    return _origin(forward), _origin(loss), scalars_there, size, kind, traits(own), traits(call.batch())
+    return _origin(forward), _origin(loss), block_scalars, size, kind, traits(tensors), traits(call.batch())
 
 
 def _origin(source: BoundProgram) -> Any:
@@ -349,8 +351,8 @@ def _origin(source: BoundProgram) -> Any:
     A loss may have been captured several times, for arrays with other numbers of members.
     """
     compiled = source.compiled
-    alone = compiled.constants or compiled.opaque or any(scalars(compiled.graph, compiled.program.members))
-    return compiled.origin if alone else str(compiled.graph)
+    has_state = compiled.constants or compiled.opaque or any(scalars(compiled.graph, compiled.program.members))
+    return compiled.origin if has_state else str(compiled.graph)
 
 
 def traits(tensors: Sequence[Tensor]) -> Any:
@@ -360,5 +362,7 @@ def traits(tensors: Sequence[Tensor]) -> Any:
 
 def scalars_of(forward: BoundProgram, loss: BoundProgram, rows: range) -> tuple[Any, ...]:
     """Return, for each of ``rows``, the scalars in which members differ; equal blocks share a program."""
-    values = [v for own in (forward.compiled, loss.compiled) for v in scalars(own.graph, own.program.members)]
-    return tuple(tuple(repr(each[member]) for each in values) for member in rows)
+    values = [
+        v for compiled in (forward.compiled, loss.compiled) for v in scalars(compiled.graph, compiled.program.members)
+    ]
+    return tuple(tuple(repr(per_member[member]) for per_member in values) for member in rows)

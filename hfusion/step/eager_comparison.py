@@ -59,12 +59,12 @@ class EagerProgram:
 
 def known_times(order: Order | None, threads: int) -> WayTimes | None:
     """Return the cached times of compiled and eager steps on this processor; None if there are none."""
-    kept = order is not None and program_cache.keeping() and lasts()
-    return find_times(order, threads, _WAYS) if order is not None and kept else None
+    is_cached = order is not None and program_cache.keeping() and lasts()
+    return find_times(order, threads, _WAYS) if order is not None and is_cached else None
 
 
 def not_slower_than_eager(
-    way: StepVariant,
+    variant: StepVariant,
     call: StepCall,
     order: Order | None,
     program: StepProgram,
@@ -75,12 +75,12 @@ def not_slower_than_eager(
     They are measured once per processor, without side effects, and cached. Raises SlowerThanEager if eager steps are
     clearly faster.
     """
-    assert way.parting is not None
-    times = known_times(order, way.parting.threads)
-    rival = eager(way.situation)
+    assert variant.parting is not None
+    times = known_times(order, variant.parting.threads)
+    rival = eager(variant.situation)
     # Steps that only measure must not run the user's hooks.
     if times is None and not hooked(rival.fused):
-        times = _measured(way, call, order, program, rival)
+        times = _measured(variant, call, order, program, rival)
     if times is None:
         return program
     check_faster(times)
@@ -94,14 +94,14 @@ def check_faster(times: WayTimes) -> None:
 
 
 def _measured(
-    way: StepVariant, call: StepCall, order: Order | None, program: StepProgram, eager: EagerProgram
+    variant: StepVariant, call: StepCall, order: Order | None, program: StepProgram, eager: EagerProgram
 ) -> WayTimes | None:
-    assert way.parting is not None
+    assert variant.parting is not None
     modules = eager.fused.modules()
     buffers: list[Place] = [(m._buffers, name) for m in modules for name, b in m._buffers.items() if b is not None]
-    times = measure({COMPILED: program, EAGER: eager}, call, [*way.places, *buffers])
-    if times is not None and times.eager_wins and way.clock.compilation is not None:
-        faster = times.seconds[EAGER] / times.seconds[COMPILED]
-        add_record(CompileRecord(*way.extent, way.clock.behind, way.clock.compilation, faster))
-    kept = order is not None and program_cache.keeping() and lasts()
-    return keep_times(order, times, way.parting.threads, _WAYS) if order is not None and kept else times
+    times = measure({COMPILED: program, EAGER: eager}, call, [*variant.places, *buffers])
+    if times is not None and times.eager_wins and variant.clock.compilation is not None:
+        speedup = times.seconds[EAGER] / times.seconds[COMPILED]
+        add_record(CompileRecord(*variant.extent, variant.clock.behind, variant.clock.compilation, speedup))
+    is_cached = order is not None and program_cache.keeping() and lasts()
+    return keep_times(order, times, variant.parting.threads, _WAYS) if order is not None and is_cached else times

@@ -81,20 +81,22 @@ class EagerStep:
         losses, outputs = list[Tensor](), None
         for rows in blocks_of(len(fused), size):
             block = self._block(rows, size)
-            given, named, goal = (take_entries(value, rows) for value in (tuple(args), kwargs, target))
+            block_args, block_kwargs, block_target = (
+                take_entries(value, rows) for value in (tuple(args), kwargs, target)
+            )
             with torch.enable_grad():
                 with nullcontext() if draws is None else seeded(partial(seeds_of, rows)):
-                    value = self._loss(found := block.array(*given, **named), goal)
+                    value = self._loss(block_outputs := block.array(*block_args, **block_kwargs), block_target)
                 check_losses(value, len(rows))
                 block.check_modes()
                 of_block(value, rows)
             gradients.take(block)
             losses.append(value.detach())
             if outputs is None:
-                outputs = _expanded(found, len(fused))
-                _trust_whole(fused, block, Arguments.of(given, named), Arguments.of(tuple(args), kwargs))
+                outputs = _expanded(block_outputs, len(fused))
+                _trust_whole(fused, block, Arguments.of(block_args, block_kwargs), Arguments.of(tuple(args), kwargs))
             # Free their memory before the next block runs.
-            del found, value
+            del block_outputs, value
         return torch.cat(losses), outputs
 
     def outputs(self, args: Sequence[Any], kwargs: dict[str, Any], size: int | None) -> Any:
@@ -102,8 +104,8 @@ class EagerStep:
         if size is None:
             return self._fused(*args, **kwargs)
         rows = range(size)
-        given, named = take_entries(tuple(args), rows), take_entries(kwargs, rows)
-        return _expanded(self._block(rows, size).array(*given, **named), len(self._fused))
+        block_args, block_kwargs = take_entries(tuple(args), rows), take_entries(kwargs, rows)
+        return _expanded(self._block(rows, size).array(*block_args, **block_kwargs), len(self._fused))
 
     def _block(self, rows: range, size: int) -> MemberBlock:
         """Return the array of the members ``rows``. Raises FusionError if they cannot be computed separately."""
@@ -139,10 +141,10 @@ def _expanded(outputs: Any, members: int) -> Any:
     return pytree.tree_map(first, outputs)
 
 
-def _trust_whole(fused: nn.Module, block: MemberBlock, given: Arguments, whole: Arguments) -> None:
+def _trust_whole(fused: nn.Module, block: MemberBlock, block_inputs: Arguments, inputs: Arguments) -> None:
     """Let the program of all members, and those of later blocks, skip the self-check that this block has passed."""
-    if given.ragged or whole.ragged:
+    if block_inputs.ragged or inputs.ragged:
         return
-    checked, program = block.array.find(given), block.whole.find(whole)
+    checked, program = block.array.find(block_inputs), block.whole.find(inputs)
     if checked is not None and program is not None:
         trust(block.array, checked, block.whole, program)

@@ -25,8 +25,8 @@ class WrongProgram(Exception):
     """A compiled program does not compute what its graph computes; the message names the difference."""
 
 
-def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """Compile ``graph.module`` with Inductor, and check it on ``own`` and ``batch``, with copies of written tensors.
+def build(graph: StepGraph, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """Compile ``graph.module`` with Inductor, and check it on ``tensors`` and ``batch``, copying written tensors.
 
     Raises WrongProgram if results are wrong, and whatever Inductor raises, such as without a C++ compiler, or its code.
     """
@@ -42,22 +42,22 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
         written = written_inputs(graph.module.graph)
 
         def fresh() -> list[Tensor]:
-            return [tensor.clone() if index in written else tensor for index, tensor in enumerate(own)]
+            return [tensor.clone() if index in written else tensor for index, tensor in enumerate(tensors)]
 
         batch = [*batch, *(torch.zeros(seeds.shape, dtype=seeds.dtype, device="cpu") for seeds in graph.drawn)]
         # Programs draw from torch's global generator without the dispatcher, in any thread.
         with random_states_kept():
-            given = _results(run, fresh(), batch)
+            results = _results(run, fresh(), batch)
         if not any(draws_random(node.target) for node in graph.module.graph.nodes):
             by_operator, generator = ByOperator(graph.module).run, torch.Generator().manual_seed(0)
 
             def nearby() -> list[Tensor]:
                 return _results(by_operator, shaken(fresh(), generator), shaken(batch, generator))
 
-            wrong = disagreement(graph, given, _results(by_operator, fresh(), batch), nearby)
-            if wrong:
-                raise WrongProgram(f"what torch.compile made of it is wrong: {wrong}")
-        entry = entry_of(run, len(own) + len(batch), len(given) - len(own))
+            problem = disagreement(graph, results, _results(by_operator, fresh(), batch), nearby)
+            if problem:
+                raise WrongProgram(f"what torch.compile made of it is wrong: {problem}")
+        entry = entry_of(run, len(tensors) + len(batch), len(results) - len(tensors))
         if entry is None:
             return run
 
@@ -66,8 +66,8 @@ def build(graph: StepGraph, own: Sequence[Tensor], batch: Sequence[Tensor]) -> C
                 return _results(call, fresh(), batch)
 
         # Without torch's wrappers, the program must give the same bits.
-        difference = _difference(graph, again(entry), given)
-        repeats = not difference or not _difference(graph, again(run), given)
+        difference = _difference(graph, again(entry), results)
+        repeats = not difference or not _difference(graph, again(run), results)
     if not difference:
         return entry
     warnings.warn(_fallback(difference, repeats), stacklevel=2)
@@ -89,28 +89,30 @@ def _fallback(difference: str, repeats: bool) -> str:
     return f"a compiled step runs through torch's wrappers, in one part, exact but slower: {why}; {remedy}"
 
 
-def _difference(graph: StepGraph, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str:
+def _difference(graph: StepGraph, results: Sequence[Tensor], references: Sequence[Tensor]) -> str:
     """Describe the first difference between results of a step; empty if all bits are equal."""
-    for name, one, other in zip(result_names(graph, len(ours)), ours, theirs, strict=True):
-        if _same_bits(one, other):
+    for name, actual, expected in zip(result_names(graph, len(results)), results, references, strict=True):
+        if _same_bits(actual, expected):
             continue
-        kinds = [f"{describe_value(tensor, None, 0)} of strides {list(tensor.stride())}" for tensor in (one, other)]
+        kinds = [
+            f"{describe_value(tensor, None, 0)} of strides {list(tensor.stride())}" for tensor in (actual, expected)
+        ]
         if kinds[0] != kinds[1]:
             return f"{name} as {kinds[0]} instead of {kinds[1]}"
-        place = tuple(((one != other) & ((one == one) | (other == other))).nonzero()[0].tolist())
-        return f"{one[place].item()!r} instead of {other[place].item()!r} in {name}, {kinds[0]}, at {list(place)}"
+        index = tuple(((actual != expected) & ((actual == actual) | (expected == expected))).nonzero()[0].tolist())
+        return f"{actual[index].item()!r} instead of {expected[index].item()!r} in {name}, {kinds[0]}, at {list(index)}"
     return ""
 
 
-def _results(run: Callable[..., Sequence[Tensor]], own: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
+def _results(run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
     """Return the outputs of a program, in host memory, and the tensors that it may have written.
 
     Outputs move to host memory because two programs are compared, but memory plans count one set of gradients.
     """
-    return [*(output.cpu() for output in run(*own, *batch)), *own]
+    return [*(output.cpu() for output in run(*tensors, *batch)), *tensors]
 
 
-def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    if (ours.shape, ours.stride(), ours.dtype) != (theirs.shape, theirs.stride(), theirs.dtype):
+def _same_bits(result: Tensor, reference: Tensor) -> bool:
+    if (result.shape, result.stride(), result.dtype) != (reference.shape, reference.stride(), reference.dtype):
         return False
-    return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
+    return bool(((result == reference) | ((result != result) & (reference != reference))).all())

@@ -84,24 +84,24 @@ class _Fixed:
         self,
         program: PerMemberStep,
         entries: Sequence[int],
-        own: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         call: StepCall,
         losses: torch.dtype,
     ) -> None:
         self.members, self.idle = program.members, call.idle
-        wanted = call.wants(program.blocks)
-        blocks = [(rows, kind) for rows, kind, w in zip(program.blocks, program.kinds, wanted, strict=True) if w]
-        self.addresses = list(map(Tensor.data_ptr, own))
+        active = call.wants(program.blocks)
+        blocks = [(rows, kind) for rows, kind, w in zip(program.blocks, program.kinds, active, strict=True) if w]
+        self.addresses = list(map(Tensor.data_ptr, tensors))
         # Detached, since grad mode is on by default in each thread.
-        held = [tensor.detach() for tensor in own]
-        made = torch.empty_like if all(wanted) else torch.zeros_like
-        self.grads = [made(held[k], memory_format=torch.contiguous_format) for k in program.trained]
+        detached = [tensor.detach() for tensor in tensors]
+        allocate = torch.empty_like if all(active) else torch.zeros_like
+        self.grads = [allocate(detached[k], memory_format=torch.contiguous_format) for k in program.trained]
         self._written = {grad.untyped_storage().data_ptr() for grad in self.grads}
-        handles = _Handles(held)
+        handles = _Handles(detached)
         finalize(self, handles.release).atexit = False
         stacked = [*program.tensors.stacked, *call.stacked, *[True] * program.seeded]
-        self.batch = slice(len(held), len(stacked))
-        self.inputs = _array([*handles.addresses, *[0] * (len(stacked) - len(held))])
+        self.batch = slice(len(detached), len(stacked))
+        self.inputs = _array([*handles.addresses, *[0] * (len(stacked) - len(detached))])
         self.outputs = _array([0, *map(Tensor.data_ptr, self.grads)])
         self._bytes = _array([losses.itemsize, *(grad.nbytes // self.members for grad in self.grads)])
         self._stacked = bytes(stacked)
@@ -162,16 +162,16 @@ class PartedStep:
         """A description of how the blocks run, with measured times."""
         if self._threads == 1:
             return self._program.how
-        ways = {"threads": f"on {self._threads} threads", "in turn": "one after the other"}
-        each = f", each with {self._inner} of torch's" if self._inner > 1 else ""
+        modes = {"threads": f"on {self._threads} threads", "in turn": "one after the other"}
+        inner = f", each with {self._inner} of torch's" if self._inner > 1 else ""
         if self._trial is None:
-            return f"{self._program.how}, {ways['threads']}{each}"
+            return f"{self._program.how}, {modes['threads']}{inner}"
         best = self._trial.best
         if best is None:
-            return f"{self._program.how}, {ways['threads']}{each} or {ways['in turn']}: being measured"
-        other = next(way for way in ways if way != best)
-        took = {way: f"{1e3 * self._trial.seconds(way):.3g} ms" for way in ways}
-        return f"{self._program.how}, {ways[best]}{each}, measured: {took[best]}, {ways[other]} {took[other]}"
+            return f"{self._program.how}, {modes['threads']}{inner} or {modes['in turn']}: being measured"
+        other = next(mode for mode in modes if mode != best)
+        took = {mode: f"{1e3 * self._trial.seconds(mode):.3g} ms" for mode in modes}
+        return f"{self._program.how}, {modes[best]}{inner}, measured: {took[best]}, {modes[other]} {took[other]}"
 
     def fits(self, call: StepCall) -> bool:
         return self._program.fits(call)
@@ -185,19 +185,19 @@ class PartedStep:
             return first
         if self._trial is None:
             return self._on_threads(call, self._losses, self._threads)
-        way = self._trial.best or self._trial.next
+        mode = self._trial.best or self._trial.next
         start = time.perf_counter()
-        losses = self._on_threads(call, self._losses, self._threads if way == "threads" else 1)
+        losses = self._on_threads(call, self._losses, self._threads if mode == "threads" else 1)
         if self._trial.best is None:
-            self._trial.note(way, time.perf_counter() - start)
+            self._trial.note(mode, time.perf_counter() - start)
         return losses
 
     def _on_threads(self, call: StepCall, dtype: torch.dtype, threads: int) -> Tensor:
         clear(self._program.params)
-        own = self._program.tensors.all()
+        tensors = self._program.tensors.all()
         fixed = self._fixed
-        if fixed is None or fixed.idle != call.idle or fixed.addresses != list(map(Tensor.data_ptr, own)):
-            fixed = self._fixed = _Fixed(self._program, self._entries, own, call, dtype)
+        if fixed is None or fixed.idle != call.idle or fixed.addresses != list(map(Tensor.data_ptr, tensors)):
+            fixed = self._fixed = _Fixed(self._program, self._entries, tensors, call, dtype)
         helpers = self._helpers(threads)
         losses = torch.full((fixed.members,), torch.nan, dtype=dtype, device="cpu")
         fixed.outputs[0] = losses.data_ptr()
@@ -214,8 +214,8 @@ class PartedStep:
             raise RuntimeError(f"the step of members {block.start} to {last} failed: {error}") from None
         finally:
             handles.release()
-        for place, grad in zip(self._program.trained, fixed.grads, strict=True):
-            own[place].grad = grad
+        for index, grad in zip(self._program.trained, fixed.grads, strict=True):
+            tensors[index].grad = grad
         return losses
 
     def _helpers(self, threads: int) -> Team:
@@ -223,7 +223,7 @@ class PartedStep:
             # A forked process has none of its parent's threads.
             self._process, self._teams = os.getpid(), {}
         if self._trial is None or self._trial.best is not None:
-            self._teams = {number: one for number, one in self._teams.items() if number == threads}
+            self._teams = {number: helpers for number, helpers in self._teams.items() if number == threads}
         if threads not in self._teams:
             self._teams[threads] = team(threads, self._inner, self._joined)
         return self._teams[threads]

@@ -25,12 +25,12 @@ class PendingProgram:
 
     def ready(self) -> bool:
         pending = self if self.rival is None else self.rival.pending
-        return all(one.job is None or one.job.ready() for one in (self, pending))
+        return all(program.job is None or program.job.ready() for program in (self, pending))
 
     def cancel(self) -> None:
-        for one in (self, None if self.rival is None else self.rival.pending):
-            if one is not None and one.job is not None:
-                one.job.cancel()
+        for program in (self, None if self.rival is None else self.rival.pending):
+            if program is not None and program.job is not None:
+                program.job.cancel()
 
 
 @dataclass(frozen=True, eq=False)

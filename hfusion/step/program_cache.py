@@ -73,32 +73,32 @@ class NoProgram:
 
 def keeping() -> bool:
     """Return whether programs are cached on disk."""
-    asked = os.environ.get("HFUSION_PROGRAMS") != "0"
-    return asked and os.environ.get("HFUSION_CHECK") != "1" and not os.environ.get("HFUSION_DUMP")
+    enabled = os.environ.get("HFUSION_PROGRAMS") != "0"
+    return enabled and os.environ.get("HFUSION_CHECK") != "1" and not os.environ.get("HFUSION_DUMP")
 
 
 def find(order: Order, folder: Path | None = None) -> StepPrograms | NoProgram | None:
     """Return the cached result of a request; None if there is none, or, with a UserWarning, if it is unusable."""
     path = _path(order, folder or cache_folder())
     try:
-        found = json.loads(read_sealed(path))
-        return _read(found, path)
+        description = json.loads(read_sealed(path))
+        return _read(description, path)
     except FileNotFoundError:
         return None
     except (OSError, ImportError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        told = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        warnings.warn(f"the compiled step in {path} is made anew: {told}", stacklevel=2)
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        warnings.warn(f"the compiled step in {path} is made anew: {reason}", stacklevel=2)
         return None
 
 
-def keep(order: Order, found: StepPrograms | NoProgram, folder: Path | None = None) -> bool:
+def keep(order: Order, result: StepPrograms | NoProgram, folder: Path | None = None) -> bool:
     """Cache the result of a request; return whether it is cached. Warns if the folder cannot be written."""
     path = _path(order, folder or cache_folder())
     try:
-        told = {"refused": found.why} if isinstance(found, NoProgram) else _write(found, path)
-        if told is None:
+        description = {"refused": result.why} if isinstance(result, NoProgram) else _write(result, path)
+        if description is None:
             return False
-        write_sealed(path, json.dumps(told).encode())
+        write_sealed(path, json.dumps(description).encode())
         _make_room(path.parent)
     except OSError as error:
         warnings.warn(
@@ -114,17 +114,17 @@ def _path(order: Order, folder: Path) -> Path:
     return folder / f"{_PREFIX}{order.key(circumstances())[:32]}.json"
 
 
-def _write(found: StepPrograms, path: Path) -> dict[str, Any] | None:
+def _write(programs: StepPrograms, path: Path) -> dict[str, Any] | None:
     """Write the description of programs and store their libraries; None if a program has no library."""
     rows = []
-    for place, (graph, run) in enumerate(zip(found.graphs, found.runs, strict=True)):
+    for index, (graph, run) in enumerate(zip(programs.graphs, programs.runs, strict=True)):
         if not isinstance(run, NativeEntry):
             return None
         try:
             assumed = graph.guards.assumptions() if isinstance(graph, StepGraph) else graph.assumed
         except (ValueError, SyntaxError):
             return None
-        write_sealed(_library(path, place), run.content)
+        write_sealed(_library(path, index), run.content)
         rows.append(
             {
                 "trained": list(graph.trained),
@@ -136,46 +136,46 @@ def _write(found: StepPrograms, path: Path) -> dict[str, Any] | None:
                 "library": hashlib.sha256(run.content).hexdigest(),
             }
         )
-    return {"programs": rows, "size": found.size, "kinds": list(found.kinds)}
+    return {"programs": rows, "size": programs.size, "kinds": list(programs.kinds)}
 
 
-def _read(told: Mapping[str, Any], path: Path) -> StepPrograms | NoProgram:
-    if "refused" in told:
-        return NoProgram(str(told["refused"]))
+def _read(description: Mapping[str, Any], path: Path) -> StepPrograms | NoProgram:
+    if "refused" in description:
+        return NoProgram(str(description["refused"]))
     graphs, runs = [], []
-    for place, row in enumerate(told["programs"]):
+    for index, row in enumerate(description["programs"]):
         assumed = Assumptions.read(row["sizes"], row["code"])
         graphs.append(KeptGraph(tuple(row["trained"]), tuple(row["operators"]), assumed, row["seeded"]))
-        content = read_sealed(_library(path, place))
+        content = read_sealed(_library(path, index))
         if hashlib.sha256(content).hexdigest() != row["library"]:
             raise ValueError("its library is of another step")
         # Python loads extension modules of this suffix only.
-        module = _library(path, place).with_suffix(EXTENSION_SUFFIXES[-1])
+        module = _library(path, index).with_suffix(EXTENSION_SUFFIXES[-1])
         runs.append(NativeEntry(content, row["takes"], load_copy(content, module, load_function)))
-    return StepPrograms(tuple(graphs), tuple(runs), told["size"], tuple(told["kinds"]))
+    return StepPrograms(tuple(graphs), tuple(runs), description["size"], tuple(description["kinds"]))
 
 
-def _library(path: Path, place: int) -> Path:
-    return path.with_name(f"{path.stem}-{place}.so")
+def _library(path: Path, index: int) -> Path:
+    return path.with_name(f"{path.stem}-{index}.so")
 
 
 def _make_room(folder: Path) -> None:
     """Delete the oldest files until at most `MAX_FOLDER` bytes remain."""
     files = sorted(((file.stat(), file) for file in folder.glob(f"{_PREFIX}*")), key=lambda pair: pair[0].st_mtime)
-    size = sum(found.st_size for found, _ in files)
-    for found, file in files:
+    size = sum(status.st_size for status, _ in files)
+    for status, file in files:
         if size <= MAX_FOLDER:
             break
         file.unlink(missing_ok=True)
-        size -= found.st_size
+        size -= status.st_size
 
 
 def circumstances() -> dict[str, Any]:
     """Return the properties of the environment that a program depends on, besides its request."""
-    named = ("TORCH", "AOT", "CXX", "OMP_", "KMP_", "HFUSION_RATES")
+    prefixes = ("TORCH", "AOT", "CXX", "OMP_", "KMP_", "HFUSION_RATES")
     # Ignored: where torch keeps its files and what it prints do not affect programs.
-    idle = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_TRACE", "TORCH_HOME", "OMP_NUM_THREADS")
-    variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(named) and n not in idle}
+    ignored = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_TRACE", "TORCH_HOME", "OMP_NUM_THREADS")
+    variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(prefixes) and n not in ignored}
     return {**_versions(), "variables": variables}
 
 
@@ -191,9 +191,9 @@ def _versions() -> dict[str, str]:
 
 def _own_code() -> str:
     """Return a digest of hfusion's source files."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     root = Path(errors.__file__).parents[1]
     folders = (root, root / "ops", root / "passes")
     for file in sorted(file for folder in folders for kind in ("*.py", "*.h") for file in folder.rglob(kind)):
-        whole.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
-    return whole.hexdigest()
+        digest.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()

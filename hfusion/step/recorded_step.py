@@ -72,18 +72,18 @@ class RecordedStep:
             return self._program.step(call)
         self._look()
         kind = tuple((tensor.shape, tensor.dtype) for tensor in batch)
-        found = self._recorded.get(kind)
-        if found is None and kind in self._seen and not (self._recorded.full or self._recorded.why):
-            found = self._recorded.add(kind, lambda: self._recording(call, batch))
-        if found is None:
+        recording = self._recorded.get(kind)
+        if recording is None and kind in self._seen and not (self._recorded.full or self._recorded.why):
+            recording = self._recorded.add(kind, lambda: self._recording(call, batch))
+        if recording is None:
             if len(self._seen) < MAX_RECORDED:
                 self._seen.add(kind)
             return self._program.step(call)
-        for mine, given in zip(found.batch, batch, strict=True):
-            mine.copy_(given, non_blocking=True)
-        found.replay()
-        self._give(found.grads)
-        return found.losses.clone()
+        for static_input, new_input in zip(recording.batch, batch, strict=True):
+            static_input.copy_(new_input, non_blocking=True)
+        recording.replay()
+        self._give(recording.grads)
+        return recording.losses.clone()
 
     def release(self) -> None:
         """Drop all recordings, because the tensors leave the device."""
@@ -99,10 +99,10 @@ class RecordedStep:
     def _recording(self, call: StepCall, batch: list[Tensor]) -> _RecordedBatch:
         assert not isinstance(self._record, str)
         # Copies, because replays read these addresses, while the caller may free or change its own tensors.
-        kept = [tensor.clone() for tensor in batch]
-        own = refilled(call, kept)
-        replay, losses = self._record(lambda: self._program.step(own))
-        return _RecordedBatch(kept, replay, losses, [holder[name].grad for holder, name in self._program.params])
+        copies = [tensor.clone() for tensor in batch]
+        recorded_call = refilled(call, copies)
+        replay, losses = self._record(lambda: self._program.step(recorded_call))
+        return _RecordedBatch(copies, replay, losses, [holder[name].grad for holder, name in self._program.params])
 
     def _give(self, grads: list[Tensor | None]) -> None:
         for (holder, name), grad in zip(self._program.params, grads, strict=True):

@@ -32,11 +32,11 @@ class TrainedParameters:
             self._seen = seen
 
     def _check(self) -> None:
-        own = {id(param): param for param in self._fused.parameters()}
-        if any(id(param) in own for group in self._optimizer.param_groups for param in group["params"]):
+        parameters = {id(param): param for param in self._fused.parameters()}
+        if any(id(param) in parameters for group in self._optimizer.param_groups for param in group["params"]):
             # Gradients are missing for another reason: parameters are frozen, or forward does not use them.
             return
-        for param in own.values():
+        for param in parameters.values():
             check_whole_stack(
                 param, "shard a frozen base only, fully_shard(fused, ignored_params={those that are trained})"
             )

@@ -72,8 +72,8 @@ class StepCall:
 
     def wants(self, blocks: Sequence[range]) -> list[bool]:
         """Return which blocks have members that are not idle; all blocks if none has."""
-        found = [not self.idle.issuperset(rows) for rows in blocks]
-        return found if any(found) else [True] * len(blocks)
+        active = [not self.idle.issuperset(rows) for rows in blocks]
+        return active if any(active) else [True] * len(blocks)
 
     @property
     def stacked(self) -> list[bool]:
@@ -158,17 +158,19 @@ class Tensors:
 
     @staticmethod
     def of(*sources: BoundProgram) -> Tensors:
-        once: dict[int, tuple[Place, bool]] = {}
+        unique: dict[int, tuple[Place, bool]] = {}
         for source in sources:
             for (holder, name), layout in zip(source.places, source.layouts, strict=True):
-                once.setdefault(id(holder[name]), ((holder, name), layout is Layout.STACKED))
+                unique.setdefault(id(holder[name]), ((holder, name), layout is Layout.STACKED))
         if any(source.compiled.checks for source in sources):
             failed = sources[0].failed
             if not failed:
-                device = next((holder[name].device for (holder, name), _ in once.values()), None)
+                device = next((holder[name].device for (holder, name), _ in unique.values()), None)
                 failed["members"] = torch.zeros(sources[0].compiled.program.members, dtype=torch.bool, device=device)
-            once[id(failed["members"])] = (failed, "members"), True
-        return Tensors(tuple(place for place, _ in once.values()), tuple(stacked for _, stacked in once.values()))
+            unique[id(failed["members"])] = (failed, "members"), True
+        return Tensors(
+            tuple(tensor_ref for tensor_ref, _ in unique.values()), tuple(stacked for _, stacked in unique.values())
+        )
 
     def all(self) -> list[Tensor]:
         """Return the current tensors."""
@@ -203,61 +205,61 @@ def trace(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> StepGrap
 def trace_rows(forward: BoundProgram, loss: BoundProgram, call: StepCall, rows: range) -> StepGraph:
     """Trace the step of the members ``rows`` as `trace` does; it takes their rows of tensors and inputs."""
     tensors = Tensors.of(forward, loss)
-    ours, its_loss = (bound_rows(source, rows) for source in (forward, loss))
-    return _trace(ours, its_loss, tensors, tensors.of_rows(rows), call.of_rows(rows))
+    its_forward, its_loss = (bound_rows(source, rows) for source in (forward, loss))
+    return _trace(its_forward, its_loss, tensors, tensors.of_rows(rows), call.of_rows(rows))
 
 
 def bound_rows(source: BoundProgram, rows: range) -> BoundProgram:
     """Return the program lowered for the members ``rows`` only, still bound to the tensors of the whole array."""
-    found = of_member(source.compiled, rows.start) if len(rows) == 1 else of_rows(source.compiled, rows)
-    return replace(source, compiled=found)
+    compiled = of_member(source.compiled, rows.start) if len(rows) == 1 else of_rows(source.compiled, rows)
+    return replace(source, compiled=compiled)
 
 
 def _trace(
-    forward: BoundProgram, loss: BoundProgram, tensors: Tensors, given: Sequence[Tensor], call: StepCall
+    forward: BoundProgram, loss: BoundProgram, tensors: Tensors, traced_tensors: Sequence[Tensor], call: StepCall
 ) -> StepGraph:
-    """Trace the step with ``given`` in place of the array's ``tensors``."""
+    """Trace the step with ``traced_tensors`` in place of the array's ``tensors``."""
     # Imported late: it imports sympy.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    own = [mode.from_tensor(tensor, static_shapes=True) for tensor in given]
-    count = len(own)
+    fake_tensors = [mode.from_tensor(tensor, static_shapes=True) for tensor in traced_tensors]
+    count = len(fake_tensors)
     batch = [
         _fake(mode, k, leaf, dims)
         for k, (leaf, dims) in enumerate(zip(call.leaves, captured_dims(forward, loss, call), strict=True))
     ]
     _check(forward, refilled(call, batch).inputs.shapes)
-    trained = [k for k, fake in enumerate(own) if fake.requires_grad]
+    trained = [k for k, fake in enumerate(fake_tensors) if fake.requires_grad]
     ids = [id(holder[name]) for holder, name in tensors.places]
     rows, seeds = forward.compiled.program.members, []
-    if all(tensor.device.type == "cpu" for tensor in given) and draws(forward, loss):
+    if all(tensor.device.type == "cpu" for tensor in traced_tensors) and draws(forward, loss):
         seeds = [mode.from_tensor(torch.zeros(rows, dtype=torch.int64, device="cpu"), static_shapes=True)]
     reached: list[int] = []
     partial = forward.partial_ids
 
-    def step(*given: Tensor) -> list[Tensor]:
-        held = dict(zip(ids, given[:count], strict=True))
+    def step(*inputs: Tensor) -> list[Tensor]:
+        held = dict(zip(ids, inputs[:count], strict=True))
         checks: list[Tensor] = []
-        with seeded(given[-1] if seeds else None):
-            losses = _losses(forward, loss, held, refilled(call, given[count : count + len(batch)]), checks)
+        with seeded(inputs[-1] if seeds else None):
+            losses = _losses(forward, loss, held, refilled(call, inputs[count : count + len(batch)]), checks)
         if checks:
-            given[count - 1].copy_(torch.stack([failed.expand(rows) for failed in checks]).any(0))
-        grads = _gradients(losses, [given[k] for k in trained])
+            inputs[count - 1].copy_(torch.stack([failed.expand(rows) for failed in checks]).any(0))
+        grads = _gradients(losses, [inputs[k] for k in trained])
         # If only some members have a parameter, blocks without it return zero gradients.
         blank = [grad is None and id_ in partial for grad, id_ in zip(grads, (ids[k] for k in trained), strict=True)]
-        grads = [torch.zeros_like(given[k]) if b else g for k, b, g in zip(trained, blank, grads, strict=True)]
+        grads = [torch.zeros_like(inputs[k]) if b else g for k, b, g in zip(trained, blank, grads, strict=True)]
         reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
-        return _separate(given, [losses.detach(), *(grad for grad in grads if grad is not None)])
+        return _separate(inputs, [losses.detach(), *(grad for grad in grads if grad is not None)])
 
-    with silence_tracers(), torch.enable_grad(), _attention(given), mode, enable_python_dispatcher():
+    with silence_tracers(), torch.enable_grad(), _attention(traced_tensors), mode, enable_python_dispatcher():
         # Each was measured to be faster on a CPU; they are untested on other devices.
-        decompositions, rewrites = (DECOMPOSITIONS, _REWRITES) if given[0].is_cpu else ({}, ())
-        module = make_fx(step, decomposition_table=dict(decompositions))(*own, *batch, *seeds)
+        decompositions, rewrites = (DECOMPOSITIONS, _REWRITES) if traced_tensors[0].is_cpu else ({}, ())
+        module = make_fx(step, decomposition_table=dict(decompositions))(*fake_tensors, *batch, *seeds)
         for rewrite in rewrites:
             before, module = module, rewrite(module)
             _look_at(forward.compiled.program.name, rewrite.__name__, before.graph, module.graph)
-    return StepGraph(module, tuple(reached), tuple(own), tuple(batch), *seeds)
+    return StepGraph(module, tuple(reached), tuple(fake_tensors), tuple(batch), *seeds)
 
 
 _REWRITES = (sink_transposes, transpose_products, onehot, inline_constants)
@@ -269,9 +271,9 @@ def _look_at(subject: str, name: str, before: fx.Graph, after: fx.Graph) -> None
     stage(subject, f"step {name}", lambda: describe_graph(title, after), lambda: check_rewritten(before, after))
 
 
-def _attention(given: Sequence[Tensor]) -> AbstractContextManager[None]:
+def _attention(traced_tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Context manager: trace float64 attention as plain operators if torch misdescribes the CPU's fused kernel."""
-    wrong = any(tensor.dtype is torch.float64 for tensor in given) and _misdescribed()
+    wrong = any(tensor.dtype is torch.float64 for tensor in traced_tensors) and _misdescribed()
     return sdpa_kernel(SDPBackend.MATH) if wrong else nullcontext()
 
 
@@ -280,8 +282,8 @@ def _misdescribed() -> bool:
     """Return whether torch declares the tensor that the kernel saves for backward as float32, as 2.11 does."""
     with FakeTensorMode():
         x = torch.empty(1, 1, 1, 8, dtype=torch.float64, device="cpu")
-        kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)[1]
-    return kept.dtype is not torch.float64
+        saved = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)[1]
+    return saved.dtype is not torch.float64
 
 
 def draws(*sources: BoundProgram) -> bool:
@@ -305,7 +307,7 @@ def captured_dims(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> 
     outputs = forward.compiled.program.result_count
     dims = (*forward.compiled.dims, *loss.compiled.dims[outputs:])
     leaves = (*call.inputs.leaves, *call.target.leaves)
-    return [found for leaf, found in zip(leaves, dims, strict=True) if isinstance(leaf, BATCHED)]
+    return [leaf_dims for leaf, leaf_dims in zip(leaves, dims, strict=True) if isinstance(leaf, BATCHED)]
 
 
 def _fake(mode: FakeTensorMode, position: int, leaf: Any, dims: Collection[int]) -> Tensor:
@@ -364,34 +366,34 @@ def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | N
 
 def _separate(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return contiguous outputs that share no memory with inputs or each other, since callers may write to them."""
-    taken = {tensor.untyped_storage()._cdata for tensor in inputs}
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
     results = []
     for output in outputs:
-        own = output.contiguous()
-        if own.untyped_storage()._cdata in taken:
-            own = own.clone(memory_format=torch.contiguous_format)
-        taken.add(own.untyped_storage()._cdata)
-        results.append(own)
+        result = output.contiguous()
+        if result.untyped_storage()._cdata in storages:
+            result = result.clone(memory_format=torch.contiguous_format)
+        storages.add(result.untyped_storage()._cdata)
+        results.append(result)
     return results
 
 
 def written_inputs(graph: fx.Graph) -> frozenset[int]:
     """Return indices of inputs that operators may write to, also through views: all that a written node depends on."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    found = [target for node in graph.nodes for target in _targets(node)]
+    pending = [target for node in graph.nodes for target in _targets(node)]
     reached: set[fx.Node] = set()
-    while found:
-        node = found.pop()
+    while pending:
+        node = pending.pop()
         if node not in reached:
             reached.add(node)
-            found += node.all_input_nodes
+            pending += node.all_input_nodes
     return frozenset(index for index, node in enumerate(inputs) if node in reached)
 
 
 def _targets(node: fx.Node) -> Iterator[fx.Node]:
     """Yield the nodes that an operator writes to."""
     if isinstance(node.target, torch._ops.OpOverload):
-        for place, argument in enumerate(node.target._schema.arguments):
+        for index, argument in enumerate(node.target._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+                value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
                 yield from [value] if isinstance(value, fx.Node) else node.all_input_nodes

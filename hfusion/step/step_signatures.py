@@ -52,8 +52,8 @@ class Seen:
 
     @staticmethod
     def of(tensors: list[Tensor]) -> Seen:
-        once = list({id(tensor): tensor for tensor in tensors}.values())
-        return Seen(tensors, once, tensor_guards(once))
+        unique = list({id(tensor): tensor for tensor in tensors}.values())
+        return Seen(tensors, unique, tensor_guards(unique))
 
     def again(self, tensors: list[Tensor]) -> bool:
         """Return True only for the same, unchanged tensors without hooks. Another autocast may give False for these."""
@@ -156,8 +156,8 @@ class StepVariant:
         if self.sources is None or other.sources is None:
             return False
         pairs = zip(self.sources, other.sources, strict=True)
-        same = all(a.compiled is b.compiled for a, b in pairs)
-        return same and self.situation == other.situation and bool(self.traits == other.traits)
+        same_programs = all(a.compiled is b.compiled for a, b in pairs)
+        return same_programs and self.situation == other.situation and bool(self.traits == other.traits)
 
     def row(self) -> CallReport:
         match self.state:

@@ -118,8 +118,8 @@ class TrainStep:
             memory = self._memory[call.text] = self.budget.plan(call.inputs)
             block = memory.block
         if call.ragged or not self._mode.compile:
-            which = "batches" if call.inputs.ragged else "targets"
-            why = f"members' {which} have different sizes" if self._mode.compile else "compile=False"
+            noun = "batches" if call.inputs.ragged else "targets"
+            why = f"members' {noun} have different sizes" if self._mode.compile else "compile=False"
             self._uncompiled[call.text] = CallReport(call.text, "eager", why)
             return PreparedStep(args, kwargs, target, block=block)
         situation = (
@@ -128,12 +128,12 @@ class TrainStep:
             active_autocast(),
             (self._mode.parts, block),
         )
-        way = self._find(call, situation)
-        if way is None and call.text in self.expected_calls:
-            way = self._foreseen(PreparedStep(args, kwargs, target, call, situation, None, block))
-        if way is not None and not self._ready(way, call):
-            way = None
-        return PreparedStep(args, kwargs, target, call, situation, way, block)
+        variant = self._find(call, situation)
+        if variant is None and call.text in self.expected_calls:
+            variant = self._foreseen(PreparedStep(args, kwargs, target, call, situation, None, block))
+        if variant is not None and not self._ready(variant, call):
+            variant = None
+        return PreparedStep(args, kwargs, target, call, situation, variant, block)
 
     def run(self, prepared: PreparedStep) -> Tensor:
         """Run a prepared step, and return the losses ``[B]``."""
@@ -141,29 +141,29 @@ class TrainStep:
             return self._run(prepared)
 
     def _run(self, prepared: PreparedStep) -> Tensor:
-        _, _, target, call, situation, way, block = prepared
-        if call is None or way is None:
+        _, _, target, call, situation, variant, block = prepared
+        if call is None or variant is None:
             losses, outputs = self._eager(prepared)
             if call is not None:
                 self._note(call, situation, outputs, target, block)
             return losses
         began = perf_counter()
-        if way.program is None or hooked(self._fused):
-            with self._maker.eager_threads(way):
+        if variant.program is None or hooked(self._fused):
+            with self._maker.eager_threads(variant):
                 losses = self._eager(prepared)[0]
-            way.clock.note_eager(perf_counter() - began)
+            variant.clock.note_eager(perf_counter() - began)
             return losses
-        self._trained.check_program(way.seen)
-        if self.idle and not way.draws_together:
+        self._trained.check_program(variant.seen)
+        if self.idle and not variant.draws_together:
             call = replace(call, idle=self.idle)
         with without_autocast(situation[2]):
-            computed = checked_step(way, call, self._fused.buffers())
+            computed = checked_step(variant, call, self._fused.buffers())
         if computed is None:
             return self._eager(prepared)[0]
-        with helped_by(way.program.team):
+        with helped_by(variant.program.team):
             self.update(computed)
-        if way.clock.note_compiled(perf_counter() - began):
-            self._maker.remember(way)
+        if variant.clock.note_compiled(perf_counter() - began):
+            self._maker.remember(variant)
         return computed
 
     def release(self) -> None:
@@ -177,7 +177,7 @@ class TrainStep:
     @property
     def known_calls(self) -> set[str]:
         """The kinds of calls that need no further eager step to determine how they run."""
-        return {way.call for ways in self._ways.values() for way in ways if not way.why} | self.expected_calls
+        return {entry.call for group in self._ways.values() for entry in group if not entry.why} | self.expected_calls
 
     def _foreseen(self, prepared: PreparedStep) -> StepVariant | None:
         """Determine how such a call runs, by a forward without side effects."""
@@ -186,11 +186,11 @@ class TrainStep:
         self.expected_calls.discard(call.text)
         with compiling(), random_states_kept(), torch.enable_grad():
             written = self._fused.compiled(call.inputs).written
-            kept = [(t, t.detach().clone()) for name, t in tensors(self._fused) if name in written]
+            saved = [(t, t.detach().clone()) for name, t in tensors(self._fused) if name in written]
             outputs = self._by_autograd.outputs(args, kwargs, block)
             if block is None:
                 self._loss(outputs, target)
-        for tensor, before in kept:
+        for tensor, before in saved:
             tensor.detach().copy_(before)
         self._note(call, situation, outputs, target, block)
         return self._find(call, situation)
@@ -210,7 +210,7 @@ class TrainStep:
         """Return which calls run compiled, which eagerly, and why."""
         if not self._mode.compile and self.budget is None:
             return StepReport((CallReport("every call", "eager", "compile=False"),))
-        rows = [*(way.row() for ways in self._ways.values() for way in ways), *self._uncompiled.values()]
+        rows = [*(variant.row() for group in self._ways.values() for variant in group), *self._uncompiled.values()]
         memory = self._memory
         return StepReport(tuple(replace(r, how=f"{r.how}, {memory[r.call]}") if r.call in memory else r for r in rows))
 
@@ -236,76 +236,76 @@ class TrainStep:
     def _find(self, call: StepCall, situation: Any) -> StepVariant | None:
         """Return the variant of such a call; None if an eager step must determine it first."""
         exact = (call.inputs.key, call.target.key, situation)
-        known = self._known.get(exact)
-        if known is not None and known.holds():
-            return known
+        cached = self._known.get(exact)
+        if cached is not None and cached.holds():
+            return cached
         kind = family(call, situation)
-        ways = self._ways.setdefault(kind, [])
-        ways += [way for way in self._shared().get(kind, ()) if way not in ways]
+        variants = self._ways.setdefault(kind, [])
+        variants += [variant for variant in self._shared().get(kind, ()) if variant not in variants]
         # Variants with a program come first, then later ones, which are more general.
-        ordered = sorted(enumerate(ways), key=lambda pair: (pair[1].program is None, -pair[0]))
-        found = next((way for _, way in ordered if way.holds() and self._serves(way, call)), None)
-        if found is not None and (found.program is not None or found.why):
+        ordered = sorted(enumerate(variants), key=lambda pair: (pair[1].program is None, -pair[0]))
+        chosen = next((variant for _, variant in ordered if variant.holds() and self._serves(variant, call)), None)
+        if chosen is not None and (chosen.program is not None or chosen.why):
             if len(self._known) == MAX_KEYS:
                 self._known.clear()
-            self._known[exact] = found
-        return found
+            self._known[exact] = chosen
+        return chosen
 
     def _shared(self) -> dict[Any, list[StepVariant]]:
         """Return the variants that steps of one array share, unless results must not depend on earlier steps."""
         return shared_variants(self._fused) if self._mode.eager_steps is None else {}
 
-    def _serves(self, way: StepVariant, call: StepCall) -> bool:
-        """Return whether ``way`` also serves a call of other sizes."""
-        if way.program is not None:
-            return way.program.fits(call)
-        return way.sources is not None and self._fused.find(call.inputs) is way.sources[0].compiled
+    def _serves(self, variant: StepVariant, call: StepCall) -> bool:
+        """Return whether ``variant`` also serves a call of other sizes."""
+        if variant.program is not None:
+            return variant.program.fits(call)
+        return variant.sources is not None and self._fused.find(call.inputs) is variant.sources[0].compiled
 
-    def _ready(self, way: StepVariant, call: StepCall) -> bool:
-        """Compile ``way`` if it is time to, or report why it cannot be; False if its captures do not fit the sizes."""
-        if way.program is None and not way.why:
+    def _ready(self, variant: StepVariant, call: StepCall) -> bool:
+        """Compile ``variant`` if it is time, or report why it cannot be; False if its captures do not fit the sizes."""
+        if variant.program is None and not variant.why:
             try:
-                self._maker.prepare(way, call, self.at_once, way.situation[2])
+                self._maker.prepare(variant, call, self.at_once, variant.situation[2])
             except ProgramMismatch:
                 return False
-            if isinstance(way.state, Refused) and not way.state.by_choice:
-                self._refused(way)
+            if isinstance(variant.state, Refused) and not variant.state.by_choice:
+                self._refused(variant)
         return True
 
     def _note(self, call: StepCall, situation: Any, outputs: Any, target: Any, block: int | None) -> None:
         """After an eager step, store the variant by which later calls of its kind run."""
         if block is not None:
             self._loss.prepare(outputs, target)
-        way = self._way(situation, call, self._loss.found(outputs, target))
-        ways = self._ways.setdefault(family(call, situation), [])
-        if not any(other.program is None and other.why == way.why and other.like(way) for other in ways):
-            ways.append(way)
-            if way.sources is not None and not way.sources[1].places:
-                self._shared().setdefault(family(call, situation), []).append(way)
-        if way.why:
-            self._known[call.inputs.key, call.target.key, situation] = way
+        variant = self._way(situation, call, self._loss.found(outputs, target))
+        variants = self._ways.setdefault(family(call, situation), [])
+        if not any(other.program is None and other.why == variant.why and other.like(variant) for other in variants):
+            variants.append(variant)
+            if variant.sources is not None and not variant.sources[1].places:
+                self._shared().setdefault(family(call, situation), []).append(variant)
+        if variant.why:
+            self._known[call.inputs.key, call.target.key, situation] = variant
 
     def _way(self, situation: Any, call: StepCall, loss: BoundProgram | str) -> StepVariant:
         """Return the variant for the next call of this kind, after an eager one; ``loss``: how its loss ran."""
         modules = list(self._fused.modules())
-        places: list[Place] = [(m._parameters, n) for m in modules for n, p in m._parameters.items() if p is not None]
+        refs: list[Place] = [(m._parameters, n) for m in modules for n, p in m._parameters.items() if p is not None]
         forward = self._fused.find(call.inputs)
         if forward is None or isinstance(loss, str):
             looped = f"the loss runs in a loop over members: {loss}"
             why = looped if forward is not None else self._fused.why_apart or no_program(call.inputs)
-            return self._refused(StepVariant(call.text, situation, places, traits_of(places), state=Refused(why)))
+            return self._refused(StepVariant(call.text, situation, refs, traits_of(refs), state=Refused(why)))
         sources = BoundProgram.of(forward, self._fused), loss
-        places += [place for source in sources for place in source.places]
-        why = obstacle_to_program(sources, places, call)
-        way = StepVariant(call.text, situation, places, traits_of(places), sources, Refused(why) if why else Eager())
-        return self._refused(way) if why else way
+        refs += [ref for source in sources for ref in source.places]
+        why = obstacle_to_program(sources, refs, call)
+        variant = StepVariant(call.text, situation, refs, traits_of(refs), sources, Refused(why) if why else Eager())
+        return self._refused(variant) if why else variant
 
-    def _refused(self, way: StepVariant) -> StepVariant:
+    def _refused(self, variant: StepVariant) -> StepVariant:
         """Report that calls run eagerly, once per reason."""
-        if way.why not in self._warned:
-            self._warned.add(way.why)
-            self.tell(way.call, way.why)
-        return way
+        if variant.why not in self._warned:
+            self._warned.add(variant.why)
+            self.tell(variant.call, variant.why)
+        return variant
 
     def _warn(self, call: str, why: str) -> None:
         warnings.warn(
@@ -389,8 +389,8 @@ def train_step(
             f"train_step got a {type(fused).__name__}: give what hf.fuse or hf.build gave. A step computes gradients "
             "past the hooks of DistributedDataParallel and other wrappers: write forward, backward and optimizer.step()"
         )
-    own = set(map(id, fused.parameters()))
-    strange = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+    ids = set(map(id, fused.parameters()))
+    strange = sum(id(p) not in ids for group in optimizer.param_groups for p in group["params"])
     if strange:
         raise ValueError(
             f"{strange} parameters of the {type(optimizer).__name__} belong to no member of the fused "

@@ -54,22 +54,22 @@ class AsynchronousConductor(Conductor):
         while True:
             arrays = {array.name: array for array in self.rooms.arrays}
             self._order.skip_missing(arrays)
-            wanted = self._order.replayed[0] if self._order.replayed else next(iter(self._results), None)
-            if wanted is not None and wanted in self._results:
-                return arrays[wanted]
-            self._start(wanted)
+            next_name = self._order.replayed[0] if self._order.replayed else next(iter(self._results), None)
+            if next_name is not None and next_name in self._results:
+                return arrays[next_name]
+            self._start(next_name)
             name, self._results[name] = self._workers.first()
 
-    def _start(self, wanted: str | None) -> None:
-        """Start an epoch of one array on each idle device, preferably of the array named ``wanted``."""
-        there: dict[int, list[ShapeArray]] = {}
+    def _start(self, preferred: str | None) -> None:
+        """Start an epoch of one array on each idle device, preferably of the array named ``preferred``."""
+        by_device: dict[int, list[ShapeArray]] = {}
         for array in self.rooms.arrays:
-            there.setdefault(array.device, []).append(array)
-        for device, arrays in there.items():
+            by_device.setdefault(array.device, []).append(array)
+        for device, arrays in by_device.items():
             idle = [array for array in arrays if array.seats and not array.training]
             if device in self._workers.busy or not idle or self._unheard(arrays):
                 continue
-            chosen = min(idle, key=lambda array: (array.name != wanted, array.round))
+            chosen = min(idle, key=lambda array: (array.name != preferred, array.round))
             # Plain trials of all shapes are spread over the cores together.
             several = chosen.plain and self._workers.side_by_side > 1
             group = [array for array in idle if array.plain] if several else [chosen]

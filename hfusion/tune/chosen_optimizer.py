@@ -44,8 +44,8 @@ def optimizer_of(choice: Any) -> MakeOptimizer:
         return kinds[0]
     if not callable(choice):
         raise ValueError(f"optimizer={choice!r}: give a name such as 'adam', a class of hf.optim, or a function")
-    made: MakeOptimizer = choice
-    return made
+    make: MakeOptimizer = choice
+    return make
 
 
 def sample_optimizer(optimizer: MakeOptimizer) -> FusedOptimizer:
@@ -53,13 +53,13 @@ def sample_optimizer(optimizer: MakeOptimizer) -> FusedOptimizer:
     params = [nn.Parameter(torch.empty(1, *shape, device="meta")) for shape in ((1, 1), (1,))]
     for param in params:
         mark(param, Membership("weight", 1, True))
-    made = optimizer(params)
-    if not isinstance(made, FusedOptimizer):
+    sample = optimizer(params)
+    if not isinstance(sample, FusedOptimizer):
         raise ValueError(
-            f"optimizer gave a {type(made).__name__}: give a class of hf.optim, or a function that makes one from "
+            f"optimizer gave a {type(sample).__name__}: give a class of hf.optim, or a function that makes one from "
             "parameters, such as lambda params: hf.optim.SGD(params, momentum=0.9)"
         )
-    return made
+    return sample
 
 
 def optimizer_with(

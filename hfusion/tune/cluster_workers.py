@@ -65,7 +65,7 @@ class RowsJob:
 
     @staticmethod
     def _answer(trainer: ArrayTrainer, name: str, calls: Sequence[bytes]) -> Any:
-        found: Any = None
+        result: Any = None
         for data in calls:
             method, args = unpack(data, trainer.kept.__getitem__)
             if method == "open":
@@ -73,11 +73,11 @@ class RowsJob:
                 kind = PlainTrials if plain else TrialRows
                 trainer.kept[name] = kind(trainer.kept["recipe"], choices, trainer.stopping.is_set)
             else:
-                found = getattr(trainer.kept[name], method)(*args)
-            if isinstance(found, nn.Module):
+                result = getattr(trainer.kept[name], method)(*args)
+            if isinstance(result, nn.Module):
                 # Send tensors only: its class may be importable in the driver alone.
-                found = found.state_dict()
-        return found
+                result = result.state_dict()
+        return result
 
 
 @dataclass
@@ -166,10 +166,10 @@ class ClusterWorkers:
             self._listen()
         return {name: self._results.pop(name) for name in names}
 
-    def _begin_idle(self, wanted: Mapping[int, Sequence[str]]) -> None:
-        """Start the pending calls of the arrays in ``wanted``, by device, on devices that are idle."""
-        for device in wanted.keys() - self._running.keys():
-            self._begin(device, wanted[device])
+    def _begin_idle(self, names: Mapping[int, Sequence[str]]) -> None:
+        """Start the pending calls of the arrays in ``names``, by device, on devices that are idle."""
+        for device in names.keys() - self._running.keys():
+            self._begin(device, names[device])
 
     def _listen(self) -> None:
         """Wait for messages of processes: store results, raise errors of calls, and restart arrays of lost devices."""
@@ -196,15 +196,15 @@ class ClusterWorkers:
             self.gone.add(device)
             self._wait_for_device(reason)
         self._dropped.pop(device, None)
-        for name, told in self._told.items():
-            if told.device != device:
+        for name, sent in self._told.items():
+            if sent.device != device:
                 continue
-            told.done, told.lost = 0, told.lost + (name in running)
+            sent.done, sent.lost = 0, sent.lost + (name in running)
             self.lost(name, reason)
-            if told.lost > self._max_failures:
-                raise DeviceLost(f"the device of {name} was lost {told.lost} times: {reason}")
+            if sent.lost > self._max_failures:
+                raise DeviceLost(f"the device of {name} was lost {sent.lost} times: {reason}")
             if device in self.gone:
-                told.device = self.place(name)
+                sent.device = self.place(name)
 
     def _wait_for_device(self, reason: str) -> None:
         """Wait until a device joins, if all are lost."""
@@ -222,26 +222,26 @@ class ClusterWorkers:
         return model
 
     def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
-        found: dict[str, Path] = self.ask({name: ("save", (folder,)) for name, folder in folders.items()})
-        for name, path in found.items():
-            told = self._told[name]
+        paths: dict[str, Path] = self.ask({name: ("save", (folder,)) for name, folder in folders.items()})
+        for name, path in paths.items():
+            sent = self._told[name]
             # A process may have been lost after its save, while other arrays were saved.
-            there = told.done == len(told.calls)
-            told.calls = [told.calls[0], self._packed(("restore", (path, list(members[name]))))]
-            told.done = len(told.calls) if there else 0
-        return found
+            is_done = sent.done == len(sent.calls)
+            sent.calls = [sent.calls[0], self._packed(("restore", (path, list(members[name]))))]
+            sent.done = len(sent.calls) if is_done else 0
+        return paths
 
     def move(self, devices: Mapping[str, int], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, int]:
         """Move arrays to other devices. The state of trained arrays is copied through this process."""
         trained = {name: ("packed", ()) for name in devices if len(self._told[name].calls) > _UNTRAINED}
         for name, state in self.ask(trained).items():
-            told = self._told[name]
-            told.calls = [told.calls[0], self._packed(("restore", (state, list(members[name]))))]
+            sent = self._told[name]
+            sent.calls = [sent.calls[0], self._packed(("restore", (state, list(members[name]))))]
         for name, device in devices.items():
-            told = self._told[name]
-            if device not in self.gone and device != told.device:
-                self._dropped.setdefault(told.device, []).append(name)
-                told.device, told.done = device, 0
+            sent = self._told[name]
+            if device not in self.gone and device != sent.device:
+                self._dropped.setdefault(sent.device, []).append(name)
+                sent.device, sent.done = device, 0
         self._done(devices)
         return {name: self._told[name].device for name in devices}
 

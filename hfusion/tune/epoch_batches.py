@@ -20,23 +20,23 @@ from hfusion.tasks.reading import generators, length, reading, restart_workers
 def seeded(loader: Iterable[Any], seed: int) -> Iterator[None]:
     """Context manager: seed torch and the loader's generators with ``seed``, and restore all of them at the end."""
     restart_workers(loader)
-    own = [(each, each.get_state()) for each in generators(loader)]
+    states = [(generator, generator.get_state()) for generator in generators(loader)]
     with draws_kept():
         seed_in_use(seed)
-        for each, _ in own:
-            each.manual_seed(seed)
+        for generator, _ in states:
+            generator.manual_seed(seed)
         try:
             yield
         finally:
-            for each, state in own:
-                each.set_state(state)
+            for generator, state in states:
+                generator.set_state(state)
 
 
 def batches_on(role: str, loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Any]]:
     """Yield the minibatches of a loader on a device. Raises PlanError if there are none, or one is not a pair."""
     count = 0
-    with reading(loader) as found:
-        for count, batch in enumerate(found, 1):  # noqa: B007
+    with reading(loader) as batches:
+        for count, batch in enumerate(batches, 1):  # noqa: B007
             if not isinstance(batch, list | tuple) or len(batch) != 2:
                 raise PlanError(
                     f"a minibatch of the {role} is a {type(batch).__name__}: it must be a pair (inputs, target), "
@@ -58,8 +58,8 @@ def minibatches(loader: Iterable[Any]) -> int:
     try:
         return length(loader)
     except TypeError:
-        with seeded(loader, 0), reading(loader) as found:
-            return sum(1 for _ in found)
+        with seeded(loader, 0), reading(loader) as batches:
+            return sum(1 for _ in batches)
 
 
 def first_inputs(loader: Iterable[Any], device: torch.device) -> Any:

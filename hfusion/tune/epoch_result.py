@@ -51,4 +51,4 @@ class Stopwatch:
     def startup(self) -> float:
         """Extra seconds of the first minibatch of each size, compared with the median minibatch."""
         usual = median_low(self._all) if self._all else 0.0
-        return sum(max(0.0, each - usual) for each in self._first.values())
+        return sum(max(0.0, seconds - usual) for seconds in self._first.values())

@@ -89,8 +89,8 @@ class Footprint:
     def _plan(self, rows: int) -> TaskPlan:
         if rows not in self._plans:
             program = replace(self._program, members=rows)
-            whole = shards_at(program, (), self._samples, self._rates, self._stacks)
-            self._plans[rows] = TaskPlan("sweep", whole, 1, True, rows)
+            shards = shards_at(program, (), self._samples, self._rates, self._stacks)
+            self._plans[rows] = TaskPlan("sweep", shards, 1, True, rows)
         return self._plans[rows]
 
 

@@ -68,7 +68,7 @@ class SameForward:
         args, kwargs = call_arguments(self._inputs(), {})
         arguments = Arguments.of(args, kwargs)
         try:
-            fused = fuse([_on_cpu(one) for one in (self._first, model)])
+            fused = fuse([_on_cpu(member) for member in (self._first, model)])
             fused.compiled(arguments)
             if self._evaluates:
                 with fused.evaluating():
@@ -102,10 +102,10 @@ class _OperatorCalls(TorchDispatchMode):
         self.shape_of([tensor for _, tensor in tensors(model)])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self.shape_of((args, kwargs))
+        inputs = self.shape_of((args, kwargs))
         with seen_in_modes():
             outputs = func(*args, **(kwargs or {}))
-        self.noted.append((func, before, self.shape_of(outputs)))
+        self.noted.append((func, inputs, self.shape_of(outputs)))
         return outputs
 
     def shape_of(self, nest: Any) -> Any:

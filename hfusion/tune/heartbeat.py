@@ -42,8 +42,8 @@ class Beats:
         self._write(0.0)
 
     def _write(self, until: float) -> None:
-        known = {"host": socket.gethostname(), "process": os.getpid(), "directory": self._directory, "until": until}
-        self._study.set_user_attr(self._key, known)
+        beat = {"host": socket.gethostname(), "process": os.getpid(), "directory": self._directory, "until": until}
+        self._study.set_user_attr(self._key, beat)
 
 
 def dead_runs(study: Study) -> set[str]:

@@ -41,19 +41,19 @@ class Loaders:
         function = self.function
         if function is None:
             return cast("Iterable[Any]", self._source)
-        for known, loader in self._made:
-            if same_values(known, values):
+        for cached_values, loader in self._made:
+            if same_values(cached_values, values):
                 return loader
         with draws_kept():
             torch.manual_seed(self._seed)
-            made: Any = function(**values)
-        if not isinstance(made, Iterable) or isinstance(made, Iterator):
+            created: Any = function(**values)
+        if not isinstance(created, Iterable) or isinstance(created, Iterator):
             arguments = ", ".join(f"{name}={value!r}" for name, value in values.items())
             raise PlanError(
-                f"loader({arguments}) gave a {type(made).__name__}: return minibatches that can be read again for "
+                f"loader({arguments}) gave a {type(created).__name__}: return minibatches that can be read again for "
                 "every epoch, such as a DataLoader"
             )
-        loader = made
+        loader = created
         self._made.append((dict(values), loader))
         return loader
 

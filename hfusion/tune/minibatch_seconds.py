@@ -48,9 +48,9 @@ class EpochSeconds:
         estimated = self._estimated(array, array.device, array.width)
         # Rounded, so that floating-point errors do not decide between equally fast devices.
         ratio = round(result.seconds / result.steps / estimated, 9)
-        late = self._late.setdefault((array.name, array.device), deque(maxlen=_LATE))
-        late.append(ratio)
-        self._ratios.note(self._number(array.shape), array.device, median_low(late))
+        recent = self._late.setdefault((array.name, array.device), deque(maxlen=_LATE))
+        recent.append(ratio)
+        self._ratios.note(self._number(array.shape), array.device, median_low(recent))
         self._startup[array.shape] = max(self._startup.get(array.shape, 0.0), result.startup)
         self.steps = max(1, result.steps // array.shape.minibatches)
 
@@ -61,8 +61,8 @@ class EpochSeconds:
 
     def spread(self, array: ShapeArray) -> float | None:
         """Return the longest of an array's last epochs over the shortest; None for fewer than two."""
-        late = self._late.get((array.name, array.device), ())
-        return max(late) / min(late) if len(late) > 1 else None
+        recent = self._late.get((array.name, array.device), ())
+        return max(recent) / min(recent) if len(recent) > 1 else None
 
     def note_move(self, seconds: float) -> None:
         """Record how long a migration of arrays took."""
@@ -77,5 +77,5 @@ class EpochSeconds:
         for shape in self._numbers.keys() - {array.shape for array in arrays}:
             self._ratios.forget(self._numbers.pop(shape))
             self._startup.pop(shape, None)
-        there = {(array.name, array.device) for array in arrays}
-        self._late = {key: late for key, late in self._late.items() if key in there}
+        live_keys = {(array.name, array.device) for array in arrays}
+        self._late = {key: recent for key, recent in self._late.items() if key in live_keys}

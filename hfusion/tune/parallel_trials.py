@@ -76,18 +76,18 @@ class SpreadTrials:
         """Move trials back to this process."""
         for tag in tags:
             if tag in self.away:
-                place = (self.name, tag)
-                state = self.away.pop(tag).ask(StatesRequest((place,), leaving=True))[place]
+                key = (self.name, tag)
+                state = self.away.pop(tag).ask(StatesRequest((key,), leaving=True))[key]
                 self.home.join([self.members[tag]], {tag: state})
 
     def save(self, folder: Path) -> Path:
         """Save all trials, and return the path of the save."""
-        elsewhere: dict[str, dict[str, Any]] = {}
+        worker_states: dict[str, dict[str, Any]] = {}
         for process in set(self.away.values()):
             places = [(self.name, tag) for tag, other in self.away.items() if other is process]
             answer = process.ask(StatesRequest(tuple(places), leaving=False))
-            elsewhere |= {tag: answer[self.name, tag] for _, tag in places}
-        return self.home.save(folder, elsewhere)
+            worker_states |= {tag: answer[self.name, tag] for _, tag in places}
+        return self.home.save(folder, worker_states)
 
     def packed(self) -> PackedSave:
         """Move all trials back to this process, and return the content of a save in memory."""
@@ -147,8 +147,8 @@ class TrialSpread:
 
     def forget(self, tag: str) -> None:
         """Drop the measured times of a trial that has ended."""
-        for known in (self._seconds, self._here):
-            known.pop(tag, None)
+        for times in (self._seconds, self._here):
+            times.pop(tag, None)
 
     @property
     def _live(self) -> int:
@@ -186,41 +186,41 @@ class TrialSpread:
     def finish(self, calls: Mapping[str, tuple[int, bool]]) -> dict[str, EpochResult]:
         """Train the trials in this process, wait for the workers, and return the results of all arrays."""
         trained: dict[tuple[str, str], TrainedEpoch] = {}
-        here = [(self._arrays[name], tag) for name in calls for tag in self._arrays[name].members]
-        here = [(array, tag) for array, tag in here if tag not in array.away]
-        while here:
-            if self._pays(here):
+        local_trials = [(self._arrays[name], tag) for name in calls for tag in self._arrays[name].members]
+        local_trials = [(array, tag) for array, tag in local_trials if tag not in array.away]
+        while local_trials:
+            if self._pays(local_trials):
                 self._start()
-                self._balance(here)
-                self._send(here, calls)
-                here = [(array, tag) for array, tag in here if tag not in array.away]
+                self._balance(local_trials)
+                self._send(local_trials, calls)
+                local_trials = [(array, tag) for array, tag in local_trials if tag not in array.away]
                 continue
-            array, tag = here.pop(0)
+            array, tag = local_trials.pop(0)
             with torch_threads(1 if self._together else torch.get_num_threads()):
                 trained[array.name, tag] = result = array.home.train(tag, *calls[array.name])
             self._here[tag] = result.seconds
-        elsewhere: dict[tuple[str, str], TrainedEpoch] = {}
+        worker_results: dict[tuple[str, str], TrainedEpoch] = {}
         for process in self._sent:
-            elsewhere |= process.answer()
+            worker_results |= process.answer()
         self._sent = []
-        trained |= elsewhere
+        trained |= worker_results
         self._seconds |= {tag: result.seconds for (_, tag), result in trained.items()}
         results: dict[str, EpochResult] = {}
         for name in calls:
             array = self._arrays[name]
             array.done.update(list(array.members))
             results[name] = array.home.result({tag: trained[name, tag] for tag in array.members})
-        self._judge(elsewhere)
+        self._judge(worker_results)
         return results
 
-    def _judge(self, elsewhere: Mapping[tuple[str, str], TrainedEpoch]) -> None:
+    def _judge(self, worker_results: Mapping[tuple[str, str], TrainedEpoch]) -> None:
         """End workers that are measured to be slower than this process alone."""
-        pairs = [(result.seconds, self._here[tag]) for (_, tag), result in elsewhere.items() if tag in self._here]
+        pairs = [(result.seconds, self._here[tag]) for (_, tag), result in worker_results.items() if tag in self._here]
         if not pairs:
             return
-        slower = sum(there for there, _ in pairs) / sum(here for _, here in pairs)
+        slower = sum(away_seconds for away_seconds, _ in pairs) / sum(home_seconds for _, home_seconds in pairs)
         ends: Counter[TrialProcess] = Counter()
-        for (name, tag), result in elsewhere.items():
+        for (name, tag), result in worker_results.items():
             ends[self._arrays[name].away[tag]] += result.seconds  # type: ignore[assignment]
         if sum(ends.values()) / max(ends.values()) < slower:
             self._close()
@@ -231,20 +231,20 @@ class TrialSpread:
                 slower,
             )
 
-    def _pays(self, here: Sequence[tuple[SpreadTrials, str]]) -> bool:
+    def _pays(self, trials: Sequence[tuple[SpreadTrials, str]]) -> bool:
         """Return whether workers save more than they cost, by the remaining epochs of live trials."""
-        known = self._here or self._seconds
-        if self._alone or not self._together or self._workers or not known:
+        times = self._here or self._seconds
+        if self._alone or not self._together or self._workers or not times:
             return False
-        movable = self._movable(here)
+        movable = self._movable(trials)
         count = min(self._most, len(movable))
         if count < 2:
             return False
-        usual = sum(known.values()) / len(known)
-        left = sum(
-            known.get(tag, usual) * (array.members[tag].suggestion.epochs - array.done[tag]) for array, tag in movable
+        usual = sum(times.values()) / len(times)
+        remaining = sum(
+            times.get(tag, usual) * (array.members[tag].suggestion.epochs - array.done[tag]) for array, tag in movable
         )
-        return left * (1 - 1 / count) > start_seconds()
+        return remaining * (1 - 1 / count) > start_seconds()
 
     def _movable(self, trials: Sequence[tuple[SpreadTrials, str]]) -> list[tuple[SpreadTrials, str]]:
         """Return the trials that can move to another process and share no tensor with a live trial."""
@@ -271,13 +271,13 @@ class TrialSpread:
 
     def _balance(self, trials: Sequence[tuple[SpreadTrials, str]]) -> None:
         """Assign trials, longest first, to the least loaded worker. Trials stay where the load is balanced."""
-        known = self._seconds or {"": 1.0}
-        usual = sum(known.values()) / len(known)
+        times = self._seconds or {"": 1.0}
+        usual = sum(times.values()) / len(times)
         seconds = {tag: self._seconds.get(tag, usual) for _, tag in trials}
         total: Counter[TrialProcess] = Counter()
         fair = sum(seconds.values()) / max(1, len(self._workers))
         new: dict[tuple[str, TrialProcess], list[bytes]] = {}
-        for array, tag in sorted(self._movable(trials), key=lambda place: -seconds[place[1]]):
+        for array, tag in sorted(self._movable(trials), key=lambda trial: -seconds[trial[1]]):
             process = array.away.get(tag)
             if process is not None and total[process] + seconds[tag] <= fair + min(seconds.values()):
                 total[process] += seconds[tag]  # type: ignore[assignment]

@@ -90,9 +90,9 @@ class PlainFootprint:
 
 def fits(budget: int, sizes: Iterable[tuple[Footprint | PlainFootprint, int]]) -> bool:
     """Return whether arrays fit into ``budget`` bytes together. All hold their state; one at a time has temporaries."""
-    found = list(sizes)
-    held = sum(footprint.held(rows) for footprint, rows in found)
-    return held + max((footprint.passing(rows) for footprint, rows in found), default=0) <= budget
+    pairs = list(sizes)
+    held = sum(footprint.held(rows) for footprint, rows in pairs)
+    return held + max((footprint.passing(rows) for footprint, rows in pairs), default=0) <= budget
 
 
 def fastest_width(seconds: Callable[[int], float], most: int) -> int:

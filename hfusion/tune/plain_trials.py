@@ -55,8 +55,8 @@ def torch_optimizer(make: MakeOptimizer, model: nn.Module) -> Optimizer | None:
         for group in fused.param_groups
     ]
     optimizer: Optimizer = kind(groups)
-    every = [param for group in groups for param in group["params"]]
-    if kind in _FUSED and all(p.device.type == "cpu" and p.is_floating_point() for p in every):
+    parameters = [param for group in groups for param in group["params"]]
+    if kind in _FUSED and all(p.device.type == "cpu" and p.is_floating_point() for p in parameters):
         for group in optimizer.param_groups:
             group["fused"] = True
     return optimizer
@@ -80,13 +80,13 @@ class PlainTrial:
     def __init__(self, member: TrialModel, recipe: SweepRecipe, choices: ArrayChoices) -> None:
         suggestion = member.suggestion
         self.model = member.model
-        made = torch_optimizer(optimizer_with(choices.optimizer, choices.options, [suggestion.hypers]), self.model)
-        assert made is not None, "such trials are an array"
-        self.optimizer, self.clip = made, suggestion.clip_norm if choices.clips else None
-        self.scheduler = None if recipe.scheduler is None else recipe.scheduler(made, **suggestion.scheduler)
+        optimizer = torch_optimizer(optimizer_with(choices.optimizer, choices.options, [suggestion.hypers]), self.model)
+        assert optimizer is not None, "such trials are an array"
+        self.optimizer, self.clip = optimizer, suggestion.clip_norm if choices.clips else None
+        self.scheduler = None if recipe.scheduler is None else recipe.scheduler(optimizer, **suggestion.scheduler)
         # Torch warns if a scheduler steps before the optimizer. After a restart it has not seen the earlier steps.
-        made._opt_called = True  # type: ignore[attr-defined]
-        self._clipped = [param for group in made.param_groups for param in group["params"]]
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._clipped = [param for group in optimizer.param_groups for param in group["params"]]
 
     def zero_grad(self) -> None:
         """Clear the gradients. The optimizer's own method takes 7% of a small step, as it speaks to the profiler."""
@@ -260,15 +260,15 @@ class PlainTrials:
         """Do nothing: reference cycles hold no memory of removed trials."""
 
     def _encoded(self, elsewhere: Mapping[str, dict[str, Any]]) -> tuple[Any, dict[str, Tensor]]:
-        found: dict[str, Tensor] = {}
+        saved_tensors: dict[str, Tensor] = {}
         state = {tag: trial.state() for tag, trial in self._trials.items()} | dict(elsewhere)
-        body = {"epochs": self.epochs, "trials": encode(state, found, "trials")}
-        return body, {name: tensor.detach().cpu().clone() for name, tensor in found.items()}
+        body = {"epochs": self.epochs, "trials": encode(state, saved_tensors, "trials")}
+        return body, {name: tensor.detach().cpu().clone() for name, tensor in saved_tensors.items()}
 
     def save(self, folder: Path, elsewhere: Mapping[str, dict[str, Any]] | None = None) -> Path:
         """Save all trials, with the states of trials ``elsewhere``, by tag. Return the path of the save."""
-        body, found = self._encoded(elsewhere or {})
-        return files.write(folder, body, found, step=self.epochs, keep=KEEP)
+        body, saved_tensors = self._encoded(elsewhere or {})
+        return files.write(folder, body, saved_tensors, step=self.epochs, keep=KEEP)
 
     def packed(self) -> PackedSave:
         """Return the content of a save in memory."""
@@ -276,9 +276,9 @@ class PlainTrials:
 
     def restore(self, saved: Path | PackedSave, members: Sequence[TrialModel]) -> tuple[None, int]:
         """Restore trials from a save or its packed content. Return None, as there are no widths, and their number."""
-        found = saved.saved() if isinstance(saved, PackedSave) else files.read(saved)
-        self.epochs = found.body["epochs"]
-        self.join(members, decode(found.body["trials"], found.tensors))
+        content = saved.saved() if isinstance(saved, PackedSave) else files.read(saved)
+        self.epochs = content.body["epochs"]
+        self.join(members, decode(content.body["trials"], content.tensors))
         return None, len(self._trials)
 
 
@@ -288,12 +288,12 @@ def _outputs(model: nn.Module, batches: Iterable[tuple[Any, Any]]) -> list[tuple
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        found = []
+        pairs = []
         for inputs, target in batches:
             args, kwargs = call_arguments(inputs, {})
             outputs = model(*args, **kwargs)
-            found.append((torch.utils._pytree.tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), outputs), target))
-        return found
+            pairs.append((torch.utils._pytree.tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), outputs), target))
+        return pairs
     finally:
         for module, training in modes:
             module.training = training

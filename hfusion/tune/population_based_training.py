@@ -62,12 +62,12 @@ class PBT:
         draw: random.Random,
     ) -> dict[str, Any]:
         """Return perturbed values of a trial's suggestions. Changes that are not ``allowed`` are skipped."""
-        found = dict(params)
+        perturbed = dict(params)
         for name, distribution in distributions.items():
-            changed = {**found, name: self._explored(found[name], distribution, draw)}
+            changed = {**perturbed, name: self._explored(perturbed[name], distribution, draw)}
             if allowed(changed):
-                found = changed
-        return found
+                perturbed = changed
+        return perturbed
 
     def _explored(self, value: Any, distribution: Any, draw: random.Random) -> Any:
         choices = getattr(distribution, "choices", None)

@@ -28,9 +28,9 @@ class ReportOrder:
             return
         written = self._path.read_bytes()
         # An incomplete last line was never used: reports begin after the line is written.
-        whole = written[: written.rfind(b"\n") + 1]
-        os.truncate(self._path, len(whole))
-        self.replayed.extend(line.split()[0].decode() for line in whole.splitlines()[count:])
+        complete = written[: written.rfind(b"\n") + 1]
+        os.truncate(self._path, len(complete))
+        self.replayed.extend(line.split()[0].decode() for line in complete.splitlines()[count:])
 
     def skip_missing(self, names: Collection[str]) -> None:
         """Drop recorded arrays from the front as long as they are not in ``names``."""

@@ -90,9 +90,9 @@ def seconds_saved(choice: ArrayChoice) -> float:
     """Return the seconds that an array saves; -inf without measurements, so that plain trials are measured first."""
     if choice.plain is None:
         return -math.inf
-    alone = sum(choice.epochs) / min(choice.side_by_side, len(choice.epochs)) * choice.plain
-    together = max(choice.epochs) * choice.array
-    return choice.minibatches * (alone - together) - choice.startup
+    plain_seconds = sum(choice.epochs) / min(choice.side_by_side, len(choice.epochs)) * choice.plain
+    array_seconds = max(choice.epochs) * choice.array
+    return choice.minibatches * (plain_seconds - array_seconds) - choice.startup
 
 
 class Shape:
@@ -150,16 +150,20 @@ class Shape:
         """Return the estimates for trials with these remaining ``epochs``; None if they must be an array."""
         if self._plain is None:
             return None
-        look = self.plain_footprint(device)
-        known = costs.plain(look.operators)
-        plain = self.plain_seconds or (None if known is None else known * look.seconds(1))
-        array = math.inf if plain is None else look.array_seconds(len(epochs), plain) * costs.factor(look.operators)
+        footprint = self.plain_footprint(device)
+        ratio = costs.plain(footprint.operators)
+        plain = self.plain_seconds or (None if ratio is None else ratio * footprint.seconds(1))
+        array = (
+            math.inf
+            if plain is None
+            else footprint.array_seconds(len(epochs), plain) * costs.factor(footprint.operators)
+        )
         return ArrayChoice(
             tuple(epochs),
             self._plain.minibatches * self._plain.waves,
             plain,
             array,
-            costs.startup(look.operators),
+            costs.startup(footprint.operators),
             side_by_side,
         )
 
@@ -171,10 +175,10 @@ class Shape:
         if array.plain:
             self.plain_seconds = seconds / max(1, len(result.values))
         elif self.plain_seconds is not None and not array.measured:
-            look = self.plain_footprint(device)
-            factor = seconds / look.array_seconds(max(1, array.width), self.plain_seconds)
+            footprint = self.plain_footprint(device)
+            factor = seconds / footprint.array_seconds(max(1, array.width), self.plain_seconds)
             startup = max(1e-6, self.startup + result.startup)
-            costs.note(ArrayRecord(look.operators, startup, self.plain_seconds / look.seconds(1), factor))
+            costs.note(ArrayRecord(footprint.operators, startup, self.plain_seconds / footprint.seconds(1), factor))
         array.measured = True
 
     def plain_footprint(self, device: DeviceInfo) -> PlainFootprint:
@@ -261,7 +265,7 @@ class ShapeArray:
         new, self.joining = self.joining, []
         if not self.plain:
             self.widths = self.widths or Widths(len(new))
-        self.seats |= {one.tag: Seat(one.number, one.suggestion, began) for one in new}
+        self.seats |= {member.tag: Seat(member.number, member.suggestion, began) for member in new}
         return new
 
     def compacts(self) -> bool:
@@ -270,5 +274,5 @@ class ShapeArray:
             self.width = len(self.seats)
             return False
         least = self.widths.of(len(self.seats))
-        found, self.width = least < self.width, min(least, self.width)
-        return found
+        any_free, self.width = least < self.width, min(least, self.width)
+        return any_free

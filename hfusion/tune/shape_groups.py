@@ -63,8 +63,8 @@ class Shapes:
         return PlainForm(partial(self._plain_footprint, first), minibatches, self._waves)
 
     def _first_inputs(self, choices: ArrayChoices) -> Any:
-        for known, inputs in self._inputs:
-            if same_values(known, choices.loader):
+        for cached_values, inputs in self._inputs:
+            if same_values(cached_values, choices.loader):
                 return inputs
         # A copy, so that a forward that writes into its inputs does not change the loader's data.
         inputs = copy.deepcopy(first_inputs(self._recipe.loaders.loader(choices.loader), torch.device("cpu")))

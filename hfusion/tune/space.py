@@ -92,8 +92,10 @@ class Suggestion:
 
     def same_but_for_numbers(self, other: Suggestion) -> bool:
         """Return whether ``other`` is equal except for the optimizer's hyper-parameters and ``clip_norm``."""
-        mine, others = ((one.rest, one.scheduler, one.epochs) for one in (self, other))
-        return self.choices.matches(other.choices) and same_values(mine, others)
+        values, other_values = (
+            (suggestion.rest, suggestion.scheduler, suggestion.epochs) for suggestion in (self, other)
+        )
+        return self.choices.matches(other.choices) and same_values(values, other_values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +179,11 @@ class Maker:
             (SCHEDULER, scheduler, 1),
         ]
         self._receivers = [
-            *(Receiver.of_function(prefix, made, after) for prefix, made, after in functions if made is not None),
+            *(
+                Receiver.of_function(prefix, function, positional)
+                for prefix, function, positional in functions
+                if function is not None
+            ),
             Receiver.of_names(SWEEP, "the sweep", SWEEP_NAMES),
         ]
         sample_optimizer(defaults.optimizer)
@@ -212,10 +218,10 @@ class Maker:
         epochs, accumulate, clip = self._numbers(routed[SWEEP])
         choices = ArrayChoices(kind, options, routed[LOADER], routed[LOSS], accumulate, clip is not None)
         # Raise errors now if hyper-parameters, options and scheduler do not fit together.
-        together = sample_optimizer(optimizer_with(kind, options, [hypers]))
-        _ = together.state_stacks
+        combined = sample_optimizer(optimizer_with(kind, options, [hypers]))
+        _ = combined.state_stacks
         if self._scheduler is not None:
-            PerMember(together, partial(self._scheduler, **routed[SCHEDULER]))
+            PerMember(combined, partial(self._scheduler, **routed[SCHEDULER]))
         return Suggestion(hypers, choices, routed[MAKE_MODEL], epochs, routed[SCHEDULER], clip)
 
     def _kind(self, values: Mapping[str, Any]) -> MakeOptimizer:
@@ -241,9 +247,9 @@ class Maker:
 
     def candidate(self, number: int, suggestion: Suggestion) -> TrialModel:
         """Return a trial with its model. Raises the same errors as `ModelMaker.model`."""
-        found = TrialModel(number, suggestion, self.models)
-        _ = found.model
-        return found
+        trial_model = TrialModel(number, suggestion, self.models)
+        _ = trial_model.model
+        return trial_model
 
 
 def _check_hypers(optimizer: FusedOptimizer, hypers: Mapping[str, Any]) -> None:

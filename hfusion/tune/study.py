@@ -48,15 +48,15 @@ def open_study(
         for key, value in {"storage": storage, **settings}.items():
             if value is not None:
                 raise ValueError(f"{key}={value!r}: the study given has its own; give it to optuna.create_study")
-        found, own = study, False
+        opened_study, is_private = study, False
     elif study is None or isinstance(study, str):
-        own = False
+        is_private = False
         if storage is None and directory is not None:
-            own = True
+            is_private = True
             backend = optuna.storages.journal.JournalFileBackend(str(directory / JOURNAL))
             storage = optuna.storages.JournalStorage(backend)
-        name = study if study is not None else STUDY if own else None
-        found = optuna.create_study(
+        name = study if study is not None else STUDY if is_private else None
+        opened_study = optuna.create_study(
             study_name=name,
             storage=storage,
             directions=directions or [direction or "minimize"],
@@ -66,20 +66,20 @@ def open_study(
         )
     else:
         raise ValueError(f"study is a {type(study).__name__}: give an optuna.Study, or the name of one")
-    name, wanted = ("direction", [direction]) if directions is None else ("directions", list(directions))
-    names = [one.name.lower() for one in found.directions]
-    if wanted != [None] and [str(getattr(one, "name", one)).lower() for one in wanted] != names:
-        given = direction if directions is None else directions
-        raise ValueError(f"{name}={given!r}: study {found.study_name!r} was made to {', '.join(names)}")
-    return found, own
+    name, requested = ("direction", [direction]) if directions is None else ("directions", list(directions))
+    names = [goal.name.lower() for goal in opened_study.directions]
+    if requested != [None] and [str(getattr(goal, "name", goal)).lower() for goal in requested] != names:
+        argument = direction if directions is None else directions
+        raise ValueError(f"{name}={argument!r}: study {opened_study.study_name!r} was made to {', '.join(names)}")
+    return opened_study, is_private
 
 
 def check_outlives(study: Any, storage: Any, directory: Path) -> None:
     """Raise ValueError if a study is in memory, since a sweep resumed in a new process would not find its trials."""
     optuna = import_optuna()
-    given = isinstance(study, optuna.Study)
-    if _in_memory(study._storage if given else storage):
-        name = f"study {study.study_name!r}" if given else f"storage={storage!r}"
+    is_study = isinstance(study, optuna.Study)
+    if _in_memory(study._storage if is_study else storage):
+        name = f"study {study.study_name!r}" if is_study else f"storage={storage!r}"
         raise ValueError(
             f"{name} is in the memory of this process, and directory={os.fspath(directory)!r} is to go on from after "
             "it has ended: leave study and storage out, and the trials are in a journal in the directory; or give a "
@@ -92,8 +92,8 @@ def _in_memory(storage: Any) -> bool:
     if isinstance(storage, import_optuna().storages.InMemoryStorage):
         return True
     # Optuna wraps storages that are given as a URL.
-    found = getattr(storage, "_backend", storage)
-    url = found if isinstance(found, str) else getattr(found, "url", None)
+    backend = getattr(storage, "_backend", storage)
+    url = backend if isinstance(backend, str) else getattr(backend, "url", None)
     if not isinstance(url, str) or not url.startswith("sqlite"):
         return False
     path, _, query = url.partition("://")[2].partition("?")
@@ -122,13 +122,13 @@ def exhausted(study: Study) -> bool:
     while isinstance(sampler, optuna.samplers.PartialFixedSampler):
         sampler = sampler._base_sampler
     view: Any = _AllEnded(study)
-    begun = view.get_all_trials(study._study_id)
-    if not begun or any(one.state == optuna.trial.TrialState.WAITING for one in begun):
+    trials = view.get_all_trials(study._study_id)
+    if not trials or any(trial.state == optuna.trial.TrialState.WAITING for trial in trials):
         return False
     if isinstance(sampler, optuna.samplers.GridSampler):
         return bool(sampler.is_exhausted(view))
     if isinstance(sampler, optuna.samplers.BruteForceSampler):
-        sampler.after_trial(view, begun[-1], begun[-1].state, begun[-1].values)
+        sampler.after_trial(view, trials[-1], trials[-1].state, trials[-1].values)
     return bool(view.stopped)
 
 
@@ -144,16 +144,16 @@ class _AllEnded:
 
     def get_all_trials(self, study_id: int, deepcopy: bool = False, states: Any = None) -> list[FrozenTrial]:
         trials = self._own.get_all_trials(study_id, deepcopy=False)
-        return [one for one in map(_ended, trials) if states is None or one.state in states]
+        return [trial for trial in map(_ended, trials) if states is None or trial.state in states]
 
 
-def _ended(one: FrozenTrial) -> FrozenTrial:
+def _ended(trial: FrozenTrial) -> FrozenTrial:
     states = import_optuna().trial.TrialState
-    if one.state != states.RUNNING:
-        return one
-    found = copy.copy(one)
-    found.state = states.FAIL
-    return found
+    if trial.state != states.RUNNING:
+        return trial
+    ended = copy.copy(trial)
+    ended.state = states.FAIL
+    return ended
 
 
 class Draws:
@@ -168,47 +168,53 @@ class Draws:
 
     def _first(self) -> int:
         """Return a base seed drawn from the sampler's own generator, so that its seed determines all; 0 without one."""
-        for one in generators_of(self._study.sampler):
-            if isinstance(one, np.random.RandomState):
-                return int(one.randint(2**31 - 1))
-            return one.getrandbits(31) if isinstance(one, random.Random) else int(one.integers(2**31 - 1))
+        for generator in generators_of(self._study.sampler):
+            if isinstance(generator, np.random.RandomState):
+                return int(generator.randint(2**31 - 1))
+            return (
+                generator.getrandbits(31)
+                if isinstance(generator, random.Random)
+                else int(generator.integers(2**31 - 1))
+            )
         return 0
 
     def begin(self, asked: int) -> None:
         """Seed the sampler's generators for the next trial, after ``asked`` trials."""
-        found = list(generators_of(self._study.sampler))
-        for one, seed in zip(found, np.random.SeedSequence([self.base, asked]).generate_state(len(found)), strict=True):
-            if isinstance(one, np.random.Generator):
-                one.bit_generator.state = type(one.bit_generator)(int(seed)).state
+        generators = list(generators_of(self._study.sampler))
+        for generator, seed in zip(
+            generators, np.random.SeedSequence([self.base, asked]).generate_state(len(generators)), strict=True
+        ):
+            if isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = type(generator.bit_generator)(int(seed)).state
             else:
-                one.seed(int(seed))
+                generator.seed(int(seed))
 
 
 def generators_of(sampler: Any) -> Iterator[Any]:
     """Yield all random generators in a sampler and in nested samplers, in the order of their attributes."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting = [sampler]
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        part = waiting.pop()
+        if id(part) in visited:
             continue
-        seen.add(id(one))
-        if isinstance(one, np.random.RandomState | np.random.Generator | random.Random):
-            yield one
-        elif type(one).__name__ == "LazyRandomState":
+        visited.add(id(part))
+        if isinstance(part, np.random.RandomState | np.random.Generator | random.Random):
+            yield part
+        elif type(part).__name__ == "LazyRandomState":
             # Optuna's class, which creates its generator on first access.
-            waiting.append(one.rng)
-        elif isinstance(one, list | tuple):
-            waiting.extend(reversed(one))
-        elif isinstance(one, dict):
-            waiting.extend(reversed(one.values()))
-        elif _of_a_sampler(one, sampler):
-            waiting.extend(reversed(vars(one).values()))
+            waiting.append(part.rng)
+        elif isinstance(part, list | tuple):
+            waiting.extend(reversed(part))
+        elif isinstance(part, dict):
+            waiting.extend(reversed(part.values()))
+        elif _of_a_sampler(part, sampler):
+            waiting.extend(reversed(vars(part).values()))
 
 
-def _of_a_sampler(one: Any, sampler: Any) -> bool:
+def _of_a_sampler(part: Any, sampler: Any) -> bool:
     """Return whether to search an object for generators: the sampler, and its parts from the same packages."""
-    if not hasattr(one, "__dict__") or isinstance(one, type):
+    if not hasattr(part, "__dict__") or isinstance(part, type):
         return False
     packages = {"optuna", type(sampler).__module__.partition(".")[0]}
-    return one is sampler or type(one).__module__.partition(".")[0] in packages
+    return part is sampler or type(part).__module__.partition(".")[0] in packages

@@ -197,40 +197,40 @@ def sweep(
             folder = SweepFolder(Path(directory))
             stack.callback(folder.close)
         root = None if folder is None else folder.root
-        found, own = open_study(study, storage, direction, directions, sampler, pruner, root)
-        objectives = len(found.directions)
+        opened_study, is_private = open_study(study, storage, direction, directions, sampler, pruner, root)
+        objectives = len(opened_study.directions)
         check_objectives(objectives, metric, pruner, pbt)
         recipe = SweepRecipe(loss, loaders, eval_loader, metric, device, compile, scheduler, every_step, objectives)
-        before = None if folder is None else folder.read()
-        body = {} if before is None else before[0]
+        saved = None if folder is None else folder.read()
+        body = {} if saved is None else saved[0]
         _check_same(body, extent, rounds)
-        stack.enter_context(listening(found))
-        asked = _trials(found, body, callbacks, alone=own)
-        beats = Beats(found, asked.run, root)
-        here, known = [space, found, *callbacks], body.get("processes")
-        workers, recipe, chosen = _workers(machine, recipe, maker, extent, here, known, processes, stack)
+        stack.enter_context(listening(opened_study))
+        sweep_trials = _trials(opened_study, body, callbacks, alone=is_private)
+        beats = Beats(opened_study, sweep_trials.run, root)
+        local_objects, saved_count = [space, opened_study, *callbacks], body.get("processes")
+        workers, recipe, chosen = _workers(machine, recipe, maker, extent, local_objects, saved_count, processes, stack)
         extent = replace(extent, processes=1 if chosen is None else chosen.count)
-        bar = SweepProgress(found, trials, shown=progress)
+        bar = SweepProgress(opened_study, trials, shown=progress)
         stack.callback(bar.close)
         log = stack.enter_context(EventLog(root, "sweep", trials=trials, epochs=epochs))
-        conductor = _CONDUCTORS[rounds](asked, maker, recipe, extent, workers, folder, beats, bar, log)
+        conductor = _CONDUCTORS[rounds](sweep_trials, maker, recipe, extent, workers, folder, beats, bar, log)
         if not isinstance(workers, LocalWorkers):
             workers.place, workers.lost = conductor.take_over, conductor.lost
-        if before is None:
+        if saved is None:
             conductor.save()
         else:
-            conductor.resume(*before)
+            conductor.resume(*saved)
         try:
             conductor.run()
         except BaseException:
             if folder is None:
                 # Without a folder the sweep cannot be resumed.
-                for number in asked.live:
-                    asked.end(number, Verdict.FAILED)
+                for number in sweep_trials.live:
+                    sweep_trials.end(number, Verdict.FAILED)
                 beats.end()
             raise
         beats.end()
-        return SweepResult(found, tuple(asked.asked), conductor.best.all, chosen)
+        return SweepResult(opened_study, tuple(sweep_trials.asked), conductor.best.all, chosen)
 
 
 def _check_numbers(clip_norm: float | None, accumulate: int, processes: int | None) -> None:
@@ -296,17 +296,17 @@ def _extent(
 
 def _trials(study: Any, body: Mapping[str, Any], callbacks: Iterable[Callback], *, alone: bool) -> Trials:
     """Return the trials of the saved sweep, or of a new one; mark trials abandoned by crashed sweeps as failed."""
-    found = Trials(
+    trials = Trials(
         study,
         body.get("run") or uuid.uuid4().hex,
         Draws(study, body.get("base")),
         asked=body.get("asked", ()),
-        attributes={number: names for one in body.get("arrays", ()) for number, _, _, names, *_ in one["seats"]},
+        attributes={number: names for array in body.get("arrays", ()) for number, _, _, names, *_ in array["seats"]},
         alone=alone,
         callbacks=callbacks,
     )
-    found.bury(dead_runs(study))
-    return found
+    trials.bury(dead_runs(study))
+    return trials
 
 
 def _workers(
@@ -314,8 +314,8 @@ def _workers(
     recipe: SweepRecipe,
     maker: Maker,
     extent: Extent,
-    here: Sequence[object],
-    known: int | None,
+    local_objects: Sequence[object],
+    saved_count: int | None,
     plain_processes: int | None,
     stack: ExitStack,
 ) -> tuple[LocalWorkers | ClusterWorkers, SweepRecipe, Processes | None]:
@@ -335,7 +335,7 @@ def _workers(
     if len(machine.devices) > 1:
         from hfusion.tune.sweep_process_choice import several_devices
 
-        workers, processes = several_devices(machine, maker, recipe, extent, here, known, stack)
+        workers, processes = several_devices(machine, maker, recipe, extent, local_objects, saved_count, stack)
         if workers is not None:
             return workers, recipe, processes
     device = largest(machine).physical
@@ -348,8 +348,8 @@ def _workers(
 def _check_same(body: Any, extent: Extent, rounds: str) -> None:
     """Raise CheckpointError if the saved sweep has other ``epochs``, ``seed`` or ``rounds``, so values would differ."""
     for name, value in (("epochs", extent.epochs), ("seed", extent.seed), ("rounds", rounds)):
-        before = body.get(name, "together" if body and name == "rounds" else value)
-        if before != value:
+        saved = body.get(name, "together" if body and name == "rounds" else value)
+        if saved != value:
             raise CheckpointError(
-                f"{name} was {before} when the sweep was saved, and is {value}: give what it was, or a new directory"
+                f"{name} was {saved} when the sweep was saved, and is {value}: give what it was, or a new directory"
             )

@@ -68,7 +68,7 @@ class SweepFolder:
     def write(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor], step: int) -> None:
         """Write the state of the sweep, then remove the folders of arrays that it does not name."""
         files.write(self.root / STATE, {"version": VERSION, **body}, tensors, step=step, keep=KEEP)
-        named = {one["name"] for one in body["arrays"]}
+        named = {array["name"] for array in body["arrays"]}
         for path in (self.root / ARRAYS).glob("*"):
             if path.name not in named:
                 shutil.rmtree(path, ignore_errors=True)

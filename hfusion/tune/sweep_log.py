@@ -21,12 +21,12 @@ class SweepLog:
         self._open: dict[str, ShapeArray] = {}
 
     def _array(self, array: ShapeArray, event: str, **values: object) -> None:
-        place = self._workers.devices[array.device].place
-        self._log.array(array.name, event, {**place, "trials": len(array.seats), **values})
+        location = self._workers.devices[array.device].place
+        self._log.array(array.name, event, {**location, "trials": len(array.seats), **values})
 
     def _trial(self, array: ShapeArray, seat: Seat, event: str, **values: object) -> None:
-        place, epochs = self._workers.devices[array.device].place, f"{seat.epochs}/{seat.suggestion.epochs}"
-        self._log.trial(seat.number, event, {**place, "array": array.name, "epoch": epochs, **values})
+        location, epochs = self._workers.devices[array.device].place, f"{seat.epochs}/{seat.suggestion.epochs}"
+        self._log.trial(seat.number, event, {**location, "array": array.name, "epoch": epochs, **values})
 
     def seated(self, array: ShapeArray, seats: Iterable[Seat], event: str) -> None:
         """Log that trials were started, resumed or moved in an array, and the start of the array if it is new."""

@@ -38,13 +38,13 @@ _log = logging.getLogger(__name__)
 
 
 def choose_sweep_processes(
-    machine: Machine, maker: Maker, recipe: SweepRecipe, extent: Extent, here: Sequence[object]
+    machine: Machine, maker: Maker, recipe: SweepRecipe, extent: Extent, local_objects: Sequence[object]
 ) -> tuple[Processes, TrialModel | None]:
     """Return how many processes train a sweep, by estimates for a sampled trial, and that trial or None.
 
     Args:
         maker: makes models on the CPU.
-        here: objects that are not sent to other processes, such as callbacks.
+        local_objects: objects that are not sent to other processes, such as callbacks.
     """
     if extent.pbt is not None:
         return Processes(1, "pbt compares the trials of a shape, which are on one device"), None
@@ -58,17 +58,17 @@ def choose_sweep_processes(
     except Exception as error:
         # The sweep raises the error itself, if it occurs there again.
         return Processes(1, f"a trial of the space could not be estimated: {type(error).__name__}: {error}"), None
-    one, begin = extent.trials * seconds, begin_seconds(machine)
-    several = begin + one / devices_at_once(count, rates, torch.get_num_threads())
+    single, startup = extent.trials * seconds, begin_seconds(machine)
+    several = startup + single / devices_at_once(count, rates, torch.get_num_threads())
     reason = (
-        f"{extent.trials} trials of {extent.epochs} epochs take an estimated {one:.3g} s on the largest device, and "
-        f"{several:.3g} s on {count}, of which {begin:.2g} s to begin"
+        f"{extent.trials} trials of {extent.epochs} epochs take an estimated {single:.3g} s on the largest device, and "
+        f"{several:.3g} s on {count}, of which {startup:.2g} s to begin"
     )
-    if several * (1 + DIFFERS) >= one:
+    if several * (1 + DIFFERS) >= single:
         return Processes(1, reason), sample
     sent = [recipe.loss, recipe.loaders, recipe.eval_loader, recipe.metric, recipe.scheduler, maker.models]
     parcel = SWEEP_PARCEL, (recipe, maker.models)
-    if why := copy_obstacle(here, [*sent, sample.suggestion], [parcel], machine):
+    if why := copy_obstacle(local_objects, [*sent, sample.suggestion], [parcel], machine):
         return Processes(1, f"{reason}; but {why}"), sample
     return Processes(count, reason), sample
 
@@ -119,20 +119,20 @@ def several_devices(
     maker: Maker,
     recipe: SweepRecipe,
     extent: Extent,
-    here: Sequence[object],
-    known: int | None,
+    local_objects: Sequence[object],
+    saved_count: int | None,
     stack: ExitStack,
 ) -> tuple[ClusterWorkers | None, Processes]:
     """Return workers in one process per device, closed by ``stack``, or None if one process is to train; and why.
 
     Args:
-        known: the number of processes of the sweep that is resumed, if there is one.
+        saved_count: the number of processes of the sweep that is resumed, if there is one.
     """
     count = len(machine.devices)
-    if known in (1, count):
-        processes, sample = Processes(known, "as the sweep that goes on began"), None
+    if saved_count in (1, count):
+        processes, sample = Processes(saved_count, "as the sweep that goes on began"), None
     else:
-        processes, sample = choose_sweep_processes(machine, maker, recipe, extent, here)
+        processes, sample = choose_sweep_processes(machine, maker, recipe, extent, local_objects)
     workers = None
     if processes.count > 1:
         try:

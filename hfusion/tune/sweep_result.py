@@ -61,8 +61,8 @@ class SweepResult:
     @property
     def trials(self) -> list[FrozenTrial]:
         """The trials of the sweep, in the order in which they started."""
-        found = {one.number: one for one in self.study.get_trials(deepcopy=False)}
-        return [as_trained(found[number], self.study) for number in self.numbers]
+        by_number = {trial.number: trial for trial in self.study.get_trials(deepcopy=False)}
+        return [as_trained(by_number[number], self.study) for number in self.numbers]
 
     @property
     def best_trial(self) -> FrozenTrial:
@@ -171,11 +171,11 @@ class SweepResult:
     def _ranked(self, trials: list[FrozenTrial]) -> list[FrozenTrial]:
         """Return the complete trials, best first; with several objectives, those on the Pareto front."""
         numbers = self.best_models.keys()
-        complete = [one for one in trials if one.state.name == "COMPLETE"]
+        complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
         if len(self.study.directions) > 1:
-            return [one for one in complete if one.number in numbers]
-        down = self.study.direction.name == "MAXIMIZE"
-        return sorted(complete, key=lambda one: one.value or 0.0, reverse=down)
+            return [trial for trial in complete if trial.number in numbers]
+        descending = self.study.direction.name == "MAXIMIZE"
+        return sorted(complete, key=lambda trial: trial.value or 0.0, reverse=descending)
 
 
 class _TrainedTrials:

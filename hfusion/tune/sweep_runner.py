@@ -105,43 +105,43 @@ class Conductor:
         evaluates = self._recipe.objectives == 1 or array.any_ends
         return "epoch", (self._extent.seed + array.round, evaluates)
 
-    def _report(self, found: Mapping[str, EpochResult], arrays: Sequence[ShapeArray]) -> None:
+    def _report(self, results: Mapping[str, EpochResult], arrays: Sequence[ShapeArray]) -> None:
         """Report the values of an epoch to the study, in the order of trial numbers, and remove trials that end."""
         for array in arrays:
             array.save = ""
-            self.rooms.note(array, found[array.name])
-            self._events.round(array, self._round, found[array.name])
-        values = {array.name: found[array.name].values for array in arrays}
-        seats = [(array, array.seats[tag], own) for array in arrays for tag, own in values[array.name].items()]
-        left: set[int] = set()
-        for array, seat, own in sorted(seats, key=lambda each: each[1].number):
+            self.rooms.note(array, results[array.name])
+            self._events.round(array, self._round, results[array.name])
+        values = {array.name: results[array.name].values for array in arrays}
+        seats = [(array, array.seats[tag], scores) for array in arrays for tag, scores in values[array.name].items()]
+        freed_devices: set[int] = set()
+        for array, seat, scores in sorted(seats, key=lambda entry: entry[1].number):
             last, seat.epochs = seat.is_last, seat.epochs + 1
-            verdict = self.trials.report(seat.number, own, seat.epochs - 1, last=last)
-            self._events.trained(array, seat, own, verdict)
+            verdict = self.trials.report(seat.number, scores, seat.epochs - 1, last=last)
+            self._events.trained(array, seat, scores, verdict)
             if verdict is not Verdict.GO_ON:
-                best = verdict is Verdict.COMPLETE and self.best.takes(seat.number, own)
-                self._leave(array, seat, own if best else None)
-                left.add(array.device)
+                best = verdict is Verdict.COMPLETE and self.best.takes(seat.number, scores)
+                self._leave(array, seat, scores if best else None)
+                freed_devices.add(array.device)
         for array in arrays:
             self._exploit(array, values[array.name])
         for array in arrays:
-            if array.device in left and self.rooms.crowded(array.device):
-                left.remove(array.device)
+            if array.device in freed_devices and self.rooms.crowded(array.device):
+                freed_devices.remove(array.device)
                 self._workers.send(array.name, "collect")
 
     def _move(self) -> None:
         """Move arrays to devices where rounds end sooner. Results do not change."""
-        there = {array.name: array for array in self.rooms.arrays}
+        arrays = {array.name: array for array in self.rooms.arrays}
         targets = self.rooms.moves(
             lambda array: max(seat.suggestion.epochs - seat.epochs for seat in array.seats.values())
         )
         if not targets:
             return
         began = time.monotonic()
-        members = {name: self._members(there[name]) for name in targets}
+        members = {name: self._members(arrays[name]) for name in targets}
         for name, device in self._workers.move(targets, members).items():
-            there[name].device = device
-            self._events.moved(there[name])
+            arrays[name].device = device
+            self._events.moved(arrays[name])
         self.rooms.seconds.note_move(time.monotonic() - began)
 
     def lost(self, name: str, reason: str) -> None:
@@ -204,15 +204,15 @@ class Conductor:
 
         def allowed(params: dict[str, Any]) -> bool:
             try:
-                found = self._fixed(params, seat.number)
+                suggestion = self._fixed(params, seat.number)
             except (ValueError, self.trials.optuna.TrialPruned):
                 # Another branch of the space, or a value that the optimizer rejects.
                 return False
-            return found.same_but_for_numbers(seat.suggestion)
+            return suggestion.same_but_for_numbers(seat.suggestion)
 
         params, distributions = self.trials.suggested(seat.number if seat.origin is None else seat.origin)
-        found = self._extent.pbt.explored(seat.params or params, distributions, allowed, draw)
-        return found, self._fixed(found, seat.number)
+        perturbed = self._extent.pbt.explored(seat.params or params, distributions, allowed, draw)
+        return perturbed, self._fixed(perturbed, seat.number)
 
     def _fixed(self, params: dict[str, Any], number: int) -> Suggestion:
         """Evaluate the search space on fixed values."""
@@ -220,9 +220,9 @@ class Conductor:
 
     def _refill(self) -> None:
         """Ask the study for trials while there is room for them, and let them join arrays."""
-        while not self.rooms.full and (found := self._next()) is not None:
-            self._waiting = found
-            candidate, shape = found
+        while not self.rooms.full and (next_trial := self._next()) is not None:
+            self._waiting = next_trial
+            candidate, shape = next_trial
             array = self.rooms.room_for(shape)
             if array is None:
                 break
@@ -234,22 +234,22 @@ class Conductor:
                     self.rooms.open(array)
                 new = array.seated(self._round)
                 self._workers.send(array.name, "join", new)
-                for one in new:
-                    self.trials.place(one.number, array.seats[one.tag].began)
-                self._events.seated(array, [array.seats[one.tag] for one in new], "started")
+                for member in new:
+                    self.trials.place(member.number, array.seats[member.tag].began)
+                self._events.seated(array, [array.seats[member.tag] for member in new], "started")
         self.rooms.give_back()
         self._events.close_all_but(self.rooms.arrays)
 
     def _next(self) -> tuple[TrialModel, Shape] | None:
         """Return the next trial and its shape; None if no more trials start."""
-        found, self._waiting = self._waiting, None
-        while found is None and len(self.trials.asked) < self._extent.trials and not self._late():
+        next_trial, self._waiting = self._waiting, None
+        while next_trial is None and len(self.trials.asked) < self._extent.trials and not self._late():
             if self.trials.over:
                 break
             trial = self.trials.ask()
             if trial is not None:
-                found = self._attempt(trial.number, partial(self._candidate, trial))
-        return found
+                next_trial = self._attempt(trial.number, partial(self._candidate, trial))
+        return next_trial
 
     def _late(self) -> bool:
         return time.monotonic() >= self._extent.deadline
@@ -340,18 +340,18 @@ class Conductor:
         self._round, self.rooms.opened = body["round"], body["opened"]
         if self._extent.trials <= (body.get("stopped") or -1):
             self.trials.study.stop()
-        epochs = {number: done for one in body["arrays"] for number, _, done, *_ in one["seats"]}
+        epochs = {number: done for record in body["arrays"] for number, _, done, *_ in record["seats"]}
         if body["waiting"] is not None:
             epochs[body["waiting"]] = 0
-        found = self.trials.resume(epochs)
+        trials = self.trials.resume(epochs)
         # Trials keep their suggested values: nothing is sampled again.
-        suggestions = {number: self._known(trial.params, number) for number, trial in found.items()}
-        for one in body["arrays"]:
+        suggestions = {number: self._known(trial.params, number) for number, trial in trials.items()}
+        for record in body["arrays"]:
             seats = [
                 Seat(number, self._copied(number, params) or suggestions[number], began, done, params, *origin)
-                for number, began, done, _, params, *origin in one["seats"]
+                for number, began, done, _, params, *origin in record["seats"]
             ]
-            self._restore(one["name"], one["save"], seats, plain=one["plain"])
+            self._restore(record["name"], record["save"], seats, plain=record["plain"])
         if body["waiting"] is not None:
             candidate = self._maker.candidate(body["waiting"], suggestions[body["waiting"]])
             self._waiting = candidate, self._shapes.shape(candidate, self.rooms.arrays)
@@ -369,30 +369,30 @@ class Conductor:
         except ValueError as error:
             raise self._changed(f"space does not take {params} of trial {number}", error) from error
 
-    def _changed(self, what: str, error: Exception) -> CheckpointError:
+    def _changed(self, difference: str, error: Exception) -> CheckpointError:
         assert self._folder is not None
         return CheckpointError(
-            f"the sweep in {self._folder.root} was saved with another space or make_model: {what}: {error}; give those "
-            "that it was, or a new directory"
+            f"the sweep in {self._folder.root} was saved with another space or make_model: {difference}: {error}; give "
+            "those that it was, or a new directory"
         )
 
     def _restore(self, name: str, save: str, seats: list[Seat], *, plain: bool) -> None:
         assert self._folder is not None
         path, members = self._folder.root / save, [self._member(seat) for seat in seats]
         array = self.rooms.restored(name, self._shapes.shape(members[0], self.rooms.arrays), seats, plain=plain)
-        found = self._workers.ask({name: ("restore", (path.absolute(), members))})
-        (array.widths, array.width), array.save = found[name], save
+        results = self._workers.ask({name: ("restore", (path.absolute(), members))})
+        (array.widths, array.width), array.save = results[name], save
         self._events.seated(array, seats, "resumed")
 
     def _kept(self, number: int, values: tuple[float, ...], tensors: Mapping[str, Tensor]) -> Best:
         """Return a best trial of the saved sweep. Its model is made again, and its saved tensors are loaded."""
-        trial = next(one for one in self.trials.study.get_trials(deepcopy=False) if one.number == number)
+        trial = next(frozen for frozen in self.trials.study.get_trials(deepcopy=False) if frozen.number == number)
         copies = trial.user_attrs.get(COPIES)
         suggestion = self._known(copies[-1]["params"] if copies else trial.params, number)
         model = self._maker.models.model(number, suggestion).cpu()
         try:
-            own = {key: value for key, value in tensors.items() if key.startswith(f"{number}.")}
-            model.load_state_dict({key.partition(".")[2]: value for key, value in own.items()})
+            state = {key: value for key, value in tensors.items() if key.startswith(f"{number}.")}
+            model.load_state_dict({key.partition(".")[2]: value for key, value in state.items()})
         except RuntimeError as error:
             raise self._changed(f"make_model gave another model for trial {number}", error) from error
         return Best(number, values, model)

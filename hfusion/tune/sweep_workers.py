@@ -107,8 +107,8 @@ class LocalWorkers:
         }
         self._spread.begin(plain)
         others = {name: call for name, call in calls.items() if name not in plain}
-        found = {name: getattr(self._rows[name], method)(*args) for name, (method, args) in others.items()}
-        return found | self._spread.finish(plain)
+        results = {name: getattr(self._rows[name], method)(*args) for name, (method, args) in others.items()}
+        return results | self._spread.finish(plain)
 
     def start(self, calls: Mapping[str, RowsCall]) -> None:
         self._started |= calls
@@ -141,4 +141,4 @@ class LocalWorkers:
 
 def largest(machine: Machine) -> Any:
     """Return the device with the most memory."""
-    return max(machine.devices, key=lambda one: one.memory)
+    return max(machine.devices, key=lambda device: device.memory)

@@ -38,12 +38,12 @@ class Rooms:
 
     def check(self, shape: Shape, what: str) -> None:
         """Raise PlanError if no device has memory for one trial of a shape. ``what``: the trial, in the message."""
-        there = max(self._workers.devices, key=lambda one: one.budget)
-        footprint = shape.footprint(there)
-        if not fits(there.budget, [(footprint, 1)]):
+        device = max(self._workers.devices, key=lambda info: info.budget)
+        footprint = shape.footprint(device)
+        if not fits(device.budget, [(footprint, 1)]):
             need = footprint.held(1) + footprint.passing(1)
             raise PlanError(
-                f"{what} needs {need:,} bytes to be trained, and device {there.name} has {there.budget:,}: bound the "
+                f"{what} needs {need:,} bytes to be trained, and device {device.name} has {device.budget:,}: bound the "
                 "space, give a smaller minibatch, or let such trials fail with catch=(hf.PlanError,)"
             )
 
@@ -61,9 +61,9 @@ class Rooms:
 
     def _is_plain(self, array: ShapeArray, members: Sequence[TrialModel], epochs: Sequence[int]) -> bool:
         """Return whether trials with these remaining epochs run in plain torch; never if they share tensors."""
-        seen = [identity for member in members for identity in {id(tensor) for _, tensor in tensors(member.model)}]
+        ids = [identity for member in members for identity in {id(tensor) for _, tensor in tensors(member.model)}]
         device = self._workers.devices[array.device]
-        shared = len(set(seen)) < len(seen)
+        shared = len(set(ids)) < len(ids)
         choice = None if shared else array.shape.choice(epochs, device, self.costs, self._workers.side_by_side)
         return array.shape.choose_form(choice, lambda: self._fits(array.device, self._on(array.device)))
 
@@ -87,14 +87,16 @@ class Rooms:
     def restored(self, name: str, shape: Shape, seats: Sequence[Seat], *, plain: bool) -> ShapeArray:
         """Place a saved array on the device whose round ends first, among those with memory for it if there are any."""
         arrays = [ShapeArray(name, shape, device) for device in self._there]
-        for one in arrays:
-            one.seats, one.plain = {seat.tag: seat for seat in seats}, plain
-        order = sorted(arrays, key=lambda one: self._end(one.device, one))
-        array = next((one for one in order if self._fits(one.device, [one, *self._on(one.device)])), order[0])
+        for array in arrays:
+            array.seats, array.plain = {seat.tag: seat for seat in seats}, plain
+        order = sorted(arrays, key=lambda option: self._end(option.device, option))
+        chosen = next(
+            (array for array in order if self._fits(array.device, [array, *self._on(array.device)])), order[0]
+        )
         shape.is_array = shape.is_array or not plain
-        self.arrays.append(array)
-        self._workers.open(name, array.device, shape.first.suggestion.choices, plain)
-        return array
+        self.arrays.append(chosen)
+        self._workers.open(name, chosen.device, shape.first.suggestion.choices, plain)
+        return chosen
 
     def give_back(self) -> None:
         """Drop arrays without trials, and release free rows."""
@@ -125,14 +127,14 @@ class Rooms:
 
     def _fits(self, device: int, arrays: Iterable[ShapeArray], more: ShapeArray | None = None, part: float = 1) -> bool:
         """Return whether arrays, with one more member in ``more``, fit into a ``part`` of a device's memory budget."""
-        there = self._workers.devices[device]
-        sizes = [(one.shape.footprint(there), one.rows(1 if one is more else 0)) for one in arrays]
-        return fits(int(there.budget * part), sizes)
+        info = self._workers.devices[device]
+        sizes = [(array.shape.footprint(info), array.rows(1 if array is more else 0)) for array in arrays]
+        return fits(int(info.budget * part), sizes)
 
     @property
     def full(self) -> bool:
         """Return whether the limit on concurrent rows is reached."""
-        return self._rows is not None and sum(one.taken for one in self.arrays) >= self._rows
+        return self._rows is not None and sum(array.taken for array in self.arrays) >= self._rows
 
     @property
     def _there(self) -> list[int]:
@@ -143,14 +145,14 @@ class Rooms:
         """Return the array for one more trial, on the device with memory whose round then ends first; or None."""
         if self.full or not self._pays(shape):
             return None
-        own = [array for array in self.arrays if array.shape is shape]
-        choices = [array for array in own if self._rests(array)]
-        if not own or not self._together:
+        shape_arrays = [array for array in self.arrays if array.shape is shape]
+        choices = [array for array in shape_arrays if self._rests(array)]
+        if not shape_arrays or not self._together:
             # With ``together``, trials are compared and copied, so all of a shape must be in one array.
-            have = {array.device for array in own} | set(self._workers.busy)
-            new = [device for device in self._there if device not in have]
+            occupied = {array.device for array in shape_arrays} | set(self._workers.busy)
+            new = [device for device in self._there if device not in occupied]
             choices += [ShapeArray(f"array-{self.opened}", shape, device) for device in new]
-        for array in sorted(choices, key=lambda each: (self._end(each.device, each, 1), each.device)):
+        for array in sorted(choices, key=lambda choice: (self._end(choice.device, choice, 1), choice.device)):
             if self._has_room(array):
                 return array
         return None
@@ -163,24 +165,24 @@ class Rooms:
         for array in self.arrays:
             counts[array.shape] += array.taken
         devices = [self._workers.devices[device] for device in self._there]
-        most = {one: sum(one.fastest(device, self._trials) for device in devices) for one in counts}
-        return sum(Fraction(count, most[one]) for one, count in counts.items()) <= 1
+        most = {group: sum(group.fastest(device, self._trials) for device in devices) for group in counts}
+        return sum(Fraction(count, most[group]) for group, count in counts.items()) <= 1
 
     def _end(self, device: int, array: ShapeArray | None = None, more: int = 0) -> float:
         """Return the summed seconds per minibatch of a device's arrays, including ``array`` with ``more`` members."""
-        own = self._on(device)
-        if array is not None and array not in own:
-            own.append(array)
-        return sum(self.seconds.of(one, device, more if one is array else 0) for one in own)
+        arrays = self._on(device)
+        if array is not None and array not in arrays:
+            arrays.append(array)
+        return sum(self.seconds.of(placed, device, more if placed is array else 0) for placed in arrays)
 
     def _has_room(self, array: ShapeArray) -> bool:
         """Return whether a device has memory for one more member of an array."""
-        if not any(one.taken for one in self._on(array.device)):
+        if not any(placed.taken for placed in self._on(array.device)):
             if array not in self.arrays:
                 self.give_back()
             return self._fits(array.device, [array], array)
         for _ in range(2):
-            others = [one for one in self._on(array.device) if one is not array]
+            others = [placed for placed in self._on(array.device) if placed is not array]
             if self._fits(array.device, [array, *others], array):
                 return True
             self.give_back()
@@ -195,38 +197,38 @@ class Rooms:
         An array moves if this shortens the longest round by more than measurement noise, and saves more time than it
         costs. ``left``: returns the remaining epochs of an array.
         """
-        found: dict[str, int] = {}
-        while (move := self._move(found, left)) is not None:
+        targets: dict[str, int] = {}
+        while (move := self._move(targets, left)) is not None:
             array, target = move
-            found[array.name] = array.device = target
-        return found
+            targets[array.name] = array.device = target
+        return targets
 
-    def _move(self, known: Collection[str], left: Callable[[ShapeArray], int]) -> tuple[ShapeArray, int] | None:
-        """Return an array to move from the slowest device, and its target. Arrays named in ``known`` stay."""
+    def _move(self, moved: Collection[str], remaining: Callable[[ShapeArray], int]) -> tuple[ShapeArray, int] | None:
+        """Return an array to move from the slowest device, and its target. Arrays named in ``moved`` stay."""
         ends = {device: self._end(device) for device in self._there}
         source = max(ends, key=ends.__getitem__)
         last = nlargest(3, ends, key=ends.__getitem__)
-        found: list[tuple[float, int, ShapeArray]] = []
+        candidates: list[tuple[float, int, ShapeArray]] = []
         for array in self._on(source):
             spread = self.seconds.spread(array)
-            if array.name in known or spread is None:
+            if array.name in moved or spread is None:
                 continue
             rest = ends[source] - self.seconds.of(array, source)
             for target in ends.keys() - {source}:
-                others = max((ends[one] for one in last if one not in (source, target)), default=0.0)
+                others = max((ends[other] for other in last if other not in (source, target)), default=0.0)
                 end = max(rest, others, ends[target] + self.seconds.of(array, target))
-                saved = (ends[source] - end) * self.seconds.steps * left(array)
+                saved = (ends[source] - end) * self.seconds.steps * remaining(array)
                 if end * max(1 + DIFFERS, spread) < ends[source] and saved > self.seconds.to_move(array.shape):
-                    found.append((end, target, array))
-        for _, target, array in sorted(found, key=lambda one: one[:2]):
+                    candidates.append((end, target, array))
+        for _, target, array in sorted(candidates, key=lambda candidate: candidate[:2]):
             if self._fits(target, [array, *self._on(target)]):
                 return array, target
         return None
 
     def moved(self, name: str) -> int:
         """Move an array of a lost device, and return its new device. Raises DeviceLost if none has room for it."""
-        array = next(one for one in self.arrays if one.name == name)
-        for device in sorted(self._there, key=lambda each: (self._end(each, array), each)):
+        array = next(candidate for candidate in self.arrays if candidate.name == name)
+        for device in sorted(self._there, key=lambda index: (self._end(index, array), index)):
             if self._fits(device, [array, *self._on(device)]):
                 array.device = device
                 return device

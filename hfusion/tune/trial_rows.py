@@ -66,10 +66,10 @@ class TrialRows:
 
     def join(self, new: Sequence[TrialModel]) -> None:
         """Give a row to each new trial."""
-        models, tags = [one.model for one in new], [one.tag for one in new]
+        models, tags = [member.model for member in new], [member.tag for member in new]
         schedules, limits = self._schedules(new), self._limits(new)
         if self._population is None:
-            optimizer = self._optimizer([one.suggestion.hypers for one in new])
+            optimizer = self._optimizer([member.suggestion.hypers for member in new])
             self._population = Population(
                 models, optimizer=optimizer, tags=tags, scheduler=schedules, **limits, **self._options
             )
@@ -81,8 +81,8 @@ class TrialRows:
             pop.grow(missing)
         rows = [row for row, tag in enumerate(pop.tags) if tag is None][: len(new)]
         pop.start(rows, models, tag=tags, scheduler=schedules, **limits)
-        for one in new:
-            self._write(one.tag, one.suggestion.hypers)
+        for member in new:
+            self._write(member.tag, member.suggestion.hypers)
         if schedules is not None and pop.scheduler is not None:
             # Schedules begin from the rates that were just written.
             pop.scheduler.restart(rows, schedules)
@@ -115,12 +115,12 @@ class TrialRows:
         for key, value in hypers.items():
             vectors = hparams[key]
             pairs = zip(vectors, value, strict=True) if isinstance(vectors, tuple) else [(vectors, value)]
-            for vector, own in pairs:
-                vector[row] = torch.as_tensor(own, dtype=torch.float64, device="cpu")
+            for vector, number in pairs:
+                vector[row] = torch.as_tensor(number, dtype=torch.float64, device="cpu")
 
     def exploit(self, pairs: Sequence[tuple[str, str]], suggestions: Sequence[Suggestion]) -> None:
         """Copy members by pairs of tags ``(source, target)``; targets get the hyper-parameters of ``suggestions``."""
-        rows = [[self.population.row(pair[place]) for pair in pairs] for place in range(2)]
+        rows = [[self.population.row(pair[position]) for pair in pairs] for position in range(2)]
         self.population.copy(*rows)
         for (_, tag), suggestion in zip(pairs, suggestions, strict=True):
             self._write(tag, suggestion.hypers)
@@ -210,16 +210,16 @@ class TrialRows:
 
     def restore(self, saved: Path | PackedSave, members: Sequence[TrialModel]) -> tuple[Widths, int]:
         """Restore the array of ``members`` from a save or its packed content. Return its widths and number of rows."""
-        known = {one.tag: one for one in members}
+        by_tag = {member.tag: member for member in members}
         schedules = self._schedules(members)
-        found = saved.saved() if isinstance(saved, PackedSave) else saved
+        source = saved.saved() if isinstance(saved, PackedSave) else saved
         # The first member's values are placeholders that go with the options. Loading overwrites them.
         self._population = Population.load(
-            found,
-            lambda tag: known[tag].model,
+            source,
+            lambda tag: by_tag[tag].model,
             random=False,
             optimizer=self._optimizer([members[0].suggestion.hypers]),
-            scheduler=None if schedules is None else dict(zip(known, schedules, strict=True)),
+            scheduler=None if schedules is None else dict(zip(by_tag, schedules, strict=True)),
             clip_norm=members[0].suggestion.clip_norm,
             **self._options,
         )

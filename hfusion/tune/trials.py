@@ -75,24 +75,26 @@ class Trials:
     def _look_ahead(self, alone: bool) -> None:
         """Find trials and reports that are in the study, but not in the saved sweep."""
         states = self.optuna.trial.TrialState
-        known = set(self.asked)
+        saved_numbers = set(self.asked)
         trials = self.study.get_trials(deepcopy=True)
-        there = {one.number for one in trials if one.user_attrs.get(RUN) == self.run}
-        if lacking := known - there:
+        present = {trial.number for trial in trials if trial.user_attrs.get(RUN) == self.run}
+        if missing := saved_numbers - present:
             raise CheckpointError(
-                f"trial {min(lacking)} of the sweep that was saved is not in study {self.study.study_name!r}: give the "
+                f"trial {min(missing)} of the sweep that was saved is not in study {self.study.study_name!r}: give the "
                 "study that it was, from a storage that outlives a process, or a new directory"
             )
-        found = [one for one in trials if one.number not in known and _is_ours(one, self.run, alone, states)]
-        self._adopted = deque(sorted(found, key=lambda one: (one.datetime_start, one.number)))
-        self._ahead = {one.number: one for one in trials if one.number in self._attributes}
+        adopted = [
+            trial for trial in trials if trial.number not in saved_numbers and _is_ours(trial, self.run, alone, states)
+        ]
+        self._adopted = deque(sorted(adopted, key=lambda trial: (trial.datetime_start, trial.number)))
+        self._ahead = {trial.number: trial for trial in trials if trial.number in self._attributes}
 
     def bury(self, dead: set[str]) -> None:
         """Mark running trials of the sweeps named in ``dead`` as failed."""
         states = self.optuna.trial.TrialState
-        for one in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
-            if one.user_attrs.get(RUN) in dead - {self.run}:
-                self.study.tell(one.number, state=states.FAIL, skip_if_finished=True)
+        for trial in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+            if trial.user_attrs.get(RUN) in dead - {self.run}:
+                self.study.tell(trial.number, state=states.FAIL, skip_if_finished=True)
 
     @property
     def base(self) -> int:
@@ -126,36 +128,36 @@ class Trials:
             trial = self.study.ask()
             trial.set_user_attr(RUN, self.run)
         else:
-            found = self._adopted.popleft()
-            if found.state.is_finished():
-                self.asked.append(found.number)
+            frozen = self._adopted.popleft()
+            if frozen.state.is_finished():
+                self.asked.append(frozen.number)
                 return None
-            trial = self._take_over(found)
+            trial = self._take_over(frozen)
         self.asked.append(trial.number)
         self._live[trial.number] = trial
         return trial
 
-    def _take_over(self, found: FrozenTrial) -> Trial:
+    def _take_over(self, frozen: FrozenTrial) -> Trial:
         """Return a trial that was asked before the sweep was killed. Its values are sampled again, but not used."""
-        trial: Trial = self.optuna.Trial(self.study, found._trial_id)
-        if RUN not in found.user_attrs:
+        trial: Trial = self.optuna.Trial(self.study, frozen._trial_id)
+        if RUN not in frozen.user_attrs:
             trial.set_user_attr(RUN, self.run)
-        fixed = found.system_attrs.get("fixed_params", {})
-        before = copy.deepcopy(found)
-        before.params, before.distributions = {}, {}
-        for name, distribution in found.distributions.items():
+        fixed = frozen.system_attrs.get("fixed_params", {})
+        replayed = copy.deepcopy(frozen)
+        replayed.params, replayed.distributions = {}, {}
+        for name, distribution in frozen.distributions.items():
             if name not in fixed and not distribution.single() and name not in trial.relative_params:
-                self.study.sampler.sample_independent(self.study, before, name, distribution)
-            before.params = {**before.params, name: found.params[name]}
-            before.distributions = {**before.distributions, name: distribution}
+                self.study.sampler.sample_independent(self.study, replayed, name, distribution)
+            replayed.params = {**replayed.params, name: frozen.params[name]}
+            replayed.distributions = {**replayed.distributions, name: distribution}
         return trial
 
     def resume(self, epochs: Mapping[int, int]) -> dict[int, Trial]:
         """Return the trials that were training or waiting in the save. ``epochs``: how many each had trained then."""
-        ids = {one.number: one._trial_id for one in self.study.get_trials(deepcopy=False)}
+        ids = {trial.number: trial._trial_id for trial in self.study.get_trials(deepcopy=False)}
         self._live = {number: self.optuna.Trial(self.study, ids[number]) for number in epochs}
         self._reports = sum(
-            sum(step >= epochs[number] for step in one.intermediate_values) for number, one in self._ahead.items()
+            sum(step >= epochs[number] for step in trial.intermediate_values) for number, trial in self._ahead.items()
         )
         return dict(self._live)
 
@@ -186,13 +188,13 @@ class Trials:
 
     def _reported(self, number: int, value: float, step: int, last: bool) -> Verdict:
         """Report a value and decide, or return the decision if the study already has the report."""
-        found = self._ahead.get(number)
-        if found is None or step not in found.intermediate_values:
+        frozen = self._ahead.get(number)
+        if frozen is None or step not in frozen.intermediate_values:
             self._live[number].report(value, step)
             return self._decided((value,), last, self._live[number].should_prune)
         self._reports -= 1
-        if found.state.is_finished():
-            return _VERDICTS[found.state.name]
+        if frozen.state.is_finished():
+            return _VERDICTS[frozen.state.name]
         settled = self._reports > 0
         return self._decided((value,), last, lambda: not settled and self._asked_again(number))
 
@@ -221,8 +223,8 @@ class Trials:
 
     def _told(self, number: int, trial: FrozenTrial) -> None:
         self._live.pop(number, None)
-        before = self._ahead.get(number)
-        if before is None or not before.state.is_finished():
+        frozen = self._ahead.get(number)
+        if frozen is None or not frozen.state.is_finished():
             for callback in self._callbacks:
                 callback(self.study, as_trained(trial, self.study))
 
@@ -237,9 +239,9 @@ class Trials:
         ``origin``: the trial whose distributions the parameters belong to.
         """
         trial = self._live[number]
-        before = [one for one in trial.user_attrs.get(COPIES, []) if one["epoch"] < epoch]
+        earlier = [record for record in trial.user_attrs.get(COPIES, []) if record["epoch"] < epoch]
         event = {"epoch": epoch, "source": source, "params": dict(params), "origin": origin}
-        trial.set_user_attr(COPIES, [*before, event])
+        trial.set_user_attr(COPIES, [*earlier, event])
 
     def end(self, number: int, verdict: Verdict) -> None:
         """Tell the study that a trial was pruned or failed."""
@@ -250,7 +252,7 @@ class Trials:
     def attributes(self) -> dict[int, list[str]]:
         """Return the names of the system attributes of each unfinished trial."""
         trials = self.study.get_trials(deepcopy=False, states=(self.optuna.trial.TrialState.RUNNING,))
-        return {one.number: sorted(one.system_attrs) for one in trials if one.number in self._live}
+        return {trial.number: sorted(trial.system_attrs) for trial in trials if trial.number in self._live}
 
 
 def as_trained(trial: FrozenTrial, study: Study) -> FrozenTrial:
@@ -271,17 +273,17 @@ def as_trained(trial: FrozenTrial, study: Study) -> FrozenTrial:
 
 
 def _numbered(study: Study, number: int) -> FrozenTrial:
-    return next(one for one in study.get_trials(deepcopy=False) if one.number == number)
+    return next(trial for trial in study.get_trials(deepcopy=False) if trial.number == number)
 
 
 _VERDICTS = {"COMPLETE": Verdict.COMPLETE, "PRUNED": Verdict.PRUNED, "FAIL": Verdict.FAILED}
 
 
-def _is_ours(one: FrozenTrial, run: str, alone: bool, states: Any) -> bool:
-    if RUN in one.user_attrs:
-        return bool(one.user_attrs[RUN] == run)
+def _is_ours(trial: FrozenTrial, run: str, alone: bool, states: Any) -> bool:
+    if RUN in trial.user_attrs:
+        return bool(trial.user_attrs[RUN] == run)
     # Killed before the run's name was set on the trial.
-    return alone and one.state == states.RUNNING
+    return alone and trial.state == states.RUNNING
 
 
 class _Before:
@@ -297,11 +299,11 @@ class _Before:
         return self._cut(self._own.get_trial(trial_id))
 
     def get_all_trials(self, *args: Any, **kwargs: Any) -> list[FrozenTrial]:
-        return [self._cut(one) for one in self._own.get_all_trials(*args, **kwargs)]
+        return [self._cut(trial) for trial in self._own.get_all_trials(*args, **kwargs)]
 
-    def _cut(self, one: FrozenTrial) -> FrozenTrial:
-        if one._trial_id != self._trial_id:
-            return one
-        cut = copy.copy(one)
-        cut.system_attrs = {name: value for name, value in one.system_attrs.items() if name in self._names}
+    def _cut(self, trial: FrozenTrial) -> FrozenTrial:
+        if trial._trial_id != self._trial_id:
+            return trial
+        cut = copy.copy(trial)
+        cut.system_attrs = {name: value for name, value in trial.system_attrs.items() if name in self._names}
         return cut

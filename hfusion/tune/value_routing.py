@@ -108,9 +108,9 @@ def _address(number: int, key: str, receivers: Mapping[str, Receiver]) -> tuple[
         return takers[0].prefix, key
     if receivers[MAKE_MODEL].takes_others:
         return MAKE_MODEL, key
-    taken = "; ".join(f"{receiver.label} takes {_listed(receiver.names)}" for receiver in receivers.values())
+    accepted = "; ".join(f"{receiver.label} takes {_listed(receiver.names)}" for receiver in receivers.values())
     hint = "" if LOADER in receivers else "; loader takes nothing, as it is no function: give loader(batch_size)"
-    raise ValueError(f"trial {number}: no function takes {key!r} that space gives: {taken}{hint}")
+    raise ValueError(f"trial {number}: no function takes {key!r} that space gives: {accepted}{hint}")
 
 
 def _listed(names: Sequence[str]) -> str:
