@@ -89,8 +89,8 @@ def attention(
 
 def _with_dropout(site: Site, dropout_p: Any, query: Value, key: Value, arguments: tuple[Any, ...]) -> Call:
     """Write out attention over short sequences, and never keep the attention weights of long ones."""
-    own = isinstance(dropout_p, MemberScalars)
-    p: Probability = tuple(map(float, dropout_p.values)) if own else float(dropout_p)
+    per_member = isinstance(dropout_p, MemberScalars)
+    p: Probability = tuple(map(float, dropout_p.values)) if per_member else float(dropout_p)
     example = site.example
     if attention_drops(example.device, example.dtype) and not (_short(query) and _short(key)):
         return site.call(attend_dropping, (p, *arguments), STACKED, "members as batch, own draws")

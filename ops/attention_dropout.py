@@ -36,8 +36,8 @@ MAX_TRACED_BLOCKS = 8
 def keeps_weights(members: int, result: Tensor, key: Value) -> bool:
     """Return whether the weights of all members are few enough to be kept; a member's ``result`` is ``[*, T, D]``."""
     sizes = [hint(size) for size in (*result.shape[:-1], key.shape[-2])]
-    known = [size for size in sizes if size is not None]
-    return len(known) < len(sizes) or members * math.prod(known) * result.element_size() <= KEPT_BYTES
+    known_sizes = [size for size in sizes if size is not None]
+    return len(known_sizes) < len(sizes) or members * math.prod(known_sizes) * result.element_size() <= KEPT_BYTES
 
 
 def block_workspace(members: int, sizes: Sizes) -> int:
@@ -239,10 +239,10 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        inputs, blocks, wanted = ctx.saved_tensors, ctx.blocks, ctx.needs_input_grad[1:]
+        inputs, blocks, needs_grad = ctx.saved_tensors, ctx.blocks, ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
             y = blocks.whole(*inputs, [])
-            return None, *_gradients(y, inputs, wanted, grad, create_graph=True)
+            return None, *_gradients(y, inputs, needs_grad, grad, create_graph=True)
         q, k, v, mask = inputs
         queries = int(q.shape[-2])
         by_query: list[list[Tensor]] = [[], []]
@@ -250,10 +250,13 @@ class BlockAttention(torch.autograd.Function):
         mask_by_query = has_rows(mask, queries)
         for first, count in blocks.spans(queries):
             some = (q.narrow(-2, first, count), k, v, mask_rows(mask, queries, first, count))
-            leaves = [x if x is None else x.detach().requires_grad_(want) for x, want in zip(some, wanted, strict=True)]
+            leaves = [
+                x if x is None else x.detach().requires_grad_(required)
+                for x, required in zip(some, needs_grad, strict=True)
+            ]
             with torch.enable_grad():
                 y = blocks.block(first, queries, *leaves, [])
-            d_q, d_k, d_v, d_mask = _gradients(y, leaves, wanted, grad.narrow(-2, first, count))
+            d_q, d_k, d_v, d_mask = _gradients(y, leaves, needs_grad, grad.narrow(-2, first, count))
             for rows, part in zip(by_query, (d_q, d_mask if mask_by_query else None), strict=True):
                 rows.extend([] if part is None else [part])
             terms = (d_k, d_v, None if mask_by_query else d_mask)
@@ -273,11 +276,11 @@ def mask_rows(mask: Tensor | None, queries: int, first: int, count: int) -> Tens
 
 
 def _gradients(
-    y: Tensor, inputs: Sequence[Tensor | None], wanted: Sequence[bool], grad: Tensor, create_graph: bool = False
+    y: Tensor, inputs: Sequence[Tensor | None], needs_grad: Sequence[bool], grad: Tensor, create_graph: bool = False
 ) -> list[Tensor | None]:
-    asked = [x for x, want in zip(inputs, wanted, strict=True) if want and x is not None]
-    found = iter(torch.autograd.grad(y, asked, grad, create_graph=create_graph))
-    return [next(found) if want else None for want in wanted]
+    required_inputs = [x for x, required in zip(inputs, needs_grad, strict=True) if required and x is not None]
+    gradients = iter(torch.autograd.grad(y, required_inputs, grad, create_graph=create_graph))
+    return [next(gradients) if required else None for required in needs_grad]
 
 
 def _added(total: Tensor | None, term: Tensor | None) -> Tensor | None:

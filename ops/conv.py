@@ -65,19 +65,19 @@ class Convolution:
             return self.one_weight(site, x, weight, bias, options)
         if x.rank == self.dims + 1:
             return self.merged(site, x, weight, bias, options)
-        ways = [self.merged(site, x, weight, bias, options), self.listed(site, x, weight, bias, options)]
+        candidates = [self.merged(site, x, weight, bias, options), self.listed(site, x, weight, bias, options)]
         if self.pointwise(weight, options) and (self.dims == 1 or x.layout is not Layout.PACKED):
-            ways.insert(0 if self.dims == 1 else 2, self.product(site, x, weight, bias))
-        return tuple(ways)
+            candidates.insert(0 if self.dims == 1 else 2, self.product(site, x, weight, bias))
+        return tuple(candidates)
 
     def pointwise(self, weight: Value, options: Options) -> bool:
         """True if the kernel has one position, stride 1, no padding and one group."""
-        same = (1,) * self.dims
+        ones = (1,) * self.dims
         return (
             not self.transposed
-            and tuple(weight.shape[2:]) == same
+            and tuple(weight.shape[2:]) == ones
             and options["groups"] == 1
-            and tuple(options["stride"]) in (same, (1,))
+            and tuple(options["stride"]) in (ones, (1,))
             and (isinstance(options["padding"], str) or set(options["padding"]) == {0})
         )
 

@@ -58,8 +58,8 @@ def gru(site: Site, input: Value, hx: Value, params: Sequence[Value], **options:
     """Compute `torch.nn.GRU`. Calls that the kernels do not support use torch's operator."""
     if input.example.device.type != "cpu":
         return recurrent(site, "gru", input, [hx], params, options)
-    known = input.example.dtype in native.TYPES and has_all_weights(params, options)
-    if has_per_member(options) or not known or is_large(params) or kernels():
+    supported = input.example.dtype in native.TYPES and has_all_weights(params, options)
+    if has_per_member(options) or not supported or is_large(params) or kernels():
         return None
     x, h = (v if v.shared else v.to(Layout.STACKED) for v in (input, hx))
     arguments = (site.members, x, h, [p.to(Layout.STACKED) for p in params])
@@ -110,9 +110,9 @@ class GruLayer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y: Tensor | None, d_last: Tensor | None) -> Any:
         *inputs, rows, gates = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:]
+        needs_grad = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            return None, *_differentiable(ctx.reverse, inputs, wanted, (d_y, d_last))
+            return None, *_differentiable(ctx.reverse, inputs, needs_grad, (d_y, d_last))
         sums, h, w_hidden, _ = inputs
         size, operators = w_hidden.shape[-1], torch.ops.hfusion_gru
         d_y = sums.new_zeros(*sums.shape[:3], size) if d_y is None else d_y.contiguous()
@@ -120,18 +120,18 @@ class GruLayer(torch.autograd.Function):
         d_sums, d_own, by_product, beside = operators.steps_backward(
             gates, rows, w_hidden.contiguous(), d_y, d_last, int(ctx.reverse)
         )
-        products = torch.bmm(rows.flatten(1, 2).mT, d_own.flatten(1, 2)) if any(wanted[2:]) else None
+        products = torch.bmm(rows.flatten(1, 2).mT, d_own.flatten(1, 2)) if any(needs_grad[2:]) else None
         return (
             None,
-            d_sums if wanted[0] else None,
-            reduced(by_product + beside, h) if wanted[1] else None,
-            products[:, :size].mT.contiguous() if products is not None and wanted[2] else None,
-            products[:, size].clone() if products is not None and wanted[3] else None,
+            d_sums if needs_grad[0] else None,
+            reduced(by_product + beside, h) if needs_grad[1] else None,
+            products[:, :size].mT.contiguous() if products is not None and needs_grad[2] else None,
+            products[:, size].clone() if products is not None and needs_grad[3] else None,
         )
 
 
 def _differentiable(
-    reverse: bool, inputs: Sequence[Tensor | None], wanted: Sequence[bool], grads: Sequence[Tensor | None]
+    reverse: bool, inputs: Sequence[Tensor | None], needs_grad: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """The gradients by torch's operators, of which higher derivatives can be taken."""
     sums, h, w_hidden, b_hidden = inputs
@@ -141,7 +141,7 @@ def _differentiable(
     first = h.expand(len(sums), *h.shape[-2:])
     y, *_ = steps_of_all(sums.transpose(0, 1), first, None, w_hidden, b_hidden, "gru", reverse)
     results = y.transpose(0, 1), y[0 if reverse else -1]
-    return differentiable_gradients(results, grads, inputs, wanted)
+    return differentiable_gradients(results, grads, inputs, needs_grad)
 
 
 RULES: RuleTable = {aten.gru.input: gru}

@@ -77,11 +77,11 @@ def by_indices(site: Site, *, self: Value, indices: Sequence[Value | None]) -> C
     if all(i.shared for i in present):
         return _shared_indices(site, self, indices, spans)
     lifted = [i if i is None or i.shared else i.to(Layout.STACKED, rank=spans.dims) for i in indices]
-    place = spans.first if spans.adjacent else 0
+    first_dim = spans.first if spans.adjacent else 0
     if self.shared:
-        return site.call(index_shared, (self, lifted, place), Layout.STACKED, "stacked")
+        return site.call(index_shared, (self, lifted, first_dim), Layout.STACKED, "stacked")
     x = self.to(Layout.STACKED)
-    return site.call(index_stacked, (x, lifted, spans.dims, place), Layout.STACKED, "stacked")
+    return site.call(index_stacked, (x, lifted, spans.dims, first_dim), Layout.STACKED, "stacked")
 
 
 def _shared_indices(site: Site, self: Value, indices: Sequence[Value | None], spans: Indexed) -> Call:
@@ -104,17 +104,17 @@ def index_apart(x: Tensor, indices: Sequence[Tensor | None], dims: int) -> Tenso
     return result.movedim(dims, 0)
 
 
-def index_shared(x: Tensor, indices: Sequence[Tensor | None], place: int) -> Tensor:
-    """Index shared ``x`` by stacked indices ``[B, ...]``; the member dim, which lands at ``place``, is moved first."""
+def index_shared(x: Tensor, indices: Sequence[Tensor | None], member_dim: int) -> Tensor:
+    """Index shared ``x`` by stacked indices ``[B, ...]``; the member dim, ``member_dim``, is moved first."""
     result: Tensor = aten.index.Tensor(x, indices)
-    return result.movedim(place, 0)
+    return result.movedim(member_dim, 0)
 
 
-def index_stacked(x: Tensor, indices: Sequence[Tensor | None], dims: int, place: int) -> Tensor:
-    """Index stacked ``x`` by stacked and shared indices, whose ``dims`` are moved to the member's ``place``."""
+def index_stacked(x: Tensor, indices: Sequence[Tensor | None], dims: int, first_dim: int) -> Tensor:
+    """Index stacked ``x`` by stacked and shared indices, whose ``dims`` are moved to the member's ``first_dim``."""
     result: Tensor = aten.index.Tensor(x, [_member_index(x, dims), *indices])
     # The indices may not be adjacent to the member index; their dims then come first.
-    return result.movedim(tuple(range(1, dims + 1)), tuple(range(place + 1, place + dims + 1)))
+    return result.movedim(tuple(range(1, dims + 1)), tuple(range(first_dim + 1, first_dim + dims + 1)))
 
 
 def _member_index(x: Tensor, dims: int) -> Tensor:
@@ -171,12 +171,14 @@ def index_select(site: Site, *, self: Value, dim: int, index: Value) -> Call | N
     arguments = {"self": self, "dim": dim, "index": index}
     if Layout.LISTED in (self.layout, index.layout) or self.rank == 0 or index.rank == 0:
         return loop(site, arguments)
-    place = normal(dim, self.rank)
+    wrapped_dim = normal(dim, self.rank)
     if index.shared:
-        if self.layout is Layout.PACKED and place != 1:
-            return site.call(site.target, (self, place, index), Layout.PACKED, "packed")
-        return site.call(site.target, (self.to(Layout.STACKED), place + 1, index), Layout.STACKED, "stacked")
-    return by_indices(Site(aten.index.Tensor, site.members, site.example), self=self, indices=[*[None] * place, index])
+        if self.layout is Layout.PACKED and wrapped_dim != 1:
+            return site.call(site.target, (self, wrapped_dim, index), Layout.PACKED, "packed")
+        return site.call(site.target, (self.to(Layout.STACKED), wrapped_dim + 1, index), Layout.STACKED, "stacked")
+    return by_indices(
+        Site(aten.index.Tensor, site.members, site.example), self=self, indices=[*[None] * wrapped_dim, index]
+    )
 
 
 def by_rows(site: Site, *, self: Value, dim: int, index: Value, **rest: Any) -> Call | None:
@@ -188,9 +190,9 @@ def by_rows(site: Site, *, self: Value, dim: int, index: Value, **rest: Any) -> 
     if not index.shared or self.rank == 0 or any(v.rank != self.rank for v in operands):
         # vmap fills the wrong rows of a shared tensor by stacked indices (torch 2.13).
         return loop(site, arguments) if site.target in _FILLS else None
-    place = normal(dim, self.rank)
+    wrapped_dim = normal(dim, self.rank)
     moved = map_values({"self": self, **rest}, lambda v: v.to(Layout.STACKED))
-    args, kwargs = in_order(site, {**moved, "dim": place + 1, "index": index})
+    args, kwargs = in_order(site, {**moved, "dim": wrapped_dim + 1, "index": index})
     return site.call(site.target, args, Layout.STACKED, "stacked", kwargs)
 
 
@@ -232,8 +234,8 @@ def repeat_rows(site: Site, *, self: Value, repeats: Value, dim: int | None, out
     arguments = {"self": self, "repeats": repeats, "dim": dim, "output_size": output_size}
     if self.layout is Layout.LISTED or self.rank == 0 or dim is None:
         return loop(site, arguments)
-    place = normal(dim, self.rank) + 1
-    args = (self.to(Layout.STACKED), repeats, place)
+    stacked_dim = normal(dim, self.rank) + 1
+    args = (self.to(Layout.STACKED), repeats, stacked_dim)
     return site.call(site.target, args, Layout.STACKED, "stacked", {"output_size": output_size})
 
 

@@ -44,13 +44,13 @@ def cat(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
     rank = site.rank
     if any(v.layout is Layout.LISTED or v.rank != rank for v in tensors):
         return loop(of_operator(site, aten.cat.default), {"tensors": tensors, "dim": dim})
-    place = normal(dim, rank)
+    wrapped_dim = normal(dim, rank)
     if all(v.layout is Layout.PACKED for v in tensors):
-        if place == 1:
+        if wrapped_dim == 1:
             return site.call(cat_channels, (list(tensors), site.members), Layout.PACKED, "packed")
-        return site.call(aten.cat.default, (list(tensors), place), Layout.PACKED, "packed")
+        return site.call(aten.cat.default, (list(tensors), wrapped_dim), Layout.PACKED, "packed")
     stacked = [v.to(Layout.STACKED) for v in tensors]
-    return site.call(aten.cat.default, (stacked, place + 1), Layout.STACKED, "stacked")
+    return site.call(aten.cat.default, (stacked, wrapped_dim + 1), Layout.STACKED, "stacked")
 
 
 def cat_channels(tensors: Sequence[Tensor], members: int) -> Tensor:
@@ -61,11 +61,11 @@ def cat_channels(tensors: Sequence[Tensor], members: int) -> Tensor:
 def stack(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
     if any(v.layout is Layout.LISTED for v in tensors):
         return loop(of_operator(site, aten.stack.default), {"tensors": tensors, "dim": dim})
-    place = normal(dim, site.rank)
-    if place >= 2 and all(v.layout is Layout.PACKED for v in tensors):
-        return site.call(aten.stack.default, (list(tensors), place), Layout.PACKED, "packed")
+    wrapped_dim = normal(dim, site.rank)
+    if wrapped_dim >= 2 and all(v.layout is Layout.PACKED for v in tensors):
+        return site.call(aten.stack.default, (list(tensors), wrapped_dim), Layout.PACKED, "packed")
     stacked = [v.to(Layout.STACKED) for v in tensors]
-    return site.call(aten.stack.default, (stacked, place + 1), Layout.STACKED, "stacked")
+    return site.call(aten.stack.default, (stacked, wrapped_dim + 1), Layout.STACKED, "stacked")
 
 
 def beside(dim: int, least: int) -> Rule:

@@ -134,11 +134,11 @@ class TokenMajor(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
+        needs_grad = ctx.needs_input_grad
         return (
-            torch.bmm(grad, weight.conj()) if wanted[0] else None,
-            torch.bmm(grad.mT, x.conj()) if wanted[1] else None,
-            grad.sum(1) if wanted[2] else None,
+            torch.bmm(grad, weight.conj()) if needs_grad[0] else None,
+            torch.bmm(grad.mT, x.conj()) if needs_grad[1] else None,
+            grad.sum(1) if needs_grad[2] else None,
         )
 
 
@@ -272,7 +272,7 @@ def _einsum_of_array(equation: str, shared: list[bool]) -> str | None:
         output = "..." if "." in inputs else ""
         output += "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
     terms = inputs.split(",")
-    terms = [term if one else free[0] + term for term, one in zip(terms, shared, strict=True)]
+    terms = [term if is_shared else free[0] + term for term, is_shared in zip(terms, shared, strict=True)]
     return f"{','.join(terms)}->{free[0]}{output}"
 
 

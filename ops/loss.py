@@ -108,22 +108,22 @@ def classes(site: Site, self: Value, target: Value, weight: Value | None, **argu
     if target.rank == self.rank:
         operands = (fn, reduction, x, target.to(STACKED), weight, options)
         return site.call(of_probabilities, operands, STACKED, "stacked")
-    wanted: Value | Operand = target if target.shared else target.to(STACKED)
-    return site.call(of_indices, (fn, reduction, x, wanted, target.shared, weight, options), STACKED, "stacked")
+    indices: Value | Operand = target if target.shared else target.to(STACKED)
+    return site.call(of_indices, (fn, reduction, x, indices, target.shared, weight, options), STACKED, "stacked")
 
 
 def of_probabilities(
     target: OpOverload,
     reduction: int,
     x: Tensor,
-    wanted: Tensor,
+    probabilities: Tensor,
     weight: Tensor | None,
     options: tuple[Any, ...],
 ) -> Tensor:
-    """``x`` and ``wanted`` ``[B, N, C, *]`` -> ``[B]`` or ``[B, N, *]``; a mean is over all positions."""
+    """``x`` and ``probabilities`` ``[B, N, C, *]`` -> ``[B]`` or ``[B, N, *]``; a mean is over all positions."""
     if x.dim() == 2:
-        return target(x, wanted, weight, NONE, *options)  # type: ignore[no-any-return]
-    losses = target(x.flatten(0, 1), wanted.flatten(0, 1), weight, NONE, *options)
+        return target(x, probabilities, weight, NONE, *options)  # type: ignore[no-any-return]
+    losses = target(x.flatten(0, 1), probabilities.flatten(0, 1), weight, NONE, *options)
     return reduce(losses.unflatten(0, x.shape[:2]), reduction)
 
 
@@ -131,39 +131,39 @@ def of_indices(
     target: OpOverload,
     reduction: int,
     x: Tensor,
-    wanted: Tensor,
+    indices: Tensor,
     shared: bool,
     weight: Tensor | None,
     options: tuple[Any, ...],
 ) -> Tensor:
-    """``x [B, N, C, *]``, ``wanted [B, N, *]``, or ``[N, *]`` if ``shared`` -> ``[B]`` or ``[B, N, *]``.
+    """``x [B, N, C, *]``, ``indices [B, N, *]``, or ``[N, *]`` if ``shared`` -> ``[B]`` or ``[B, N, *]``.
 
-    A mean is weighted, with zero where ``wanted`` is the index to be ignored (the first of the ``options``);
+    A mean is weighted, with zero where ``indices`` hold the index to be ignored (the first of the ``options``);
     a member that has only those gets NaN, as from torch.nn.CrossEntropyLoss.
     """
-    losses = _losses(target, x, wanted.expand(x.shape[0], *wanted.shape) if shared else wanted, weight, options)
+    losses = _losses(target, x, indices.expand(x.shape[0], *indices.shape) if shared else indices, weight, options)
     if reduction != MEAN:
         return reduce(losses, reduction)
-    total = _total(wanted if not shared else wanted.unsqueeze(0), weight, options[0])
+    total = _total(indices if not shared else indices.unsqueeze(0), weight, options[0])
     return reduce(losses, SUM) / total
 
 
-def _losses(target: OpOverload, x: Tensor, wanted: Tensor, weight: Tensor | None, options: tuple[Any, ...]) -> Tensor:
+def _losses(target: OpOverload, x: Tensor, labels: Tensor, weight: Tensor | None, options: tuple[Any, ...]) -> Tensor:
     if x.dim() == 2:
-        return target(x, wanted, weight, NONE, *options)  # type: ignore[no-any-return]
+        return target(x, labels, weight, NONE, *options)  # type: ignore[no-any-return]
     if x.dim() == 3 and (x.stride(1) == 1 or x.shape[2] < FEW_CLASSES):
         # The members as the batch, the samples as a dim behind the classes.
-        return target(x.mT, wanted, weight, NONE, *options)  # type: ignore[no-any-return]
-    losses: Tensor = target(x.flatten(0, 1), wanted.flatten(0, 1), weight, NONE, *options)
-    return losses.view(wanted.shape)
+        return target(x.mT, labels, weight, NONE, *options)  # type: ignore[no-any-return]
+    losses: Tensor = target(x.flatten(0, 1), labels.flatten(0, 1), weight, NONE, *options)
+    return losses.view(labels.shape)
 
 
-def _total(wanted: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
-    """The weights of ``wanted`` ``[B, *]`` (or ``[1, *]``), summed for each member: ``[B]`` (or ``[1]``)."""
-    counted = wanted.ne(ignored)
+def _total(indices: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+    """The weights of ``indices`` ``[B, *]`` (or ``[1, *]``), summed for each member: ``[B]`` (or ``[1]``)."""
+    counted = indices.ne(ignored)
     if weight is None:
         return reduce(counted, SUM)
-    picked = weight.take(wanted.masked_fill(~counted, 0)).masked_fill(~counted, 0)
+    picked = weight.take(indices.masked_fill(~counted, 0)).masked_fill(~counted, 0)
     return reduce(picked, SUM)
 
 

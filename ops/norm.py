@@ -185,18 +185,18 @@ def _as_batch_norm_writes(mean: Tensor, var: Tensor) -> AbstractContextManager[o
     """
     if torch.compiler.is_compiling():
         return nullcontext()
-    found: AbstractContextManager[object] = preserve_version_counters((mean, var))
-    return found
+    context: AbstractContextManager[object] = preserve_version_counters((mean, var))
+    return context
 
 
 def _scaled_channels(y: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
     """``y [N, C, *S]`` times ``weight`` plus ``bias``: packed where these are stacked ``[B, C]``."""
-    own = any(v is not None and v.dim() == 2 for v in (weight, bias))
-    wide = y.unsqueeze(1) if own else y
+    per_member = any(v is not None and v.dim() == 2 for v in (weight, bias))
+    wide = y.unsqueeze(1) if per_member else y
     trailing = (1,) * (y.dim() - 2)
     weight, bias = (v if v is None else v.reshape(*v.shape, *trailing) for v in (weight, bias))
     scaled = scale(wide, weight, bias).to(y.dtype)
-    return scaled.flatten(1, 2) if own else scaled
+    return scaled.flatten(1, 2) if per_member else scaled
 
 
 def scale(y: Tensor, weight: Maybe, bias: Maybe) -> Tensor:
@@ -224,12 +224,12 @@ def instance_norm(site: Site, **arguments: Any) -> Call | None:
 
 
 def instance_norm_packed(
-    x: Tensor, weight: Maybe, bias: Maybe, mean: Maybe, var: Maybe, own: bool, momentum: float, eps: float
+    x: Tensor, weight: Maybe, bias: Maybe, mean: Maybe, var: Maybe, use_input_stats: bool, momentum: float, eps: float
 ) -> Tensor:
     """Packed ``x [N, B*C, *S]``; weights and running statistics ``[B, C]``."""
-    mean, var = _channels(mean, written=own), _channels(var, written=own)
+    mean, var = _channels(mean, written=use_input_stats), _channels(var, written=use_input_stats)
     cudnn = torch.backends.cudnn.enabled
-    return torch.instance_norm(x, _channels(weight), _channels(bias), mean, var, own, momentum, eps, cudnn)
+    return torch.instance_norm(x, _channels(weight), _channels(bias), mean, var, use_input_stats, momentum, eps, cudnn)
 
 
 def group_norm(site: Site, **arguments: Any) -> Call | None:

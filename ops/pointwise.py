@@ -72,8 +72,8 @@ def _untagged() -> Iterator[OpOverload]:
 
 def _overload(base: str, overload: str) -> OpOverload | None:
     """The operator, or None where this build of torch registers a name without one."""
-    found = getattr(getattr(aten, base, None), overload, None)
-    return found if isinstance(found, OpOverload) else None
+    candidate = getattr(getattr(aten, base, None), overload, None)
+    return candidate if isinstance(candidate, OpOverload) else None
 
 
 def _plain(target: OpOverload) -> bool:
@@ -96,12 +96,12 @@ def elementwise(site: Site, **arguments: Any) -> Call | None:
     operands = [v for v in values(arguments) if v.example.dtype is not torch.bool]
     if len({v.example.dtype for v in operands}) < 2:
         return call
-    wanted = _promoted([(v.example.dtype, v.rank) for v in operands])
+    member_dtype = _promoted([(v.example.dtype, v.rank) for v in operands])
     ranks = [(v.example.dtype, v.rank if v.shared else site.rank + 1) for v in operands]
-    if _promoted(ranks) == wanted:
+    if _promoted(ranks) == member_dtype:
         return call
     casts = tuple(_is_zero_dim(a) for a in in_order(site, arguments)[0])
-    cast_call = (call.fn, wanted, casts, call.args, dict(call.kwargs))
+    cast_call = (call.fn, member_dtype, casts, call.args, dict(call.kwargs))
     return Call(replace(call.lowering, fn=with_casts), cast_call)
 
 
@@ -188,8 +188,8 @@ _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 def cast(site: Site, **arguments: Any) -> Call | None:
     """Copies and casts of one tensor; ``memory_format`` speaks of the member's dims."""
     x: Value = arguments["self"]
-    wanted = arguments.get("memory_format")
-    if wanted not in _CHANNELS_LAST or x.layout is not Layout.STACKED:
+    memory_format = arguments.get("memory_format")
+    if memory_format not in _CHANNELS_LAST or x.layout is not Layout.STACKED:
         return pointwise(site, **arguments)
     args, kwargs = in_order(site, {**arguments, "self": x.to(Layout.STACKED)})
     return site.call(merged, (site.target, args, kwargs), Layout.STACKED, "stacked")

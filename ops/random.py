@@ -103,10 +103,10 @@ def dropout_listed(x: Listed, p: Probability, members: int, feature: bool, alpha
     like = x[0].detach().expand(members, *x[0].shape)
     keep = 1 - p if isinstance(p, float) else 1 - column(p, like)
     noise = draw(lambda: bernoulli(_channels(like, 3) if feature else like, keep))
-    each = (p,) * members if isinstance(p, float) else p
+    probabilities = (p,) * members if isinstance(p, float) else p
     # Views of one tensor would count each other's changes; autograd refuses what changed since it was saved.
     rows = [row.squeeze(0) for row in noise.unsafe_split(1)]
-    return Listed(dropped(row, n, q, alpha) for row, n, q in zip(x, rows, each, strict=True))
+    return Listed(dropped(row, n, q, alpha) for row, n, q in zip(x, rows, probabilities, strict=True))
 
 
 DROPOUTS: dict[Layout, Callable[..., Any]] = {
@@ -207,8 +207,8 @@ def _uniform_like(source: MemberSeeds, like: Tensor, dtype: torch.dtype | None =
 
 
 def _uniform(source: MemberSeeds, size: Sequence[Any], dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    wanted = dtype or torch.get_default_dtype()
-    return source.uniform(size, wanted).to(wanted)
+    result_dtype = dtype or torch.get_default_dtype()
+    return source.uniform(size, result_dtype).to(result_dtype)
 
 
 def _normal_like(source: MemberSeeds, like: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
@@ -216,8 +216,8 @@ def _normal_like(source: MemberSeeds, like: Tensor, dtype: torch.dtype | None = 
 
 
 def _normal(source: MemberSeeds, size: Sequence[Any], dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    wanted = dtype or torch.get_default_dtype()
-    return source.normal(size, wanted).to(wanted)
+    result_dtype = dtype or torch.get_default_dtype()
+    return source.normal(size, result_dtype).to(result_dtype)
 
 
 def _bernoulli(source: MemberSeeds, like: Tensor, p: float | None = None, **_: Any) -> Tensor:
@@ -336,9 +336,9 @@ def seedable(target: Any, arguments: Mapping[str, Any], example: Any) -> bool:
     """True if an operator with the result ``example`` can draw from the seeds of the members, if they have seeds."""
     if target in _DROPOUTS:
         return not isinstance(arguments.get("train"), MemberScalars)
-    known = target in FROM_SEEDS or target is aten.rrelu.default
+    supported = target in FROM_SEEDS or target is aten.rrelu.default
     real = isinstance(example, Tensor) and example.dtype.is_floating_point
-    return known and real and not has_per_member(arguments)
+    return supported and real and not has_per_member(arguments)
 
 
 RULES: RuleTable = {

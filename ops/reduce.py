@@ -83,8 +83,8 @@ def flat(by: OpOverload) -> Rule:
         if dim is not None:
             return over(site, **arguments)
         if self.layout is Layout.LISTED or has_per_member(rest) or keepdim:
-            known = {parameter.name for parameter in site.target._schema.arguments}
-            return loop(site, {name: item for name, item in arguments.items() if name in known})
+            parameter_names = {parameter.name for parameter in site.target._schema.arguments}
+            return loop(site, {name: item for name, item in arguments.items() if name in parameter_names})
         return site.call(over_flat, (by, self.to(Layout.STACKED), rest), Layout.STACKED, "stacked")
 
     return rule
@@ -98,15 +98,15 @@ def over_flat(target: OpOverload, x: Tensor, options: dict[str, Any]) -> Tensor:
 
 def overloads(*packets: Any) -> Sequence[OpOverload]:
     """Return the functional overloads of these operators that take ``dim`` as a number."""
-    found = []
+    targets = []
     for packet in packets:
         for name in packet.overloads():
             target = getattr(packet, name)
             types = {a.name: str(a.type) for a in target._schema.arguments}
             numbered = "int" in types.get("dim", "").lower()
             if numbered and not target._schema.is_mutable and "generator" not in types:
-                found.append(target)
-    return found
+                targets.append(target)
+    return targets
 
 
 _SHAPE_KEEPING = overloads(

@@ -102,22 +102,22 @@ torch.library.register_fake("hfusion_lstm::steps_backward", _steps_backward, lib
 
 def kernels() -> str:
     """Let torch call the kernels; empty if it can, else in words why not."""
-    found = native.library(SOURCE)
-    return found if isinstance(found, str) else _registered()
+    library = native.library(SOURCE)
+    return library if isinstance(library, str) else _registered()
 
 
 @cache
 def _registered() -> str:
     """Register the kernels by the C functions of Inductor's runtime; return why that fails, else an empty string."""
-    found = native.library(SOURCE)
-    assert not isinstance(found, str), found
+    library = native.library(SOURCE)
+    assert not isinstance(library, str), library
     try:
         torch_functions = torch_library()
         addresses = [ctypes.cast(getattr(torch_functions, name), ctypes.c_void_p).value for name in _FUNCTIONS]
     except (OSError, AttributeError) as error:
         return f"torch is built in another way than expected: {error}"
-    given = (ctypes.c_void_p * len(addresses))(*addresses)
-    return "torch takes no operators in C" if found.rnn_register(given) else ""
+    address_array = (ctypes.c_void_p * len(addresses))(*addresses)
+    return "torch takes no operators in C" if library.rnn_register(address_array) else ""
 
 
 def is_large(params: Sequence[Value]) -> bool:
@@ -131,8 +131,8 @@ def lstm(site: Site, input: Value, hx: Sequence[Value], params: Sequence[Value],
     if input.example.device.type != "cpu":
         return recurrent(site, "lstm", input, hx, params, options)
     x = input.example
-    known = x.dtype in native.TYPES and has_all_weights(params, options)
-    if has_per_member(options) or not known or is_large(params) or kernels():
+    supported = x.dtype in native.TYPES and has_all_weights(params, options)
+    if has_per_member(options) or not supported or is_large(params) or kernels():
         return None
     samples = hint(x.shape[0 if options["batch_first"] else 1]) or 1
     matrices = [p.example.numel() for p in params if p.rank == 2]
@@ -176,15 +176,15 @@ def lstm_stacked(
 
 
 @cache
-def _dtypes_under_autocast(lower: torch.dtype, given: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...] | None:
+def _dtypes_under_autocast(lower: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...] | None:
     """The dtypes of the results of torch's operator under autocast to ``lower``; None if this processor cannot run it.
 
     Args:
-        given: the dtypes of the input, the first states and the weights.
+        dtypes: the dtypes of the input, the first states and the weights.
     """
     with disable_current_modes(), torch.autocast("cpu", lower):
-        x, h, c = (torch.zeros(1, 1, 1, dtype=dtype, device="cpu") for dtype in given[:3])
-        weight = torch.zeros(4, 1, dtype=given[3], device="cpu")
+        x, h, c = (torch.zeros(1, 1, 1, dtype=dtype, device="cpu") for dtype in dtypes[:3])
+        weight = torch.zeros(4, 1, dtype=dtypes[3], device="cpu")
         try:
             results = aten.lstm.input(x, [h, c], [weight, weight], False, 1, 0.0, True, False, False)
         except RuntimeError:
@@ -232,8 +232,8 @@ class LstmLayer(torch.autograd.Function):
     ) -> Results:
         operators: Any = torch.ops.hfusion_lstm
         weights = _weights(w_input, w_hidden, b_input, b_hidden)
-        given = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (x, h, c)]
-        rows, y, gates, cells = operators.steps(*given, weights, int(reverse))
+        operands = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (x, h, c)]
+        rows, y, gates, cells = operators.steps(*operands, weights, int(reverse))
         ctx.reverse = reverse
         ctx.save_for_backward(x, h, c, w_input, w_hidden, b_input, b_hidden, rows, gates, cells)
         ctx.set_materialize_grads(False)
@@ -243,26 +243,26 @@ class LstmLayer(torch.autograd.Function):
     @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         *inputs, rows, gates, cells = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:]
+        needs_grad = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled():
-            return None, *_differentiable(ctx.reverse, inputs, wanted, grads)
+            return None, *_differentiable(ctx.reverse, inputs, needs_grad, grads)
         x, h, c, w_input, w_hidden, *_ = inputs
-        sums, before, carry = _sums(ctx.reverse, grads, w_hidden, gates, cells, wanted[1])
+        sums, before, carry = _sums(ctx.reverse, grads, w_hidden, gates, cells, needs_grad[1])
         flat = sums.flatten(1, 2)
-        d_x = torch.bmm(flat, w_input).view(*sums.shape[:3], -1) if wanted[0] else None
+        d_x = torch.bmm(flat, w_input).view(*sums.shape[:3], -1) if needs_grad[0] else None
         first = [reduced(grad, like) for grad, like in ((d_x, x), (before, h), (carry, c))]
-        if not any(wanted[3:]):
+        if not any(needs_grad[3:]):
             return None, *first, None, None, None, None
         products = torch.bmm(rows.flatten(1, 2).mT, flat)
         features, size = x.shape[-1], w_hidden.shape[-1]
-        bias = products[:, -1] if any(wanted[5:]) else None
+        bias = products[:, -1] if any(needs_grad[5:]) else None
         return (
             None,
-            *(grad if asked else None for grad, asked in zip(first, wanted, strict=False)),
-            products[:, :features].mT.contiguous() if wanted[3] else None,
-            products[:, features : features + size].mT.contiguous() if wanted[4] else None,
-            bias.clone() if bias is not None and wanted[5] else None,
-            bias.clone() if bias is not None and wanted[6] else None,
+            *(grad if required else None for grad, required in zip(first, needs_grad, strict=False)),
+            products[:, :features].mT.contiguous() if needs_grad[3] else None,
+            products[:, features : features + size].mT.contiguous() if needs_grad[4] else None,
+            bias.clone() if bias is not None and needs_grad[5] else None,
+            bias.clone() if bias is not None and needs_grad[6] else None,
         )
 
 
@@ -284,13 +284,13 @@ def _sums(
     steps, members, samples, sums = gates.shape
     operators: Any = torch.ops.hfusion_lstm
     shapes = ((members, steps, samples, sums // 4), cells.shape[1:], cells.shape[1:])
-    given = [
+    materialized_grads = [
         gates.new_zeros(shape) if grad is None else grad.contiguous() for grad, shape in zip(grads, shapes, strict=True)
     ]
-    found: tuple[Tensor, Tensor, Tensor] = operators.steps_backward(
-        gates, cells, w_hidden.contiguous(), *given, int(reverse), int(to_the_first)
+    gradients: tuple[Tensor, Tensor, Tensor] = operators.steps_backward(
+        gates, cells, w_hidden.contiguous(), *materialized_grads, int(reverse), int(to_the_first)
     )
-    return found
+    return gradients
 
 
 def reduced(grad: Tensor | None, like: Tensor) -> Tensor | None:
@@ -299,7 +299,7 @@ def reduced(grad: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 def _differentiable(
-    reverse: bool, inputs: Sequence[Tensor | None], wanted: Sequence[bool], grads: Sequence[Tensor | None]
+    reverse: bool, inputs: Sequence[Tensor | None], needs_grad: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
     """The gradients by torch's own operator, of which higher derivatives can be taken where it has them."""
     x, h, c, *weights = inputs
@@ -313,7 +313,7 @@ def _differentiable(
     states = h.unsqueeze(-3), c.unsqueeze(-3)
     y, *lasts = run_per_member("lstm", len(stacks[0]), turned, states, stacks, dict(zip(named, options, strict=True)))
     results = [y.flip(1) if reverse else y, *(last.squeeze(1) for last in lasts)]
-    return differentiable_gradients(results, grads, inputs, wanted)
+    return differentiable_gradients(results, grads, inputs, needs_grad)
 
 
 RULES: RuleTable = {aten.lstm.input: lstm}

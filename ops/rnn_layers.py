@@ -32,9 +32,12 @@ def through_layers(
     lasts: list[list[Tensor]] = [[] for _ in states]
     for index in range(options["num_layers"]):
         outputs: list[Tensor] = []
-        for place in range(index * directions, (index + 1) * directions):
-            first, own = [state.select(-3, place) for state in states], weights[count * place : count * (place + 1)]
-            output, *after = layer(place % directions == 1, values, first, own)
+        for position in range(index * directions, (index + 1) * directions):
+            first, layer_weights = (
+                [state.select(-3, position) for state in states],
+                weights[count * position : count * (position + 1)],
+            )
+            output, *after = layer(position % directions == 1, values, first, layer_weights)
             outputs.append(output)
             for column, state in zip(lasts, after, strict=True):
                 column.append(state)
@@ -50,9 +53,14 @@ def run_per_member(
 ) -> tuple[Tensor, ...]:
     """Compute the layers by torch's own operator, member by member."""
     params = [Listed(weight.unbind()) for weight in weights]
-    own, *given = (tensor if tensor.dim() == 3 else Listed(tensor.unbind()) for tensor in (x, *states))
+    member_x, *member_states = (tensor if tensor.dim() == 3 else Listed(tensor.unbind()) for tensor in (x, *states))
     target = getattr(aten, kind).input
-    rows = each(target, members, (own, given if kind == "lstm" else given[0], params, *options.values()), {})
+    rows = each(
+        target,
+        members,
+        (member_x, member_states if kind == "lstm" else member_states[0], params, *options.values()),
+        {},
+    )
     return tuple(torch.stack(parts) for parts in zip(*rows, strict=True))
 
 
@@ -67,16 +75,18 @@ def differentiable_gradients(
     results: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     inputs: Sequence[Tensor | None],
-    wanted: Sequence[bool],
+    needs_grad: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Return the gradients of the ``wanted`` inputs, of which higher derivatives can be taken; None for the others.
+    """Return the gradients of the inputs, of which higher derivatives can be taken; None where ``needs_grad`` is False.
 
     Args:
         results: computed from ``inputs`` by torch's operators.
         grads: the gradient of each result, None where it has none.
     """
-    given = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
-    asked = [tensor for tensor, want in zip(inputs, wanted, strict=True) if want and tensor is not None]
-    outputs, seeds = zip(*given, strict=True)
-    found = iter(torch.autograd.grad(outputs, asked, seeds, create_graph=True, allow_unused=True))
-    return [next(found) if want else None for want in wanted]
+    pairs = [(result, grad) for result, grad in zip(results, grads, strict=True) if grad is not None]
+    required_inputs = [
+        tensor for tensor, required in zip(inputs, needs_grad, strict=True) if required and tensor is not None
+    ]
+    outputs, seeds = zip(*pairs, strict=True)
+    gradients = iter(torch.autograd.grad(outputs, required_inputs, seeds, create_graph=True, allow_unused=True))
+    return [next(gradients) if required else None for required in needs_grad]

@@ -53,16 +53,16 @@ def _cell(kind: str, fused: bool, sums: Tensor, hidden: Tensor, state: State) ->
     if kind == "lstm":
         assert c is not None
         if fused:
-            h, c, kept = aten._thnn_fused_lstm_cell(sums, hidden, c)
-            return (h, c), kept
+            h, c, workspace = aten._thnn_fused_lstm_cell(sums, hidden, c)
+            return (h, c), workspace
         first, forget, values, last = (sums + hidden).chunk(4, -1)
         first, forget, values, last = first.sigmoid(), forget.sigmoid(), values.tanh(), last.sigmoid()
         c = forget * c + first * values
         return (last * c.tanh(), c), torch.cat((first, forget, values, last), -1)
     if kind == "gru":
         if fused:
-            h, kept = aten._thnn_fused_gru_cell(sums, hidden, h)
-            return (h, None), kept
+            h, workspace = aten._thnn_fused_gru_cell(sums, hidden, h)
+            return (h, None), workspace
         (r, z, n), (r_hidden, z_hidden, n_hidden) = sums.chunk(3, -1), hidden.chunk(3, -1)
         r, z = (r + r_hidden).sigmoid(), (z + z_hidden).sigmoid()
         n = (n + r * n_hidden).tanh()
@@ -72,7 +72,7 @@ def _cell(kind: str, fused: bool, sums: Tensor, hidden: Tensor, state: State) ->
 
 
 def _cell_backward(
-    kind: str, fused: bool, d_h: Tensor, d_c: Tensor | None, before: State, after: State, kept: Tensor
+    kind: str, fused: bool, d_h: Tensor, d_c: Tensor | None, before: State, after: State, workspace: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of both sums, of the hidden state (apart from the sums' share), and of the cell state."""
     if kind == "lstm":
@@ -80,9 +80,9 @@ def _cell_backward(
         assert before[1] is not None
         assert after[1] is not None
         if fused:
-            d_sums, d_c, _ = aten._thnn_fused_lstm_cell_backward_impl(d_h, d_c, before[1], after[1], kept, False)
+            d_sums, d_c, _ = aten._thnn_fused_lstm_cell_backward_impl(d_h, d_c, before[1], after[1], workspace, False)
             return d_sums, d_sums, None, d_c
-        first, forget, values, last = kept.chunk(4, -1)
+        first, forget, values, last = workspace.chunk(4, -1)
         reached = after[1].tanh()
         d_c = d_c + d_h * last * (1 - reached * reached)
         d_sums = torch.cat(
@@ -97,9 +97,9 @@ def _cell_backward(
         return d_sums, d_sums, None, d_c * forget
     if kind == "gru":
         if fused:
-            d_sums, d_hidden, d_direct, _, _ = aten._thnn_fused_gru_cell_backward(d_h, kept, False)
+            d_sums, d_hidden, d_direct, _, _ = aten._thnn_fused_gru_cell_backward(d_h, workspace, False)
             return d_sums, d_hidden, d_direct, None
-        r, z, n, h, n_hidden = kept.chunk(5, -1)
+        r, z, n, h, n_hidden = workspace.chunk(5, -1)
         d_n = d_h * (1 - z) * (1 - n * n)
         d_r, d_z = d_n * n_hidden * r * (1 - r), d_h * (h - n) * z * (1 - z)
         return torch.cat((d_r, d_z, d_n), -1), torch.cat((d_r, d_z, d_n * r), -1), d_h * z, None
@@ -124,14 +124,14 @@ def steps_of_all(
     for step in _order(count, reverse):
         before = state[0].view(members, samples, -1)
         hidden = torch.bmm(before, weights) if bias is None else torch.baddbmm(bias, before, weights)
-        state, kept = _cell(kind, fused, sums[step].flatten(0, 1), hidden.flatten(0, 1), state)
-        results.append((state[0], kept) if state[1] is None else (state[0], kept, state[1]))
+        state, workspace = _cell(kind, fused, sums[step].flatten(0, 1), hidden.flatten(0, 1), state)
+        results.append((state[0], workspace) if state[1] is None else (state[0], workspace, state[1]))
     if reverse:
         results.reverse()
-    y, kept, *cells = (
+    y, workspace, *cells = (
         torch.stack(column).view(count, members, samples, column[0].shape[-1]) for column in zip(*results, strict=True)
     )
-    return y, cells[0] if cells else y.new_empty(0), kept
+    return y, cells[0] if cells else y.new_empty(0), workspace
 
 
 def _steps_backward(
@@ -141,7 +141,7 @@ def _steps_backward(
     h: Tensor,
     cells: Tensor,
     c: Tensor | None,
-    kept: Tensor,
+    workspace: Tensor,
     w_hidden: Tensor,
     kind: str,
     reverse: bool,
@@ -150,22 +150,22 @@ def _steps_backward(
     fused, rows = _fused(kind, y.device), (members * samples, size)
     order = list(_order(count, reverse))
 
-    def state_after(place: int) -> State:
-        if place < 0:
+    def state_after(index: int) -> State:
+        if index < 0:
             return h.reshape(rows), None if c is None else c.reshape(rows)
-        step = order[place]
+        step = order[index]
         return y[step].view(rows), None if c is None else cells[step].view(rows)
 
     gradients: list[tuple[Tensor, Tensor]] = []
     d_h = d_y[order[-1]].reshape(rows)
     d_c = None if d_c is None else d_c.reshape(rows)
-    for place in range(count - 1, -1, -1):
-        given = state_after(place - 1), state_after(place), kept[order[place]].flatten(0, 1)
-        d_sums, d_hidden, d_direct, d_c = _cell_backward(kind, fused, d_h, d_c, *given)
+    for index in range(count - 1, -1, -1):
+        arguments = state_after(index - 1), state_after(index), workspace[order[index]].flatten(0, 1)
+        d_sums, d_hidden, d_direct, d_c = _cell_backward(kind, fused, d_h, d_c, *arguments)
         gradients.append((d_sums, d_hidden))
         d_gates = d_hidden.view(members, samples, -1)
-        if place:
-            d_h = torch.baddbmm(d_y[order[place - 1]], d_gates, w_hidden).view(rows)
+        if index:
+            d_h = torch.baddbmm(d_y[order[index - 1]], d_gates, w_hidden).view(rows)
         else:
             d_h = torch.bmm(d_gates, w_hidden).view(rows)
         if d_direct is not None:
@@ -199,7 +199,7 @@ def _fake_backward(
     h: Tensor,
     cells: Tensor,
     c: Tensor | None,
-    kept: Tensor,
+    workspace: Tensor,
     w_hidden: Tensor,
     kind: str,
     reverse: bool,
@@ -235,16 +235,16 @@ class Steps(torch.autograd.Function):
         b_hidden: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         operators: Any = torch.ops.hfusion_rnn
-        y, cells, kept = operators.steps(sums, h, c, w_hidden, b_hidden, kind, reverse)
+        y, cells, workspace = operators.steps(sums, h, c, w_hidden, b_hidden, kind, reverse)
         ctx.kind, ctx.reverse, ctx.biased = kind, reverse, b_hidden is not None
-        ctx.save_for_backward(y, h, cells, c, kept, w_hidden)
+        ctx.save_for_backward(y, h, cells, c, workspace, w_hidden)
         return y, None if c is None else cells[0 if reverse else -1].clone()
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor, d_c: Tensor | None) -> Any:
         operators: Any = torch.ops.hfusion_rnn
-        y, h, cells, c, kept, w_hidden = ctx.saved_tensors
-        saved = (y, h, cells, c, kept, w_hidden)
+        y, h, cells, c, workspace, w_hidden = ctx.saved_tensors
+        saved = (y, h, cells, c, workspace, w_hidden)
         d_sums, d_hidden, d_h, d_c = operators.steps_backward(d_y.contiguous(), d_c, *saved, ctx.kind, ctx.reverse)
         if ctx.kind != "gru":
             d_hidden = d_sums
@@ -278,9 +278,9 @@ def recurrent(
     site: Site, kind: str, input: Value, states: Sequence[Value], params: Sequence[Value], options: Mapping[str, Any]
 ) -> Call | None:
     """Compute `torch.nn.LSTM`, `torch.nn.GRU` or `torch.nn.RNN`; None for projections, and on a CPU."""
-    known = input.example.is_floating_point() and has_all_weights(params, options)
+    supported = input.example.is_floating_point() and has_all_weights(params, options)
     on_host = input.example.device.type == "cpu"
-    if on_host or not known or site.members < MIN_MEMBERS or has_per_member(options):
+    if on_host or not supported or site.members < MIN_MEMBERS or has_per_member(options):
         return None
     operands = [v if v.shared else v.to(Layout.STACKED) for v in (input, *states)]
     weights = [p.to(Layout.STACKED) for p in params]

@@ -178,8 +178,8 @@ def hint(size: Any) -> int | None:
     """A size as a number: itself, the example of a symbolic one, or None where there is none."""
     if isinstance(size, int):
         return size
-    known = size.node.hint if size.node.has_hint() else None
-    return None if known is None else int(known)
+    value = size.node.hint if size.node.has_hint() else None
+    return None if value is None else int(value)
 
 
 def in_order(site: Site, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

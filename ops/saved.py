@@ -66,13 +66,13 @@ def rows_and_matrices(operands: Any) -> tuple[int, list[Shape]]:
 
 def _shapes(items: Any) -> list[Shape]:
     """Return the shapes in nested ``items``, in which shapes are tuples and everything but lists is ignored."""
-    found: list[Shape] = []
+    shapes: list[Shape] = []
     for item in items:
         if isinstance(item, tuple):
-            found.append(item)
+            shapes.append(item)
         elif isinstance(item, list):
-            found += _shapes(item)
-    return found
+            shapes += _shapes(item)
+    return shapes
 
 
 def gates(sizes: Sizes) -> int:

@@ -98,13 +98,13 @@ def equal(a: Any, b: Any) -> bool:
 
 def reshape(site: Site, *, self: Value, **sizes: Any) -> Call | None:
     """``view``, ``reshape`` and the like; never by `view`, since the strides of the array are its own."""
-    (wanted,) = sizes.values()
+    (target_shape,) = sizes.values()
     if self.layout is Layout.LISTED:
-        return loop(of_operator(site, aten.reshape.default), {"self": self, "shape": wanted})
+        return loop(of_operator(site, aten.reshape.default), {"self": self, "shape": target_shape})
     if self.layout is Layout.PACKED and site.rank >= 2 and equal(self.shape[0], site.example.shape[0]):
-        return site.call(reshape_packed, (self, site.members, list(wanted)), Layout.PACKED, "packed")
+        return site.call(reshape_packed, (self, site.members, list(target_shape)), Layout.PACKED, "packed")
     return site.call(
-        aten.reshape.default, (self.to(Layout.STACKED), [site.members, *wanted]), Layout.STACKED, "stacked"
+        aten.reshape.default, (self.to(Layout.STACKED), [site.members, *target_shape]), Layout.STACKED, "stacked"
     )
 
 
@@ -130,10 +130,12 @@ def ravel(site: Site, *, self: Value) -> Call | None:
 def unflatten(site: Site, *, self: Value, dim: int, sizes: Sequence[Any]) -> Call | None:
     if self.layout is Layout.LISTED or self.rank == 0:
         return loop(site, {"self": self, "dim": dim, "sizes": sizes})
-    place = normal(dim, self.rank)
-    if self.layout is Layout.PACKED and place >= 1:
-        return site.call(unflatten_packed, (self, site.members, place, list(sizes)), Layout.PACKED, "packed")
-    return site.call(aten.unflatten.int, (self.to(Layout.STACKED), place + 1, list(sizes)), Layout.STACKED, "stacked")
+    wrapped_dim = normal(dim, self.rank)
+    if self.layout is Layout.PACKED and wrapped_dim >= 1:
+        return site.call(unflatten_packed, (self, site.members, wrapped_dim, list(sizes)), Layout.PACKED, "packed")
+    return site.call(
+        aten.unflatten.int, (self.to(Layout.STACKED), wrapped_dim + 1, list(sizes)), Layout.STACKED, "stacked"
+    )
 
 
 def unflatten_packed(x: Tensor, members: int, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -149,8 +151,8 @@ def reshape_as(site: Site, *, self: Value, other: Value) -> Call | None:
         return loop(Site(aten.reshape_as.default, site.members, site.example), {"self": self, "other": other})
     if other.shared:
         return site.call(reshape_to, (self.to(Layout.STACKED), other), Layout.STACKED, "stacked")
-    both = (self.to(Layout.STACKED), other.to(Layout.STACKED))
-    return site.call(aten.reshape_as.default, both, Layout.STACKED, "stacked")
+    operands = (self.to(Layout.STACKED), other.to(Layout.STACKED))
+    return site.call(aten.reshape_as.default, operands, Layout.STACKED, "stacked")
 
 
 def reshape_to(x: Tensor, other: Tensor) -> Tensor:
@@ -196,12 +198,12 @@ def squeeze(site: Site, *, self: Value) -> Answer:
 
 
 def unsqueeze(site: Site, *, self: Value, dim: int) -> Call | None:
-    place = normal(dim, self.rank + 1)
+    wrapped_dim = normal(dim, self.rank + 1)
     if self.layout is Layout.LISTED:
         return loop(site, {"self": self, "dim": dim})
-    if self.layout is Layout.PACKED and place >= 2:
-        return site.call(site.target, (self, place), Layout.PACKED, "packed")
-    return site.call(site.target, (self.to(Layout.STACKED), place + 1), Layout.STACKED, "stacked")
+    if self.layout is Layout.PACKED and wrapped_dim >= 2:
+        return site.call(site.target, (self, wrapped_dim), Layout.PACKED, "packed")
+    return site.call(site.target, (self.to(Layout.STACKED), wrapped_dim + 1), Layout.STACKED, "stacked")
 
 
 def expand(site: Site, *, self: Value, size: Sequence[Any], implicit: bool = False) -> Call | None:

@@ -107,24 +107,24 @@ def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
     result = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        own = rows_of(node)
-        left = [(place, row) for place, row in enumerate(rows) if own is None or row in own]
-        if not left:
+        node_rows = rows_of(node)
+        remaining = [(new_row, row) for new_row, row in enumerate(rows) if node_rows is None or row in node_rows]
+        if not remaining:
             continue
         if node.op == "output":
             result.output(tuple(_result_of(item, env) for item in node.args[0]))
             continue
         if node.target is GATHER:
-            env[node] = _gathered(result, node, left, rows, env)
+            env[node] = _gathered(result, node, remaining, rows, env)
             continue
         new = env[node] = result.node_copy(node, env.__getitem__)
-        if own is not None:
-            _note_rows(new, left, rows)
+        if node_rows is not None:
+            _note_rows(new, remaining, rows)
         if node.target is PUT:
-            new.args = (*new.args[:2], [place for place, _ in left])
+            new.args = (*new.args[:2], [new_row for new_row, _ in remaining])
         if "arguments" in node.meta:
             every = node.meta.get("members", node.meta["arguments"])
-            picked = [row if own is None else own.index(row) for _, row in left]
+            picked = [row if node_rows is None else node_rows.index(row) for _, row in remaining]
             new.meta["members"] = map_aggregate(every, partial(_rows, rows=picked, env=env))
             new.meta["arguments"] = map_aggregate(new.meta["members"], plain)
     return result
@@ -134,42 +134,51 @@ def _result_of(item: Any, env: dict[fx.Node, fx.Node]) -> Any:
     """Return a result of the remaining members: a node, or a list with a node for each shape if shapes differ."""
     if not isinstance(item, list):
         return env[item] if isinstance(item, fx.Node) else item
-    found = [env[node] for node in item if node in env]
-    return found if len(found) > 1 else found[0]
+    nodes = [env[node] for node in item if node in env]
+    return nodes if len(nodes) > 1 else nodes[0]
 
 
-def _note_rows(node: fx.Node, left: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
+def _note_rows(node: fx.Node, remaining: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
     node.meta.pop("rows", None)
-    if len(left) < len(rows):
-        node.meta["rows"] = tuple(place for place, _ in left)
+    if len(remaining) < len(rows):
+        node.meta["rows"] = tuple(new_row for new_row, _ in remaining)
 
 
 def _gathered(
     graph: fx.Graph,
     node: fx.Node,
-    left: Sequence[tuple[int, int]],
+    remaining: Sequence[tuple[int, int]],
     rows: Sequence[int],
     env: dict[fx.Node, fx.Node],
 ) -> fx.Node:
-    """Return the operand that `GATHER` reads for the members in ``left``: pairs of a new row and the row before."""
+    """Return the operand that `GATHER` reads for the ``remaining`` members: pairs of a new row and the row before."""
     sources, _, picks, written = node.args
     before = rows_of(node)
     pairs = list(zip(picks[::2], picks[1::2], strict=True))  # type: ignore[index, arg-type]
-    found: list[tuple[fx.Node, int]] = []
-    for place, row in left:
+    picked_rows: list[tuple[fx.Node, int]] = []
+    for new_row, row in remaining:
         number, _ = pairs[row if before is None else before.index(row)]
         source = env[sources[number]]  # type: ignore[index]
         held = rows_of(source)
-        found.append((source, place if held is None else held.index(place)))
-    own = list(dict.fromkeys(source for source, _ in found))
-    if not written and len(own) == 1 and [position for _, position in found] == list(range(width(own[0], len(rows)))):
-        return own[0]
+        picked_rows.append((source, new_row if held is None else held.index(new_row)))
+    unique_sources = list(dict.fromkeys(source for source, _ in picked_rows))
+    if (
+        not written
+        and len(unique_sources) == 1
+        and [position for _, position in picked_rows] == list(range(width(unique_sources[0], len(rows))))
+    ):
+        return unique_sources[0]
     new = graph.call_function(
         GATHER,
-        (own, [width(source, len(rows)) for source in own], [n for s, p in found for n in (own.index(s), p)], written),
+        (
+            unique_sources,
+            [width(source, len(rows)) for source in unique_sources],
+            [n for s, p in picked_rows for n in (unique_sources.index(s), p)],
+            written,
+        ),
     )
     new.meta.update(node.meta)
-    _note_rows(new, left, rows)
+    _note_rows(new, remaining, rows)
     return new
 
 
@@ -187,24 +196,26 @@ def plain(item: Any) -> Any:
     return first if all(same_number(value, first) for value in item.values) else item
 
 
-def same_number(one: Any, other: Any) -> bool:
+def same_number(number: Any, other: Any) -> bool:
     """Return whether two numbers have the same type and value; NaN equals NaN, and 0.0 differs from -0.0."""
-    return type(one) is type(other) and repr(one) == repr(other)
+    return type(number) is type(other) and repr(number) == repr(other)
 
 
 def scalars(graph: fx.Graph, members: int = 0) -> list[tuple[Any, ...]]:
     """Return the members' values of all that differs in an aligned graph: scalars, and which members run a node."""
-    found: list[tuple[Any, ...]] = []
+    member_values: list[tuple[Any, ...]] = []
     for node in graph.nodes:
         rows, nest = rows_of(node), node.meta.get("members", node.meta.get("arguments"))
         values = [scalar.values for scalar in leaves(nest, MemberScalars)]
         if rows is not None:
             # Which members compute the node, and the values of those.
             every = range(members)
-            found.append(tuple(member in rows for member in every))
-            values = [tuple(own[rows.index(m)] if m in rows else None for m in every) for own in values]
-        found += values
-    return found
+            member_values.append(tuple(member in rows for member in every))
+            values = [
+                tuple(scalar_values[rows.index(m)] if m in rows else None for m in every) for scalar_values in values
+            ]
+        member_values += values
+    return member_values
 
 
 def of_member(item: Any, member: int, env: Mapping[fx.Node, fx.Node]) -> Any:

@@ -161,7 +161,7 @@ def _output(emitter: Emitter, node: fx.Node, env: dict[fx.Node, Result]) -> None
     results = list(map(stacked, bind(sources, env)))
     # A value that all members share is expanded to the members that return it.
     lowered = [
-        [emitter.of_rows(rows_of(each)).lower(part) for part, each in zip(item, source, strict=True)]
+        [emitter.of_rows(rows_of(part_node)).lower(part) for part, part_node in zip(item, source, strict=True)]
         if isinstance(item, list)
         else emitter.lower(item)
         for item, source in zip(results, sources, strict=True)

@@ -68,8 +68,8 @@ def _candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rule
         return (Call(Lowering(target, Layout.SHARED, "shared"), args, kwargs),)
     arguments = by_name(target, args, kwargs)
     site = Site(target, width(node, members), node.meta.get("val"))
-    each = is_random(target, arguments) or target is GATHER
-    if not batched and not each and not _writes_shared(target, arguments):
+    per_member = is_random(target, arguments) or target is GATHER
+    if not batched and not per_member and not _writes_shared(target, arguments):
         if target in DROPOUTS:
             return (site.call(target, args, Layout.SHARED, "off", kwargs, saves=NOTHING, view=View.ALWAYS),)
         return (site.call(target, args, Layout.SHARED, "shared", kwargs),)
@@ -85,10 +85,10 @@ def _candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rule
 
 def _check_strided(site: Site) -> None:
     """Refuse a result per member that is sparse or nested, which no stack can hold."""
-    found = next((x for x in leaves(site.example, torch.Tensor) if x.layout is not torch.strided), None)
-    if found is not None:
+    unstackable = next((x for x in leaves(site.example, torch.Tensor) if x.layout is not torch.strided), None)
+    if unstackable is not None:
         raise FusionError(
-            f"{site.target} gives a tensor of layout {found.layout}, which differs between members and cannot be "
+            f"{site.target} gives a tensor of layout {unstackable.layout}, which differs between members and cannot be "
             "stacked; work on dense tensors"
         )
 
@@ -124,27 +124,27 @@ def route(operand: Operand, members: int) -> Iterator[tuple[Callable[..., Any], 
 
     ``members``: how many members take the value if all share it, and otherwise how many have it.
     """
-    value, wanted, rank = operand.value, operand.layout, operand.rank
+    value, target_layout, rank = operand.value, operand.layout, operand.rank
     convert = conversion(value, reached(operand))
     if convert is not None:
         yield convert, members, reached(operand)
-    if reached(operand) is not wanted:
-        yield lift_packed, rank, wanted
-    elif wanted is Layout.STACKED and rank is not None and value.rank < rank:
-        yield lift, rank, wanted
+    if reached(operand) is not target_layout:
+        yield lift_packed, rank, target_layout
+    elif target_layout is Layout.STACKED and rank is not None and value.rank < rank:
+        yield lift, rank, target_layout
 
 
-def conversion(value: Value, wanted: Layout) -> Conversion | None:
-    """Return the function that converts ``value`` to the layout ``wanted``, None if it has that layout.
+def conversion(value: Value, layout: Layout) -> Conversion | None:
+    """Return the function that converts ``value`` to ``layout``, None if it has that layout.
 
     Raises FusionError if there is no such conversion.
     """
-    if value.layout is wanted:
+    if value.layout is layout:
         return None
-    found = CONVERSIONS.get((value.layout, wanted))
-    if found is None:
-        raise FusionError(f"{value.node} is {value.layout.value} and cannot become {wanted.value}")
-    return found
+    convert = CONVERSIONS.get((value.layout, layout))
+    if convert is None:
+        raise FusionError(f"{value.node} is {value.layout.value} and cannot become {layout.value}")
+    return convert
 
 
 def _writes_shared(target: OpOverload, arguments: Mapping[str, Any]) -> bool:

@@ -145,8 +145,8 @@ def fakes() -> Iterator[FakeTensorMode]:
         stack.enter_context(draws_kept())
         for kind in {"cpu", *(device.type for device in accelerators())}:
             stack.enter_context(torch.autocast(kind, enabled=False))
-        for one in (torch.inference_mode(False), torch.no_grad(), silence_tracers()):
-            stack.enter_context(one)
+        for context in (torch.inference_mode(False), torch.no_grad(), silence_tracers()):
+            stack.enter_context(context)
         yield stack.enter_context(FakeTensorMode())
 
 
@@ -178,8 +178,8 @@ def _shape(example: Tensor, layout: Layout, members: int) -> tuple[int, ...]:
 
 def _number(number: Any) -> Any:
     """Return ``number``; if it is symbolic, its value at capture, or 1 if that is not known."""
-    known = hint(number) if isinstance(number, torch.SymInt) else number
-    return 1 if known is None else known
+    value = hint(number) if isinstance(number, torch.SymInt) else number
+    return 1 if value is None else value
 
 
 def _kind(tensor: Tensor) -> tuple[str, int]:
@@ -212,12 +212,16 @@ class _Fake(fx.Interpreter):
         members = width(node, self.members)
         expected = list(leaves(_like(example, layout, members), Tensor))
         values = list(leaves(value, Tensor))
-        wanted, found = [_told(x) for x in expected], [_told(x) for x in values]
-        same = found == wanted
+        expected_metadata, actual_metadata = [_told(x) for x in expected], [_told(x) for x in values]
+        matches = actual_metadata == expected_metadata
         if layout is Layout.LISTED:
             # Members may be nested in parts, or parts in members; and their numbers, as the k of topk, decide on sizes.
-            same = sorted(map(_kind, values)) == sorted(map(_kind, expected))
-        _need(same, node, f"gives {found}; {layout.value} of {members} members, it must give {wanted}")
+            matches = sorted(map(_kind, values)) == sorted(map(_kind, expected))
+        _need(
+            matches,
+            node,
+            f"gives {actual_metadata}; {layout.value} of {members} members, it must give {expected_metadata}",
+        )
 
     def _check_view(self, node: fx.Node, value: Any) -> None:
         """Raise unless the result shares memory with an operand exactly if the lowering declares a view."""
@@ -225,12 +229,14 @@ class _Fake(fx.Interpreter):
         if view not in (View.ALWAYS, View.NEVER) or (has_effect(node.meta.get("origin", node)) and view is View.NEVER):
             return
         operands = [self.env[source] for source in node.all_input_nodes]
-        taken = {_storage(x) for x in leaves(operands, Tensor)}
-        found = {_storage(x) for x in leaves(value, Tensor) if x.numel()}
+        operand_storages = {_storage(x) for x in leaves(operands, Tensor)}
+        result_storages = {_storage(x) for x in leaves(value, Tensor) if x.numel()}
         if view is View.NEVER:
-            _need(not taken & found, node, "shares memory with an operand, which its lowering denies")
+            _need(
+                not operand_storages & result_storages, node, "shares memory with an operand, which its lowering denies"
+            )
         else:
-            _need(found <= taken, node, "is a copy, but its lowering declares a view")
+            _need(result_storages <= operand_storages, node, "is a copy, but its lowering declares a view")
 
 
 def _opaque(node: fx.Node) -> bool:

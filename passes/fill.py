@@ -66,10 +66,10 @@ def fill_rows(
     result = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     constants: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
-    places = {member: _Places(own) for member, own in changes.items()}
+    places = {member: _Places(member_changes) for member, member_changes in changes.items()}
     for node in graph.nodes:
         new = env[node] = result.node_copy(node, env.__getitem__)
-        changing = [member for member, own in places.items() if own.of(node)]
+        changing = [member for member, member_changes in places.items() if member_changes.of(node)]
         if "arguments" not in node.meta and not changing:
             continue
         every = node.meta.get("members", node.meta.get("arguments")) or _arguments(node)
@@ -82,8 +82,8 @@ def fill_rows(
         varying = holds(every, MemberScalars) or changing
         new.meta["members"] = _merged(every, nests, env) if varying else nests[0]
         new.meta["arguments"] = map_aggregate(new.meta["members"], plain)
-    for own in places.values():
-        own.check()
+    for member_changes in places.values():
+        member_changes.check()
     return result, constants
 
 
@@ -116,7 +116,7 @@ def _merged(every: Any, nests: Sequence[Any], env: Mapping[fx.Node, fx.Node]) ->
     if isinstance(every, dict):
         return {name: _merged(item, [nest[name] for nest in nests], env) for name, item in every.items()}
     if isinstance(every, list | tuple):
-        parts = [_merged(item, [nest[place] for nest in nests], env) for place, item in enumerate(every)]
+        parts = [_merged(item, [nest[index] for nest in nests], env) for index, item in enumerate(every)]
         return tuple(parts) if isinstance(every, tuple) else parts
     return nests[0] if all(same_number(nest, nests[0]) for nest in nests) else MemberScalars(tuple(nests))
 
@@ -158,10 +158,10 @@ class _Places:
 
 
 def _at(item: Any, path: Path) -> Any:
-    for place in path:
-        if not isinstance(item, list | tuple) or not isinstance(place, int) or place >= len(item):
+    for index in path:
+        if not isinstance(item, list | tuple) or not isinstance(index, int) or index >= len(item):
             return None
-        item = item[place]
+        item = item[index]
     return item
 
 
@@ -176,5 +176,5 @@ def _replaces(item: Any, path: Path, old: Any) -> bool:
 def _replaced(item: Any, path: Path, new: Any) -> Any:
     if not path:
         return new
-    parts = [_replaced(part, path[1:], new) if place == path[0] else part for place, part in enumerate(item)]
+    parts = [_replaced(part, path[1:], new) if index == path[0] else part for index, part in enumerate(item)]
     return tuple(parts) if isinstance(item, tuple) else parts

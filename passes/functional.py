@@ -126,11 +126,11 @@ def _call_members(state: Rewriting, node: fx.Node, watched: Watched) -> None:
     places = [_in_memory(state, tensor, node) for tensor in changing]  # type: ignore[union-attr, arg-type]
     state.current[node] = new = state.graph.node_copy(node, lambda n: state.current[n])
     new.args = (*new.args[:2], places, call, [], [], watched.apart, watched.alive, new.args[8])
-    for tensor, place in zip(changing, places, strict=True):  # type: ignore[arg-type]
+    for tensor, buffer in zip(changing, places, strict=True):  # type: ignore[arg-type]
         assert isinstance(tensor, fx.Node)
         # Once more a node of its own: what was made of the tensor before the call is not to be used again.
-        if any(_used_later(state, one, node) for one in state.family(tensor)):
-            _assign(state, tensor, emit(state, node, aten.alias.default, (place,), {}), node)
+        if any(_used_later(state, view, node) for view in state.family(tensor)):
+            _assign(state, tensor, emit(state, node, aten.alias.default, (buffer,), {}), node)
 
 
 def _in_memory(state: Rewriting, tensor: fx.Node, node: fx.Node) -> fx.Node:
@@ -145,8 +145,8 @@ def _in_memory(state: Rewriting, tensor: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _placeholder(state: Rewriting, node: fx.Node) -> fx.Node:
-    found: fx.Node = next(n for n in state.graph.nodes if n.op == "placeholder" and n.name == node.name)
-    return found
+    placeholder: fx.Node = next(n for n in state.graph.nodes if n.op == "placeholder" and n.name == node.name)
+    return placeholder
 
 
 def _functional_call(state: Rewriting, node: fx.Node) -> fx.Node:
@@ -173,9 +173,11 @@ def _functional_call(state: Rewriting, node: fx.Node) -> fx.Node:
 
 def _copy(state: Rewriting, node: fx.Node, written: fx.Node, source: fx.Node) -> fx.Node:
     """Copy ``source`` to the shape, dtype and device of ``written``, without ``aten.copy``, which has no derivative."""
-    here, there = written.meta["val"], source.meta["val"]
-    if (here.dtype, here.device) != (there.dtype, there.device):
-        source = emit(state, node, aten._to_copy.default, (source,), {"dtype": here.dtype, "device": here.device})
+    written_val, source_val = written.meta["val"], source.meta["val"]
+    if (written_val.dtype, written_val.device) != (source_val.dtype, source_val.device):
+        source = emit(
+            state, node, aten._to_copy.default, (source,), {"dtype": written_val.dtype, "device": written_val.device}
+        )
     expanded = emit(state, node, aten.expand.default, (source, sizes_of(state, node, written)), {})
     return emit(state, node, aten.clone.default, (expanded,), {"memory_format": torch.contiguous_format})
 
@@ -205,9 +207,9 @@ def _functional_target(node: fx.Node) -> OpOverload:
     plain = "" if space != "aten" else BITWISE.get(name, name[:-1] if name.endswith("_") else "")
     packet = getattr(aten, plain, None) if plain else None
     for overload in packet.overloads() if packet is not None else ():
-        found: OpOverload = getattr(packet, overload)
-        if _parameters(found) == _parameters(target) and not found._schema.is_mutable:
-            return found
+        candidate: OpOverload = getattr(packet, overload)
+        if _parameters(candidate) == _parameters(target) and not candidate._schema.is_mutable:
+            return candidate
     raise FusionError(f"{location(node)}: {target} has no functional form; write it without in-place")
 
 
@@ -217,8 +219,8 @@ def _parameters(target: OpOverload) -> list[tuple[str, str]]:
 
 
 def _used_later(state: Rewriting, view: fx.Node, write: fx.Node) -> bool:
-    now = state.position[write]
-    return any(state.position[user] > now for user in view.users) or any(
+    write_position = state.position[write]
+    return any(state.position[user] > write_position for user in view.users) or any(
         state.parent.get(child) is view and _used_later(state, child, write) for child in state.parent
     )
 
@@ -226,9 +228,9 @@ def _used_later(state: Rewriting, view: fx.Node, write: fx.Node) -> bool:
 def _replay(state: Rewriting, view: fx.Node) -> fx.Node:
     """Take the view again, from the current value of its parent."""
     if view.target is operator.getitem:
-        views, place = view.args
+        views, index = view.args
         assert isinstance(views, fx.Node)
-        return emit(state, view, operator.getitem, (_replay(state, views), place), {})
+        return emit(state, view, operator.getitem, (_replay(state, views), index), {})
     args = fx.map_arg(view.args, lambda n: state.current[n])
     kwargs = fx.map_arg(view.kwargs, lambda n: state.current[n])
     if writes(view):
@@ -279,10 +281,10 @@ def _keep_statistics(state: Rewriting, node: fx.Node, new: fx.Node) -> None:
     for statistic in node.args[3:5]:
         if not isinstance(statistic, fx.Node):
             continue
-        now = state.current[statistic]
+        buffer = state.current[statistic]
         # Where gradients are off, and after members' own code, as views of the buffers.
-        while now.target in IDENTITY:
-            now = now.args[0]
-        if now.op != "placeholder":
+        while buffer.target in IDENTITY:
+            buffer = buffer.args[0]
+        if buffer.op != "placeholder":
             raise FusionError(f"{location(node)}: running statistics that forward also writes itself cannot be fused")
-        new.replace_input_with(state.current[statistic], now)
+        new.replace_input_with(state.current[statistic], buffer)

@@ -44,8 +44,8 @@ Run = tuple[int, int, int, int]
 
 def rows_of(node: fx.Node) -> tuple[int, ...] | None:
     """Return the members that compute a node of a common graph, or of a program; None for all."""
-    found: tuple[int, ...] | None = node.meta.get("rows")
-    return found
+    rows: tuple[int, ...] | None = node.meta.get("rows")
+    return rows
 
 
 def width(node: fx.Node, members: int) -> int:
@@ -65,16 +65,16 @@ def runs_of(picks: Sequence[int]) -> tuple[Run, ...]:
     >>> runs_of([0, 1, 0, 3, 0, 5, 1, 0])
     ((0, 1, 2, 3), (1, 0, 1, 1))
     """
-    found: list[Run] = []
+    runs: list[Run] = []
     for source, position in zip(picks[::2], picks[1::2], strict=True):
-        if found:
-            before, start, step, count = found[-1]
+        if runs:
+            before, start, step, count = runs[-1]
             apart = position - (start + step * (count - 1))
             if before == source and apart > 0 and (count == 1 or apart == step):
-                found[-1] = (source, start, apart, count + 1)
+                runs[-1] = (source, start, apart, count + 1)
                 continue
-        found.append((source, position, 1, 1))
-    return tuple(found)
+        runs.append((source, position, 1, 1))
+    return tuple(runs)
 
 
 def _slice(run: Run) -> slice:
@@ -88,7 +88,9 @@ def gather_stacked(sources: Sequence[Tensor], shared: tuple[bool, ...], picks: t
     if len(runs) <= len(set(picks[::2])):
         parts = [_rows(sources[run[0]], run, shared[run[0]]) for run in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-    rows = [[x] * (max(picks[1::2]) + 1) if own else x.unbind() for x, own in zip(sources, shared, strict=True)]
+    rows = [
+        [x] * (max(picks[1::2]) + 1) if is_shared else x.unbind() for x, is_shared in zip(sources, shared, strict=True)
+    ]
     return torch.stack([rows[source][row] for source, row in zip(picks[::2], picks[1::2], strict=True)])
 
 
@@ -133,8 +135,8 @@ def gather(
     if written:
         if sources[0].shared:
             raise _shared(sources[0])
-        own = (sources[0].to(Layout.STACKED), tuple(picks))
-        return (site.call(gather_copied, own, Layout.STACKED, "rows to write to", saves=NOTHING),)
+        operands = (sources[0].to(Layout.STACKED), tuple(picks))
+        return (site.call(gather_copied, operands, Layout.STACKED, "rows to write to", saves=NOTHING),)
     if len(sources) == 1 and sources[0].shared:
         return (site.call(same, (sources[0],), Layout.SHARED, "shared", saves=NOTHING, view=View.ALWAYS),)
     shared, places = tuple(x.shared for x in sources), tuple(picks)
@@ -144,17 +146,17 @@ def gather(
 
     few = len(runs_of(places)) == 1
     text, view = ("rows", View.PERHAPS) if few else ("rows side by side", View.NEVER)
-    found = [
+    calls = [
         site.call(
             gather_stacked, (moved(Layout.STACKED), shared, places), Layout.STACKED, text, saves=NOTHING, view=view
         )
     ]
     if site.rank >= 2 and any(x.layout is Layout.PACKED for x in sources):
         args = (moved(Layout.PACKED), tuple(counts), shared, places)
-        found.insert(0, site.call(gather_packed, args, Layout.PACKED, text, saves=NOTHING, view=View.PERHAPS))
+        calls.insert(0, site.call(gather_packed, args, Layout.PACKED, text, saves=NOTHING, view=View.PERHAPS))
     listed = (moved(Layout.LISTED), shared, places)
     call = site.call(gather_listed, listed, Layout.LISTED, "rows of a list", saves=NOTHING, view=View.USUALLY)
-    return (call, *found) if any(x.layout is Layout.LISTED for x in sources) else (*found, call)
+    return (call, *calls) if any(x.layout is Layout.LISTED for x in sources) else (*calls, call)
 
 
 def put_stacked(stack: Tensor, value: Tensor, members: tuple[int, ...]) -> Tensor:

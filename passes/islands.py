@@ -65,24 +65,24 @@ class _OwnCall:
         inputs, fixed, changing, _, written, links, *_ = node.args
         results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         pairs = frozenset(zip(links[::2], links[1::2], strict=True))  # type: ignore[index, arg-type]
-        own = (*inputs, *fixed, *changing)  # type: ignore[misc]
-        return _OwnCall(node, inputs, changing, own, frozenset(written), pairs, results)  # type: ignore[arg-type]
+        sources = (*inputs, *fixed, *changing)  # type: ignore[misc]
+        return _OwnCall(node, inputs, changing, sources, frozenset(written), pairs, results)  # type: ignore[arg-type]
 
-    def source(self, place: int) -> fx.Node | None:
+    def source(self, position: int) -> fx.Node | None:
         count = len(self.sources)
-        return self.sources[place] if place < count else self.results.get(place - count)
+        return self.sources[position] if position < count else self.results.get(position - count)
 
     def seen(self) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Results with the sources whose memory they shared."""
-        for result, place in self.links:
-            one, other = self.results.get(result), self.source(place)
-            if one is not None and other is not None:
-                yield one, other
+        for result, position in self.links:
+            result_node, source_node = self.results.get(result), self.source(position)
+            if result_node is not None and source_node is not None:
+                yield result_node, source_node
 
     def possible(self) -> Iterator[tuple[int, int, fx.Node, fx.Node]]:
         """Yield every pair of a result and a source, by position and as nodes."""
         for k, result in self.results.items():
-            yield from ((k, place, result, source) for place, source in enumerate(self.sources))
+            yield from ((k, position, result, source) for position, source in enumerate(self.sources))
             count = len(self.sources)
             yield from ((k, count + other, result, node) for other, node in self.results.items() if other < k)
 
@@ -145,17 +145,17 @@ def _memory(graph: fx.Graph, calls: Sequence[_OwnCall], viewed: Viewed) -> _Memo
     for edges in (memory.seen, memory.possible):
         edges.update({node: set(others) for node, others in memory.views.items()})
     for call in calls:
-        for one, other in call.seen():
-            _join(memory.seen, one, other)
-        for _, _, one, other in call.possible():
-            _join(memory.possible, one, other)
+        for result, other in call.seen():
+            _join(memory.seen, result, other)
+        for _, _, result, other in call.possible():
+            _join(memory.possible, result, other)
     return memory
 
 
-def _join(edges: dict[fx.Node, set[fx.Node]], one: fx.Node, other: fx.Node) -> None:
-    if one is not other:
-        edges[one].add(other)
-        edges[other].add(one)
+def _join(edges: dict[fx.Node, set[fx.Node]], node: fx.Node, other: fx.Node) -> None:
+    if node is not other:
+        edges[node].add(other)
+        edges[other].add(node)
 
 
 def _in_place(node: fx.Node) -> bool:
@@ -178,31 +178,31 @@ def _writes(
         if node.target in statistics:
             surely += [_Write(node, s) for s in node.args[3:5] if isinstance(s, fx.Node)]
     for call in calls:
-        for place, target in enumerate((*call.inputs, *call.changing)):
-            if place in call.written:
+        for position, target in enumerate((*call.inputs, *call.changing)):
+            if position in call.written:
                 surely.append(_Write(call.node, target))
-            elif place >= len(call.inputs):
+            elif position >= len(call.inputs):
                 maybe.append(_Write(call.node, target))
     return surely, maybe
 
 
 def _reached(edges: Edges, start: fx.Node, without: Callable[[fx.Node, fx.Node], bool]) -> set[fx.Node]:
-    found, waiting = {start}, [start]
+    reached, waiting = {start}, [start]
     while waiting:
         node = waiting.pop()
         for other in edges.get(node, ()):
-            if other not in found and not without(node, other):
-                found.add(other)
+            if other not in reached and not without(node, other):
+                reached.add(other)
                 waiting.append(other)
-    return found
+    return reached
 
 
 def _check_written(call: _OwnCall, memory: _Memory) -> None:
     """Raise if an input that a call writes into is used afterwards: the new value does not leave the call."""
     results = set(call.results.values())
-    for place in call.written:
-        if place < len(call.inputs):
-            write = _Write(call.node, call.inputs[place])
+    for position in call.written:
+        if position < len(call.inputs):
+            write = _Write(call.node, call.inputs[position])
             around = _reached(memory.seen, write.target, lambda a, b: b in results)
             if any(memory.read_after(node, write) for node in around):
                 raise FusionError(
@@ -210,7 +210,7 @@ def _check_written(call: _OwnCall, memory: _Memory) -> None:
                     "used afterwards; let it write into a copy"
                 )
         else:
-            write = _Write(call.node, call.changing[place - len(call.inputs)])
+            write = _Write(call.node, call.changing[position - len(call.inputs)])
             around = _reached(memory.seen, write.target, lambda a, b: b in results)
             if any(_reads(write, node) for node in around):
                 raise FusionError(
@@ -220,8 +220,8 @@ def _check_written(call: _OwnCall, memory: _Memory) -> None:
 
 
 def _check_seen(call: _OwnCall, memory: _Memory, writes: Sequence[_Write]) -> None:
-    for one, other in call.seen():
-        if _matters(memory, memory.seen, call.node, one, other, writes):
+    for result, other in call.seen():
+        if _matters(memory, memory.seen, call.node, result, other, writes):
             raise FusionError(
                 f"{_where(call.node)}: a call that runs in a loop over members gives back memory that is changed in "
                 "place later (its input, a view of it, a tensor of its own, or one tensor twice); give back a copy"
@@ -229,14 +229,14 @@ def _check_seen(call: _OwnCall, memory: _Memory, writes: Sequence[_Write]) -> No
 
 
 def _matters(
-    memory: _Memory, edges: Edges, call: fx.Node, one: fx.Node, other: fx.Node, writes: Sequence[_Write]
+    memory: _Memory, edges: Edges, call: fx.Node, result: fx.Node, other: fx.Node, writes: Sequence[_Write]
 ) -> bool:
     """True if after ``call``, which makes two nodes share memory, one of them is written and the other read."""
 
     def without(a: fx.Node, b: fx.Node) -> bool:
-        return {a, b} == {one, other}
+        return {a, b} == {result, other}
 
-    sides = _reached(edges, one, without), _reached(edges, other, without)
+    sides = _reached(edges, result, without), _reached(edges, other, without)
     for near, far in (sides, sides[::-1]):
         for write in writes:
             later = memory.position[write.node] > memory.position[call]
@@ -247,32 +247,32 @@ def _matters(
 
 def _apart(call: _OwnCall, memory: _Memory, writes: Sequence[_Write]) -> list[int]:
     """Return the pairs of a result and a source that were not seen to share memory, and must not share any."""
-    found: list[int] = []
+    pairs: list[int] = []
     around: set[fx.Node] = set()
     for result in call.results.values():
         around |= _reached(memory.possible, result, lambda a, b: False)
     concerned = [write for write in writes if write.target in around]
     if concerned:
-        for k, place, one, other in call.possible():
-            if (k, place) not in call.links and _matters(memory, memory.possible, call.node, one, other, concerned):
-                found += [k, place]
-    return found
+        for k, position, node, other in call.possible():
+            if (k, position) not in call.links and _matters(memory, memory.possible, call.node, node, other, concerned):
+                pairs += [k, position]
+    return pairs
 
 
 def _alive(call: _OwnCall, memory: _Memory) -> list[int]:
     """The inputs that matter after the call; of the changing, those with results elsewhere that would change, too."""
     results = set(call.results.values())
-    found = []
-    for place, node in enumerate(call.inputs):
+    positions = []
+    for position, node in enumerate(call.inputs):
         around = _reached(memory.possible, node, lambda a, b: b in results)
-        if place not in call.written and any(memory.read_after(n, _Write(call.node, node)) for n in around):
-            found.append(place)
-    for place, node in enumerate(call.changing, start=len(call.inputs)):
+        if position not in call.written and any(memory.read_after(n, _Write(call.node, node)) for n in around):
+            positions.append(position)
+    for position, node in enumerate(call.changing, start=len(call.inputs)):
         views = _reached(memory.views, node, lambda a, b: False)
         others = _reached(memory.seen, node, lambda a, b: b in results) - views
-        if place not in call.written and any(memory.read_after(n, _Write(call.node, node)) for n in others):
-            found.append(place)
-    return found
+        if position not in call.written and any(memory.read_after(n, _Write(call.node, node)) for n in others):
+            positions.append(position)
+    return positions
 
 
 def _where(node: fx.Node) -> str:

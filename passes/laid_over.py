@@ -17,17 +17,17 @@ Operands = dict[int, Any]
 
 
 def woven(
-    found: list[tuple[Any, Operands]], number: int, calls: list[tuple[Any, fx.Node]]
+    entries: list[tuple[Any, Operands]], number: int, calls: list[tuple[Any, fx.Node]]
 ) -> list[tuple[Any, Operands]]:
-    """Return the entries ``found`` merged with the ``calls`` of graph ``number``, keeping the order of both."""
-    matcher = SequenceMatcher(None, [s for s, _ in found], [s for s, _ in calls], autojunk=False)
+    """Return ``entries`` merged with the ``calls`` of graph ``number``, keeping the order of both."""
+    matcher = SequenceMatcher(None, [s for s, _ in entries], [s for s, _ in calls], autojunk=False)
     result: list[tuple[Any, Operands]] = []
     for kind, start, stop, first, last in matcher.get_opcodes():
         if kind == "equal":
-            for (signature, entry), (_, node) in zip(found[start:stop], calls[first:last], strict=True):
+            for (signature, entry), (_, node) in zip(entries[start:stop], calls[first:last], strict=True):
                 result.append((signature, {**entry, number: node}))
             continue
-        result += found[start:stop]
+        result += entries[start:stop]
         result += [(signature, {number: node}) for signature, node in calls[first:last]]
     return result
 
@@ -41,8 +41,12 @@ def signature(node: fx.Node, slots: Mapping[fx.Node, Slot]) -> Any:
     def key_of(item: Any) -> Any:
         if isinstance(item, fx.Node):
             slot = slots.get(item)
-            own = slot is not None and slot.kind is not Kind.CONSTANT
-            return (slot.kind, slot.name, _kind(item.meta.get("val"))) if own and slot else _kind(item.meta.get("val"))
+            is_named = slot is not None and slot.kind is not Kind.CONSTANT
+            return (
+                (slot.kind, slot.name, _kind(item.meta.get("val")))
+                if is_named and slot
+                else _kind(item.meta.get("val"))
+            )
         if isinstance(item, dict):
             return tuple((name, key_of(part)) for name, part in item.items())
         if isinstance(item, list | tuple):

@@ -72,8 +72,8 @@ class Held:
 
 
 @cache
-def held(layout: Layout, made: frozenset[Layout] = frozenset()) -> Held:
-    return Held(layout, made)
+def held(layout: Layout, converted: frozenset[Layout] = frozenset()) -> Held:
+    return Held(layout, converted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,12 +175,12 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def _narrowed(states: Mapping[State, Path], keep: Sequence[int]) -> dict[State, Path]:
     """Drop values that are no longer used; of states that become equal, keep the cheapest."""
-    found: dict[State, Path] = {}
+    narrowed: dict[State, Path] = {}
     for state, path in states.items():
         less = tuple([state[k] for k in keep])
-        if less not in found or path.cost < found[less].cost:
-            found[less] = path
-    return found
+        if less not in narrowed or path.cost < narrowed[less].cost:
+            narrowed[less] = path
+    return narrowed
 
 
 def _cheapest(states: dict[State, Path], width: int) -> dict[State, Path]:
@@ -221,69 +221,71 @@ class _Asked:
         ]
 
     def _needs(self, call: Call) -> tuple[tuple[fx.Node, Layout, float], ...]:
-        found = {}
+        costs = {}
         for operand in operands((call.args, call.kwargs)):
             convert = conversion(operand.value, reached(operand))
             if convert is not None:
                 key = (operand.value.node, reached(operand))
-                found[key] = self.price.move(operand.value, convert)
-        return tuple((node, layout, cost) for (node, layout), cost in found.items())
+                costs[key] = self.price.move(operand.value, convert)
+        return tuple((node, layout, cost) for (node, layout), cost in costs.items())
 
 
-def _advance(node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Path], asked: _Asked) -> dict[State, Path]:
+def _advance(
+    node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Path], node_options: _Asked
+) -> dict[State, Path]:
     """Return the states after ``node``; the last entry of each is the value of ``node``."""
-    place = {value: k for k, value in enumerate(alive)}
-    inputs = [place[source] for source in asked.inputs]
-    found: dict[State, Path] = {}
+    index_of = {value: k for k, value in enumerate(alive)}
+    inputs = [index_of[source] for source in node_options.inputs]
+    new_states: dict[State, Path] = {}
     refusal: FusionError | None = None
     for state, path in states.items():
-        options = asked.options(tuple([state[k].layout for k in inputs]))
+        options = node_options.options(tuple([state[k].layout for k in inputs]))
         if isinstance(options, FusionError):
             refusal = refusal or options
             continue
         for option in options:
-            after, cost = _converted(state, place, option.needs)
+            after, cost = _converted(state, index_of, option.needs)
             cost += path.cost + option.choice.price.seconds
             key = (*after, held(option.layout))
-            if key not in found or cost < found[key].cost:
-                found[key] = Path(cost, (node, option.choice), path)
-    if not found and refusal is not None:
+            if key not in new_states or cost < new_states[key].cost:
+                new_states[key] = Path(cost, (node, option.choice), path)
+    if not new_states and refusal is not None:
         raise refusal
-    return found
+    return new_states
 
 
 def _converted(
-    state: State, place: Mapping[fx.Node, int], needs: Sequence[tuple[fx.Node, Layout, float]]
+    state: State, index_of: Mapping[fx.Node, int], needs: Sequence[tuple[fx.Node, Layout, float]]
 ) -> tuple[State, float]:
     """Return the state after the conversions in ``needs``, and the cost of those that were not made before."""
     cost, after = 0.0, list(state)
     for node, layout, seconds in needs:
-        there = after[place[node]]
-        if layout not in there.made:
-            after[place[node]] = held(there.layout, there.made | {layout})
+        held_value = after[index_of[node]]
+        if layout not in held_value.made:
+            after[index_of[node]] = held(held_value.layout, held_value.made | {layout})
             cost += seconds
     return tuple(after), cost
 
 
 def _finished(node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Path], price: Pricing) -> list[Path]:
     """Return the complete paths, with the cost of converting outputs to the stacked layout."""
-    place = {value: k for k, value in enumerate(alive)}
-    found = []
+    index_of = {value: k for k, value in enumerate(alive)}
+    paths = []
     for state, path in states.items():
         needs = []
         for source in node.all_input_nodes:
-            value = result(source, state[place[source]].layout, source.meta.get("val"))
+            value = result(source, state[index_of[source]].layout, source.meta.get("val"))
             if isinstance(value, Value) and (convert := conversion(value, Layout.STACKED)) is not None:
                 needs.append((source, Layout.STACKED, price.move(value, convert)))
-        found.append(Path(path.cost + _converted(state, place, needs)[1], None, path))
-    return found
+        paths.append(Path(path.cost + _converted(state, index_of, needs)[1], None, path))
+    return paths
 
 
 def _decisions(path: Path | None) -> dict[fx.Node, Choice]:
-    found: dict[fx.Node, Choice] = {}
+    decisions: dict[fx.Node, Choice] = {}
     while path is not None:
         if path.decision is not None:
             node, choice = path.decision
-            found[node] = choice
+            decisions[node] = choice
         path = path.before
-    return found
+    return decisions

@@ -88,17 +88,17 @@ def _partial(variants: Sequence[VariantGraph]) -> frozenset[str]:
     Raises FusionError if another variant has such a parameter and does not use it: in that model alone, the parameter
     has no gradient, and is not decayed.
     """
-    used = [_trained(variant) for variant in variants]
-    every = frozenset().union(*used)
+    trained = [_trained(variant) for variant in variants]
+    every = frozenset().union(*trained)
     for number, variant in enumerate(variants):
         for slot in variant.slots:
-            if slot.kind is Kind.PARAMETER and slot.name in every - used[number]:
-                other = next(v for v, names in zip(variants, used, strict=True) if slot.name in names)
+            if slot.kind is Kind.PARAMETER and slot.name in every - trained[number]:
+                other = next(v for v, names in zip(variants, trained, strict=True) if slot.name in names)
                 raise FusionError(
                     f"the output depends on {slot.name} in model {other.members[0]} and not in model "
                     f"{variant.members[0]}, which has one; leave it out of the models that do not use it"
                 )
-    return frozenset(name for name in every if not all(name in names for names in used))
+    return frozenset(name for name in every if not all(name in names for names in trained))
 
 
 def _trained(variant: VariantGraph) -> frozenset[str]:
@@ -149,8 +149,8 @@ class _Merge:
         for variant in self.variants:
             pairs = zip(variant.graph.find_nodes(op="placeholder"), variant.slots, strict=True)
             self.slot_of.append(dict(pairs))
-        own = [(slot, node) for slots in self.slot_of for node, slot in slots.items()]
-        for slot, node in sorted(own, key=lambda pair: int(pair[0].name) if pair[0].kind is Kind.INPUT else -1):
+        slot_nodes = [(slot, node) for slots in self.slot_of for node, slot in slots.items()]
+        for slot, node in sorted(slot_nodes, key=lambda pair: int(pair[0].name) if pair[0].kind is Kind.INPUT else -1):
             if slot not in self.slots:
                 new = self.graph.placeholder(self._name(node.name))
                 new.meta.update(node.meta)
@@ -163,8 +163,8 @@ class _Merge:
             env |= {node: self.slots[slot] for node, slot in slots.items()}
 
     def _name(self, name: str) -> str:
-        used = {node.name for node in self.slots.values()}
-        return name if name not in used else f"{name}_{len(used)}"
+        used_names = {node.name for node in self.slots.values()}
+        return name if name not in used_names else f"{name}_{len(used_names)}"
 
     def _one_by_one(self) -> list[Operands]:
         """Return the calls of all graphs, one graph after the other."""
@@ -177,10 +177,10 @@ class _Merge:
             [(signature(node, slots), node) for node in variant.graph.nodes if node.op == "call_function"]
             for variant, slots in zip(self.variants, self.slot_of, strict=True)
         ]
-        found: list[tuple[Any, Operands]] = [(signature, {0: node}) for signature, node in rows[0]]
+        entries: list[tuple[Any, Operands]] = [(signature, {0: node}) for signature, node in rows[0]]
         for number, calls in enumerate(rows[1:], start=1):
-            found = woven(found, number, calls)
-        return [entry for _, entry in found]
+            entries = woven(entries, number, calls)
+        return [entry for _, entry in entries]
 
     def _alike_sources(self, entry: Operands) -> list[Operands]:
         """Divide ``entry`` by the sources of operands that are not tensors, since these cannot be gathered."""
@@ -267,8 +267,8 @@ class _Merge:
         values: dict[int, Any] = {}
         for number, item in items.items():
             members = self.variants[number].members
-            own = item.values if isinstance(item, MemberScalars) else [item] * len(members)
-            values |= dict(zip(members, own, strict=True))
+            variant_values = item.values if isinstance(item, MemberScalars) else [item] * len(members)
+            values |= dict(zip(members, variant_values, strict=True))
         texts = {(type(value), repr(value)) for value in values.values()}
         return head if len(texts) == 1 and not isinstance(head, MemberScalars) else _scalars(values, rows)
 
@@ -280,11 +280,11 @@ class _Merge:
         source = next(iter(sources))
         if not isinstance(first.meta.get("val"), Tensor):
             return source
-        own = slot is not None and slot.kind is not Kind.INPUT and slot.name in self.shapes
-        if len(sources) == 1 and source.meta.get("rows", self.members) == rows and not own:
+        is_padded = slot is not None and slot.kind is not Kind.INPUT and slot.name in self.shapes
+        if len(sources) == 1 and source.meta.get("rows", self.members) == rows and not is_padded:
             return source
         gathered = self._gather(nodes, list(sources), rows)
-        return self._leading(gathered, first.meta["val"]) if own else gathered
+        return self._leading(gathered, first.meta["val"]) if is_padded else gathered
 
     def _gather(self, nodes: Operands, sources: list[fx.Node], rows: tuple[int, ...]) -> fx.Node:
         of_member = {m: self.env[n][node] for n, node in nodes.items() for m in self.variants[n].members}
@@ -320,29 +320,29 @@ class _Merge:
     def _output(self) -> None:
         outputs = [next(iter(reversed(variant.graph.nodes))) for variant in self.variants]
         columns = list(zip(*(node.args[0] for node in outputs), strict=True))
-        self.graph.output(tuple(self._result(place, dict(enumerate(column))) for place, column in enumerate(columns)))
+        self.graph.output(tuple(self._result(index, dict(enumerate(column))) for index, column in enumerate(columns)))
 
-    def _result(self, place: int, column: Operands) -> Any:
+    def _result(self, index: int, column: Operands) -> Any:
         """One result of all members; where its shapes differ, a list of a node for the members of each shape."""
         groups: dict[Any, Operands] = {}
         for number, item in column.items():
             kind, shape = _result(item)
             groups.setdefault(shape, {})[number] = item
             if kind != _result(column[0])[0]:
-                ours, other = self.variants[0].members[0], self.variants[number].members[0]
+                first_member, other = self.variants[0].members[0], self.variants[number].members[0]
                 raise FusionError(
-                    f"forward returns {_told(column[0])} in model {ours} and {_told(item)} in model {other} as result "
-                    f"{place}, which an array cannot stack"
+                    f"forward returns {_told(column[0])} in model {first_member} and {_told(item)} in model {other} as "
+                    f"result {index}, which an array cannot stack"
                 )
         first = column[0]
         if not isinstance(first, fx.Node):
             return first
         if not isinstance(first.meta.get("val"), Tensor):
             if len({self.env[number][item] for number, item in column.items()}) > 1:
-                raise FusionError(f"forward returns a number as result {place} that members compute differently")
+                raise FusionError(f"forward returns a number as result {index} that members compute differently")
             return self.env[0][first]
         rows = [tuple(sorted(m for n in group for m in self.variants[n].members)) for group in groups.values()]
-        results = [self._operand(group, own) for group, own in zip(groups.values(), rows, strict=True)]
+        results = [self._operand(group, group_rows) for group, group_rows in zip(groups.values(), rows, strict=True)]
         return results[0] if len(results) == 1 else results
 
 

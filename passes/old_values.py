@@ -24,9 +24,9 @@ def keep_old_values(graph: fx.Graph, writable: frozenset[str], parameters: froze
             continue
         # These nodes read the values that members' own code has written into the buffer.
         again = [user for user in node.users if user.target is aten.alias.default]
-        kept = {*writes, *again, *(user for user in node.users if user.target in RUNNING_STATISTICS)}
+        direct_users = {*writes, *again, *(user for user in node.users if user.target in RUNNING_STATISTICS)}
         for source in (node, *again):
-            _keep_old_value(graph, source, writes, kept, gradients)
+            _keep_old_value(graph, source, writes, direct_users, gradients)
 
 
 def _changes(user: fx.Node, buffer: fx.Node) -> bool:
@@ -36,34 +36,34 @@ def _changes(user: fx.Node, buffer: fx.Node) -> bool:
 
 
 def _keep_old_value(
-    graph: fx.Graph, source: fx.Node, writes: list[fx.Node], kept: set[fx.Node], gradients: set[fx.Node]
+    graph: fx.Graph, source: fx.Node, writes: list[fx.Node], direct_users: set[fx.Node], gradients: set[fx.Node]
 ) -> None:
-    """Apply `keep_old_values` to ``source``, a buffer or an alias; the nodes in ``kept`` use the buffer itself."""
+    """Apply `keep_old_values` to ``source``, a buffer or an alias; ``direct_users`` use the buffer itself."""
     nodes = list(graph.nodes)
     after = nodes[nodes.index(source) :]
-    first = next((place for place, node in enumerate(after) if node in writes), None)
+    first = next((index for index, node in enumerate(after) if node in writes), None)
     if first is None:
         return
     passed = set(after[first:])
-    readers = [user for user in _readers(source, kept) if user not in kept]
+    readers = [user for user in _readers(source, direct_users) if user not in direct_users]
     if any(user in gradients or user in passed or user.op == "output" for user in readers):
-        _read_copy(graph, source, kept)
+        _read_copy(graph, source, direct_users)
 
 
-def _read_copy(graph: fx.Graph, buffer: fx.Node, kept: set[fx.Node]) -> None:
-    """Make all users of ``buffer`` except those in ``kept`` use a copy of it."""
+def _read_copy(graph: fx.Graph, buffer: fx.Node, direct_users: set[fx.Node]) -> None:
+    """Make all users of ``buffer`` except the ``direct_users`` use a copy of it."""
     with graph.inserting_after(buffer):
         old = graph.call_function(aten.clone.default, (buffer,))
     old.meta["val"] = buffer.meta["val"]
-    buffer.replace_all_uses_with(old, lambda user: user is not old and user not in kept)
+    buffer.replace_all_uses_with(old, lambda user: user is not old and user not in direct_users)
 
 
-def _readers(node: fx.Node, kept: set[fx.Node]) -> Iterator[fx.Node]:
-    """Yield the users of ``node`` and of its views, except those through ``kept``."""
+def _readers(node: fx.Node, direct_users: set[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the users of ``node`` and of its views, except those through ``direct_users``."""
     for user in node.users:
         yield user
-        if user not in kept and viewed(user) is node:
-            yield from _readers(user, kept)
+        if user not in direct_users and viewed(user) is node:
+            yield from _readers(user, direct_users)
 
 
 def _with_gradients(graph: fx.Graph, writable: frozenset[str]) -> set[fx.Node]:

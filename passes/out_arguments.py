@@ -53,12 +53,12 @@ def _functional(node: fx.Node, names: list[str]) -> tuple[OpOverload, list[str]]
     """The form without ``out=``, and the names of the arguments that only it has."""
     target = node.target
     assert isinstance(target, OpOverload)
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name not in names]
+    arguments = [(a.name, str(a.type)) for a in target._schema.arguments if a.name not in names]
     packet = target.overloadpacket
     for overload in packet.overloads():
-        found: OpOverload = getattr(packet, overload)
-        extra = found._schema.arguments[len(wanted) :]
-        alike = [(a.name, str(a.type)) for a in found._schema.arguments[: len(wanted)]] == wanted
-        if alike and not found._schema.is_mutable and all(a.has_default_value() for a in extra):
-            return found, [a.name for a in extra]
+        candidate: OpOverload = getattr(packet, overload)
+        extra = candidate._schema.arguments[len(arguments) :]
+        alike = [(a.name, str(a.type)) for a in candidate._schema.arguments[: len(arguments)]] == arguments
+        if alike and not candidate._schema.is_mutable and all(a.has_default_value() for a in extra):
+            return candidate, [a.name for a in extra]
     raise FusionError(f"{location(node)}: {target} has no form without out=; use its result")

@@ -81,16 +81,16 @@ def _depths(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
 def _roots(node: fx.Node) -> set[fx.Node]:
     """The inputs of the program that a call takes as they are, or as views."""
-    found = set()
+    roots = set()
     for source in node.all_input_nodes:
         while _may_view(source) and not _gathers(source):
             source = source.all_input_nodes[0]
         if source.op == "placeholder":
-            found.add(source)
+            roots.add(source)
         elif _gathers(source):
             # Rows of a buffer, which are written in their own memory first.
-            found |= {source, *(s for s in source.all_input_nodes if s.op == "placeholder")}
-    return found
+            roots |= {source, *(s for s in source.all_input_nodes if s.op == "placeholder")}
+    return roots
 
 
 def _may_view(node: fx.Node) -> bool:
@@ -135,31 +135,31 @@ def _gather(
     outside = list(dict.fromkeys(i for n in group for i in n.all_input_nodes if i not in inside))
     results = [n for n in group if any(user not in inside for user in n.users)]
     body = fx.Graph()
-    own = {node: body.placeholder(f"{node.name}_row") for node in outside}
+    member_env = {node: body.placeholder(f"{node.name}_row") for node in outside}
     for node in group:
-        own[node] = _one_member(body, own, node)
-    body.output(tuple(own[node] for node in results))
+        member_env[node] = _one_member(body, member_env, node)
+    body.output(tuple(member_env[node] for node in results))
     listed = tuple(node.meta.get("layout") is Layout.LISTED for node in outside)
     name = f"region_{len(list(root.children()))}"
     root.add_module(name, Region(fx.GraphModule(nn.Module(), body), listed, members))
     call = graph.call_module(name, tuple(env[node] for node in outside))
-    found = {}
-    for place, node in enumerate(results):
-        found[node] = graph.call_function(operator.getitem, (call, place))
-        found[node].meta.update(node.meta)
-    return found
+    new_nodes = {}
+    for index, node in enumerate(results):
+        new_nodes[node] = graph.call_function(operator.getitem, (call, index))
+        new_nodes[node].meta.update(node.meta)
+    return new_nodes
 
 
-def _one_member(body: fx.Graph, own: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+def _one_member(body: fx.Graph, member_env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     """One member's part of a loop."""
     if node.target is pick:
         source, index = node.args
-        return body.call_function(operator.getitem, (own[source], index))  # type: ignore[index]
+        return body.call_function(operator.getitem, (member_env[source], index))  # type: ignore[index]
     fn: Any
     if node.target is each:
         fn, _, args, kwargs = node.args
     else:
         assert isinstance(node.target, Memberwise)
         fn, (_, args, kwargs) = node.target.member, node.args
-    operands: Any = fx.map_arg((args, kwargs), lambda n: own[n])
+    operands: Any = fx.map_arg((args, kwargs), lambda n: member_env[n])
     return body.call_function(fn, *operands)

@@ -34,9 +34,11 @@ def _tensors(call: SampledCall, names: Sequence[str] = ()) -> list[fx.Node]:
 def broadcast(call: SampledCall, operands: Sequence[fx.Node] = ()) -> SampleDim:
     """Operands are aligned at their last dims."""
     operands = operands or _tensors(call)
-    found = {(call.rank(node) - at.dim, at.outer, at.inner) for node in operands if (at := call.at(node)) is not None}
-    check(len(found) == 1, "operands hold samples in different dims")
-    ((from_end, outer, inner),) = found
+    sample_dims = {
+        (call.rank(node) - at.dim, at.outer, at.inner) for node in operands if (at := call.at(node)) is not None
+    }
+    check(len(sample_dims) == 1, "operands hold samples in different dims")
+    ((from_end, outer, inner),) = sample_dims
     for node in operands:
         alone = call.at(node) is None and call.rank(node) >= from_end
         check(not alone or call.shape(node)[-from_end] == 1, "a value of a fixed number of rows meets the samples")
@@ -86,9 +88,11 @@ def einsum(call: SampledCall) -> SampleDim:
     terms = inputs.split(",")
     plain = "." not in inputs and output and all(len(set(term)) == len(term) for term in terms)
     check(bool(plain) and call["path"] is None, "its equation is not written out")
-    found = {(term[at.dim], at.outer, at.inner) for term, n in zip(terms, operands, strict=True) if (at := call.at(n))}
-    check(len(found) == 1, "operands hold samples in different dims")
-    ((letter, outer, inner),) = found
+    sample_letters = {
+        (term[at.dim], at.outer, at.inner) for term, n in zip(terms, operands, strict=True) if (at := call.at(n))
+    }
+    check(len(sample_letters) == 1, "operands hold samples in different dims")
+    ((letter, outer, inner),) = sample_letters
     alone = any(letter in term and call.at(node) is None for term, node in zip(terms, operands, strict=True))
     check(letter in output and not alone, "it sums over samples")
     return SampleDim(output.index(letter), outer, inner)
@@ -319,9 +323,9 @@ _NAMES: tuple[tuple[Rule, str], ...] = (
 def _overloads(name: str) -> Iterator[OpOverload]:
     base, _, overload = name.partition(".")
     packet = getattr(aten, base, None)
-    for known in packet.overloads() if packet is not None else ():
-        target = getattr(packet, known)
-        if overload in ("", known) and not target._schema.is_mutable:
+    for overload_name in packet.overloads() if packet is not None else ():
+        target = getattr(packet, overload_name)
+        if overload in ("", overload_name) and not target._schema.is_mutable:
             yield target
 
 

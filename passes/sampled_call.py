@@ -61,18 +61,18 @@ class SampledCall:
 
     def dims(self, name: str, rank: int) -> list[int]:
         """The dims that an argument names, counted from 0; all of them for None and for an empty list."""
-        given = self[name]
-        if given is None or given == []:
+        argument = self[name]
+        if argument is None or argument == []:
             return list(range(rank))
-        return [dim % rank for dim in ([given] if isinstance(given, int) else given)]
+        return [dim % rank for dim in ([argument] if isinstance(argument, int) else argument)]
 
     def only(self, *names: str) -> SampleDim:
         """Return the dim in which all operands of these names hold samples; no other operand may hold any."""
-        own = [node for name in names for node in leaves(self[name], fx.Node)]
+        operands = [node for name in names for node in leaves(self[name], fx.Node)]
         for node in leaves(dict(self.arguments), fx.Node):
-            if node not in own and self.where[node] is not None:
+            if node not in operands and self.where[node] is not None:
                 raise SamplesMix("weights are computed from samples")
-        dims = {self.at(node) for node in own}
+        dims = {self.at(node) for node in operands}
         if len(dims) != 1 or None in dims:
             raise SamplesMix("operands hold samples in different dims")
         return next(dim for dim in dims if dim is not None)

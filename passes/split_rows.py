@@ -40,23 +40,23 @@ def split_gathers(graph: fx.Graph, members: int) -> None:
     """Let the gathers of disjoint rows of one value with a gradient be one call, in place."""
     for source in list(graph.nodes):
         gathers = [user for user in source.users if _takes_rows(user)]
-        taken = [row for gather in gathers for row in _rows(gather)]
-        if len(gathers) < 2 or len(set(taken)) < len(taken) or not _has_gradient(source):
+        taken_rows = [row for gather in gathers for row in _rows(gather)]
+        if len(gathers) < 2 or len(set(taken_rows)) < len(taken_rows) or not _has_gradient(source):
             continue
         held = source.meta.get("rows", range(members))
         # In the order of their first rows, in which neighbours can be split; rows that are not taken are a part, too.
         gathers.sort(key=lambda gather: _rows(gather)[0])
         parts = [_rows(gather) for gather in gathers]
-        rest = tuple(row for row in range(len(held)) if row not in taken)
+        rest = tuple(row for row in range(len(held)) if row not in taken_rows)
         first = min(gathers, key=list(graph.nodes).index)
         with graph.inserting_before(first):
             split = graph.call_function(split_rows, (source, (*parts, rest) if rest else tuple(parts)))
         split.meta.update(layout=Layout.STACKED, lowering=_SPLIT, transition=True, example=source.meta["example"])
         if "rows" in source.meta:
             split.meta["rows"] = source.meta["rows"]
-        for place, gather in enumerate(gathers):
+        for index, gather in enumerate(gathers):
             with graph.inserting_before(gather):
-                item = graph.call_function(operator.getitem, (split, place))
+                item = graph.call_function(operator.getitem, (split, index))
             item.meta.update(gather.meta, lowering=_ITEM)
             gather.replace_all_uses_with(item)
             graph.erase_node(gather)

@@ -65,7 +65,7 @@ def _separates(
     if write in result_side:
         # The caller sees a write into a placeholder.
         other = source_side
-        if any(one.op == "placeholder" for one in other):
+        if any(side_node.op == "placeholder" for side_node in other):
             return True
     elif write in source_side:
         other = result_side

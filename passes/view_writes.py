@@ -81,9 +81,9 @@ def _scatter_by(target: OpOverload) -> Scatter:
         # Autograd knows these for real numbers only.
         real = [emit(state, view, aten.view_as_real.default, (_plain(state, view, x),), {}) for x in (whole, part)]
         dim, *rest = where or (view.kwargs.get("dim", 0),)
-        place = dim % whole.meta["val"].dim()
+        wrapped_dim = dim % whole.meta["val"].dim()
         kwargs = {name: value for name, value in view.kwargs.items() if name != "dim"}
-        return _as_complex(state, view, emit(state, view, target, (*real, place, *rest), kwargs))
+        return _as_complex(state, view, emit(state, view, target, (*real, wrapped_dim, *rest), kwargs))
 
     return scatter
 
@@ -135,19 +135,19 @@ def _same_again(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) 
 
 def _scatter_part(state: Rewriting, view: fx.Node, whole: fx.Node, part: fx.Node) -> fx.Node:
     """``view`` is one of several views side by side."""
-    views, place = view.args
+    views, index = view.args
     assert isinstance(views, fx.Node)
     assert isinstance(views.target, OpOverload)
-    assert isinstance(place, int)
+    assert isinstance(index, int)
     names = [a.name for a in views.target._schema.arguments]
     dim = views.kwargs.get("dim", views.args[names.index("dim")] if len(views.args) > names.index("dim") else 0)
     if views.target is aten.unbind.int:
-        return emit(state, view, aten.select_scatter.default, (whole, part, dim, place), {})
+        return emit(state, view, aten.select_scatter.default, (whole, part, dim, index), {})
     sizes = [example.shape[dim] for example in views.meta["val"]]
     if not all(isinstance(size, int) for size in sizes):
         raise FusionError(f"{location(view)}: a write into a part of varying size cannot be fused; write into a slice")
-    start = sum(sizes[:place])
-    return emit(state, view, aten.slice_scatter.default, (whole, part, dim, start, start + sizes[place]), {})
+    start = sum(sizes[:index])
+    return emit(state, view, aten.slice_scatter.default, (whole, part, dim, start, start + sizes[index]), {})
 
 
 SCATTERS: Mapping[Any, Scatter] = {

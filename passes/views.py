@@ -129,8 +129,8 @@ def _of_numbers(value: Any) -> Any:
 
 def _same_storage(a: Any, b: Any) -> bool:
     # A sparse tensor has several storages, and is no view.
-    both = all(isinstance(x, Tensor) and x.layout is torch.strided for x in (a, b))
-    return both and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    strided = all(isinstance(x, Tensor) and x.layout is torch.strided for x in (a, b))
+    return strided and a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _shares_storage(node: fx.Node, source: fx.Node) -> bool:

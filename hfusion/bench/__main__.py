@@ -90,13 +90,13 @@ def print_names(out: Console) -> None:
 
 def collect(results: Iterable[T]) -> tuple[list[T], bool]:
     """Return the results, up to an interruption by the user, and whether there was one."""
-    found: list[T] = []
+    completed: list[T] = []
     try:
         for result in results:
-            found.append(result)
+            completed.append(result)
     except KeyboardInterrupt:
-        return found, True
-    return found, False
+        return completed, True
+    return completed, False
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,13 @@ def run_fuse(parsed: argparse.Namespace) -> BenchmarkResult:
     if parsed.memory:
         return run_memory(chosen)
     with meter(fuse_benchmark.pieces(chosen)) as bar:
-        found, interrupted = collect(fuse_benchmark.run(chosen, bar))
+        comparisons, interrupted = collect(fuse_benchmark.run(chosen, bar))
     names = [contender.name for contender in chosen.contenders]
-    shown, footnotes = comparison_table.table(found, names)
-    if parsed.plot and found:
-        plot.draw(results.rows_of(found), parsed.plot)
-    wrong = [cell.reason for comparison in found for cell in comparison.cells if cell.disagrees]
-    return BenchmarkResult(shown, footnotes, results.rows_of(found), interrupted, wrong)
+    shown, footnotes = comparison_table.table(comparisons, names)
+    if parsed.plot and comparisons:
+        plot.draw(results.rows_of(comparisons), parsed.plot)
+    wrong = [cell.reason for comparison in comparisons for cell in comparison.cells if cell.disagrees]
+    return BenchmarkResult(shown, footnotes, results.rows_of(comparisons), interrupted, wrong)
 
 
 def run_startup(chosen: fuse_benchmark.FuseSettings) -> BenchmarkResult:
@@ -143,8 +143,8 @@ def run_startup(chosen: fuse_benchmark.FuseSettings) -> BenchmarkResult:
 def run_memory(chosen: fuse_benchmark.FuseSettings) -> BenchmarkResult:
     """Measure the memory that contenders need for each member."""
     with meter(memory_benchmark.pieces(chosen)) as bar:
-        found, interrupted = collect(memory_benchmark.run(chosen, bar))
-    rows = [row for group in found for row in group]
+        groups, interrupted = collect(memory_benchmark.run(chosen, bar))
+    rows = [row for group in groups for row in group]
     shown, footnotes = memory_benchmark.table(rows, [contender.name for contender in chosen.contenders])
     wrong = [row.reason for row in rows if row.disagrees]
     return BenchmarkResult(shown, footnotes, rows, interrupted, wrong, kind="memory")
@@ -154,8 +154,8 @@ def run_optim(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``optim``."""
     chosen = optim_settings(parsed)
     with meter(optim_benchmark.pieces(chosen)) as bar:
-        found, interrupted = collect(optim_benchmark.run(chosen, bar))
-    rows = [row for group in found for row in group]
+        groups, interrupted = collect(optim_benchmark.run(chosen, bar))
+    rows = [row for group in groups for row in group]
     footnotes = [f"{name}: {about}" for name, about in optim_benchmark.ABOUT.items()]
     footnotes.append(f"kernels of {optim_benchmark.OURS}: {optim_benchmark.form(chosen.device)}")
     return BenchmarkResult(optim_benchmark.table(rows), footnotes, rows, interrupted, wrong=[])
@@ -165,8 +165,8 @@ def run_shard(parsed: argparse.Namespace) -> BenchmarkResult:
     """Run the sub-benchmark ``shard``."""
     chosen = shard_settings(parsed)
     with meter(shard_benchmark.pieces(chosen)) as bar:
-        found, interrupted = collect(shard_benchmark.run(chosen, bar))
-    rows = [row for group in found for row in group]
+        groups, interrupted = collect(shard_benchmark.run(chosen, bar))
+    rows = [row for group in groups for row in group]
     shown, footnotes = shard_results.table(rows)
     wrong = [row.reason for row in rows if row.disagrees]
     return BenchmarkResult(shown, footnotes, rows, interrupted, wrong)

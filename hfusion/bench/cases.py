@@ -67,10 +67,10 @@ def drawn(batch: int, noise: int, size: int) -> tuple[Tensor, Tensor]:
     return torch.cat([inputs, inputs])[:batch], images
 
 
-def fitted(shape: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def fitted(shape: tuple[int, ...], target_shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Normal inputs of ``shape``, the second half as the first, and other normal targets of a shape for each."""
     generator = torch.Generator().manual_seed(0)
-    inputs, target = torch.randn(shape, generator=generator), torch.randn(wanted, generator=generator)
+    inputs, target = torch.randn(shape, generator=generator), torch.randn(target_shape, generator=generator)
     _repeat(inputs)
     return inputs, target
 

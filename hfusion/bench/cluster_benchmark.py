@@ -61,8 +61,8 @@ def _machine(devices: int) -> Machine:
     return Machine([Device(f"cpu:{n}", memory="1GiB") for n in range(devices)])
 
 
-def _loop(given: Sequence[tuple[list[nn.Module], Data]]) -> None:
-    for models, loader in given:
+def _loop(workloads: Sequence[tuple[list[nn.Module], Data]]) -> None:
+    for models, loader in workloads:
         for model, rate in zip(models, RATES, strict=True):
             optimizer = torch.optim.Adam(model.parameters(), lr=rate)
             for inputs, target in loader:
@@ -71,18 +71,18 @@ def _loop(given: Sequence[tuple[list[nn.Module], Data]]) -> None:
                 optimizer.step()
 
 
-def _tasks(given: Sequence[tuple[list[nn.Module], Data]]) -> list[Task]:
+def _tasks(workloads: Sequence[tuple[list[nn.Module], Data]]) -> list[Task]:
     return [
         Task(models, F.cross_entropy, lambda params: Adam(params, lr=RATES), loader, name=f"task-{number}")
-        for number, (models, loader) in enumerate(given)
+        for number, (models, loader) in enumerate(workloads)
     ]
 
 
 WAYS: dict[str, Callable[[Sequence[tuple[list[nn.Module], Data]]], object]] = {
     "loop": _loop,
-    "hf.plan": lambda given: plan(_tasks(given), _machine(1)),
-    "hf.train": lambda given: train(_tasks(given), _machine(1)),
-    "hf.Cluster": lambda given: train(_tasks(given), Cluster(_machine(2))),
+    "hf.plan": lambda workloads: plan(_tasks(workloads), _machine(1)),
+    "hf.train": lambda workloads: train(_tasks(workloads), _machine(1)),
+    "hf.Cluster": lambda workloads: train(_tasks(workloads), Cluster(_machine(2))),
 }
 
 
@@ -91,21 +91,21 @@ def cpu_seconds() -> float:
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
-def measure(way: str, tasks: int) -> float:
+def measure(contender: str, tasks: int) -> float:
     """Return the CPU seconds of ``tasks`` tasks by one of `WAYS` in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    given = [([_model() for _ in RATES], _data()) for _ in range(tasks)]
+    workloads = [([_model() for _ in RATES], _data()) for _ in range(tasks)]
     began = cpu_seconds()
-    WAYS[way](given)
+    WAYS[contender](workloads)
     return cpu_seconds() - began
 
 
-def _elsewhere(way: str, tasks: int) -> CostRow:
+def _elsewhere(contender: str, tasks: int) -> CostRow:
     """Measure in a new process, in which nothing is cached."""
-    command = [sys.executable, "-m", "hfusion.bench", "cluster", "--way", way, "--tasks", str(tasks)]
+    command = [sys.executable, "-m", "hfusion.bench", "cluster", "--way", contender, "--tasks", str(tasks)]
     ended = subprocess.run(command, check=True, capture_output=True, text=True)
-    return CostRow(f"{tasks} tasks, {way}", tasks, float(ended.stdout.split()[-1]))
+    return CostRow(f"{tasks} tasks, {contender}", tasks, float(ended.stdout.split()[-1]))
 
 
 def _driver(nodes: int, arrays: int) -> CostRow:
@@ -124,25 +124,25 @@ def table(rows: Sequence[CostRow]) -> Table:
         shown.add_column(heading, justify="right")
     for row in rows:
         of_loop = "" if row.us_per_message is not None else f"{row.cpu_seconds / rows[0].cpu_seconds:.2f}"
-        each = ["" if us is None else f"{us:,.0f}" for us in (row.us_per_message, row.us_per_tail_message)]
-        shown.add_row(row.what, f"{row.cpu_seconds:.1f}", of_loop, *each)
+        costs = ["" if us is None else f"{us:,.0f}" for us in (row.us_per_message, row.us_per_tail_message)]
+        shown.add_row(row.what, f"{row.cpu_seconds:.1f}", of_loop, *costs)
     return shown
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run the benchmark with the command line ``arguments``."""
-    made = argparse.ArgumentParser(prog="python -m hfusion.bench cluster", description=__doc__, allow_abbrev=False)
-    made.add_argument("--tasks", type=int, help="how many (default 800)")
-    made.add_argument("--quick", action="store_true", help="40 tasks, and 100 nodes")
-    made.add_argument("--way", choices=[*WAYS], help="this one alone, in this process: prints its CPU seconds")
-    made.add_argument("--json", metavar="FILE", type=Path, help="write the rows to FILE")
-    parsed = made.parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m hfusion.bench cluster", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--tasks", type=int, help="how many (default 800)")
+    parser.add_argument("--quick", action="store_true", help="40 tasks, and 100 nodes")
+    parser.add_argument("--way", choices=[*WAYS], help="this one alone, in this process: prints its CPU seconds")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to FILE")
+    parsed = parser.parse_args(arguments)
     tasks = parsed.tasks or (40 if parsed.quick else 800)
     if parsed.way:
         print(measure(parsed.way, tasks))
         return
-    rows = [_elsewhere(way, tasks) for way in WAYS]
-    rows += [_driver(*each) for each in DRIVERS[: 1 if parsed.quick else None]]
+    rows = [_elsewhere(contender, tasks) for contender in WAYS]
+    rows += [_driver(*counts) for counts in DRIVERS[: 1 if parsed.quick else None]]
     Console(width=120, highlight=False).print(table(rows))
     if parsed.json:
         write_json(parsed.json, describe(torch.device("cpu")), rows)

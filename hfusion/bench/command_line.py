@@ -93,40 +93,48 @@ class OneLineParser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all options. Their default is None, so that ``--quick`` only fills gaps."""
     names = ", ".join(SUB_BENCHMARKS)
-    made = OneLineParser(
+    option_parser = OneLineParser(
         prog="python -m hfusion.bench", description="Fused against unfused training.", allow_abbrev=False
     )
-    made.add_argument("benchmark", nargs="?", default="fuse", help=f"one of {names} (default fuse)")
-    made.add_argument("--list", action="store_true", help="print the sub-benchmarks, models and contenders")
-    made.add_argument("--models", metavar="A,B", help="fuse, foretold, train, short and sweep: these models only")
-    made.add_argument("--members", metavar="4,16", type=_counts, help="numbers of members (default 4,16,64)")
-    made.add_argument("--contenders", metavar="A,B", help="fuse, short and sweep: these contenders only")
-    made.add_argument(
+    option_parser.add_argument("benchmark", nargs="?", default="fuse", help=f"one of {names} (default fuse)")
+    option_parser.add_argument("--list", action="store_true", help="print the sub-benchmarks, models and contenders")
+    option_parser.add_argument(
+        "--models", metavar="A,B", help="fuse, foretold, train, short and sweep: these models only"
+    )
+    option_parser.add_argument("--members", metavar="4,16", type=_counts, help="numbers of members (default 4,16,64)")
+    option_parser.add_argument("--contenders", metavar="A,B", help="fuse, short and sweep: these contenders only")
+    option_parser.add_argument(
         "--repeats", type=_count, help="rounds, each timing every contender (default 7; shard, foretold and train 3)"
     )
-    made.add_argument("--threads", type=_count, default=1, help="threads of torch (default 1); all cores: their number")
-    made.add_argument(
+    option_parser.add_argument(
+        "--threads", type=_count, default=1, help="threads of torch (default 1); all cores: their number"
+    )
+    option_parser.add_argument(
         "--device", type=_device, default=torch.device("cpu"), help="cpu (default), or the type of an accelerator"
     )
-    made.add_argument("--trials", type=_count, help="sweep: how many (default 256)")
-    made.add_argument("--epochs", type=_count, help="sweep: of a trial that is not pruned (default 9)")
-    made.add_argument(
+    option_parser.add_argument("--trials", type=_count, help="sweep: how many (default 256)")
+    option_parser.add_argument("--epochs", type=_count, help="sweep: of a trial that is not pruned (default 9)")
+    option_parser.add_argument(
         "--space",
         metavar="A,B",
         help="sweep: search unlike, widths, twins in whole commands against plain torch, instead",
     )
-    made.add_argument("--cells", metavar="24x3,96x5", type=_cells, help="--space: trials x epochs (default all three)")
-    made.add_argument("--quick", action="store_true", help="few models, members, contenders and rounds")
-    made.add_argument("--json", metavar="FILE", type=Path, help="write machine and rows to FILE")
-    made.add_argument(
+    option_parser.add_argument(
+        "--cells", metavar="24x3,96x5", type=_cells, help="--space: trials x epochs (default all three)"
+    )
+    option_parser.add_argument("--quick", action="store_true", help="few models, members, contenders and rounds")
+    option_parser.add_argument("--json", metavar="FILE", type=Path, help="write machine and rows to FILE")
+    option_parser.add_argument(
         "--plot",
         metavar="FILE",
         type=Path,
         action="append",
         help="fuse, sweep: draw speed-up, or seconds, as PNG or SVG; may be given again (needs matplotlib)",
     )
-    made.add_argument("--amp", choices=sorted(AMP), help="fuse: forward and loss under autocast, for all contenders")
-    instead = made.add_mutually_exclusive_group()
+    option_parser.add_argument(
+        "--amp", choices=sorted(AMP), help="fuse: forward and loss under autocast, for all contenders"
+    )
+    instead = option_parser.add_mutually_exclusive_group()
     instead.add_argument("--startup", action="store_true", help="fuse: what an array costs before it trains, instead")
     instead.add_argument("--memory", action="store_true", help="fuse: bytes per member of each contender, instead")
     instead.add_argument(
@@ -137,62 +145,64 @@ def parser() -> argparse.ArgumentParser:
         dest="earlier",
         help="fuse: draw what --json wrote in an earlier run, instead; may be given again",
     )
-    return made
+    return option_parser
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse and check. Exits with status 2 and one line that lists the valid names for an unknown one."""
-    made = parser()
-    parsed = made.parse_args(arguments)
-    _or_error(made, lambda: check_name("sub-benchmark", parsed.benchmark, SUB_BENCHMARKS))
-    _check_belonging(made, parsed)
-    _check_paths(made, parsed)
-    parsed.kept = _or_error(made, lambda: [row for path in parsed.earlier or [] for row in kept_rows(path)])
+    option_parser = parser()
+    parsed = option_parser.parse_args(arguments)
+    _or_error(option_parser, lambda: check_name("sub-benchmark", parsed.benchmark, SUB_BENCHMARKS))
+    _check_belonging(option_parser, parsed)
+    _check_paths(option_parser, parsed)
+    parsed.kept = _or_error(option_parser, lambda: [row for path in parsed.earlier or [] for row in kept_rows(path)])
     if parsed.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        made.error("--plot needs matplotlib: pip install matplotlib (extra: hfusion[plot]), or leave --plot out")
+        option_parser.error(
+            "--plot needs matplotlib: pip install matplotlib (extra: hfusion[plot]), or leave --plot out"
+        )
     cases, entrants = ENTRANTS.get(parsed.benchmark, (CASES, CONTENDERS))
-    parsed.cases = _or_error(made, lambda: choose("model", parsed.models, cases))
-    parsed.entrants = _or_error(made, lambda: choose("contender", parsed.contenders, entrants))
-    parsed.spaces = _or_error(made, lambda: choose_names("space", parsed.space, [*search_spaces.SPACES]))
+    parsed.cases = _or_error(option_parser, lambda: choose("model", parsed.models, cases))
+    parsed.entrants = _or_error(option_parser, lambda: choose("contender", parsed.contenders, entrants))
+    parsed.spaces = _or_error(option_parser, lambda: choose_names("space", parsed.space, [*search_spaces.SPACES]))
     return parsed
 
 
-def _check_belonging(made: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+def _check_belonging(option_parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     """Report an error for an option that does not belong to the sub-benchmark, or to the other options."""
     for name in ("models", "contenders", "plot", "amp", "startup", "memory"):
         if parsed.benchmark not in CHOSEN_BY.get(name, ("fuse",)) and getattr(parsed, name):
-            made.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
+            option_parser.error(f"--{name} belongs to fuse, not to {parsed.benchmark}: leave it out")
     for name in ("trials", "epochs", "space", "cells"):
         if parsed.benchmark != "sweep" and getattr(parsed, name):
-            made.error(f"--{name} belongs to sweep, not to {parsed.benchmark}: leave it out")
+            option_parser.error(f"--{name} belongs to sweep, not to {parsed.benchmark}: leave it out")
     if parsed.earlier and parsed.benchmark != "fuse":
-        made.error(f"--from belongs to fuse, not to {parsed.benchmark}: leave it out")
+        option_parser.error(f"--from belongs to fuse, not to {parsed.benchmark}: leave it out")
     if parsed.benchmark == "sweep" and not parsed.space:
         if parsed.cells:
-            made.error("--cells belongs to --space: say which, as --space unlike,widths,twins")
+            option_parser.error("--cells belongs to --space: say which, as --space unlike,widths,twins")
         if parsed.repeats is not None:
-            made.error("--repeats does not belong to sweep without --space: leave it out")
+            option_parser.error("--repeats does not belong to sweep without --space: leave it out")
     for name, options in WITHOUT.items():
         for option in options:
             if getattr(parsed, name) and getattr(parsed, option) is not None:
-                made.error(f"--{option} does not belong to --{name}: leave it out")
+                option_parser.error(f"--{option} does not belong to --{name}: leave it out")
     for benchmark, names in NOT_FOR.items():
         for name in names:
             if parsed.benchmark == benchmark and getattr(parsed, name) is not None:
-                made.error(f"--{name} does not belong to {benchmark}: leave it out")
+                option_parser.error(f"--{name} does not belong to {benchmark}: leave it out")
 
 
-def _check_paths(made: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+def _check_paths(option_parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
     """Report an error for an output file that cannot be written."""
     for name, paths in {"json": [parsed.json] if parsed.json else [], "plot": parsed.plot or []}.items():
         for path in paths:
             if not path.absolute().parent.is_dir():
-                made.error(f"--{name} {path}: there is no directory {path.absolute().parent}")
+                option_parser.error(f"--{name} {path}: there is no directory {path.absolute().parent}")
     for path in parsed.plot or []:
         if path.suffix.lower() not in PICTURES:
-            made.error(f"--plot {path}: end it with one of {', '.join(PICTURES)}")
+            option_parser.error(f"--plot {path}: end it with one of {', '.join(PICTURES)}")
     if parsed.earlier and not parsed.plot:
-        made.error("--from draws: say where to with --plot")
+        option_parser.error("--from draws: say where to with --plot")
 
 
 def fuse_settings(parsed: argparse.Namespace) -> fuse_benchmark.FuseSettings:
@@ -322,12 +332,12 @@ def choose_names(kind: str, names: str | None, valid: Sequence[str]) -> tuple[st
     """Return the chosen names of ``kind``, all ``valid`` ones by default; see ``choose``."""
     if names is None:
         return tuple(valid)
-    wanted = tuple(name.strip() for name in names.split(","))
-    for name in wanted:
+    chosen = tuple(name.strip() for name in names.split(","))
+    for name in chosen:
         check_name(kind, name, valid)
-    if len(set(wanted)) < len(wanted):
+    if len(set(chosen)) < len(chosen):
         raise ValueError(f"a {kind} is named twice in {names!r}: name each once")
-    return wanted
+    return chosen
 
 
 def named(options: Sequence[N], names: Sequence[str]) -> tuple[N, ...]:
@@ -345,11 +355,11 @@ def check_name(kind: str, name: str, valid: Sequence[str] | dict[str, str]) -> N
 T = TypeVar("T")
 
 
-def _or_error(made: argparse.ArgumentParser, check: Callable[[], T]) -> T:
+def _or_error(option_parser: argparse.ArgumentParser, check: Callable[[], T]) -> T:
     try:
         return check()
     except ValueError as error:
-        made.error(str(error))
+        option_parser.error(str(error))
 
 
 def _count(text: str) -> int:
@@ -371,9 +381,9 @@ def _cells(text: str) -> tuple[search_spaces.SearchCell, ...]:
 
 
 def _device(text: str) -> torch.device:
-    known = ("cpu", *types())
-    if text not in known:
-        raise argparse.ArgumentTypeError(f"unknown device {text!r}: choose from {', '.join(known)}")
+    names = ("cpu", *types())
+    if text not in names:
+        raise argparse.ArgumentTypeError(f"unknown device {text!r}: choose from {', '.join(names)}")
     if text != "cpu" and text not in {device.type for device in accelerators()}:
         raise argparse.ArgumentTypeError(f"torch sees no {text} device here: leave --device out")
     return torch.device(text)

@@ -67,14 +67,14 @@ def table(comparisons: Sequence[ModelResult], contenders: Sequence[str]) -> tupl
     shown.add_column("members", justify="right")
     for name in contenders:
         shown.add_column(name, justify="right")
-    ours = not {*OURS}.isdisjoint(contenders)
-    if ours:
+    with_hfusion = not {*OURS}.isdisjoint(contenders)
+    if with_hfusion:
         shown.add_column(f"{OURS[0]} vs best other", justify="right")
     for comparison in comparisons:
         cells = [
             _shown(comparison, cell, row.ms, footnotes)
             for cell, row in zip(comparison.cells, comparison.rows(), strict=True)
         ]
-        last = [_versus(comparison)] if ours else []
+        last = [_versus(comparison)] if with_hfusion else []
         shown.add_row(Text(comparison.model), Text(str(comparison.members)), *cells, *last)
     return shown, footnotes.lines()

@@ -64,12 +64,12 @@ class ContactLog:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the checks. Returns 0, 1 if one shows a fault, 130 after an interruption."""
-    made = parser()
-    parsed = made.parse_args(arguments)
+    option_parser = parser()
+    parsed = option_parser.parse_args(arguments)
     device = parsed.device or first_accelerator() or torch.device("cpu")
     chosen = choose(items(parsed.quick), parsed.only)
     if not chosen:
-        made.error(f"--only {parsed.only}: no check has a name that starts so; --list prints the names")
+        option_parser.error(f"--only {parsed.only}: no check has a name that starts so; --list prints the names")
     out = Console(width=None if os.isatty(1) else 160, highlight=False)
     if parsed.list:
         for item in chosen:
@@ -93,17 +93,21 @@ def main(arguments: Sequence[str]) -> int:
 def parser() -> OneLineParser:
     """Return the options of the command."""
     jobs = max(1, min(8, (os.cpu_count() or 1) // 2))
-    made = OneLineParser(prog="python -m hfusion.bench contact", description=__doc__, allow_abbrev=False)
-    made.add_argument("--json", type=_file, metavar="FILE", help="write a line of JSON for each check to FILE")
-    made.add_argument("--device", type=_device, help="default: the first accelerator that torch sees, else cpu")
-    made.add_argument("--minutes", type=float, default=MINUTES, help="no check starts after them (default %(default)g)")
-    made.add_argument("--only", metavar="A,B", help="checks whose names start so; --list prints them")
-    made.add_argument(
+    option_parser = OneLineParser(prog="python -m hfusion.bench contact", description=__doc__, allow_abbrev=False)
+    option_parser.add_argument("--json", type=_file, metavar="FILE", help="write a line of JSON for each check to FILE")
+    option_parser.add_argument(
+        "--device", type=_device, help="default: the first accelerator that torch sees, else cpu"
+    )
+    option_parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="no check starts after them (default %(default)g)"
+    )
+    option_parser.add_argument("--only", metavar="A,B", help="checks whose names start so; --list prints them")
+    option_parser.add_argument(
         "--jobs", type=int, default=jobs, help="checks at a time, but for timed ones (default %(default)s)"
     )
-    made.add_argument("--quick", action="store_true", help="some small checks of each kind")
-    made.add_argument("--list", action="store_true", help="print the names of the checks")
-    return made
+    option_parser.add_argument("--quick", action="store_true", help="some small checks of each kind")
+    option_parser.add_argument("--list", action="store_true", help="print the names of the checks")
+    return option_parser
 
 
 def first_accelerator() -> torch.device | None:

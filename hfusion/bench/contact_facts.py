@@ -40,7 +40,7 @@ def describe_machine(device: torch.device) -> CheckResult:
     values: dict[str, Any] = {"hfusion": hfusion.__version__, **describe(device), "computes": computes(device)}
     values["packages"] = {name: _version(name) for name in _PACKAGES}
     values["tf32"] = {"matmul": torch.get_float32_matmul_precision(), "cudnn": torch.backends.cudnn.allow_tf32}
-    values["devices"] = [str(each) for each in accelerators()]
+    values["devices"] = [str(accelerator) for accelerator in accelerators()]
     values["rates"] = asdict(compute_rates(device))
     if device.type != "cpu":
         recorder = backend(device).recorder()
@@ -54,7 +54,7 @@ def describe_machine(device: torch.device) -> CheckResult:
 
 
 def _text(value: Any) -> str:
-    return ", ".join(f"{name} {each}" for name, each in value.items()) if isinstance(value, dict) else str(value)
+    return ", ".join(f"{name} {part}" for name, part in value.items()) if isinstance(value, dict) else str(value)
 
 
 def _cuda_facts(device: torch.device) -> dict[str, Callable[[], Any]]:

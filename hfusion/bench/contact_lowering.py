@@ -121,4 +121,4 @@ def time_layer(layer: LayerCase, device: torch.device) -> CheckResult:
 def _differentiate(forward: Callable[[], Any], parameters: list[Tensor]) -> None:
     output = forward()
     outputs = output if isinstance(output, list) else [output]
-    torch.autograd.grad(outputs, parameters, [torch.ones_like(each) for each in outputs])
+    torch.autograd.grad(outputs, parameters, [torch.ones_like(tensor) for tensor in outputs])

@@ -63,20 +63,22 @@ def check_training(mode: TrainMode, device: torch.device) -> CheckResult:
     """Train six minibatches, and compare all losses ``[6, B]`` with the loop's."""
     workload = Workload(_CASE, MEMBERS, device)
     expected = _train_alone(workload, mode.clip)
-    present = [str(each) for each in accelerators() if each.type == device.type] or [f"{device.type}:0"]
+    present = [str(accelerator) for accelerator in accelerators() if accelerator.type == device.type] or [
+        f"{device.type}:0"
+    ]
     # Where there are fewer devices, several logical ones are on the same.
     names = [present[index % len(present)] for index in range(mode.devices)]
     tasks = [_task(workload, mode, f"task{index}") for index in range(mode.devices)]
-    needed = hf.plan(tasks[:1], _machine(names[:1], 1 << 40)).tasks[0].device_bytes
-    memory = needed // _SPILLED_PART if mode.spilled else 4 * needed
+    needed_bytes = hf.plan(tasks[:1], _machine(names[:1], 1 << 40)).tasks[0].device_bytes
+    memory = needed_bytes // _SPILLED_PART if mode.spilled else 4 * needed_bytes
     report = hf.train(tasks, _machine(names, memory))
     peak, shards = max(report.peak.values()), max(len(task.shards) for task in report.plan.tasks)
-    values = {"devices": names, "memory": memory, "needed": needed, "peak": peak, "shards": shards}
+    values = {"devices": names, "memory": memory, "needed": needed_bytes, "peak": peak, "shards": shards}
     losses = {name: task.losses.double() for name, task in report.items()}
     summary = f"{shards} shards, peak {peak} of {memory} bytes"
     result = compare_losses(device, expected, losses, _CASE.tolerance, summary, **values)
     if mode.spilled and shards == 1:
-        return result.unless_fault(f"not spilled: {needed} bytes are needed, the device has {memory}")
+        return result.unless_fault(f"not spilled: {needed_bytes} bytes are needed, the device has {memory}")
     return result.unless_fault(f"took {peak} bytes of {memory}" if peak > memory else "")
 
 

@@ -66,10 +66,10 @@ def _row(workload: Workload, machine: Machine, rounds: int) -> ForetoldRow:
     case, rates = workload.case, list(workload.rates)
     batches = [workload.batch()] * STEPS
     task = Task(workload.models(), case.loss, lambda params: Adam(params, lr=rates), batches, name=case.name)
-    made = plan(task, machine)
-    said = simulate(made).makespan
-    ran = median([train(task, machine, plan=made).timeline.makespan for _ in range(rounds + 1)][1:])
-    return ForetoldRow(case.name, workload.members, STEPS, said, ran, ran / said)
+    training_plan = plan(task, machine)
+    predicted = simulate(training_plan).makespan
+    ran = median([train(task, machine, plan=training_plan).timeline.makespan for _ in range(rounds + 1)][1:])
+    return ForetoldRow(case.name, workload.members, STEPS, predicted, ran, ran / predicted)
 
 
 def table(rows: Sequence[ForetoldRow]) -> Table:

@@ -64,8 +64,8 @@ def rates(link: float) -> Rates:
 def planned(workload: ShardWorkload, budget: int, link: float, *, keep: bool) -> Plan:
     """The plan of the case's one array. Raises PlanError where it does not fit."""
     room = Room(torch.device("cpu"), budget, rates(link), keep)
-    (one,) = arrays_of(workload.task(), room)
-    return Plan((one.plan,), {"accelerator": budget}, link, link, room.rates.action_seconds)
+    (array,) = arrays_of(workload.task(), room)
+    return Plan((array.plan,), {"accelerator": budget}, link, link, room.rates.action_seconds)
 
 
 def rows_of(case: ShardCase, meter: Meter) -> Iterator[LinksRow]:
@@ -124,13 +124,13 @@ def table(rows: Sequence[LinksRow]) -> Table:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the benchmark with the command line ``arguments``."""
-    made = argparse.ArgumentParser(prog="python -m hfusion.bench links", description=__doc__, allow_abbrev=False)
-    made.add_argument("--quick", action="store_true", help="few cases")
-    made.add_argument("--json", metavar="FILE", type=Path, help="write the rows to FILE")
-    parsed = made.parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m hfusion.bench links", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--quick", action="store_true", help="few cases")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to FILE")
+    parsed = parser.parse_args(arguments)
     cases = QUICK_CASES if parsed.quick else (*CASES, *LARGE_CASES)
     with meter(pieces(cases)) as bar:
-        found = [row for case in cases for row in rows_of(case, bar)]
-    Console(width=160, highlight=False).print(table(found))
+        rows = [row for case in cases for row in rows_of(case, bar)]
+    Console(width=160, highlight=False).print(table(rows))
     if parsed.json:
-        write_json(parsed.json, {"flops": FLOPS, "memory": MEMORY, "calls": CALLS}, found)
+        write_json(parsed.json, {"flops": FLOPS, "memory": MEMORY, "calls": CALLS}, rows)

@@ -162,9 +162,9 @@ def one_after_another(case: LoraCase, members: int) -> Step:
 
     models = []
     for member in range(members):
-        own = base(case)
+        base_model = base(case)
         torch.manual_seed(member)
-        models.append(get_peft_model(own, config(case)).train())
+        models.append(get_peft_model(base_model, config(case)).train())
     optimizers = [
         torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
         for model, rate in zip(models, rates(members), strict=True)
@@ -185,9 +185,9 @@ def set_adapter(case: LoraCase, members: int) -> Step:
     from peft import get_peft_model
 
     names = [f"member{member}" for member in range(members)]
-    own = base(case)
+    base_model = base(case)
     torch.manual_seed(0)
-    model: Any = get_peft_model(own, config(case), adapter_name=names[0]).train()
+    model: Any = get_peft_model(base_model, config(case), adapter_name=names[0]).train()
     for member, name in enumerate(names[1:], start=1):
         torch.manual_seed(member)
         model.add_adapter(name, config(case))
@@ -241,8 +241,8 @@ def run(case: LoraCase, members: int, rounds: int, slot: float) -> list[LoraRow]
     times = interleave(steps, rounds=rounds, slot=slot, device=torch.device("cpu"), tick=lambda: None)
     first = times["peft"]
     return [
-        LoraRow(case.name, members, name, 1e3 * statistics.median(own), speedup(first, own), spread(own))
-        for name, own in times.items()
+        LoraRow(case.name, members, name, 1e3 * statistics.median(seconds), speedup(first, seconds), spread(seconds))
+        for name, seconds in times.items()
     ]
 
 
@@ -260,9 +260,9 @@ def spilled(case: LoraCase, members: int, steps: int = 6) -> SpillRow:
     plan = hf.plan([task()], half)
     report = hf.train([task()], half)
     check_agreement("spilled", resident[case.name].losses.double(), report[case.name].losses.double(), 0.0)
-    made = plan.tasks[0]
-    moved = sum(made.moved_bytes) / members
-    return SpillRow(case.name, members, len(made.shards), moved, max(report.peak.values()))
+    task_plan = plan.tasks[0]
+    moved = sum(task_plan.moved_bytes) / members
+    return SpillRow(case.name, members, len(task_plan.shards), moved, max(report.peak.values()))
 
 
 def check(steps: Mapping[str, Step]) -> None:
@@ -271,15 +271,17 @@ def check(steps: Mapping[str, Step]) -> None:
         name: torch.stack([torch.stack(list(step())).double() for _ in range(STEPS)]) for name, step in steps.items()
     }
     expected = next(iter(losses.values()))
-    for name, found in losses.items():
-        check_agreement(name, expected, found, TOLERANCE)
+    for name, actual in losses.items():
+        check_agreement(name, expected, actual, TOLERANCE)
 
 
 def table(rows: Sequence[LoraRow]) -> Table:
     shown = Table("model", "members", *CONTENDERS, title="ms per step of all members; speed-up over peft")
     for model, members in dict.fromkeys((row.model, row.members) for row in rows):
-        own = {row.contender: row for row in rows if (row.model, row.members) == (model, members)}
-        shown.add_row(model, str(members), *(f"{own[n].ms:.1f}  {own[n].speedup:.2f}x" for n in CONTENDERS))
+        by_contender = {row.contender: row for row in rows if (row.model, row.members) == (model, members)}
+        shown.add_row(
+            model, str(members), *(f"{by_contender[n].ms:.1f}  {by_contender[n].speedup:.2f}x" for n in CONTENDERS)
+        )
     return shown
 
 

@@ -124,13 +124,13 @@ def _steady(running: Running) -> None:
 
 def peak_of(events: Sequence[Mapping[str, Any]]) -> int:
     """The most bytes alive from the beginning of the steady steps on, by the events of a Chrome trace."""
-    (begin,) = (event["ts"] for event in events if event.get("name") == STEADY and event.get("ph") == "X")
+    (start,) = (event["ts"] for event in events if event.get("name") == STEADY and event.get("ph") == "X")
     changes = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
     live: dict[int, int] = {}
     total = peak = 0
     for change in changes:
         size, address = change["args"]["Bytes"], change["args"]["Addr"]
-        if change["ts"] >= begin:
+        if change["ts"] >= start:
             peak = max(peak, total)
         # What was allocated before the profile is no part of it when it is freed.
         total += size if size > 0 else -live.pop(address, 0)

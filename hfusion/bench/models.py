@@ -250,10 +250,10 @@ class Bert(nn.Module):
         self.pooler, self.fc = nn.Linear(width, width), nn.Linear(width, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        seen = (tokens != 0)[:, None, None, :]
+        mask = (tokens != 0)[:, None, None, :]
         h = self.norm(self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device)))
         for block in self.blocks:
-            h = block(h, seen)
+            h = block(h, mask)
         return self.fc(torch.tanh(self.pooler(h[:, 0])))  # type: ignore[no-any-return]
 
 

@@ -129,11 +129,11 @@ class LoadComputeEvict:
         """Gradients of the inputs into ``grads``, of the parameters into a step of the optimizer."""
         params = [param for param in self._of(part) if param.requires_grad]
         outputs, seeds = zip(*roots, strict=True)
-        found = torch.autograd.grad(outputs, [*leaves.values(), *params], seeds, allow_unused=True)
-        for name, grad in zip(leaves, found, strict=False):
+        gradients = torch.autograd.grad(outputs, [*leaves.values(), *params], seeds, allow_unused=True)
+        for name, grad in zip(leaves, gradients, strict=False):
             if grad is not None:
                 grads[name] = grads[name] + grad if name in grads else grad
-        for param, grad in zip(params, found[len(leaves) :], strict=True):
+        for param, grad in zip(params, gradients[len(leaves) :], strict=True):
             param.grad = grad
         self._optimizer.step()
         for param in params:

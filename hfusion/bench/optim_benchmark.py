@@ -100,10 +100,10 @@ class OptimWorkload:
 
     def tensors(self, *leading: int) -> list[torch.nn.Parameter]:
         """Fresh parameters ``[*leading, *shape]`` with gradients."""
-        made = [torch.nn.Parameter(torch.randn(*leading, *shape, device=self.device)) for shape in self.shapes]
-        for param in made:
+        params = [torch.nn.Parameter(torch.randn(*leading, *shape, device=self.device)) for shape in self.shapes]
+        for param in params:
             param.grad = torch.randn_like(param)
-        return made
+        return params
 
     def torch_optimizer(self, params: list[torch.nn.Parameter], lr: float, **options: Any) -> Any:
         return getattr(torch.optim, self.optimizer)(params, lr=lr, **OPTIMIZERS[self.optimizer], **options)
@@ -134,8 +134,8 @@ def _hfusion(workload: OptimWorkload, lr: float | list[float]) -> Step:
         mark(param, Membership(str(index), workload.members, True))
         for index, param in enumerate(workload.tensors(workload.members))
     ]
-    made = getattr(optim, workload.optimizer)(params, lr=lr, **OPTIMIZERS[workload.optimizer])
-    step: Step = made.step
+    optimizer = getattr(optim, workload.optimizer)(params, lr=lr, **OPTIMIZERS[workload.optimizer])
+    step: Step = optimizer.step
     return step
 
 
@@ -259,11 +259,11 @@ def table(rows: Sequence[OptimRow]) -> Table:
         shown.add_column(heading, no_wrap=True)
     for heading in ("params", "members", *CONTENDERS, f"{OURS} / {BOUND}"):
         shown.add_column(heading, justify="right")
-    found: dict[tuple[str, str, int, int], dict[str, float]] = {}
+    times: dict[tuple[str, str, int, int], dict[str, float]] = {}
     for row in rows:
         key = (row.optimizer, row.case, row.params, row.members)
-        found.setdefault(key, {})[row.contender] = row.ns_per_param
-    for (name, case, params, members), values in found.items():
+        times.setdefault(key, {})[row.contender] = row.ns_per_param
+    for (name, case, params, members), values in times.items():
         cells = [f"{values[contender]:.2f}" for contender in CONTENDERS]
         ratio = f"{values[OURS] / values[BOUND]:.2f}x"
         shown.add_row(name, case, f"{params:,}", str(members), *cells, ratio)

@@ -80,41 +80,41 @@ class SimulatedRun:
                     self._begin(device, number)
             if not self._events:
                 return self._clock.now
-            now, _, what, device, run = heappop(self._events)
+            now, _, event, device, run = heappop(self._events)
             # Nothing else comes of what has left or ended.
             if self._now.get(device) is run:
                 self._clock.now = now
                 self.messages += 1
-                self._hear(what, device, run)
+                self._hear(event, device, run)
 
     def _decide(self, ask: Any, *args: Any) -> Any:
         begun = time.process_time()
-        found = ask(*args)
+        decision = ask(*args)
         self.deciding += time.process_time() - begun
-        return found
+        return decision
 
-    def _tell(self, at: float, device: int, what: str) -> None:
+    def _tell(self, at: float, device: int, event: str) -> None:
         self._told += 1
-        heappush(self._events, (at, self._told, what, device, self._now[device]))
+        heappush(self._events, (at, self._told, event, device, self._now[device]))
 
     def _begin(self, device: int, number: int) -> None:
         run = self._now[device] = _Visitor(number, self._clock.now + self._real.startup, self._steps[number])
-        left = 1 - run.first / _STEPS
-        self._tell(run.begun + left * self._real.seconds[number][device], device, "end")
+        remaining = 1 - run.first / _STEPS
+        self._tell(run.begun + remaining * self._real.seconds[number][device], device, "end")
         if self._real.told is not None:
             self._tell(run.begun, device, "told")
 
-    def _hear(self, what: str, device: int, run: _Visitor) -> None:
-        if what == "end":
+    def _hear(self, event: str, device: int, run: _Visitor) -> None:
+        if event == "end":
             self.done.append(self._placement.end(device))
             del self._now[device]
             return
-        each = self._real.seconds[run.number][device] / _STEPS
-        steps = min(_STEPS - 1.0, run.first + max(0.0, self._clock.now - run.begun) / each)
-        self._decide(self._placement.reach, device, int(steps), run.begun + (int(steps) - run.first) * each)
-        if what == "told" and self._real.told is not None:
+        step_seconds = self._real.seconds[run.number][device] / _STEPS
+        steps = min(_STEPS - 1.0, run.first + max(0.0, self._clock.now - run.begun) / step_seconds)
+        self._decide(self._placement.reach, device, int(steps), run.begun + (int(steps) - run.first) * step_seconds)
+        if event == "told" and self._real.told is not None:
             self._tell(self._clock.now + self._real.told, device, "told")
-        elif what == "left":
+        elif event == "left":
             self._steps[run.number] = int(steps)
             self._placement.left(device)
             del self._now[device]
@@ -134,10 +134,10 @@ def placed(arrays: int, devices: int, *, alike: bool, seed: int = 0) -> Placed:
     placement = Placement(estimated, kinds, 0, clock, range(arrays))
     placing = time.process_time() - begun
     # Each array is heard of twice at least.
-    real = RealCluster([[each[kind] for kind in kinds] for each in took], told=100.0)
+    real = RealCluster([[seconds[kind] for kind in kinds] for seconds in took], told=100.0)
     run = SimulatedRun(placement, clock, real)
     makespan = run.run()
-    bound = lower_bound([loaded(number, each) for number, each in enumerate(took)], kinds)
+    bound = lower_bound([loaded(number, seconds) for number, seconds in enumerate(took)], kinds)
     return Placed(makespan, bound, (placing + run.deciding) / run.messages * 1e6)
 
 

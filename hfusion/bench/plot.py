@@ -48,8 +48,12 @@ def _draw_model(panel: Any, model: str, chosen: Sequence[FuseRow], contenders: S
     colours = COLOURS | dict(zip(rivals, itertools.cycle(OTHERS), strict=False))
     for contender in contenders:
         if contender != BASELINE:
-            ours = contender in OURS
-            style = {"linewidth": 2.5 if ours else 1.2, "zorder": 3 if ours else 2, "color": colours[contender]}
+            is_hfusion = contender in OURS
+            style = {
+                "linewidth": 2.5 if is_hfusion else 1.2,
+                "zorder": 3 if is_hfusion else 2,
+                "color": colours[contender],
+            }
             label = contender + _cores(chosen, contender)
             panel.plot(*_line(chosen, contender), marker="o", markersize=5, label=label, **style)
     panel.set(title=model, xlabel="members", xscale="log", yscale="log")
@@ -84,11 +88,13 @@ def draw_sweep(rows: Sequence[SweepRow], paths: Sequence[Path]) -> None:
     figure = Figure(figsize=(5.2 * len(cases), 0.36 * len(rows) / len(cases) + 1.2), layout="constrained")
     panels = figure.subplots(1, len(cases), squeeze=False)[0]
     for panel, case in zip(panels, cases, strict=True):
-        own = [row for row in rows if row.case == case]
-        colours = [COLOURS.get(row.contender, "indianred" if "hfusion" in row.contender else "tab:blue") for row in own]
-        bars = panel.barh([row.contender for row in own], [row.seconds for row in own], color=colours)
-        panel.bar_label(bars, [f" {row.seconds:.0f} s, {row.epochs} epochs" for row in own], fontsize=8)
-        panel.set(title=f"{case}, {own[0].trials} trials", xlabel="seconds")
+        case_rows = [row for row in rows if row.case == case]
+        colours = [
+            COLOURS.get(row.contender, "indianred" if "hfusion" in row.contender else "tab:blue") for row in case_rows
+        ]
+        bars = panel.barh([row.contender for row in case_rows], [row.seconds for row in case_rows], color=colours)
+        panel.bar_label(bars, [f" {row.seconds:.0f} s, {row.epochs} epochs" for row in case_rows], fontsize=8)
+        panel.set(title=f"{case}, {case_rows[0].trials} trials", xlabel="seconds")
         panel.invert_yaxis()
         panel.margins(x=0.5)
     for path in paths:

@@ -21,9 +21,9 @@ ROWS = [3, 9, 17, 22, 31, 40, 51, 60]
 
 
 def _milliseconds(act: Callable[[], object]) -> float:
-    begin = time.process_time()
+    start = time.process_time()
     act()
-    return 1e3 * (time.process_time() - begin)
+    return 1e3 * (time.process_time() - start)
 
 
 def _large() -> nn.Module:
@@ -52,27 +52,27 @@ def _population(models: list[nn.Module], compile: bool) -> hf.Population:
 
 def rows(repeats: int) -> dict[str, float]:
     """Milliseconds to stop, start and copy 8 of 64 members of a million parameters each, and to compact to a half."""
-    found: dict[str, list[float]] = {"stop": [], "start": [], "copy": [], "compact": []}
+    samples: dict[str, list[float]] = {"stop": [], "start": [], "copy": [], "compact": []}
     x, y = torch.randn(8, 512), torch.randint(32, (8,))
     new = [_large() for _ in ROWS]
     pop = _population([_large() for _ in range(64)], compile=False)
     for _ in range(repeats):
         pop.step(x, y)
-        found["stop"].append(_milliseconds(lambda: pop.stop(ROWS)))
-        found["start"].append(_milliseconds(lambda: pop.start(ROWS, new)))
-        found["copy"].append(_milliseconds(lambda: pop.copy([row - 1 for row in ROWS], ROWS)))
+        samples["stop"].append(_milliseconds(lambda: pop.stop(ROWS)))
+        samples["start"].append(_milliseconds(lambda: pop.start(ROWS, new)))
+        samples["copy"].append(_milliseconds(lambda: pop.copy([row - 1 for row in ROWS], ROWS)))
         pop.step(x, y)
         pop.stop(list(range(0, 64, 2)))
-        found["compact"].append(_milliseconds(pop.compact))
+        samples["compact"].append(_milliseconds(pop.compact))
         pop.grow(32)
         pop.start(pop._roll.free, [_large() for _ in pop._roll.free])
-    return {name: min(times) for name, times in found.items()}
+    return {name: min(times) for name, times in samples.items()}
 
 
 def leaving(counts: list[int], repeats: int, compile: bool) -> dict[int, tuple[float, float]]:
     """Return ms per step by number of members: of a population of 64 that lost the others, and of a new array."""
     x, y = torch.randn(32, 64), torch.randint(10, (32,))
-    pop, found = _population([_small() for _ in range(64)], compile), {}
+    pop, step_times = _population([_small() for _ in range(64)], compile), {}
     for count in counts:
         live = [row for row, tag in enumerate(pop.tags) if tag is not None]
         if len(live) > count:
@@ -80,15 +80,15 @@ def leaving(counts: list[int], repeats: int, compile: bool) -> dict[int, tuple[f
         pop.compact()
         ideal = _population([_small() for _ in range(count)], compile)
         times: list[list[float]] = [[], []]
-        for one in (pop, ideal):
+        for population in (pop, ideal):
             for _ in range(3):
-                one.step(x, y)
+                population.step(x, y)
         for _ in range(repeats):
-            for place, one in enumerate((pop, ideal)):
-                times[place].append(_milliseconds(partial(_steps, one, x, y, 10)) / 10)
-        found[count] = min(times[0]), min(times[1])
+            for index, population in enumerate((pop, ideal)):
+                times[index].append(_milliseconds(partial(_steps, population, x, y, 10)) / 10)
+        step_times[count] = min(times[0]), min(times[1])
     print(f"programs compiled by the population: {pop._step.compilations}")
-    return found
+    return step_times
 
 
 def main() -> None:
@@ -100,10 +100,10 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, milliseconds in rows(options.repeats).items():
         print(f"{name:8} {milliseconds:7.1f} ms")
-    found = leaving(options.counts, options.repeats, not options.eager)
-    for count, (ours, ideal) in found.items():
-        print(f"{count:3} members: {ours:7.3f} ms, alone {ideal:7.3f} ms, {ours / ideal:.2f}")
-    sums = [sum(pair[place] for pair in found.values()) for place in range(2)]
+    step_times = leaving(options.counts, options.repeats, not options.eager)
+    for count, (compacted, ideal) in step_times.items():
+        print(f"{count:3} members: {compacted:7.3f} ms, alone {ideal:7.3f} ms, {compacted / ideal:.2f}")
+    sums = [sum(pair[index] for pair in step_times.values()) for index in range(2)]
     print(f"sum over these: {sums[0] / sums[1]:.3f} of an array of exactly those members")
 
 

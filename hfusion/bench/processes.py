@@ -46,12 +46,12 @@ class _Workers:
         self.pipes: list[Connection] = []
         self.processes = []
         for first, last in pairwise(bounds):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, workload, first, last, *loop), daemon=True)
+            parent_end, worker_end = context.Pipe()
+            process = context.Process(target=_work, args=(worker_end, workload, first, last, *loop), daemon=True)
             process.start()
             # Only the worker may hold its end, else its death would leave recv waiting for ever.
-            theirs.close()
-            self.pipes.append(ours)
+            worker_end.close()
+            self.pipes.append(parent_end)
             self.processes.append(process)
         try:
             for pipe in self.pipes:

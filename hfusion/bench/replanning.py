@@ -35,21 +35,21 @@ def replanned(arrays: int, devices: int, *, right: bool, seed: int) -> dict[str,
     tasks = [f"task{number // 4}" for number in range(arrays)]
     of_task = {task: _wrong(drawn, right=right) for task in dict.fromkeys(tasks)}
     slow = [_wrong(drawn, right=right) for _ in range(devices)]
-    took = [[size * of_task[task] * each for each in slow] for size, task in zip(sizes, tasks, strict=True)]
+    took = [[size * of_task[task] * cost for cost in slow] for size, task in zip(sizes, tasks, strict=True)]
     estimated = [loaded(number, [size], tasks[number]) for number, size in enumerate(sizes)]
-    known = [loaded(number, each, tasks[number]) for number, each in enumerate(took)]
-    bound = lower_bound(known, [*range(devices)])
+    exact_loads = [loaded(number, cost, tasks[number]) for number, cost in enumerate(took)]
+    bound = lower_bound(exact_loads, [*range(devices)])
 
-    def run(loads: Sequence[Load], kinds: Sequence[int], told: float | None) -> Replanned:
+    def run(loads: Sequence[Load], kinds: Sequence[int], report_interval: float | None) -> Replanned:
         clock = VirtualClock()
         placement = Placement(loads, kinds, 0, clock, range(arrays))
-        made = SimulatedRun(placement, clock, RealCluster(took, STARTUP, LEAVING, told))
-        return Replanned(made.run(), bound, made.deciding / made.messages * 1e6, made.moved)
+        simulation = SimulatedRun(placement, clock, RealCluster(took, STARTUP, LEAVING, report_interval))
+        return Replanned(simulation.run(), bound, simulation.deciding / simulation.messages * 1e6, simulation.moved)
 
     return {
         "first plan": run(estimated, [0] * devices, None),
         "made anew": run(estimated, [0] * devices, TOLD),
-        "rates known": run(known, range(devices), None),
+        "rates known": run(exact_loads, range(devices), None),
     }
 
 

@@ -78,14 +78,14 @@ class ModelResult:
         timed = [cell for cell in self.cells if cell.seconds]
         others = [cell for cell in timed if cell.contender not in (*OURS, *BESIDE)]
         ratios = [
-            min(((cell.contender, self._per_core(cell, ours)) for cell in others), key=lambda item: item[1])
-            for ours in timed
-            if ours.contender in OURS and others
+            min(((cell.contender, self._per_core(cell, fused)) for cell in others), key=lambda item: item[1])
+            for fused in timed
+            if fused.contender in OURS and others
         ]
         return max(ratios, key=lambda item: item[1], default=None)
 
-    def _per_core(self, cell: Cell, ours: Cell) -> float:
-        return timing.speedup(cell.seconds, ours.seconds) * self.oversubscription(cell)
+    def _per_core(self, cell: Cell, fused: Cell) -> float:
+        return timing.speedup(cell.seconds, fused.seconds) * self.oversubscription(cell)
 
     def rows(self) -> list[FuseRow]:
         return [self._row(cell) for cell in self.cells]

@@ -106,8 +106,8 @@ def plan_of(case: ScheduleCase, mix: str, seed: int = 0) -> Plan:
 
 def _task(name: str, seconds: float, count: int, steps: int, resident: bool) -> TaskPlan:
     """A task whose minibatch takes ``seconds`` without recomputation; its state moves in a fifth of that."""
-    each = seconds / count
-    size = min(int(0.2 * each * RATE), BUDGET // 4 // (count if resident else 1))
+    shard_seconds = seconds / count
+    size = min(int(0.2 * shard_seconds * RATE), BUDGET // 4 // (count if resident else 1))
     shards = tuple(
         Shard(
             index=index,
@@ -120,9 +120,9 @@ def _task(name: str, seconds: float, count: int, steps: int, resident: bool) -> 
             workspace=size // 16,
             peak=size // 4 + size // 8 + size // 16,
             boundary=size // 64 if index < count - 1 else 0,
-            forward=each * 0.3,
-            backward=each * 0.6,
-            step=each * 0.1,
+            forward=shard_seconds * 0.3,
+            backward=shard_seconds * 0.6,
+            step=shard_seconds * 0.1,
         )
         for index in range(count)
     )
@@ -135,11 +135,11 @@ def us_per_decision(plan: Plan, policy: Policy) -> float:
     running = [dispatcher.choose(budget, None) for budget in plan.devices.values()]
     start = time.perf_counter()
     for number in range(DECISIONS):
-        place = number % len(running)
-        task = running[place]
+        index = number % len(running)
+        task = running[index]
         if task is not None:
             dispatcher.begin(task)
-            running[place] = chosen = dispatcher.choose(BUDGET, task)
+            running[index] = chosen = dispatcher.choose(BUDGET, task)
             if chosen != task:
                 dispatcher.add_waiting(task)
     return (time.perf_counter() - start) / DECISIONS * 1e6
@@ -187,24 +187,24 @@ def _row(case: ScheduleCase, mix: str, plan: Plan, policy: Policy) -> ScheduleRo
 
 
 def _placed_row(case: ScheduleCase, mix: str) -> ScheduleRow:
-    found = placed(case.tasks, case.devices, alike=mix == "homogeneous")
+    simulated = placed(case.tasks, case.devices, alike=mix == "homogeneous")
     return ScheduleRow(
         case.tasks,
         case.devices,
         mix,
         "placement",
-        found.makespan,
-        found.lower_bound,
-        found.makespan / found.lower_bound,
-        found.us_per_message,
+        simulated.makespan,
+        simulated.lower_bound,
+        simulated.makespan / simulated.lower_bound,
+        simulated.us_per_message,
     )
 
 
 def _replanned_rows(case: ScheduleCase, mix: str) -> Iterator[ScheduleRow]:
     right = mix == "estimates right"
-    found = [replanned(case.tasks, case.devices, right=right, seed=seed) for seed in range(REPLANNED_SEEDS)]
-    for name in found[0]:
-        makespan, bound, cost = (mean(each[name][place] for each in found) for place in range(3))
+    samples = [replanned(case.tasks, case.devices, right=right, seed=seed) for seed in range(REPLANNED_SEEDS)]
+    for name in samples[0]:
+        makespan, bound, cost = (mean(sample[name][index] for sample in samples) for index in range(3))
         yield ScheduleRow(case.tasks, case.devices, mix, name, makespan, bound, makespan / bound, cost)
 
 

@@ -281,15 +281,15 @@ def table(rows: Sequence[SpaceRow]) -> tuple[Table, list[str]]:
         shown.add_column(heading, justify="right")
     footnotes = Footnotes()
     for row in rows:
-        known = (row.space, f"{row.trials} x {row.epochs}", row.contender)
+        labels = (row.space, f"{row.trials} x {row.epochs}", row.contender)
         if row.seconds is None or row.spread is None:
-            shown.add_row(*known, ("WRONG" if row.disagrees else "n/a") + footnotes.mark(row.reason))
+            shown.add_row(*labels, ("WRONG" if row.disagrees else "n/a") + footnotes.mark(row.reason))
             continue
         times = (f"{row.seconds:.1f}", f"{row.spread:.0%}", f"{row.cpu_seconds:.1f}", f"{row.search_seconds:.1f}")
         versus = _factor(row.versus_best)
         if row.best_rival:
             versus.append(f" {row.best_rival}", style="default")
-        shown.add_row(*known, *times, _factor(row.speedup), _factor(row.cpu_speedup), versus)
+        shown.add_row(*labels, *times, _factor(row.speedup), _factor(row.cpu_speedup), versus)
     names = {row.contender for row in rows}
     about = [f"{name}: {text}" for name, text in ABOUT.items() if name in names]
     return shown, [*about, *footnotes.lines()]

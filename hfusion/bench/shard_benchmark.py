@@ -149,23 +149,23 @@ class ShardWorkload:
 
     def ours(self, budget: int, *, prefetch: bool) -> Sample:
         """hf.train; without ``prefetch`` on a device that holds no more than the largest shard with its unit."""
-        made = self.plan(budget)
+        training_plan = self.plan(budget)
         if not prefetch:
-            made = without_prefetch(made)
+            training_plan = without_prefetch(training_plan)
         task = self.task()
-        report = train([task], self.machine(budget), plan=made)
+        report = train([task], self.machine(budget), plan=training_plan)
         (peak,) = report.peak.values()
-        return replace(read(report.timeline, made), losses=report[task.name].losses, peak=peak)
+        return replace(read(report.timeline, training_plan), losses=report[task.name].losses, peak=peak)
 
     def by_hand(self, budget: int) -> Sample:
         """The same shards without the runtime."""
-        (one,), made = arrange([self.task()], self.machine(budget))
-        return LoadComputeEvict(one, made.tasks[0], self.device).run()
+        (arrangement,), training_plan = arrange([self.task()], self.machine(budget))
+        return LoadComputeEvict(arrangement, training_plan.tasks[0], self.device).run()
 
     def still(self, budget: int) -> Sample:
         """The computing of these shards with nothing copied; it needs as much memory as the plain loop."""
-        (one,), made = arrange([self.task()], self.machine(budget))
-        return replace(ComputeOnly(one, made.tasks[0], self.device).run(), peak=None, moved=None)
+        (arrangement,), training_plan = arrange([self.task()], self.machine(budget))
+        return replace(ComputeOnly(arrangement, training_plan.tasks[0], self.device).run(), peak=None, moved=None)
 
     def fsdp(self) -> Sample:
         alone = Alone(self.models, self.case.units, self.rates, self.case.loss, self.batch)
@@ -173,15 +173,15 @@ class ShardWorkload:
 
     def entries(self) -> list[Entry]:
         """Return the contenders; the plain loop is first, since its losses are the reference."""
-        found = [Entry("1/1", PLAIN, self.plain, equal=True)]
+        entries = [Entry("1/1", PLAIN, self.plain, equal=True)]
         for part in self.case.parts:
             name, budget = f"1/{part}", self.need // part
-            found.append(Entry(name, OURS, partial(self.ours, budget, prefetch=True), equal=True))
+            entries.append(Entry(name, OURS, partial(self.ours, budget, prefetch=True), equal=True))
             if part > 1:
-                found.append(Entry(name, ALONE, partial(self.ours, budget, prefetch=False), equal=True))
-                found.append(Entry(name, BY_HAND, partial(self.by_hand, budget)))
-                found.append(Entry(name, STILL, partial(self.still, budget)))
-        return [*found, Entry("-", FSDP, self.fsdp)]
+                entries.append(Entry(name, ALONE, partial(self.ours, budget, prefetch=False), equal=True))
+                entries.append(Entry(name, BY_HAND, partial(self.by_hand, budget)))
+                entries.append(Entry(name, STILL, partial(self.still, budget)))
+        return [*entries, Entry("-", FSDP, self.fsdp)]
 
 
 def without_prefetch(plan: Plan) -> Plan:
@@ -219,8 +219,8 @@ def _moved(timeline: Timeline, task: TaskPlan) -> list[int]:
             actions = ran.pop(action.shard, None)
             moved[action.step] += 0 if actions is None else actions.evict.moves
         elif action.act is not Act.STEP:
-            way = Phase.FORWARD if action.act is Act.FORWARD else Phase.BACKWARD
-            ran[action.shard] = actions = task.unit_actions[way, action.shard]
+            phase = Phase.FORWARD if action.act is Act.FORWARD else Phase.BACKWARD
+            ran[action.shard] = actions = task.unit_actions[phase, action.shard]
             if action.shard in loading:
                 loading.remove(action.shard)
                 load = actions.load or task.pins.get(action.shard)

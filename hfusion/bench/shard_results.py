@@ -109,14 +109,14 @@ class ShardRow:
 
 def limits(samples: Mapping[tuple[str, str], Sequence[Sample]]) -> dict[str, list[float]]:
     """Return the lower bound of a step's seconds by budget, for each round, from samples by budget and contender."""
-    found: dict[str, list[float]] = {}
-    for (budget, contender), taken in samples.items():
+    bounds: dict[str, list[float]] = {}
+    for (budget, contender), contender_samples in samples.items():
         if contender == PLAIN:
-            found[budget] = [sample.seconds for sample in taken]
+            bounds[budget] = [sample.seconds for sample in contender_samples]
         elif contender == BY_HAND:
-            lanes = zip(taken, samples.get((budget, STILL), ()), strict=False)
-            found[budget] = [_least(copied.lanes, still.lanes) for copied, still in lanes]
-    return found
+            lanes = zip(contender_samples, samples.get((budget, STILL), ()), strict=False)
+            bounds[budget] = [_least(copied.lanes, still.lanes) for copied, still in lanes]
+    return bounds
 
 
 def _least(copied: StepTimes | None, still: StepTimes | None) -> float:
@@ -128,8 +128,8 @@ def _least(copied: StepTimes | None, still: StepTimes | None) -> float:
 def filled(head: ShardRow, samples: Sequence[Sample], plain: Sequence[Sample], limit: Sequence[float]) -> ShardRow:
     """``head`` with the numbers of samples, one per round as in ``plain`` and ``limit``, which may be empty."""
     seconds = [sample.seconds for sample in samples]
-    known = [sample.lanes for sample in samples if sample.lanes is not None]
-    lanes = StepTimes.middle(known) if known else None
+    recorded_lanes = [sample.lanes for sample in samples if sample.lanes is not None]
+    lanes = StepTimes.middle(recorded_lanes) if recorded_lanes else None
     last = samples[-1]
     return replace(
         head,

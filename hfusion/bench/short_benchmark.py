@@ -137,32 +137,32 @@ def run(settings: ShortSettings, meter: Meter) -> Iterator[ShortRow]:
 def _round(settings: ShortSettings, model: str, members: int) -> dict[str, JobTime]:
     """Return times by contender. The one that fills the caches runs first; the serial loop always runs."""
     chosen = {contender.name: contender for contender in (*CONTENDERS[:1], *settings.contenders)}
-    found = {}
+    times = {}
     with tempfile.TemporaryDirectory() as filled:
         if FILLER in chosen or any(contender.warm for contender in chosen.values()):
-            found[FILLER] = _job(model, members, settings.threads, "compiled", filled)
+            times[FILLER] = _job(model, members, settings.threads, "compiled", filled)
         for name, contender in chosen.items():
-            if name not in found:
+            if name not in times:
                 with tempfile.TemporaryDirectory() as empty:
                     folder = filled if contender.warm else empty
-                    found[name] = _job(model, members, settings.threads, contender.way, folder)
-    return found
+                    times[name] = _job(model, members, settings.threads, contender.way, folder)
+    return times
 
 
-def _job(model: str, members: int, threads: int, way: str, folder: str) -> JobTime:
+def _job(model: str, members: int, threads: int, variant: str, folder: str) -> JobTime:
     try:
-        return run_job(model, members, threads, way, folder)
+        return run_job(model, members, threads, variant, folder)
     except WrongJob as error:
         return JobTime(reason=str(error))
 
 
-def run_job(model: str, members: int, threads: int, way: str, folder: str, steps: int | None = None) -> JobTime:
+def run_job(model: str, members: int, threads: int, variant: str, folder: str, steps: int | None = None) -> JobTime:
     """One process with its caches in ``folder``. Raises WrongJob if it fails."""
-    given = [model, str(members), str(steps or _steps(model)), str(threads), way]
+    arguments = [model, str(members), str(steps or _steps(model)), str(threads), variant]
     caches = {"XDG_CACHE_HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
     before, began = children_cpu_seconds(), time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-c", _CHILD, *given],
+        [sys.executable, "-c", _CHILD, *arguments],
         env={**os.environ, **caches, "OMP_NUM_THREADS": str(threads)},
         capture_output=True,
         text=True,
@@ -170,11 +170,11 @@ def run_job(model: str, members: int, threads: int, way: str, folder: str, steps
     )
     seconds = time.perf_counter() - began
     if done.returncode:
-        raise WrongJob(f"{way} of {model}: {done.stderr.strip().rpartition(chr(10))[2]}")
+        raise WrongJob(f"{variant} of {model}: {done.stderr.strip().rpartition(chr(10))[2]}")
     losses, times = done.stdout.splitlines()[-2:]
-    own, uncounted, uncounted_cpu = map(float, times.split())
+    own_cpu, uncounted, uncounted_cpu = map(float, times.split())
     cpu = children_cpu_seconds() - before - uncounted_cpu
-    return JobTime(seconds - uncounted, cpu, own - uncounted_cpu, tuple(map(float, losses.split())))
+    return JobTime(seconds - uncounted, cpu, own_cpu - uncounted_cpu, tuple(map(float, losses.split())))
 
 
 def _steps(model: str) -> int:
@@ -183,18 +183,18 @@ def _steps(model: str) -> int:
 
 def row(model: str, members: int, name: str, rounds: Sequence[Mapping[str, JobTime]]) -> ShortRow:
     """Return the medians of contender ``name``, or the reason why it has none."""
-    known = (model, members, _steps(model), name)
-    jobs, alone = [one[name] for one in rounds], [one[BASELINE] for one in rounds]
+    key = (model, members, _steps(model), name)
+    jobs, alone = [job_times[name] for job_times in rounds], [job_times[BASELINE] for job_times in rounds]
     failed = next((job.reason for job in (*jobs, *alone) if job.reason), "")
     if failed:
-        return ShortRow(*known, reason=failed)
+        return ShortRow(*key, reason=failed)
     try:
         for job, other in zip(jobs, alone, strict=True):
             check_losses(f"{name} of {model}", other.losses, job.losses)
     except WrongJob as error:
-        return ShortRow(*known, reason=str(error), disagrees=True)
+        return ShortRow(*key, reason=str(error), disagrees=True)
     return ShortRow(
-        *known,
+        *key,
         seconds=statistics.median(job.seconds for job in jobs),
         cpu_seconds=statistics.median(job.cpu_seconds for job in jobs),
         own_cpu_seconds=statistics.median(job.own_cpu_seconds for job in jobs),
@@ -202,11 +202,13 @@ def row(model: str, members: int, name: str, rounds: Sequence[Mapping[str, JobTi
     )
 
 
-def check_losses(name: str, expected: Sequence[float], found: Sequence[float]) -> None:
+def check_losses(name: str, expected: Sequence[float], actual: Sequence[float]) -> None:
     """Raise WrongJob where a member ends elsewhere than alone."""
-    ours, theirs = (torch.tensor(values, dtype=torch.float64) for values in (found, expected))
-    if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE):
-        raise WrongJob(f"{name} ends with the losses {[*found]}, trained alone {[*expected]}")
+    actual_tensor, expected_tensor = (torch.tensor(values, dtype=torch.float64) for values in (actual, expected))
+    if actual_tensor.shape != expected_tensor.shape or not torch.allclose(
+        actual_tensor, expected_tensor, rtol=TOLERANCE, atol=TOLERANCE
+    ):
+        raise WrongJob(f"{name} ends with the losses {[*actual]}, trained alone {[*expected]}")
 
 
 def table(rows: Sequence[ShortRow]) -> tuple[Table, list[str]]:
@@ -216,13 +218,13 @@ def table(rows: Sequence[ShortRow]) -> tuple[Table, list[str]]:
     for title in ("members", "steps", "contender", "seconds", "processor", "own", "beyond serial"):
         shown.add_column(title, justify="left" if title == "contender" else "right")
     footnotes = Footnotes()
-    for one in rows:
-        word = ("WRONG" if one.disagrees else "n/a") + footnotes.mark(one.reason)
-        times = [_shown(value, word) for value in (one.seconds, one.cpu_seconds, one.own_cpu_seconds)]
+    for row in rows:
+        word = ("WRONG" if row.disagrees else "n/a") + footnotes.mark(row.reason)
+        times = [_shown(value, word) for value in (row.seconds, row.cpu_seconds, row.own_cpu_seconds)]
         shown.add_row(
-            one.model, str(one.members), str(one.steps), one.contender, *times, _shown(one.beyond, word, sign="+")
+            row.model, str(row.members), str(row.steps), row.contender, *times, _shown(row.beyond, word, sign="+")
         )
-    names = {one.contender for one in rows}
+    names = {row.contender for row in rows}
     about = [f"{contender.name}: {contender.about}" for contender in CONTENDERS if contender.name in names]
     return shown, [*about, *footnotes.lines()]
 

@@ -29,17 +29,17 @@ def main(arguments: Sequence[str], began: tuple[float, float]) -> None:
     Prints the last losses; then the processor time of this process alone, and the parts of the wall and the processor
     time that do not count: members that are trained one by one need no hfusion.
     """
-    model, members, steps, threads, way = arguments
+    model, members, steps, threads, variant = arguments
     torch.set_num_threads(int(threads))
     (case,) = (case for case in CASES if case.name == model)
     workload = Workload(case, int(members), torch.device("cpu"))
-    if way == "serial":
+    if variant == "serial":
         step = serial.start(workload).step
         for _ in range(int(steps)):
             losses = step()
         _tell(list(map(float, losses)), *(after - before for before, after in zip(began, LOADED, strict=True)))
         return
-    options = _OPTIONS[way] if way != "steps" else {"steps": int(steps)}
+    options = _OPTIONS[variant] if variant != "steps" else {"steps": int(steps)}
     fused = hf.fuse(workload.models())
     optimizer = hf.optim.Adam(serial.trained(fused), lr=list(workload.rates))
     batch = workload.batch()
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str], began: tuple[float, float]) -> None:
         # Eager steps are in the table of steps.
         warnings.simplefilter("ignore")
         for _ in range(int(steps)):
-            found = train(*batch)
-    _tell(found.tolist())
+            fused_losses = train(*batch)
+    _tell(fused_losses.tolist())
 
 
 def _tell(losses: Sequence[float], seconds: float = 0.0, cpu_seconds: float = 0.0) -> None:

@@ -55,8 +55,8 @@ class SimulatedExecutor:
     timeout, starting = 0.0, False
 
     def __init__(self, count: int, clock: VirtualClock, task: Task) -> None:
-        one = standard_rates(torch.device("cpu"))
-        rates = Rates(one.flops, one.memory, one.calls, load=1e9, evict=1e9, read=1e9, write=1e9)
+        base_rates = standard_rates(torch.device("cpu"))
+        rates = Rates(base_rates.flops, base_rates.memory, base_rates.calls, load=1e9, evict=1e9, read=1e9, write=1e9)
         self.devices = [DeviceInfo(f"node{n}/0", torch.device("cpu"), 1 << 30, rates, 0.0) for n in range(count)]
         self.offsets = [0.0] * count
         self._clock, self._task, self._draw = clock, task, random.Random(0)

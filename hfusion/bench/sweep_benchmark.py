@@ -54,10 +54,10 @@ def digits() -> SweepData:
     """scikit-learn's handwritten digits, 3 to 1."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(found.images, dtype=torch.float32)[order].unsqueeze(1) / 8 - 1
-    labels = torch.tensor(found.target)[order]
+    dataset = load_digits()
+    order = torch.randperm(len(dataset.target), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(dataset.images, dtype=torch.float32)[order].unsqueeze(1) / 8 - 1
+    labels = torch.tensor(dataset.target)[order]
     return SweepData(Shuffled(images[:1347], labels[:1347]), (images[1347:], labels[1347:]))
 
 
@@ -81,8 +81,8 @@ def _solid(kind: int, generator: torch.Generator) -> Tensor:
     )
     turn = torch.linalg.qr(torch.randn(3, 3, generator=generator))[0]
     noise = 0.05 * torch.randn(3, 64, generator=generator)
-    found: Tensor = turn @ (shapes[kind] * (0.5 + torch.rand(3, 1, generator=generator))) + noise
-    return found
+    points: Tensor = turn @ (shapes[kind] * (0.5 + torch.rand(3, 1, generator=generator))) + noise
+    return points
 
 
 def cnn() -> nn.Module:
@@ -223,12 +223,12 @@ def run(settings: SweepSettings, meter: Meter) -> Iterator[SweepRow]:
                 continue
             threads = torch.get_num_threads()
             torch.set_num_threads(settings.cores if contender.threaded else 1)
-            begin = time.perf_counter()
-            found = contender.search(case, settings)
-            seconds = time.perf_counter() - begin
+            start = time.perf_counter()
+            result = contender.search(case, settings)
+            seconds = time.perf_counter() - start
             torch.set_num_threads(threads)
             serial = seconds if contender.name == "one-by-one" else serial
-            counts = found.trials, found.epochs, found.best
+            counts = result.trials, result.epochs, result.best
             yield SweepRow(case.name, contender.name, *counts, seconds, serial / seconds)
             meter.advance(1)
 
@@ -241,8 +241,10 @@ def table(rows: Sequence[SweepRow]) -> Table:
     for heading in ("trials", "epochs", "best accuracy", "seconds", "ms / epoch", "speed-up"):
         shown.add_column(heading, justify="right")
     for row in rows:
-        each = 1e3 * row.seconds / row.epochs if row.epochs else math.nan
+        epoch_ms = 1e3 * row.seconds / row.epochs if row.epochs else math.nan
         counts = (str(row.trials), str(row.epochs))
         speedup = "" if math.isnan(row.speedup) else f"{row.speedup:.2f}"
-        shown.add_row(row.case, row.contender, *counts, f"{row.best:.3f}", f"{row.seconds:.1f}", f"{each:.1f}", speedup)
+        shown.add_row(
+            row.case, row.contender, *counts, f"{row.best:.3f}", f"{row.seconds:.1f}", f"{epoch_ms:.1f}", speedup
+        )
     return shown

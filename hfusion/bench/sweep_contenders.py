@@ -53,14 +53,14 @@ def study_of(settings: SweepSettings, storage: Any = None) -> Any:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(study_name=NAME, storage=storage, direction="maximize", pruner=pruner(settings))
-    for one in configurations(settings.trials):
-        study.enqueue_trial(one)
+    for configuration in configurations(settings.trials):
+        study.enqueue_trial(configuration)
     return study
 
 
 def searched(study: Any) -> Searched:
     trials = study.get_trials(deepcopy=False)
-    return Searched(len(trials), sum(len(one.intermediate_values) for one in trials), study.best_value)
+    return Searched(len(trials), sum(len(trial.intermediate_values) for trial in trials), study.best_value)
 
 
 def _objective(case: SweepCase, epochs: int, data: Any, trial: Any) -> float:
@@ -151,12 +151,14 @@ def tune(case: SweepCase, settings: SweepSettings, share: float) -> Searched:
     from ray import tune as ray_tune
     from ray.tune.schedulers import AsyncHyperBandScheduler
 
-    found = configurations(settings.trials)
+    trial_configurations = configurations(settings.trials)
     reported: list[list[float]] = []
 
     def trainable(config: dict[str, Any]) -> None:
         torch.set_num_threads(1)
-        for value in train(case, config["data"], found[config["number"]], config["number"], settings.epochs):
+        for value in train(
+            case, config["data"], trial_configurations[config["number"]], config["number"], settings.epochs
+        ):
             ray_tune.report({"accuracy": value})
 
     # Else it prints tables of its own, whatever `verbose` says.

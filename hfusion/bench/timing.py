@@ -72,8 +72,8 @@ def children_cpu_seconds() -> float:
     """Processor time of child processes that have ended, and of theirs. Needs POSIX."""
     import resource
 
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def spread(values: Sequence[float]) -> float:

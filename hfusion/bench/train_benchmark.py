@@ -83,7 +83,7 @@ def _row(workload: Workload, rounds: int) -> TrainRow:
         loops.append(_loop(step, workload, count))
         again.append(_train(trained, home, workload.device, _FEW))
         runs.append((_train(trained, home, workload.device, _FEW + count) - again[-1]) / count)
-    ratio = median(ours / theirs for ours, theirs in zip(runs, loops, strict=True))
+    ratio = median(run_seconds / loop_seconds for run_seconds, loop_seconds in zip(runs, loops, strict=True))
     name = workload.case.name
     return TrainRow(name, workload.members, 1e3 * median(loops), 1e3 * median(runs), ratio, first, median(again))
 
@@ -109,7 +109,7 @@ def _train(array: FusedModule, workload: Workload, device: torch.device, count: 
         name=workload.case.name,
         compile=True,
     )
-    memory = next(each.memory for each in Machine.detect().devices if each.physical.type == device.type)
+    memory = next(detected.memory for detected in Machine.detect().devices if detected.physical.type == device.type)
     began = time.perf_counter()
     train(task, Machine([Device(device.type, memory=memory)]))
     return time.perf_counter() - began

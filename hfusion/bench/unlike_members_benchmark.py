@@ -72,10 +72,10 @@ class _PlainProcesses:
     def __init__(self, count: int, widths: Sequence[int], inputs: int, samples: int) -> None:
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(count)]
-        self._pipes = [ours for ours, _ in pipes]
-        shares = [widths[place::count] for place in range(count)]
-        given = [(theirs, share, inputs, samples) for (_, theirs), share in zip(pipes, shares, strict=True)]
-        self._processes = [context.Process(target=_serve, args=args, daemon=True) for args in given]
+        self._pipes = [parent_end for parent_end, _ in pipes]
+        shares = [widths[index::count] for index in range(count)]
+        arguments = [(worker_end, share, inputs, samples) for (_, worker_end), share in zip(pipes, shares, strict=True)]
+        self._processes = [context.Process(target=_serve, args=args, daemon=True) for args in arguments]
         for process in self._processes:
             process.start()
 
@@ -114,13 +114,13 @@ class StepTime:
 def measure(members: int, inputs: int, samples: int, steps: int, repeats: int) -> list[StepTime]:
     """Return the time of each contender, the loop first."""
     widths = [16 + 4 * member for member in range(members)]
-    given = widths, inputs, samples
-    processes = _PlainProcesses(multiprocessing.cpu_count(), *given)
+    arguments = widths, inputs, samples
+    processes = _PlainProcesses(multiprocessing.cpu_count(), *arguments)
     contenders: dict[str, Callable[[int], None]] = {
-        "loop": _repeated(_loop(*given)),
+        "loop": _repeated(_loop(*arguments)),
         "loop, a process for each core": processes.run,
-        "hf.Population, one process": _repeated(_population(*given, processes=1)),
-        "hf.Population": _repeated(_population(*given)),
+        "hf.Population, one process": _repeated(_population(*arguments, processes=1)),
+        "hf.Population": _repeated(_population(*arguments)),
     }
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for run in contenders.values():
@@ -137,14 +137,14 @@ def measure(members: int, inputs: int, samples: int, steps: int, repeats: int) -
 
 def main(arguments: Sequence[str]) -> None:
     """Run the benchmark with the command line ``arguments``."""
-    made = argparse.ArgumentParser(prog="python -m hfusion.bench unlike-members", description=__doc__)
-    made.add_argument("--members", type=int, nargs="*", default=[4, 12, 36])
-    made.add_argument("--inputs", type=int, default=784)
-    made.add_argument("--samples", type=int, nargs="*", default=[32, 128])
-    made.add_argument("--steps", type=int, default=40, help="of a repeat")
-    made.add_argument("--repeats", type=int, default=7)
-    made.add_argument("--json", metavar="FILE", type=Path, help="write the rows to FILE")
-    parsed = made.parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m hfusion.bench unlike-members", description=__doc__)
+    parser.add_argument("--members", type=int, nargs="*", default=[4, 12, 36])
+    parser.add_argument("--inputs", type=int, default=784)
+    parser.add_argument("--samples", type=int, nargs="*", default=[32, 128])
+    parser.add_argument("--steps", type=int, default=40, help="of a repeat")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to FILE")
+    parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[StepTime] = []
     shown = Table(title="A step of unlike members")

@@ -124,21 +124,21 @@ def losses(running: Running, steps: int) -> Tensor:
     return torch.stack([row.detach().cpu().double() for row in rows])
 
 
-def check_agreement(name: str, expected: Tensor, found: Tensor, tolerance: float) -> None:
+def check_agreement(name: str, expected: Tensor, actual: Tensor, tolerance: float) -> None:
     """Compare losses [steps, B] of contender ``name`` with those of the serial loop.
 
     Raises Disagreement with the first step and member whose relative difference is above ``tolerance``, or
     not a number.
     """
-    if expected.shape != found.shape:
-        raise Disagreement(f"{name}: losses [steps, B] of shape {[*found.shape]}, serial {[*expected.shape]}")
-    difference = (found - expected).abs() / expected.abs().clamp_min(1e-12)
+    if expected.shape != actual.shape:
+        raise Disagreement(f"{name}: losses [steps, B] of shape {[*actual.shape]}, serial {[*expected.shape]}")
+    difference = (actual - expected).abs() / expected.abs().clamp_min(1e-12)
     wrong = ~(difference <= tolerance)
     if not wrong.any():
         return
     step, member = (int(i) for i in wrong.nonzero()[0])
     raise Disagreement(
-        f"{name}: member {member} has loss {found[step, member]:.6g} at step {step}, "
+        f"{name}: member {member} has loss {actual[step, member]:.6g} at step {step}, "
         f"trained alone {expected[step, member]:.6g} "
         f"(relative difference {difference[step, member]:.1e}, tolerated {tolerance:.0e})"
     )

@@ -151,9 +151,9 @@ class _Tracing:
         needs_gradient = isinstance(example, Tensor) and example.requires_grad
         if needs_gradient:
             self.tracked.add(node)
-        own = slot.kind is not Kind.INPUT
+        is_weight = slot.kind is not Kind.INPUT
         trained = needs_gradient and slot.kind is Kind.PARAMETER
-        self.roots[node] = _Root(self.bytes(node), 0, slot=slot if own else None, trained=trained)
+        self.roots[node] = _Root(self.bytes(node), 0, slot=slot if is_weight else None, trained=trained)
 
     def use(self, node: fx.Node, index: int) -> None:
         uses = self.roots[node].uses
@@ -172,13 +172,13 @@ class _Tracing:
         self.roots[node] = root = self._root(index, node)
         self.results.append(root)
         self.use(node, index)
-        for kept in saves(node, self.tracked):
-            if self.roots[kept].saved is None:
-                self.roots[kept].saved = index
+        for saved in saves(node, self.tracked):
+            if self.roots[saved].saved is None:
+                self.roots[saved].saved = index
         beside, workspace = self._beside(node)
         tracked = node in self.tracked
-        taken = self._seconds(node, is_view=any(self.roots[source] is root for source in node.all_input_nodes))
-        self.steps.append(OperatorCost(_where(node), *taken, beside if tracked else 0, workspace))
+        durations = self._seconds(node, is_view=any(self.roots[source] is root for source in node.all_input_nodes))
+        self.steps.append(OperatorCost(_where(node), *durations, beside if tracked else 0, workspace))
 
     def _root(self, index: int, node: fx.Node) -> _Root:
         source = viewed(node, self.batch)
@@ -190,7 +190,7 @@ class _Tracing:
         return _Root(size, index)
 
     def _seconds(self, node: fx.Node, *, is_view: bool) -> Seconds:
-        own, tracked = lowering(node), node in self.tracked
+        node_lowering, tracked = lowering(node), node in self.tracked
         if node.meta.get("transition"):
             return self._converted(node)
         traffic = 0 if is_view else sum(self.bytes(value) for value in (node, *node.all_input_nodes))
@@ -199,10 +199,12 @@ class _Tracing:
         if (origin := node.meta.get("origin")) is not None and not is_view:
             trained = [source.meta.get("example") for source in node.all_input_nodes if source in self.tracked]
             arithmetic, times = self.copies(node) * flops(origin, self.batch), products(origin, trained)
-            more = self.copies(node) * more_of(own, origin, self.batch, self.rates)
+            more = self.copies(node) * more_of(node_lowering, origin, self.batch, self.rates)
             dtype = dtype_of(origin)
-        calls = width(node, self.members) if own.loops else 1
-        return seconds(own, Work(calls, arithmetic, times, more, traffic, tracked, is_view, dtype), self.rates)
+        calls = width(node, self.members) if node_lowering.loops else 1
+        return seconds(
+            node_lowering, Work(calls, arithmetic, times, more, traffic, tracked, is_view, dtype), self.rates
+        )
 
     def _converted(self, node: fx.Node) -> Seconds:
         """Return the seconds of a transition between layouts. Channels-last is not considered for weights."""
@@ -261,11 +263,11 @@ def saves(node: fx.Node, tracked: set[fx.Node]) -> Sequence[fx.Node]:
     """The operands, and the result, that autograd keeps for the backward of ``node``."""
     if node not in tracked:
         return ()
-    inputs, kept = node.all_input_nodes, lowering(node).saves
-    result = (node,) if kept.result else ()
-    if kept.operands is KeptOperands.NONE:
+    inputs, saved = node.all_input_nodes, lowering(node).saves
+    result = (node,) if saved.result else ()
+    if saved.operands is KeptOperands.NONE:
         return result
-    if kept.operands is KeptOperands.FACTORS:
+    if saved.operands is KeptOperands.FACTORS:
         inputs = [x for x in inputs if any(other in tracked for other in inputs if other is not x)]
     return (*inputs, *result)
 

@@ -147,9 +147,9 @@ def _bilinear(shapes: Shapes, out: Shape) -> int:
 
 def _einsum(shapes: Shapes, out: Shape) -> int:
     """Count operations: every element of the result is a sum over the letters that the result lacks."""
-    left, _, result = shapes["equation"].replace(" ", "").partition("->")
+    inputs, _, result = shapes["equation"].replace(" ", "").partition("->")
     sizes: dict[str, int] = {}
-    for term, shape in zip(left.split(","), shapes["tensors"], strict=True):
+    for term, shape in zip(inputs.split(","), shapes["tensors"], strict=True):
         front, _, back = term.partition("...")
         sizes |= dict(zip(front, shape, strict=False))
         sizes |= dict(zip(reversed(back), reversed(shape), strict=False))

@@ -60,8 +60,8 @@ class Measured:
 
     def calls(self, node: fx.Node, calls: Sequence[Call]) -> Sequence[Price]:
         estimates = self.model.calls(node, calls)
-        known = all(map(_sized, (node, *node.all_input_nodes)))
-        if not known or not _runs(node, calls) or any(call.layout is Layout.SHARED for call in calls):
+        all_sized = all(map(_sized, (node, *node.all_input_nodes)))
+        if not all_sized or not _runs(node, calls) or any(call.layout is Layout.SHARED for call in calls):
             return estimates
         with apart(self.model.device):
             trials = [self._trial(node, call) for call in calls]
@@ -70,8 +70,8 @@ class Measured:
             if any(call.lowering.view.likely for call in calls):
                 return estimates
             missing = [trial for trial in trials if self.times.get(trial.key) is None]
-            found = measure(missing, self.model.device)
-            self.times.found.update({trial.key: seconds for trial, seconds in zip(missing, found, strict=True)})
+            new_times = measure(missing, self.model.device)
+            self.times.found.update({trial.key: seconds for trial, seconds in zip(missing, new_times, strict=True)})
         return [Price(e.estimate, self.times.get(t.key)) for e, t in zip(estimates, trials, strict=True)]
 
     def _trial(self, node: fx.Node, call: Call) -> TimedCall:
@@ -117,19 +117,19 @@ class _TrialTensors:
 
     def _operand(self, operand: Operand) -> Any:
         value, members = operand.value, self.prices.model.members
-        made = self._make(value.example, value.layout, self.prices.lying.get((value.node, value.layout)))
+        converted = self._make(value.example, value.layout, self.prices.lying.get((value.node, value.layout)))
         for fn, number, _ in route(operand, members):
-            made = fn(made, number)
+            converted = fn(converted, number)
         tracked = value.node in self.prices.model.tracked
-        found = change(made, Tensor, lambda x: self._leaf(x, tracked))
-        first = next(leaves(found, Tensor), None)
+        result = change(converted, Tensor, lambda x: self._leaf(x, tracked))
+        first = next(leaves(result, Tensor), None)
         if first is not None:
             kind = str(first.dtype).removeprefix("torch.")
             mark = " grad" if first.requires_grad else ""
             self.described.append(
                 f"{operand.layout.value} {kind}{list(first.shape)} strides {list(first.stride())}{mark}"
             )
-        return found
+        return result
 
     def _leaf(self, x: Tensor, tracked: bool) -> Tensor:
         x = x.detach()
@@ -162,15 +162,15 @@ class _TrialTensors:
         sizes = shape if lying is None else [1 if stride == 0 else n for n, stride in zip(shape, lying, strict=True)]
         device, dtype = self.prices.model.device, example.dtype
         if lying is None or not _apart_in_memory(sizes, lying):
-            made = torch.empty(shape, dtype=dtype, device=device)
+            tensor = torch.empty(shape, dtype=dtype, device=device)
         else:
-            made = torch.empty_strided(sizes, lying, dtype=dtype, device=device)
-        if made.is_floating_point():
-            made.copy_(torch.rand(made.shape, generator=self.generator, device=device))
+            tensor = torch.empty_strided(sizes, lying, dtype=dtype, device=device)
+        if tensor.is_floating_point():
+            tensor.copy_(torch.rand(tensor.shape, generator=self.generator, device=device))
         else:
             # An index that is valid everywhere, a mask that hides nothing.
-            made.fill_(dtype is torch.bool)
-        return made.expand(shape)
+            tensor.fill_(dtype is torch.bool)
+        return tensor.expand(shape)
 
 
 def measure(trials: Sequence[TimedCall], device: torch.device) -> list[float]:
@@ -207,8 +207,8 @@ def _runs(node: fx.Node, calls: Sequence[Call]) -> bool:
     target, views = node.target, any(call.lowering.view.likely for call in calls)
     if views or not isinstance(target, OpOverload):
         return views
-    known = family(node) in MEASURED or "pool" in family(node) or torch.Tag.pointwise in target.tags
-    return known and not target._schema.is_mutable
+    measurable = family(node) in MEASURED or "pool" in family(node) or torch.Tag.pointwise in target.tags
+    return measurable and not target._schema.is_mutable
 
 
 def _sized(node: fx.Node) -> bool:

@@ -61,8 +61,8 @@ class Model:
     def call(self, node: fx.Node, call: Call) -> Price:
         if call.layout is Layout.SHARED:
             return Price(0.0)
-        found = seconds(call.lowering, self._work(node, call), self.rates)
-        return Price(found.both + self._unfolding(node, call))
+        estimate = seconds(call.lowering, self._work(node, call), self.rates)
+        return Price(estimate.both + self._unfolding(node, call))
 
     def _work(self, node: fx.Node, call: Call) -> Work:
         members = width(node, self.members)
@@ -78,10 +78,10 @@ class Model:
 
     def move(self, value: Value, convert: Conversion) -> float:
         tracked, image = value.node in self.tracked, _is_image(value.node)
-        found = conversion_seconds(
+        estimate = conversion_seconds(
             convert, self._size(value.node), width(value.node, self.members), self.rates, tracked=tracked, image=image
         )
-        return found.both * (CAUTION if convert in PACKING else 1.0)
+        return estimate.both * (CAUTION if convert in PACKING else 1.0)
 
     def _size(self, node: fx.Node) -> int:
         """Return the bytes of a value for all members that compute it."""
@@ -112,15 +112,15 @@ def _varying(example: Any) -> int | None:
 
 def _tracked(graph: fx.Graph) -> frozenset[fx.Node]:
     """The values that get a gradient."""
-    found: set[fx.Node] = set()
+    tracked: set[fx.Node] = set()
     for node in graph.nodes:
         example = node.meta.get("val")
         if node.op == "placeholder":
             if isinstance(example, Tensor) and example.requires_grad:
-                found.add(node)
-        elif family(node) != "detach" and floating(example) and found.intersection(node.all_input_nodes):
-            found.add(node)
-    return frozenset(found)
+                tracked.add(node)
+        elif family(node) != "detach" and floating(example) and tracked.intersection(node.all_input_nodes):
+            tracked.add(node)
+    return frozenset(tracked)
 
 
 def _is_image(node: fx.Node) -> bool:

@@ -137,5 +137,5 @@ def reorders(rates: ComputeRates) -> bool:
     return rates.device == "cpu"
 
 
-def _split(both: float, tracked: bool) -> Seconds:
-    return Seconds(both * FORWARD, both * (1 - FORWARD) if tracked else 0.0)
+def _split(total: float, tracked: bool) -> Seconds:
+    return Seconds(total * FORWARD, total * (1 - FORWARD) if tracked else 0.0)

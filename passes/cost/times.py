@@ -36,8 +36,8 @@ def times_on(device: torch.device) -> Iterator[Times]:
     """
     machine = describe(device)
     path = cache_file("lowerings", machine)
-    known, trouble = _read(path, machine)
-    times = Times(known)
+    cached, trouble = _read(path, machine)
+    times = Times(cached)
     yield times
     if times.found:
         latest, _ = _read(path, machine)
@@ -56,9 +56,9 @@ def times_on(device: torch.device) -> Iterator[Times]:
 def _read(path: Path, machine: dict[str, str]) -> tuple[dict[str, float], str]:
     """Read the seconds cached at ``path``; also returns what is wrong with the file, empty if nothing is."""
     try:
-        kept = read_json(path)
-        seconds = {str(key): number(value, *_PLAUSIBLE) for key, value in kept["seconds"].items()}
-        if kept["machine"] != machine:
+        cached = read_json(path)
+        seconds = {str(key): number(value, *_PLAUSIBLE) for key, value in cached["seconds"].items()}
+        if cached["machine"] != machine:
             raise ValueError("of another machine")
     except FileNotFoundError:
         return {}, ""

@@ -58,9 +58,9 @@ def sink_transposes(module: fx.GraphModule) -> fx.GraphModule:
                 keep(node, value(source), dims)
         elif node.target in IDENTITY and sources[0] in views:
             keep(node, views[sources[0]].base, views[sources[0]].dims)
-        elif _pointwise(node) and _alike(sources, views) and (found := _sunk(node, views)) is not None:
+        elif _pointwise(node) and _alike(sources, views) and (sunk_val := _sunk(node, views)) is not None:
             base = graph.node_copy(node, lambda n: views[n].base)
-            base.meta = {"val": found}
+            base.meta = {"val": sunk_val}
             keep(node, base, views[sources[0]].dims)
         else:
             env[node] = graph.node_copy(node, value)
@@ -99,5 +99,5 @@ def _sunk(node: fx.Node, views: dict[fx.Node, Transposed]) -> FakeTensor | None:
     with val.fake_mode:
         sunk: FakeTensor = node.target(*args, **kwargs)  # type: ignore[operator]
         strides = sunk.transpose(*views[node.all_input_nodes[0]].dims).stride()
-    same = all(equal(a, b) for a, b in zip(strides, val.stride(), strict=True))
-    return sunk if same else None
+    same_strides = all(equal(a, b) for a, b in zip(strides, val.stride(), strict=True))
+    return sunk if same_strides else None

@@ -26,9 +26,9 @@ def transpose_products(module: fx.GraphModule) -> fx.GraphModule:
     def transposed(node: fx.Node) -> fx.Node:
         if _transposes(node):
             return env[node.all_input_nodes[0]]
-        made = graph.call_function(aten.transpose.int, (env[node], -2, -1))
-        made.meta["val"] = node.meta["val"].mT
-        return made
+        transpose = graph.call_function(aten.transpose.int, (env[node], -2, -1))
+        transpose.meta["val"] = node.meta["val"].mT
+        return transpose
 
     for node in module.graph.nodes:
         product = _product(node)
@@ -76,11 +76,11 @@ def _transposes(node: fx.Node) -> bool:
 
 
 def _in_order(val: Tensor) -> Tensor:
-    found: Any = val
-    with found.fake_mode:
+    fake: Any = val
+    with fake.fake_mode:
         return val.clone(memory_format=torch.contiguous_format)
 
 
 def _val(node: fx.Node) -> Tensor:
-    found: Tensor = node.meta["val"]
-    return found
+    val: Tensor = node.meta["val"]
+    return val

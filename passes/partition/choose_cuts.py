@@ -80,8 +80,8 @@ def _partitions(segments: Segments, budget: int, shards: _Shards, keep: bool) ->
     runs = {first: [run for run in running(first) if run[0] in ends] for first in (0, *few)}
 
     def cuttings(end: int, budget: int, parts: Iterable[float]) -> Iterator[tuple[int, ...]]:
-        found = (fewest_alive(segments.alive, runs, runs.__getitem__, end, round(part * budget)) for part in parts)
-        return (cuts for cuts in found if cuts is not None)
+        candidates = (fewest_alive(segments.alive, runs, runs.__getitem__, end, round(part * budget)) for part in parts)
+        return (cuts for cuts in candidates if cuts is not None)
 
     for cuts in cuttings(end, budget, _PARTS):
         yield Partition(cuts, False)
@@ -89,18 +89,18 @@ def _partitions(segments: Segments, budget: int, shards: _Shards, keep: bool) ->
         return
     yield Partition((), True)
     for start in _fewest(segments, [first for first in few if any(last == end for last, _ in runs[first])], _MAX_KEPT):
-        left = budget - host_bytes(shards((start,))[-1], carried=segments.carried)
-        for cuts in cuttings(start, left, _PARTS_BESIDE):
+        remaining_budget = budget - host_bytes(shards((start,))[-1], carried=segments.carried)
+        for cuts in cuttings(start, remaining_budget, _PARTS_BESIDE):
             yield Partition((*cuts, start), True)
 
 
 def _beside(partition: Partition, more: Sequence[int]) -> Iterator[Partition]:
     """Yield variations of ``partition`` with one more cut, at a position in ``more``, or with one cut less."""
-    for place in more:
-        if place not in partition.cuts:
-            yield Partition(tuple(sorted((*partition.cuts, place))), partition.kept)
-    for place in partition.cuts:
-        yield Partition(tuple(each for each in partition.cuts if each != place), partition.kept)
+    for position in more:
+        if position not in partition.cuts:
+            yield Partition(tuple(sorted((*partition.cuts, position))), partition.kept)
+    for position in partition.cuts:
+        yield Partition(tuple(other for other in partition.cuts if other != position), partition.kept)
 
 
 def _running(segments: Segments, budget: int) -> Callable[[int], Iterator[tuple[int, int]]]:
@@ -155,10 +155,10 @@ def _fewest(segments: Segments, places: Sequence[int], most: int) -> list[int]:
     return [min(group, key=segments.alive.__getitem__) for group in groups]
 
 
-def _seconds(shards: tuple[Shard, ...], kept: bool, budget: int, rates: Rates, *, carried: bool) -> float:
+def _seconds(shards: tuple[Shard, ...], keep: bool, budget: int, rates: Rates, *, carried: bool) -> float:
     """Simulate the seconds of some minibatches; infinite if the shards do not fit ``budget``."""
     sums = 2 if carried else 1
-    task = TaskPlan("task", shards, _STEPS * sums, resident=False, accumulate=sums, kept=kept)
+    task = TaskPlan("task", shards, _STEPS * sums, resident=False, accumulate=sums, kept=keep)
     if task.device_bytes > budget:
         return math.inf
     plan = Plan((task,), {"device": budget}, rates.load, rates.evict, rates.action_seconds)

@@ -103,7 +103,7 @@ def _between(segments: Segments, cuts: Sequence[int], rates: Rates) -> tuple[Sha
     places = [0, *cuts, segments.count]
     parts = [_shard(segments, number, *ends, rates) for number, ends in enumerate(pairwise(places))]
     owners = _borrowed(segments, places)
-    return tuple(replace(part, borrows=found) for part, found in zip(parts, owners, strict=True))
+    return tuple(replace(part, borrows=part_owners) for part, part_owners in zip(parts, owners, strict=True))
 
 
 def tightest(segments: Segments) -> tuple[int, int, int]:
@@ -119,7 +119,7 @@ def tightest(segments: Segments) -> tuple[int, int, int]:
             if reached < best[run.last]:
                 best[run.last], came[run.last] = reached, first
     places = [0, *on_the_way(came.__getitem__, segments.count), segments.count]
-    worst = max(pairwise(places), key=lambda place: segments.need(place[0], _segment(segments, *place)))
+    worst = max(pairwise(places), key=lambda ends: segments.need(ends[0], _segment(segments, *ends)))
     return best[-1], *worst
 
 

@@ -26,16 +26,16 @@ def match_cuts(program: Program, names: Mapping[str, str], held: Sequence[frozen
         PlanError: the tensors are used in an order other than that of the shards.
     """
     of, views, nodes = slots(program), weight_views(program, batch), operators(program)
-    known = frozenset[str]().union(*held)
+    loaded = frozenset[str]().union(*held)
     ends, shard = [], 0
-    for place, node in enumerate(nodes):
-        used = {names[key] for key in _keys(node, of, views) if key in names} & known if node not in views else set()
-        while not used <= held[shard]:
-            ends.append(place)
+    for index, node in enumerate(nodes):
+        keys = {names[key] for key in _keys(node, of, views) if key in names} & loaded if node not in views else set()
+        while not keys <= held[shard]:
+            ends.append(index)
             shard += 1
             if shard == len(held):
                 raise PlanError(
-                    f"program {program.name}: operator {node.name} uses {', '.join(sorted(used))} after tensors of "
+                    f"program {program.name}: operator {node.name} uses {', '.join(sorted(keys))} after tensors of "
                     "later shards, so it cannot be cut like the program that is trained; give a device the memory to "
                     "hold the task whole, or leave the eval loader out"
                 )
@@ -44,11 +44,11 @@ def match_cuts(program: Program, names: Mapping[str, str], held: Sequence[frozen
 
 def _keys(node: fx.Node, of: Mapping[fx.Node, Slot], views: set[fx.Node]) -> set[str]:
     """The tensors that an operator uses, itself or by views of them."""
-    found: set[str] = set()
+    keys: set[str] = set()
     for source in node.all_input_nodes:
         slot = of.get(source)
         if slot is not None and slot.kind is not Kind.INPUT:
-            found.add(slot.name)
+            keys.add(slot.name)
         elif source in views:
-            found |= _keys(source, of, views)
-    return found
+            keys |= _keys(source, of, views)
+    return keys

@@ -15,7 +15,7 @@ from hfusion.core.tree import leaves
 def retarget_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     """``module`` with every device in the arguments of a call replaced by ``device``; itself if none differs."""
     nodes = [node for sub in _graphs(module) for node in sub.graph.nodes]
-    if all(found == device for node in nodes for found in leaves((node.args, node.kwargs), torch.device)):
+    if all(node_device == device for node in nodes for node_device in leaves((node.args, node.kwargs), torch.device)):
         return module
 
     def swapped(value: Any) -> Any:

@@ -61,8 +61,8 @@ class Segments:
     def _during(self) -> tuple[int, ...]:
         """Bytes alive while each step runs, with the workspaces of the step and its backward."""
         spans = [(storage.born, storage.last, storage.size) for storage in self.line.storages]
-        own = [step.workspace + step.summed for step in self.line.steps]
-        return tuple(map(sum, zip(_levels(spans, self.count), own, strict=True)))
+        step_bytes = [step.workspace + step.summed for step in self.line.steps]
+        return tuple(map(sum, zip(_levels(spans, self.count), step_bytes, strict=True)))
 
     @cached_property
     def _owed(self) -> tuple[int, ...]:
@@ -81,19 +81,19 @@ class Segments:
     @cached_property
     def _ends(self) -> tuple[tuple[Storage, ...], ...]:
         """For each step, the storages whose last use it is."""
-        found: list[list[Storage]] = [[] for _ in range(self.count)]
+        ending: list[list[Storage]] = [[] for _ in range(self.count)]
         for storage in self.line.storages:
-            found[min(storage.last, self.count - 1)].append(storage)
-        return tuple(map(tuple, found))
+            ending[min(storage.last, self.count - 1)].append(storage)
+        return tuple(map(tuple, ending))
 
     @cached_property
     def _uses(self) -> tuple[tuple[tuple[int, Weight], ...], ...]:
         """For each step, the weights that it uses, each with the last step before it that uses the weight, or -1."""
-        found: list[list[tuple[int, Weight]]] = [[] for _ in range(self.count)]
+        uses: list[list[tuple[int, Weight]]] = [[] for _ in range(self.count)]
         for weight in self.line.weights:
             for before, index in zip((-1, *weight.uses), weight.uses, strict=False):
-                found[index].append((before, weight))
-        return tuple(map(tuple, found))
+                uses[index].append((before, weight))
+        return tuple(map(tuple, uses))
 
     def starting(self, first: int) -> Iterator[Segment]:
         """Yield the runs that begin at ``first``, the shortest first.
@@ -172,9 +172,9 @@ class _Growing:
         """Return the peak bytes of the forward, without the activations if it ``keeps`` them."""
         return int((self._beside if keeps else self._forward)[: self._size].max())
 
-    def begin(self, step: OperatorCost, during: int, made: int) -> None:
-        """Add a step. ``during``: the bytes alive while it runs. ``made``: bytes of its results used by later steps."""
-        self._backward[: self._size] += made
+    def begin(self, step: OperatorCost, during: int, result_bytes: int) -> None:
+        """Add a step. ``during``: the bytes alive while it runs. ``result_bytes``: of results that later steps use."""
+        self._backward[: self._size] += result_bytes
         self.activations += step.saved
         self._backward[self._size] = during + self.activations
         self._forward[self._size] = self._beside[self._size] = step.workspace

@@ -28,8 +28,8 @@ _BORDERS = (enter_autocast, exit_autocast)
 
 def input_names(program: Program) -> tuple[str, ...]:
     """The names under which parts take the program's inputs, in the order of the inputs."""
-    found = {int(slot.name): node.name for node, slot in slots(program).items() if slot.kind is Kind.INPUT}
-    return tuple(found[position] for position in sorted(found))
+    names = {int(slot.name): node.name for node, slot in slots(program).items() if slot.kind is Kind.INPUT}
+    return tuple(names[position] for position in sorted(names))
 
 
 def split(program: Program, ends: Sequence[int], batch: int) -> tuple[Part, ...]:
@@ -68,7 +68,7 @@ def _split(held: Same, ends: tuple[int, ...], batch: int) -> tuple[Part, ...]:
             "give a device the memory to hold it whole"
         )
     places = enumerate(pairwise([0, *ends]), start=1)
-    return tuple(cutting.part(*each, ends=number == len(ends)) for number, each in places)
+    return tuple(cutting.part(*run, ends=number == len(ends)) for number, run in places)
 
 
 def slots(program: Program) -> dict[fx.Node, Slot]:
@@ -79,10 +79,12 @@ def slots(program: Program) -> dict[fx.Node, Slot]:
 
 def weight_views(program: Program, batch: int) -> set[fx.Node]:
     """The operators that give views of parameters, buffers or constants."""
-    own = {node for node, slot in slots(program).items() if slot.kind is not Kind.INPUT}
+    weights = {node for node, slot in slots(program).items() if slot.kind is not Kind.INPUT}
     views: set[fx.Node] = set()
     for node in operators(program):
-        if viewed(node, batch) is not None and all(source in views or source in own for source in node.all_input_nodes):
+        if viewed(node, batch) is not None and all(
+            source in views or source in weights for source in node.all_input_nodes
+        ):
             views.add(node)
     return views
 
@@ -95,7 +97,7 @@ class _Cutting:
         self.nodes = nodes
         self.slots = slots(program)
         self.output = next(node for node in program.module.graph.nodes if node.op == "output")
-        self.place = {node: place for place, node in enumerate((*nodes, self.output))}
+        self.place = {node: index for index, node in enumerate((*nodes, self.output))}
         self.views = weight_views(program, batch)
 
     def _own(self, node: fx.Node) -> bool:
@@ -103,10 +105,10 @@ class _Cutting:
 
     def part(self, first: int, last: int, *, ends: bool) -> Part:
         """Operators ``[first, last)``; ``ends``: and the outputs of the program."""
-        wanted = [self.output] if ends else []
+        outputs = [self.output] if ends else []
         inside = [node for node in self.nodes[first:last] if node not in self.views]
-        needed = self._with_views([*inside, *wanted])
-        outside = dict.fromkeys(source for node in needed for source in node.all_input_nodes if source not in needed)
+        nodes = self._with_views([*inside, *outputs])
+        outside = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in nodes)
         keys = [node for node in outside if self._own(node)]
         takes = [node for node in outside if not self._own(node)]
         gives = [node for node in inside if not ends and any(self.place[user] >= last for user in node.users)]
@@ -114,7 +116,7 @@ class _Cutting:
         for node in (*keys, *takes):
             env[node] = graph.placeholder(node.name)
             env[node].meta.update(node.meta)
-        for node in needed:
+        for node in nodes:
             if node is not self.output:
                 env[node] = graph.node_copy(node, env.__getitem__)
         if ends:
@@ -133,17 +135,17 @@ class _Cutting:
 
     def _with_views(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
         """``nodes`` with the views of weights that they use, each before its users."""
-        found: dict[fx.Node, None] = {}
+        ordered: dict[fx.Node, None] = {}
 
         def add(node: fx.Node) -> None:
             for source in node.all_input_nodes:
-                if source in self.views and source not in found:
+                if source in self.views and source not in ordered:
                     add(source)
-            found[node] = None
+            ordered[node] = None
 
         for node in nodes:
             add(node)
-        return found
+        return ordered
 
     def written(self, node: fx.Node, kind: Kind) -> list[str]:
         """The buffers that a call may write to, or the parameters that it does."""

@@ -100,8 +100,8 @@ def _attend(qkv: Array) -> Array:
     batch, length, width = qkv.shape
     q, k, v = jnp.moveaxis(qkv.reshape(batch, length, 3, HEADS, width // 3 // HEADS), 2, 0)
     scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) / jnp.sqrt(q.shape[-1])
-    seen = jnp.tril(jnp.ones((length, length), bool))
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
     return jnp.einsum("nhqk,nkhd->nqhd", weights, v).reshape(batch, length, width // 3)
 
 
@@ -109,9 +109,9 @@ def lstm(p: Parameters, x: Array) -> Array:
     bias = p["rnn.bias_ih_l0"] + p["rnn.bias_hh_l0"]
     gates_of_inputs = jnp.moveaxis(x, 1, 0) @ p["rnn.weight_ih_l0"].T + bias
 
-    def cell(state: tuple[Array, Array], given: Array) -> tuple[tuple[Array, Array], None]:
+    def cell(state: tuple[Array, Array], input_gates: Array) -> tuple[tuple[Array, Array], None]:
         hidden, memory = state
-        into, forget, new, out = jnp.split(given + hidden @ p["rnn.weight_hh_l0"].T, 4, axis=-1)
+        into, forget, new, out = jnp.split(input_gates + hidden @ p["rnn.weight_hh_l0"].T, 4, axis=-1)
         memory = jax.nn.sigmoid(forget) * memory + jax.nn.sigmoid(into) * jnp.tanh(new)
         return (jax.nn.sigmoid(out) * jnp.tanh(memory), memory), None
 

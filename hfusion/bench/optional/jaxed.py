@@ -56,9 +56,9 @@ def _cpu() -> Any:
     XLA starts its threads at the first use of the device, one for each core that the process may use then.
     """
     if torch.get_num_threads() == 1:
-        given = os.environ.get("XLA_FLAGS", "")
-        if ONE_THREAD not in given:
-            os.environ["XLA_FLAGS"] = f"{given} {ONE_THREAD}".strip()
+        flags = os.environ.get("XLA_FLAGS", "")
+        if ONE_THREAD not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} {ONE_THREAD}".strip()
         # Else Python and a thread of XLA share the work of a step.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     with _few_cores(torch.get_num_threads()):
