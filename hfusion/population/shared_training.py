@@ -34,7 +34,7 @@ def step_together(pop: ArrayGroup, inputs: Any, target: Any, keywords: dict[str,
             backward((losses * block_scales)[chosen])
 
     budget = pop._step.budget
-    block = None if budget is None else budget.plan(Arguments.of(args, kwargs)).block
+    block = None if budget is None else budget.plan(Arguments.of(args, kwargs)).eager.block
     with keyed(pop._step.keys):
         values, _ = pop._together.run(args, kwargs, target, block, budget is not None, of_block)
     if not training:

@@ -38,6 +38,10 @@ class CallReport:
     how: str
     why: str = ""
 
+    @property
+    def is_compiled(self) -> bool:
+        return not self.how.startswith("eager")
+
     def __str__(self) -> str:
         return f"{self.call}: {self.how}" + (f": {self.why}" if self.why else "")
 
@@ -70,7 +74,7 @@ class StepReport:
         return "\n".join(map(str, self.rows)) or "no step so far"
 
     def __repr__(self) -> str:
-        compiled = sum(not row.how.startswith("eager") for row in self.rows)
+        compiled = sum(row.is_compiled for row in self.rows)
         return f"<StepReport: kinds of calls {len(self.rows)}, compiled {compiled}; print() shows them>"
 
     def _repr_html_(self) -> str:
@@ -120,8 +124,8 @@ class StepVariant:
 
     @property
     def most(self) -> int | None:
-        """The most members that the memory budget allows at a time; None for all."""
-        most: int | None = self.situation[-1][1]
+        """The most members that the memory budget allows a compiled step at a time; None for all."""
+        most: int | None = self.situation[-1][2]
         return most
 
     @property

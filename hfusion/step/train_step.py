@@ -31,7 +31,7 @@ from hfusion.step.compile_mode import Compile, CompileMode
 from hfusion.step.compile_scheduler import ProgramMaker
 from hfusion.step.eager_comparison import EagerProgram
 from hfusion.step.eager_step import EagerStep
-from hfusion.step.memory_budget import MemoryBudget, MemoryPlan
+from hfusion.step.memory_budget import MemoryBudget, StepPlans
 from hfusion.step.program_lifecycle import Eager, Refused
 from hfusion.step.replaced_parameters import TrainedParameters
 from hfusion.step.step_assertions import checked_step
@@ -97,7 +97,7 @@ class TrainStep:
         self._ways: dict[Any, list[StepVariant]] = {}
         self._known: dict[Any, StepVariant] = {}
         self._uncompiled: dict[str, CallReport] = {}
-        self._memory: dict[str, MemoryPlan] = {}
+        self._memory: dict[str, StepPlans] = {}
         self._warned: set[str] = set()
         self._trained = TrainedParameters(fused, opt)
         self._maker = ProgramMaker(mode, self._ways, self._eager_program)
@@ -113,10 +113,10 @@ class TrainStep:
         if not self._mode.compile and self.budget is None:
             return PreparedStep(args, kwargs, target)
         call = StepCall(Arguments.of(args, kwargs), Arguments.of((target,), {}))
-        block = None
+        block = compiled_block = None
         if self.budget is not None:
-            memory = self._memory[call.text] = self.budget.plan(call.inputs)
-            block = memory.block
+            plans = self._memory[call.text] = self.budget.plan(call.inputs)
+            block, compiled_block = plans.eager.block, plans.compiled.block
         if call.ragged or not self._mode.compile:
             noun = "batches" if call.inputs.ragged else "targets"
             why = f"members' {noun} have different sizes" if self._mode.compile else "compile=False"
@@ -126,7 +126,7 @@ class TrainStep:
             self._fused._pattern(call.inputs),
             self._loss.state(),
             active_autocast(),
-            (self._mode.parts, block),
+            (self._mode.parts, block, compiled_block),
         )
         variant = self._find(call, situation)
         if variant is None and call.text in self.expected_calls:
@@ -211,8 +211,8 @@ class TrainStep:
         if not self._mode.compile and self.budget is None:
             return StepReport((CallReport("every call", "eager", "compile=False"),))
         rows = [*(variant.row() for group in self._ways.values() for variant in group), *self._uncompiled.values()]
-        memory = self._memory
-        return StepReport(tuple(replace(r, how=f"{r.how}, {memory[r.call]}") if r.call in memory else r for r in rows))
+        plans = self._memory
+        return StepReport(tuple(plans[row.call].described(row) if row.call in plans else row for row in rows))
 
     def _eager(self, prepared: PreparedStep) -> tuple[Tensor, Any]:
         """Run the step by autograd, and return losses and outputs; see `EagerStep.run`."""
@@ -224,7 +224,7 @@ class TrainStep:
         return losses, outputs
 
     def _eager_program(self, situation: Any) -> EagerProgram:
-        _, _, autocast, (_, block) = situation
+        _, _, autocast, (_, block, _) = situation
         return EagerProgram(self._fused, self._by_autograd, autocast, self._draws_by_seeds(), block)
 
     def _draws_by_seeds(self) -> bool:

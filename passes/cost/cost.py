@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
 
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Program, Slot, source_line
@@ -33,6 +34,14 @@ from hfusion.passes.cost.flops import (
 )
 from hfusion.passes.cost.roofline import Seconds, Work, conversion_seconds, seconds
 from hfusion.passes.gather import width
+
+# Operators that Inductor fuses, besides those that torch tags as pointwise: pointwise ones without the tag, sums and
+# extrema, and norms, whose results are pointwise functions of the operand and of sums over it.
+_FUSED = frozenset(
+    {"batch_norm", "group_norm", "instance_norm", "layer_norm", "log_softmax", "rms_norm", "softmax"}
+    | {"adaptive_avg_pool2d", "amax", "amin", "max", "mean", "min", "sum", "var"}
+    | {"clone", "contiguous", "copy", "glu", "hardswish", "log_sigmoid", "masked_fill", "prelu", "to", "where"}
+)
 
 
 @dataclass(frozen=True)
@@ -92,9 +101,13 @@ def operators(program: Program) -> tuple[fx.Node, ...]:
     return tuple(node for node in program.module.graph.nodes if node.op == "call_function")
 
 
-def line(program: Program, batch: int, rates: Rates) -> Line:
-    """The costs of ``program`` for ``batch`` samples; programs captured with fixed sizes keep theirs."""
-    tracing = _Tracing(program.members, batch, rates)
+def line(program: Program, batch: int, rates: Rates, *, is_compiled: bool = False) -> Line:
+    """The costs of ``program`` for ``batch`` samples; programs captured with fixed sizes keep theirs.
+
+    ``is_compiled``: leave out values that a compiled program does not store, as it fuses pointwise operators with all
+    operators that read their results.
+    """
+    tracing = _Tracing(program.members, batch, rates, is_compiled)
     waiting = iter(program.slots)
     nodes = operators(program)
     for node in program.module.graph.nodes:
@@ -118,6 +131,16 @@ class _Root:
     slot: Slot | None = None
     trained: bool = False
     saved: int | None = None
+    # For values within a fused kernel, which has to read the operands again where the value is used.
+    is_stored: bool = True
+    operands: list[_Root] = field(default_factory=list)
+
+    def lend_uses(self) -> None:
+        """Let the operands be used and saved where this value is."""
+        for operand in self.operands:
+            operand.uses = sorted({*operand.uses, *self.uses})
+            saved = [step for step in (operand.saved, self.saved) if step is not None]
+            operand.saved = min(saved, default=None)
 
     @property
     def written(self) -> bool:
@@ -131,6 +154,7 @@ class _Tracing:
     members: int
     batch: int
     rates: Rates
+    is_compiled: bool = False
     roots: dict[fx.Node, _Root] = field(default_factory=dict)
     tracked: set[fx.Node] = field(default_factory=set)
     steps: list[OperatorCost] = field(default_factory=list)
@@ -155,14 +179,16 @@ class _Tracing:
         trained = needs_gradient and slot.kind is Kind.PARAMETER
         self.roots[node] = _Root(self.bytes(node), 0, slot=slot if is_weight else None, trained=trained)
 
-    def use(self, node: fx.Node, index: int) -> None:
+    def use(self, node: fx.Node, index: int, *, is_fused: bool = False) -> None:
+        self.roots[node].is_stored |= not is_fused
         uses = self.roots[node].uses
         if not uses or uses[-1] != index:
             uses.append(index)
 
     def step(self, index: int, node: fx.Node) -> None:
+        fused = self.is_compiled and (fuses(node) or viewed(node, self.batch) is not None)
         for source in node.all_input_nodes:
-            self.use(source, index)
+            self.use(source, index, is_fused=fused)
         if (
             family_of(node) != "detach"
             and floating(node.meta.get("example"))
@@ -170,8 +196,9 @@ class _Tracing:
         ):
             self.tracked.add(node)
         self.roots[node] = root = self._root(index, node)
+        root.operands += [self.roots[source] for source in node.all_input_nodes if self.roots[source] is not root]
         self.results.append(root)
-        self.use(node, index)
+        self.use(node, index, is_fused=fused)
         for saved in saves(node, self.tracked):
             if self.roots[saved].saved is None:
                 self.roots[saved].saved = index
@@ -187,7 +214,7 @@ class _Tracing:
             root = self.roots[source]
             if root.slot is not None or size <= root.size:
                 return root
-        return _Root(size, index)
+        return _Root(size, index, is_stored=False)
 
     def _seconds(self, node: fx.Node, *, is_view: bool) -> Seconds:
         node_lowering, tracked = lowering(node), node in self.tracked
@@ -227,8 +254,13 @@ class _Tracing:
 
     def line(self, count: int) -> Line:
         unique = list({id(root): root for root in self.roots.values()}.values())
+        for root in reversed(unique):
+            if not root.is_stored:
+                root.lend_uses()
         weights = [Weight(r.size, tuple(r.uses), r.trained, r.written) for r in unique if r.slot is not None and r.uses]
-        values = [Storage(r.size, r.born, r.uses[-1], r.saved) for r in unique if r.slot is None and r.uses]
+        values = [
+            Storage(r.size, r.born, r.uses[-1], r.saved) for r in unique if r.slot is None and r.uses and r.is_stored
+        ]
         inside = tuple(replace(w, uses=tuple(u for u in w.uses if u < count)) for w in weights)
         summed = self._summed(count)
         steps = [replace(step, summed=size) for step, size in zip(self.steps, summed, strict=True)]
@@ -246,6 +278,14 @@ class _Tracing:
             for use in uses if root.slot is not None and len(uses) > 1 else uses[:-1]:
                 summed[use] += root.size
         return summed
+
+
+def fuses(node: fx.Node) -> bool:
+    """Return whether Inductor fuses the operator with those that compute its operands."""
+    if node.meta.get("transition"):
+        return True
+    target = node.meta["origin"].target
+    return family_of(node) in _FUSED or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags)
 
 
 def family_of(node: fx.Node) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
@@ -20,10 +22,10 @@ EPS = 1e-4
 ZOO = {model.name: model for model in MODELS}
 
 
-def budget(fused: hf.FusedModule, opt: Any, x: Any, size: int, samples: int) -> int:
+def budget(fused: hf.FusedModule, opt: Any, x: Any, size: int, samples: int, *, is_compiled: bool = False) -> int:
     """The least memory in which ``size`` members fit."""
     program = fused.compiled(Arguments.of((x,), {})).program
-    return state_bytes(fused, opt) + block_bytes(program, size, samples)
+    return state_bytes(fused, opt) + block_bytes(program, size, samples, is_compiled=is_compiled)
 
 
 class Tied(nn.Module):
@@ -98,7 +100,7 @@ def test_blocks_train_as_the_members_alone(case: Case) -> None:
     def inputs(xs: list[Tensor]) -> Any:
         return hf.stacked(torch.stack(xs)) if case.stacked else xs[0]
 
-    memory = budget(fused, opt, inputs(draw(6)), case.size, 6)
+    memory = budget(fused, opt, inputs(draw(6)), case.size, 6, is_compiled=case.compile)
     step = hf.train_step(fused, loss_of, opt, compile=case.compile, memory=memory, parts=1)
     for size in (6, 6, 5, 6):
         xs, target = draw(size), torch.rand(size, dtype=torch.float64)
@@ -121,6 +123,29 @@ def test_blocks_train_as_the_members_alone(case: Case) -> None:
         torch.testing.assert_close(param.grad, theirs, rtol=1e-9, atol=1e-11)
     assert f"{case.size} of 5 at a time, at an estimated peak of" in str(step.report())
     assert ("program" in str(step.report())) == case.compile
+
+
+def wide() -> nn.Module:
+    """Activations that are much larger than the weights."""
+    layers = [(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Hardswish()) for _ in range(4)]
+    return nn.Sequential(*(layer for group in layers for layer in group), nn.Flatten(), nn.Linear(1024, 3))
+
+
+def test_a_compiled_step_computes_more_members_within_the_same_memory() -> None:
+    torch.manual_seed(0)
+    fused = hf.fuse([wide() for _ in range(4)])
+    opt, x, target = hf.optim.SGD(fused.parameters(), lr=0.1), torch.randn(32, 4, 16, 16), torch.randint(3, (32,))
+    memory = budget(fused, opt, x, 2, 32, is_compiled=True)
+    assert budget(fused, opt, x, 1, 32) <= memory < budget(fused, opt, x, 2, 32)
+    step = hf.train_step(fused, F.cross_entropy, opt, compile=True, memory=memory, parts=1)
+    step(x, target)
+    assert "1 of 4 at a time" in str(step.report())
+    step(x, target)
+    assert "2 of 4 at a time" in str(step.report())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        step(x, target)
+    live = itertools.accumulate(event.cpu_memory_usage for event in profiler.events() if event.name == "[memory]")
+    assert memory // 4 <= max(live) <= memory
 
 
 def dropout(p: float) -> nn.Module:
