@@ -85,7 +85,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         self._metrics = {name: per_model(metric) for name, metric in (metrics or {}).items()}
         self._optimizer, self._scheduler, self._interval = optimizer, scheduler, scheduler_interval
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self._accumulate, self._own = accumulate, own_batches
+        self._accumulate, self._own_batches = accumulate, own_batches
 
     @property
     def names(self) -> list[str]:
@@ -169,7 +169,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
             optimizer.step()
             if self._interval == "step":
                 self._step_scheduler()
-        self._log("train_loss", losses.detach(), _samples(batch, self._own))
+        self._log("train_loss", losses.detach(), _samples(batch, self._own_batches))
         member_losses: Tensor = losses.detach()
         return member_losses
 
@@ -200,25 +200,25 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the members' outputs ``[B, ...]``. A batch is inputs, or a pair of inputs and target."""
-        return self._outputs(self._arguments(batch)[0] if _is_pair(batch) else self._own_if(batch))
+        return self._outputs(self._arguments(batch)[0] if _is_pair(batch) else self._stacked_if_own(batch))
 
     def _evaluate(self, stage: str, batch: Any) -> None:
         inputs, target = self._arguments(batch)
-        output, samples = self._outputs(inputs), _samples(batch, self._own)
+        output, samples = self._outputs(inputs), _samples(batch, self._own_batches)
         for name, function in {"loss": self._losses, **self._metrics}.items():
             self._log(f"{stage}_{name}", function(output, target), samples)
 
     def _arguments(self, batch: Any) -> tuple[Any, Any]:
         if not _is_pair(batch):
             raise ValueError(f"a batch is (inputs, target), this one is a {type(batch).__name__}: override the steps")
-        return self._own_if(batch[0]), self._own_if(batch[1])
+        return self._stacked_if_own(batch[0]), self._stacked_if_own(batch[1])
 
-    def _own_if(self, value: Any) -> Any:
-        return stacked(value) if self._own and isinstance(value, Tensor) else value
+    def _stacked_if_own(self, value: Any) -> Any:
+        return stacked(value) if self._own_batches and isinstance(value, Tensor) else value
 
     def _outputs(self, inputs: Any) -> Any:
         if isinstance(inputs, Mapping):
-            return self.fused(**{key: self._own_if(value) for key, value in inputs.items()})
+            return self.fused(**{key: self._stacked_if_own(value) for key, value in inputs.items()})
         return self.fused(inputs)
 
     def _log(self, name: str, values: Tensor, samples: int) -> None:

@@ -261,14 +261,16 @@ def _template(frozen: FrozenBase, config: Config, adapted: Sequence[nn.Module], 
     # Attributes that rebuild a member, except those stored in its buffers.
     first = cast(Any, adapted[0]).peft_config[NAME]
     same_layers = all(member_layers.keys() == ranks.keys() for member_layers in layers_by_member)
-    cast(Any, template).base_model.peft_config[NAME] = _kept(first, None if same_layers else chosen.target_modules)
+    cast(Any, template).base_model.peft_config[NAME] = _copy_config(
+        first, None if same_layers else chosen.target_modules
+    )
     template.__class__ = member_class(type(template))
     member = cast(AdapterMember, template)
     member.caches = frozen.caches
     return member
 
 
-def _kept(config: Config, targets: set[str] | None) -> Config:
+def _copy_config(config: Config, targets: set[str] | None) -> Config:
     saved_config = copy.deepcopy(config)
     if targets is not None:
         target_only(saved_config, targets)

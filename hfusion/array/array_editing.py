@@ -154,7 +154,7 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     stacks = move_stacks(fused, sources, after)
     if before.own_modules != after.own_modules or before.own_shapes != after.own_shapes:
         regrow(fused, after, stacks)
-    enter(fused, kinds.contents, kinds.after(sources), after)
+    enter(fused, kinds.contents, kinds.rearranged_contents(sources), after)
     fused._mark()
     if not fused.stacks.keys() >= set(fused._number_buffers.names):
         # Programs are looked up by values of buffers that no member has any more.
@@ -199,7 +199,7 @@ class Kinds:
             self.skeletons[content] = new_skeleton
         self.joined[index] = content
 
-    def after(self, sources: Sequence[Source]) -> tuple[Any, ...]:
+    def rearranged_contents(self, sources: Sequence[Source]) -> tuple[Any, ...]:
         """Return the fingerprints of the members after a rearrangement to ``sources``."""
         return tuple(
             self.contents[source] if isinstance(source, int) else self.joined[index]
@@ -208,7 +208,7 @@ class Kinds:
 
 
 def _array(array: Array, sources: Sequence[Source], kinds: Kinds, partly: frozenset[str]) -> Array:
-    contents = kinds.after(sources)
+    contents = kinds.rearranged_contents(sources)
     distinct = list(dict.fromkeys(contents))
     comparison = Comparison(
         tuple(distinct.index(fingerprint) for fingerprint in contents), array.comparison.shared, partly

@@ -66,7 +66,7 @@ class SliceViews(Views):
         super().follow(fused)
 
     @property
-    def own(self) -> dict[int, RowView]:
+    def members_by_row(self) -> dict[int, RowView]:
         """The members by their rows in the slice."""
         return {index: self._whole._views.members[row] for index, row in enumerate(self._chosen)}
 
@@ -103,7 +103,7 @@ class SliceViews(Views):
     def heed(self, fused: FusedModule) -> Split | None:
         """Apply changes as `update` does. Raises FusionError if members then differ in modes or have hooks."""
         self.update(fused)
-        whole, members = self._whole, self.own
+        whole, members = self._whole, self.members_by_row
         modes = {index: member.training for index, member in members.items()}
         hooked = {index: where for index, member in members.items() if (where := member.hooked)}
         if hooked or any(member_modes != modes[0] for member_modes in modes.values()):
@@ -117,7 +117,7 @@ class SliceViews(Views):
         self.note(fused)
         return None
 
-    def place(self, fused: FusedModule) -> tuple[FusedModule, Sequence[int]]:
+    def locate_members(self, fused: FusedModule) -> tuple[FusedModule, Sequence[int]]:
         """Return the whole array, and the rows of the members there."""
         return self._whole, self._chosen
 

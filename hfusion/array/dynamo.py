@@ -59,7 +59,7 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
     """Return a function that Dynamo treats as constant: it returns the name of the program in ``owner``."""
     names: dict[int, str] = {}
 
-    def found(signature: Any, *args: Any, **kwargs: Any) -> str:
+    def find_program_name(signature: Any, *args: Any, **kwargs: Any) -> str:
         """Find the program. ``signature``: the positions and names of stacked arguments, then other constants."""
         positions, keys = signature[0], signature[1]
         plain = [StackedInput(value) if k in positions else value for k, value in enumerate(args)]
@@ -72,7 +72,7 @@ def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
             object.__setattr__(owner, name, Inlined(compiled))
         return names[id(compiled)]
 
-    marked: Callable[..., str] = torch.compiler.assume_constant_result(found)
+    marked: Callable[..., str] = torch.compiler.assume_constant_result(find_program_name)
     return marked
 
 

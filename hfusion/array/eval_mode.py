@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hfusion.array.array_description import ArrayState, renewed
-from hfusion.array.overridden_modes import Change, Left, Switch, own_modes
+from hfusion.array.overridden_modes import ModeChange, ModeEffects, ModeSetter, own_modes
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.core.errors import FusionError
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
 
 
-def switch(fused: FusedModule, path: str, change: Change) -> None:
+def switch_mode(fused: FusedModule, path: str, set_mode: ModeSetter) -> None:
     """Call the members' own train or eval and adopt its effects. Raises FusionError if an array cannot hold them."""
     fused._split()
     members = _copies(fused)
     before = tuple(map(modeless_fingerprint, members))
-    effects = Switch(members, fused._array.comparison.shared).run(path, change)
+    effects = ModeChange(members, fused._array.comparison.shared).run(path, set_mode)
     stacks = fused.stacks
     with torch.no_grad():
         for (name, index), tensor in effects.moved.items():
@@ -44,7 +44,7 @@ def _copies(fused: FusedModule) -> list[nn.Module]:
     return models
 
 
-def _adopt(fused: FusedModule, before: tuple[Any, ...], effects: Left, members: Sequence[nn.Module]) -> None:
+def _adopt(fused: FusedModule, before: tuple[Any, ...], effects: ModeEffects, members: Sequence[nn.Module]) -> None:
     """Adopt the flags and attributes in ``effects``. The programs of each state are cached."""
     for path, training in effects.training.items():
         fused.get_submodule(path).training = training
@@ -70,7 +70,7 @@ def evaluating(fused: FusedModule) -> Iterator[None]:
         members = _copies(fused)
         before = tuple(map(modeless_fingerprint, members))
         trained = {name: tensor.requires_grad for name, tensor in fused.stacks.items()}
-        change = Switch(members, fused._array.comparison.shared)
+        change = ModeChange(members, fused._array.comparison.shared)
         effects = change.run("", lambda module: module.eval())
         if effects.moved or effects.written or effects.trained != trained:
             change.undo()

@@ -204,7 +204,7 @@ class OwnPrograms:
     of their own. Further ones use a cache that all such functions share.
     """
 
-    _known: ClassVar[_StateCache[bool]] = _StateCache(MAX_SHARED)
+    _counted_variants: ClassVar[_StateCache[bool]] = _StateCache(MAX_SHARED)
     _counts: ClassVar[dict[Any, int]] = {}
 
     def __init__(self, origin: Any) -> None:
@@ -217,10 +217,10 @@ class OwnPrograms:
             variant = self._origin, state, tuple(arguments.shapes)
             with _lock:
                 count = self._counts.get(self._origin, 0)
-                is_counted = self._known.get(variant) is not None
+                is_counted = self._counted_variants.get(variant) is not None
                 if not is_counted and count < MAX_VARIANTS:
                     self._counts[self._origin] = count + 1
-                    self._known.put(variant, state, True)
+                    self._counted_variants.put(variant, state, True)
                     is_counted = True
             self._programs = FunctionPrograms() if is_counted else _of_many_variants
         return self._programs

@@ -105,8 +105,8 @@ def build(
     """
     if len(seeds) == 0:
         raise FusionError("build got no seeds; give it one seed per member")
-    first = _made(make_model, seeds[0])
-    _check_made(0, first, None)
+    first = _create_model(make_model, seeds[0])
+    _check_created_model(0, first, None)
     check_alone(0, first)
     keep_large_blocks(len(seeds) * _largest(first))
     skeletons, variants = [skeleton(0, first)], [0]
@@ -115,8 +115,8 @@ def build(
     sharing.add(0, first)
     stacks: dict[str, Tensor] = {}
     for index, seed in enumerate(seeds[1:], start=1):
-        model = _made(make_model, seed)
-        _check_made(index, model, first)
+        model = _create_model(make_model, seed)
+        _check_created_model(index, model, first)
         check_alone(index, model)
         check_pair(first, index, model)
         before = sharing.keys
@@ -145,14 +145,14 @@ def _part(stacks: dict[str, Tensor], names: frozenset[str], index: int, members:
         stacks[name] = stacks_by_id[id(tensor)]
 
 
-def _check_made(index: int, model: object, first: nn.Module | None) -> None:
+def _check_created_model(index: int, model: object, first: nn.Module | None) -> None:
     if not isinstance(model, nn.Module):
         raise FusionError(f"make_model gave {type(model).__name__} for seed {index}, not a torch.nn.Module")
     if model is first:
         raise FusionError(f"make_model gave one object for seeds 0 and {index}; let it make a new model on every call")
 
 
-def _made(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
+def _create_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
     with draws_kept():
         torch.manual_seed(seed)
         return make_model()

@@ -184,7 +184,7 @@ class GatheredRows:
         base, split = whole.training_by_path(), whole._split()
         if split is None:
             return base
-        members = whole._views.own
+        members = whole._views.members_by_row
         for row in rows:
             if row in members and (where := members[row].hooked):
                 raise FusionError(

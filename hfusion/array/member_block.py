@@ -55,7 +55,7 @@ class BlockGradients:
 
     def __init__(self, whole: nn.Module) -> None:
         self._params = dict(whole.named_parameters())
-        self._given = {name for name, param in self._params.items() if param.grad is not None}
+        self._names_with_gradient = {name for name, param in self._params.items() if param.grad is not None}
         # By name, a bool tensor [B] that is True for members without a gradient so far.
         self._absent: dict[str, Tensor] = {}
 
@@ -77,10 +77,10 @@ class BlockGradients:
             if whole.grad is None:
                 whole.grad = torch.zeros_like(whole, memory_format=torch.contiguous_format)
             if name not in self._absent:
-                before = absent_rows(whole.grad) if name in self._given else None
-                everybody = torch.full((len(whole),), name not in self._given, device="cpu")
+                before = absent_rows(whole.grad) if name in self._names_with_gradient else None
+                everybody = torch.full((len(whole),), name not in self._names_with_gradient, device="cpu")
                 self._absent[name] = everybody if before is None else before.clone()
-            if name in self._given:
+            if name in self._names_with_gradient:
                 whole.grad[rows] += grad
                 self._absent[name][rows] &= True if absent is None else absent
             else:

@@ -25,7 +25,7 @@ Address = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class EachCall:
+class MemberFunctionCall:
     """The arguments of a function for some members.
 
     Attributes:
@@ -40,7 +40,7 @@ class EachCall:
     shared: frozenset[Address]
     arguments: Arguments
 
-    def cloned(self, rows: Sequence[int]) -> EachCall:
+    def cloned(self, rows: Sequence[int]) -> MemberFunctionCall:
         """Copy the arguments of the members at the positions ``rows``."""
         index = list(rows)
 
@@ -74,7 +74,7 @@ class EachCall:
         return named + [(f"argument {k}", leaf.tensor) for k, leaf in leaves if isinstance(leaf, StackedInput)]
 
 
-def run_vmapped(fn: Callable[..., Any], name: str, call: EachCall) -> None:
+def run_vmapped(fn: Callable[..., Any], name: str, call: MemberFunctionCall) -> None:
     """Run ``fn`` once, under `torch.func.vmap`. Raises vmap's own errors."""
     keys, leaves = list(call.tensors), call.arguments.values
     batched = [isinstance(leaf, StackedInput) for leaf in call.arguments.leaves]
@@ -102,7 +102,7 @@ def run_vmapped(fn: Callable[..., Any], name: str, call: EachCall) -> None:
     _commit(call, dict(zip(changed, values, strict=True)), name)
 
 
-def run_looped(fn: Callable[..., Any], name: str, call: EachCall) -> None:
+def run_looped(fn: Callable[..., Any], name: str, call: MemberFunctionCall) -> None:
     """Run ``fn`` member by member."""
     for position, row in enumerate(call.rows):
         tensors = {key: t if key in call.shared else t[position] for key, t in call.tensors.items()}
@@ -176,7 +176,7 @@ def _check_value(name: str, label: str, value: Any, like: Tensor) -> None:
         )
 
 
-def _check_common(name: str, call: EachCall, versions: Mapping[str, int]) -> None:
+def _check_common(name: str, call: MemberFunctionCall, versions: Mapping[str, int]) -> None:
     for label, tensor in call.common().items():
         if _version(tensor) != versions[label]:
             raise FusionError(
@@ -189,7 +189,7 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _commit(call: EachCall, changes: Mapping[Address, Tensor], name: str) -> None:
+def _commit(call: MemberFunctionCall, changes: Mapping[Address, Tensor], name: str) -> None:
     """Write new values; all are read before any is written."""
     memory = {t.untyped_storage().data_ptr() for t in call.tensors.values()}
     for key in changes:
@@ -203,7 +203,7 @@ def _commit(call: EachCall, changes: Mapping[Address, Tensor], name: str) -> Non
         call.tensors[key].copy_(value)
 
 
-def differs(looped: EachCall, vmapped: EachCall) -> str:
+def differs(looped: MemberFunctionCall, vmapped: MemberFunctionCall) -> str:
     """Return the name of a tensor that differs after the two runs; empty if there is none."""
     for (label, expected), (_, actual) in zip(looped.written_tensors(), vmapped.written_tensors(), strict=True):
         if not (expected.is_floating_point() or expected.is_complex()):
@@ -219,7 +219,7 @@ def differs(looped: EachCall, vmapped: EachCall) -> str:
 
 
 @contextmanager
-def selected(call: EachCall, positions: Sequence[int]) -> Iterator[EachCall]:
+def selected(call: MemberFunctionCall, positions: Sequence[int]) -> Iterator[MemberFunctionCall]:
     """Context manager: the call for members at ``positions``, as views if neighbours, or as copies written back."""
     if len(positions) == len(call.rows):
         yield call
@@ -238,7 +238,7 @@ def selected(call: EachCall, positions: Sequence[int]) -> Iterator[EachCall]:
 
     tensors = {key: t if key in call.shared else select(t) for key, t in call.tensors.items()}
     leaves = [StackedInput(select(x.tensor)) if isinstance(x, StackedInput) else x for x in call.arguments.leaves]
-    yield EachCall(
+    yield MemberFunctionCall(
         tuple(call.rows[k] for k in index), tensors, call.shared, replace(call.arguments, leaves=tuple(leaves))
     )
     for stack, rows, version in copies:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.member_function_runs import EachCall, differs, run_looped, run_vmapped, selected
+from hfusion.array.member_function_runs import MemberFunctionCall, differs, run_looped, run_vmapped, selected
 from hfusion.array.module import FusedModule
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.fusion_report import FusionReport
@@ -58,7 +58,7 @@ _TOO_MANY = _Looped(
 )
 
 
-class Each:
+class MemberFunction:
     """A function of one member, for all of them; see `each`."""
 
     def __init__(self, fn: Callable[..., Any], buffers: bool = False) -> None:
@@ -74,7 +74,7 @@ class Each:
     def __reduce__(self) -> Any:
         """Pickle by name if this object has replaced the function in its module, otherwise as the function alone."""
         module, path = sys.modules.get(self._fn.__module__ or ""), getattr(self._fn, "__qualname__", "")
-        return path if getattr(module, path, None) is self else (Each, (self._fn, self._buffers))
+        return path if getattr(module, path, None) is self else (MemberFunction, (self._fn, self._buffers))
 
     def __call__(
         self,
@@ -126,7 +126,9 @@ class Each:
         named = dict(model.named_parameters()) | (dict(model.named_buffers()) if self._buffers else {})
         tensors = {("params", name): tensor.detach() for name, tensor in named.items()}
         tensors |= {("grads", name): t.grad.detach() for name, t in named.items() if t.grad is not None}
-        call = EachCall((0,), {key: t[None] for key, t in tensors.items()}, frozenset(), Arguments.of(args, kwargs))
+        call = MemberFunctionCall(
+            (0,), {key: t[None] for key, t in tensors.items()}, frozenset(), Arguments.of(args, kwargs)
+        )
         if any(isinstance(leaf, StackedInput) for leaf in call.arguments.leaves):
             raise ValueError(f"{self!r} got hf.stacked for a {type(model).__name__}, which is one model: give its own")
         run_looped(self._fn, self._name, call)
@@ -158,7 +160,7 @@ class Each:
                 for (kind, name), tensor in whole.tensors.items()
                 if not (kind == "grads" and name in without_grad) and shapes.get(name, ()) is not None
             }
-            with selected(EachCall(whole.rows, tensors, whole.shared, whole.arguments), members) as call:
+            with selected(MemberFunctionCall(whole.rows, tensors, whole.shared, whole.arguments), members) as call:
                 self._run_together(call)
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
@@ -176,16 +178,16 @@ class Each:
                     "each member's own model"
                 )
 
-    def _whole(self, named: Mapping[str, Tensor], arguments: Arguments, members: int) -> EachCall:
+    def _whole(self, named: Mapping[str, Tensor], arguments: Arguments, members: int) -> MemberFunctionCall:
         stacks = {("params", name): tensor.detach() for name, tensor in named.items()}
         stacks |= {("grads", name): t.grad.detach() for name, t in named.items() if t.grad is not None}
         shared = frozenset(key for key in stacks if not has_rows(named[key[1]]))
         for leaf in arguments.leaves:
             if isinstance(leaf, StackedInput) and len(leaf.tensor) != members:
                 raise ValueError(f"hf.stacked of {len(leaf.tensor)} values for {members} members: give one for each")
-        return EachCall(tuple(range(members)), stacks, shared, arguments.mapped(Tensor.detach))
+        return MemberFunctionCall(tuple(range(members)), stacks, shared, arguments.mapped(Tensor.detach))
 
-    def _run_together(self, call: EachCall) -> None:
+    def _run_together(self, call: MemberFunctionCall) -> None:
         if len(call.rows) == 1:
             run_looped(self._fn, self._name, call)
             return
@@ -212,11 +214,11 @@ class Each:
                 raise
             run_looped(self._fn, self._name, call)
 
-    def _key(self, call: EachCall) -> Any:
+    def _key(self, call: MemberFunctionCall) -> Any:
         tensors = tuple((key, t.shape[1:], t.dtype, t.device, key in call.shared) for key, t in call.tensors.items())
         return tensors, call.arguments.numberless_key, torch.get_default_dtype()
 
-    def _choose(self, call: EachCall, state: Any) -> _Vmapped | _Looped:
+    def _choose(self, call: MemberFunctionCall, state: Any) -> _Vmapped | _Looped:
         """Compare vmap with the loop on copies of two members. Raises the function's own errors."""
         positions = (0, len(call.rows) - 1)
         looped, vmapped = call.cloned(positions), call.cloned(positions)
@@ -239,7 +241,7 @@ class Each:
         return _Looped(f"torch.func.vmap gives another value for {wrong}") if wrong else _Vmapped()
 
 
-def _versions(call: EachCall) -> list[int]:
+def _versions(call: MemberFunctionCall) -> list[int]:
     return [tensor._version for _, tensor in call.written_tensors() if not tensor.is_inference()]
 
 
@@ -261,12 +263,12 @@ def _absent(tensor: Tensor) -> Sequence[bool] | None:
 
 
 @functools.lru_cache(maxsize=64)
-def as_each(fn: Callable[..., Any] | Each) -> Each:
+def as_each(fn: Callable[..., Any] | MemberFunction) -> MemberFunction:
     """Return `each` of ``fn``, the same object at every call."""
-    return fn if isinstance(fn, Each) else each(fn)
+    return fn if isinstance(fn, MemberFunction) else each(fn)
 
 
-def each(fn: Callable[..., Any], *, buffers: bool = False) -> Each:
+def each(fn: Callable[..., Any], *, buffers: bool = False) -> MemberFunction:
     """Run a function of one model's parameters and gradients for all members of an array together.
 
     For code between backward and step, or after a step: unit-norm decoders, projected gradients, weights that
@@ -305,4 +307,4 @@ def each(fn: Callable[..., Any], *, buffers: bool = False) -> Each:
     """
     if not callable(fn):
         raise ValueError(f"hf.each expects a function fn(params, grads), got {type(fn).__name__}")
-    return Each(fn, buffers)
+    return MemberFunction(fn, buffers)

@@ -106,9 +106,9 @@ class RowView:
     Attributes:
         parameters, buffers: the tensors of ``model`` that are rows of stacks, by key.
         modules: the modules of ``model``, by path.
-        touched: whether it may have been changed since `rest`.
-        flat: its parameters, each once; ``trains``: which of them were trained at `rest`.
-        hooked: where it had a hook of the user at `rest`; empty where it had none.
+        touched: whether it may have been changed since the last `mark_changes_applied`.
+        flat: its parameters, each once; ``trains``: which of them were trained at the last `look`.
+        hooked: where it had a hook of the user at the last `look`; empty where it had none.
         fingerprint: all that forward can read of it besides tensors, at the last check; None if not known.
     """
 
@@ -123,7 +123,7 @@ class RowView:
         self.model, self.row = model, row
         self._touched, self._called = touched, called
         self.touched = True
-        self._said = False
+        self._changed_by_user = False
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self._watch_tables()
         self._watch_calls()
@@ -155,18 +155,18 @@ class RowView:
     def _watch_calls(self) -> None:
         """Watch calls: attributes that forward sets are no changes by the user."""
 
-        def before(*_: Any) -> None:
+        def forward_pre_hook(*_: Any) -> None:
             if not torch.compiler.is_compiling():
-                self._said = self._said or self._attributes_differ()
+                self._changed_by_user = self._changed_by_user or self._attributes_differ()
                 self._called()
 
-        def after(*_: Any) -> None:
+        def forward_hook(*_: Any) -> None:
             if not torch.compiler.is_compiling():
                 self.accept()
 
         attributes = self.model.__dict__
-        attributes["_forward_pre_hooks"]["hfusion"] = own_hook(before)
-        attributes["_forward_hooks"]["hfusion"] = own_hook(after)
+        attributes["_forward_pre_hooks"]["hfusion"] = own_hook(forward_pre_hook)
+        attributes["_forward_hooks"]["hfusion"] = own_hook(forward_hook)
 
     def take_tensors(self, shared: frozenset[str]) -> None:
         """Record the tensors that the model has now, except those in ``shared``."""
@@ -185,9 +185,9 @@ class RowView:
             for name, value in attributes.items()
         )
 
-    def rest(self) -> None:
+    def mark_changes_applied(self) -> None:
         """Mark all changes to the member as applied."""
-        self.touched = self._said = False
+        self.touched = self._changed_by_user = False
         self.accept()
         self.look()
 
@@ -202,8 +202,8 @@ class RowView:
         """True if parameters may be reached without the module's tables."""
         return self._mutable
 
-    def told(self) -> bool:
-        """True if the view or its parameters may have changed since `rest`."""
+    def may_have_changed(self) -> bool:
+        """True if the view or its parameters may have changed since `mark_changes_applied`."""
         return self.touched or tensor_states(self.flat) != self._state
 
     @property
@@ -244,8 +244,8 @@ class RowView:
 
     @property
     def changed(self) -> bool:
-        """True if attributes may have changed since `rest`."""
-        return self._said or self._mutable or self._attributes_differ()
+        """True if attributes may have changed since `mark_changes_applied`."""
+        return self._changed_by_user or self._mutable or self._attributes_differ()
 
     def _attributes_differ(self) -> bool:
         return any(_differ(current, recorded) for current, recorded in self._attributes)
@@ -282,7 +282,7 @@ class RowView:
 
 
 @dataclass(frozen=True)
-class Said:
+class MemberSettings:
     """A user's settings of a member: modes by path, trained parameters by key, hooks by path."""
 
     modes: Mapping[str, bool]
@@ -290,9 +290,9 @@ class Said:
     hooks: Mapping[str, Sequence[RegisteredHook]]
 
 
-def said_to(member: RowView) -> Said:
+def settings_of(member: RowView) -> MemberSettings:
     """Return the user's settings of a member."""
-    return Said(member.training, {n: p.requires_grad for n, p in member.parameters.items()}, member.hooks)
+    return MemberSettings(member.training, {n: p.requires_grad for n, p in member.parameters.items()}, member.hooks)
 
 
 def _differ(current: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.array_description import member_rows, row_copy, structure_of
-from hfusion.array.member_module import RowView, Said, said_to
+from hfusion.array.member_module import MemberSettings, RowView, settings_of
 from hfusion.capture.compare_models import check_pair
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import FusionError
@@ -30,8 +30,8 @@ def rearranged(views: Views, fused: FusedModule, sources: Sequence[Any], members
             freeze_rows(stack, torch.tensor([isinstance(s, int) and bool(frozen[s]) for s in sources], device="cpu"))
     if not views.members:
         return
-    settings = {row: said_to(member) for row, member in views.members.items()}
-    new_rows = _places(sources, members)
+    settings = {row: settings_of(member) for row, member in views.members.items()}
+    new_rows = _find_new_rows(sources, members)
     before, views.members = views.members, {}
     views.watched.clear()
     for row, member in before.items():
@@ -53,9 +53,9 @@ def rearranged(views: Views, fused: FusedModule, sources: Sequence[Any], members
     views.hear(fused, views.members)
 
 
-def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], settings: Mapping[int, Said]) -> None:
+def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], settings: Mapping[int, MemberSettings]) -> None:
     """Set modes and frozen parameters of overwritten members to those of the members they are copies of."""
-    array, base = fused._array, Said(fused.training_by_path(), {}, {})
+    array, base = fused._array, MemberSettings(fused.training_by_path(), {}, {})
     for row, source in enumerate(sources):
         source_settings = settings.get(source) if isinstance(source, int) else None
         member = views.members.get(row)
@@ -72,7 +72,7 @@ def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], settings: Ma
 
 def restructured(before: Array, after: Array, sources: Sequence[Any]) -> list[int]:
     """Return the rows of ``before`` whose members are overwritten by members with other modules or sizes."""
-    new_rows = _places(sources, before.members)
+    new_rows = _find_new_rows(sources, before.members)
     return [row for row, new_row in new_rows.items() if _differ(_skeleton(before, row), _skeleton(after, new_row))]
 
 
@@ -105,10 +105,10 @@ def _differ(first: nn.Module, second: nn.Module) -> bool:
     return kinds[0] != kinds[1] or structure_of(first).shapes != structure_of(second).shapes
 
 
-def said(views: Views, fused: FusedModule) -> dict[int, Said]:
+def differing_settings(views: Views, fused: FusedModule) -> dict[int, MemberSettings]:
     """Return the settings in which members differ from the array, by row. Members must be up to date."""
-    base = Said(fused.training_by_path(), {n: t.requires_grad for n, t in fused.stacks.items()}, {})
-    settings = {row: said_to(member) for row, member in views.own.items()}
+    base = MemberSettings(fused.training_by_path(), {n: t.requires_grad for n, t in fused.stacks.items()}, {})
+    settings = {row: settings_of(member) for row, member in views.members_by_row.items()}
     return {
         row: member_settings
         for row, member_settings in settings.items()
@@ -118,13 +118,13 @@ def said(views: Views, fused: FusedModule) -> dict[int, Said]:
     }
 
 
-def _modes_differ(settings: Said, base: Said) -> bool:
+def _modes_differ(settings: MemberSettings, base: MemberSettings) -> bool:
     """Return whether a member is in other modes than its array, which may have more modules."""
     return any(base.modes[path] != mode for path, mode in settings.modes.items())
 
 
-def restore(views: Views, fused: FusedModule, settings: Mapping[int, Said]) -> None:
-    """Apply the settings that `said` returned to members."""
+def restore(views: Views, fused: FusedModule, settings: Mapping[int, MemberSettings]) -> None:
+    """Apply the settings that `differing_settings` returned to members."""
     if settings:
         views.note(fused)
     for row, member_settings in settings.items():
@@ -139,17 +139,17 @@ def restore(views: Views, fused: FusedModule, settings: Mapping[int, Said]) -> N
 def unfused(fused: FusedModule) -> list[nn.Module]:
     """Return copies of the members as models of their own, with the settings of the members."""
     fused._views.update(fused)
-    whole, rows = fused._views.place(fused)
+    whole, rows = fused._views.locate_members(fused)
     array, stacks = whole._array, dict(tensors(whole))
     shared_copies = {name: row_copy(tensor, None) for name, tensor in stacks.items() if name in array.comparison.shared}
     models = {row: whole._around(row, member_rows(array, row, stacks, shared_copies)) for row in rows}
-    for row, settings in said(whole._views, whole).items():
+    for row, settings in differing_settings(whole._views, whole).items():
         if row in models:
             _apply(settings, whole._views.members[row], models[row])
     return list(models.values())
 
 
-def _apply(settings: Said, member: RowView, model: nn.Module) -> None:
+def _apply(settings: MemberSettings, member: RowView, model: nn.Module) -> None:
     """Give ``model``, a copy of ``member``, its settings."""
     modules = dict(model.named_modules(remove_duplicate=False))
     # A hook that is a method of a member's module becomes one of the copy's, as in a copy of the model.
@@ -162,7 +162,7 @@ def _apply(settings: Said, member: RowView, model: nn.Module) -> None:
         parameter.requires_grad_(settings.trained.get(name, parameter.requires_grad))
 
 
-def _places(sources: Sequence[Any], members: int) -> dict[int, int]:
+def _find_new_rows(sources: Sequence[Any], members: int) -> dict[int, int]:
     """Return the new rows of the members that remain; an overwritten member keeps its row."""
     rows = [source for source in sources if isinstance(source, int)]
     if len(sources) == members and len(set(rows)) < members:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.array_description import check_one_structure
-from hfusion.array.member_module import RowView, said_to, tensor_states, without_hooks
+from hfusion.array.member_module import RowView, settings_of, tensor_states, without_hooks
 from hfusion.array.member_relocation import check_fits, put_tensor, rearranged
 from hfusion.array.split_by_mode import Split, flags_read
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
@@ -70,7 +70,7 @@ class Views:
         return bool(self.members)
 
     @property
-    def own(self) -> Mapping[int, RowView]:
+    def members_by_row(self) -> Mapping[int, RowView]:
         """The members by row; in a slice, the members of the whole array by their rows in the slice."""
         return self.members
 
@@ -120,7 +120,7 @@ class Views:
         del rows, model
         self.watched.add(row)
         self._align(fused, [row])
-        member.rest()
+        member.mark_changes_applied()
         self.index()
         return member
 
@@ -189,7 +189,7 @@ class Views:
         if self.members:
             self.heed(fused)
 
-    def place(self, fused: FusedModule) -> tuple[FusedModule, Sequence[int]]:
+    def locate_members(self, fused: FusedModule) -> tuple[FusedModule, Sequence[int]]:
         """Return the array to which the members belong, and their rows there."""
         return fused, range(len(fused))
 
@@ -240,7 +240,7 @@ class Views:
     def _hear_all(self, fused: FusedModule) -> None:
         self._pass_on(fused)
         contents: dict[int, Any] = {}
-        rows = [row for row in self.watched if self.members[row].told()]
+        rows = [row for row in self.watched if self.members[row].may_have_changed()]
         for row in rows:
             member = self.members[row]
             self._hear_tensors(fused, row, member)
@@ -264,7 +264,7 @@ class Views:
         self._divide(fused)
         self.settle()
         for row in before:
-            self.members[row].rest()
+            self.members[row].mark_changes_applied()
         self.touched = False
         self.note(fused)
         self._states = tensor_states(self._flat)
@@ -284,14 +284,14 @@ class Views:
         branches = {id(branch): branch for branch in changed}
         for path, branch in fused.named_modules(remove_duplicate=False) if branches else ():
             if id(branch) in branches:
-                for member in self.own.values():
+                for member in self.members_by_row.values():
                     if path in member.modules:
                         member.modules[path].training = branch.training
         trained, addresses = self._stack_states()
         for name, stack, flag, old_flag in zip(self._names, self._stacks, trained, self._trained, strict=True):
             if flag != old_flag:
                 freeze_rows(stack, None)
-                for member in self.own.values():
+                for member in self.members_by_row.values():
                     if name in member.parameters:
                         member.parameters[name].requires_grad_(flag)
         if addresses != self._addresses:
@@ -378,7 +378,7 @@ class Views:
 
     def to_all(self, path: str, change: Callable[[nn.Module], object]) -> None:
         """Apply ``change`` to the submodule at ``path`` of every member, as it was to the array's."""
-        for member in self.own.values():
+        for member in self.members_by_row.values():
             if path in member.modules:
                 change(member.modules[path])
 
@@ -387,7 +387,7 @@ class Views:
         array, modes = fused._array, fused.training_by_path()
         for row, member in self.members.items():
             member.become(array.skeletons[array.comparison.variants[row]])
-            member.set(modes, {**said_to(member).trained, **trained})
+            member.set(modes, {**settings_of(member).trained, **trained})
         if self.members:
             self.hear(fused, self.members)
 
@@ -395,6 +395,6 @@ class Views:
         """Set the members' modes, given by row and path; other members get those of the array."""
         base = fused.training_by_path()
         for row, member in self.members.items():
-            member.set(modes.get(row, base), said_to(member).trained)
+            member.set(modes.get(row, base), settings_of(member).trained)
         if self.members:
             self.hear(fused, self.members)

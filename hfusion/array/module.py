@@ -22,7 +22,7 @@ from hfusion.array.dynamo import finder, inline
 from hfusion.array.eval_mode import evaluating
 from hfusion.array.failed_assertions import REFUSALS, call_members
 from hfusion.array.function_program_cache import note_call
-from hfusion.array.member_relocation import restore, said, unfused
+from hfusion.array.member_relocation import differing_settings, restore, unfused
 from hfusion.array.member_views import Views
 from hfusion.array.methods import call_method, method_names
 from hfusion.array.module_tree import STATE, Branch, Tree, fixed_of, grow
@@ -82,7 +82,7 @@ class FusedModule(Rows, Tree):
         self._traces = TraceCache()
         # Called with each new program, before it runs.
         self._on_program: Callable[[Compiled], object] = lambda compiled: None
-        self._found = finder(self, self._traced)
+        self._find_program_name = finder(self, self._traced)
         self._methods: dict[str, tuple[Array, FusedModule]] = {}
         self._mark()
         coupling.watch(self)
@@ -93,7 +93,7 @@ class FusedModule(Rows, Tree):
         for path, module in self.named_modules():
             # No member may have the module any more: those that had it have left the array.
             overrides = any(map(own_modes, modules.get(path, ())))
-            object.__setattr__(module, "_place", (weakref.ref(self), path, overrides))
+            object.__setattr__(module, "_array_position", (weakref.ref(self), path, overrides))
 
     def _new_compiler(self) -> Compiler:
         array, looped = self._array, self._situations.looped
@@ -125,7 +125,7 @@ class FusedModule(Rows, Tree):
             ValueError: a stacked input's leading size is not B, or the members' forward rejects the arguments.
         """
         if torch.compiler.is_dynamo_compiling():
-            return inline(self, self._found, self._pattern(), args, kwargs)
+            return inline(self, self._find_program_name, self._pattern(), args, kwargs)
         if exporting():
             return exported(self, self._exportable, args, kwargs)
         arguments = Arguments.of(args, kwargs)
@@ -389,10 +389,10 @@ class FusedModule(Rows, Tree):
         self._views.update(self)
         excluded = STATE - {"_original", "_fixed", "_tied", "_array"}
         state = {name: value for name, value in super().__getstate__().items() if name not in excluded}
-        return {**state, "_said": said(self._views, self)}
+        return {**state, "_member_settings": differing_settings(self._views, self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settings = state.pop("_said", {})
+        settings = state.pop("_member_settings", {})
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
         restore(self._views, self, settings)

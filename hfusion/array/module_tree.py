@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.overridden_modes import Change
+from hfusion.array.overridden_modes import ModeSetter
 from hfusion.capture.variant_structures import union_of_modules
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import mark, membership
@@ -29,14 +29,14 @@ STATE = frozenset(
         "_loops",
         "_traces",
         "_methods",
-        "_found",
+        "_find_program_name",
         "_states",
         "_number",
         "_numbers",
         "_number_buffers",
         "_unstacked",
         "_situations",
-        "_place",
+        "_array_position",
         "_on_program",
         "_views",
     },
@@ -79,8 +79,9 @@ class Tree(nn.Module):
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else x for x in (before, tensor)]
         if shapes[0] != shapes[1]:
             raise FusionError(
-                f"{name} of a fused {self._original} is {_told(shapes[0])}, as what it computes was captured, and "
-                f"cannot become {_told(shapes[1])}; do so on the models of unfuse(), and fuse them again"
+                f"{name} of a fused {self._original} is {_describe_shape(shapes[0])}, as what it computes was "
+                f"captured, and cannot become {_describe_shape(shapes[1])}; do so on the models of unfuse(), and fuse "
+                "them again"
             )
         if name in self._tied and tensor is not before:
             raise FusionError(
@@ -199,18 +200,18 @@ class Tree(nn.Module):
         """See `train`."""
         return self._switched(lambda module: module.eval(), False)
 
-    def _switched(self, change: Change, mode: bool) -> Tree:
+    def _switched(self, set_mode: ModeSetter, mode: bool) -> Tree:
         array, path, overrides = self._root()
         if array is not None and overrides:
             # Imported late, as it imports this.
-            from hfusion.array.eval_mode import switch
+            from hfusion.array.eval_mode import switch_mode
 
-            switch(array, path, change)
+            switch_mode(array, path, set_mode)
             return self
         for module in self.modules():
             module.training = mode
         if array is not None:
-            array._views.to_all(path, change)
+            array._views.to_all(path, set_mode)
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> Tree:
@@ -242,7 +243,7 @@ class Tree(nn.Module):
 
     def _root(self) -> tuple[Any, str, bool]:
         """Return the array (None during construction), the path in it, and whether members override train or eval."""
-        root, path, overrides = self.__dict__.get("_place") or (None, "", False)
+        root, path, overrides = self.__dict__.get("_array_position") or (None, "", False)
         return (None if root is None else root()), path, overrides
 
     def _replaced(self) -> None:
@@ -253,7 +254,7 @@ class Tree(nn.Module):
             array._views.follow(array)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_place"}
+        return {name: value for name, value in vars(self).items() if name != "_array_position"}
 
     def extra_repr(self) -> str:
         return ", ".join(
@@ -298,7 +299,7 @@ class Branch(Tree):
     register_backward_hook = register_forward_hook
 
 
-def _told(shape: Any) -> str:
+def _describe_shape(shape: Any) -> str:
     return f"of shape {shape}" if isinstance(shape, tuple) else str(shape)
 
 

@@ -22,24 +22,24 @@ from hfusion.capture.registered_tensors import tensors, ties
 from hfusion.core.errors import FusionError
 from hfusion.core.tree import leaves
 
-Change: TypeAlias = Callable[[nn.Module], object]
+ModeSetter: TypeAlias = Callable[[nn.Module], object]
 
 T = TypeVar("T")
 
 
 def own_modes(model: nn.Module) -> bool:
     """Return whether a module of ``model`` overrides train or eval."""
-    return any(_own(module) for module in model.modules())
+    return any(_overrides_mode(module) for module in model.modules())
 
 
-def _own(module: nn.Module) -> bool:
+def _overrides_mode(module: nn.Module) -> bool:
     kind = type(module)
     overridden = kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
     return overridden or "train" in vars(module) or "eval" in vars(module)
 
 
 @dataclass(frozen=True)
-class Left:
+class ModeEffects:
     """Changes that a method made to the members, equal for all except ``contents``, one value per member.
 
     ``moved``: tensors by key and member that are not in the memory of their row; ``written``: keys of rows written
@@ -54,22 +54,22 @@ class Left:
 
 
 @dataclass(eq=False)
-class Switch:
+class ModeChange:
     """A mode change that can be undone. ``views[b]``: member b around its rows. ``shared``: keys of shared tensors."""
 
     views: Sequence[nn.Module]
     shared: frozenset[str]
     backups: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
 
-    def run(self, path: str, change: Change) -> Left:
-        """Apply ``change`` to the module at ``path`` of every member.
+    def run(self, path: str, set_mode: ModeSetter) -> ModeEffects:
+        """Apply ``set_mode`` to the module at ``path`` of every member.
 
         Raises:
             FusionError: members differ in the effects, or an array cannot represent them; rows are then as before.
         """
         try:
-            effects = [self._one(index, view, path, change) for index, view in enumerate(self.views)]
-            return Left(
+            effects = [self._apply_to_member(index, view, path, set_mode) for index, view in enumerate(self.views)]
+            return ModeEffects(
                 _alike([effect.training for effect in effects], "module {} is left in train mode"),
                 _alike([effect.trained for effect in effects], "{} is left to be trained"),
                 tuple(effect.contents[0] for effect in effects),
@@ -87,13 +87,13 @@ class Switch:
                 row.copy_(before)
         self.backups.clear()
 
-    def _one(self, index: int, view: nn.Module, path: str, change: Change) -> Left:
+    def _apply_to_member(self, index: int, view: nn.Module, path: str, set_mode: ModeSetter) -> ModeEffects:
         before = _structure(view)
         rows = {name: tensor.detach() for name, tensor in tensors(view)}
         for module in view.get_submodule(path).modules():
             _check_bound(index, module)
         with _Writes(index, rows, self.shared, self.backups):
-            change(view.get_submodule(path))
+            set_mode(view.get_submodule(path))
         check_alone(index, view)
         if _structure(view) != before:
             raise FusionError(
@@ -106,7 +106,7 @@ class Switch:
                 raise FusionError(_shared_write(index, name))
         training = {path: module.training for path, module in view.named_modules(remove_duplicate=False)}
         trained = {name: tensor.requires_grad for name, tensor in tensors(view)}
-        return Left(training, trained, (modeless_fingerprint(view),), moved, frozenset())
+        return ModeEffects(training, trained, (modeless_fingerprint(view),), moved, frozenset())
 
 
 def _structure(view: nn.Module) -> Any:
@@ -163,21 +163,21 @@ class _Writes(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._index, self._rows, self._shared, self._backups = index, rows, shared, backups
-        self._kept: set[str] = set()
+        self._backed_up: set[str] = set()
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in _written(func, args, kwargs):
             for name, row in self._rows.items():
                 if _overlaps(tensor, row):
-                    self._keep(name, row)
+                    self._back_up(name, row)
         return func(*args, **kwargs)
 
-    def _keep(self, name: str, row: Tensor) -> None:
+    def _back_up(self, name: str, row: Tensor) -> None:
         if name in self._shared:
             raise FusionError(_shared_write(self._index, name))
-        if name not in self._kept:
-            self._kept.add(name)
+        if name not in self._backed_up:
+            self._backed_up.add(name)
             self._backups.append((name, row, row.clone()))
 
 

@@ -85,7 +85,7 @@ class PerModel(PerMemberFunction):
         self._module = _Function(function)
         self._name = getattr(function, "__name__", type(function).__name__)
         self._origin = root(function)
-        self._programs, self._own = programs, OwnPrograms(self._origin)
+        self._programs, self._own_programs = programs, OwnPrograms(self._origin)
         self._last_programs: FunctionPrograms | None = programs
         self._calls: WeakKeyDictionary[FunctionPrograms, _Calls] = WeakKeyDictionary()
 
@@ -107,10 +107,10 @@ class PerModel(PerMemberFunction):
         return call_by_size(members, arguments, functools.partial(self._call, programs, state))
 
     def _programs_for(self, state: Any, arguments: Arguments) -> FunctionPrograms:
-        return self._programs or current_programs(self._origin, arguments) or self._own.get(state, arguments)
+        return self._programs or current_programs(self._origin, arguments) or self._own_programs.get(state, arguments)
 
     def prepare(self, outputs: Any, *args: Any, **kwargs: Any) -> None:
-        """Compile the program for such a call without running it; `found` then returns it."""
+        """Compile the program for such a call without running it; `find_program` then returns it."""
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
         state = self.state()
         self._program(self._programs_for(state, arguments), state, arguments)
@@ -178,7 +178,7 @@ class PerModel(PerMemberFunction):
     def _looped(self, members: int, arguments: Arguments) -> Any:
         return _looped(self._module, self._name, members, arguments)
 
-    def found(self, outputs: Any, *args: Any, **kwargs: Any) -> BoundProgram | str:
+    def find_program(self, outputs: Any, *args: Any, **kwargs: Any) -> BoundProgram | str:
         """Return the program of the last call, with such arguments, or the reason why it ran in a loop over members."""
         arguments = Arguments.of((_all_stacked(outputs), *args), kwargs)
         state, programs = self.state(), self._last_programs

@@ -141,7 +141,7 @@ def trust(donor: FusedModule, checked: Compiled, array: FusedModule, derived: Co
     """Let ``derived`` inherit the self-check of ``checked``, its source, if both run every operator alike."""
     # A check with a single member cannot show that members are kept apart.
     enough = checked.program.members >= min(derived.program.members, 2)
-    if enough and id(checked) in donor._checks and _ways(checked) == _ways(derived):
+    if enough and id(checked) in donor._checks and _operator_lowerings(checked) == _operator_lowerings(derived):
         array._checks[id(derived)] = donor._checks[id(checked)]
 
 
@@ -150,6 +150,6 @@ def _proven(program: Compiled, changes: Mapping[int, Changes]) -> bool:
     return all(varying(program.graph, member_changes) for member_changes in changes.values())
 
 
-def _ways(compiled: Compiled) -> list[Any]:
+def _operator_lowerings(compiled: Compiled) -> list[Any]:
     """Return how each operator runs."""
     return [(node.target, node.meta.get("lowering")) for node in compiled.program.module.graph.nodes]

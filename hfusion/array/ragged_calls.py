@@ -83,17 +83,17 @@ class SizeGroups:
             flags = flags_read(fused)
             divided = [(list(rows), fused.training_by_path(), flags[0] if flags else {})]
         else:
-            divided = [(list(group.rows), *_said(group.array)) for group in split.groups]
+            divided = [(list(group.rows), *_modes_and_trained(group.array)) for group in split.groups]
         groups = [
             _group(fused, size_rows, modes, trained, arguments)
             for members, modes, trained in divided
             for size_rows in rows_by_size(arguments, members)
         ]
-        alone, why = ({}, "") if split is None else (split.alone, split.why)
-        return Split(None, tuple(groups), alone, why or "batches have different sizes").run(fused, arguments)
+        hooked_members, why = ({}, "") if split is None else (split.hooked_members, split.why)
+        return Split(None, tuple(groups), hooked_members, why or "batches have different sizes").run(fused, arguments)
 
 
-def _said(array: FusedModule) -> tuple[dict[str, bool], dict[str, bool]]:
+def _modes_and_trained(array: FusedModule) -> tuple[dict[str, bool], dict[str, bool]]:
     return array.training_by_path(), {name: p.requires_grad for name, p in array.named_parameters()}
 
 
@@ -142,7 +142,11 @@ class _RelatedPrograms:
     def __call__(self, modes: Any, arguments: Arguments) -> Compiled | None:
         for pattern, donor in self._donors():
             array = self.sized.array
-            if donor is array or _said(donor) != _said(array) or not set(self.sized.pattern) <= set(pattern):
+            if (
+                donor is array
+                or _modes_and_trained(donor) != _modes_and_trained(array)
+                or not set(self.sized.pattern) <= set(pattern)
+            ):
                 continue
             program = donor._compiler.fitting(donor._modes(arguments), arguments)
             if program is not None and not program.opaque:

@@ -102,12 +102,12 @@ class MemberGroup:
 class Split:
     """The groups in which an array computes members that cannot be computed together.
 
-    ``key``: equal for splits that divide members alike. ``alone``: the members that run their own code, by row.
+    ``key``: equal for splits that divide members alike. ``hooked_members``: members that run their own code, by row.
     """
 
     key: Any
     groups: tuple[MemberGroup, ...]
-    alone: Mapping[int, RowView]
+    hooked_members: Mapping[int, RowView]
     why: str
 
     @staticmethod
@@ -155,7 +155,7 @@ class Split:
         check_members(len(fused), arguments)
         calls = [(group, arguments.of_rows(group.rows)) for group in self.groups]
         compiled = [group.ready(fused, inputs) for group, inputs in calls]
-        watch = bool(self.alone) or any(group_program.opaque for group_program in compiled)
+        watch = bool(self.hooked_members) or any(group_program.opaque for group_program in compiled)
         parts: list[tuple[Sequence[int], Any]] = []
         for (group, inputs), program in zip(calls, compiled, strict=True):
             try:
@@ -168,7 +168,7 @@ class Split:
                 call_members(models, inputs, error)
                 group.array._compiler.distrust(group.array._modes(inputs), inputs, program, str(error))
                 parts.append((group.rows, group.run(fused, group.ready(fused, inputs), inputs, True)))
-        for row, member in self.alone.items():
+        for row, member in self.hooked_members.items():
             parts.append(([row], _run_alone(fused, row, member, arguments)))
         return joined_by_size(parts) if arguments.ragged else _joined(fused, parts)
 

@@ -40,7 +40,7 @@ class Situations:
         self._variables: Variables | None = None
         self._left_out: frozenset[str] = frozenset()
         self._numbers: dict[Any, int] = {}
-        self._met: dict[str, set[Any]] = {}
+        self._observed_values: dict[str, set[Any]] = {}
 
     def look(self, models: Sequence[nn.Module], tree: Sequence[nn.Module], arguments: Arguments | None) -> int:
         """Return the number of the present state, as far as the code of ``models`` reads it.
@@ -98,12 +98,12 @@ class Situations:
         """Read the variables that the code of ``models`` names now; `look` computes their number afterwards."""
         variables = Variables(models, self._left_out)
         for name, value in variables.values.items():
-            self._met.setdefault(name, set()).add(value)
-        unstable = {name for name in variables.values if len(self._met[name]) > MAX_VALUES}
+            self._observed_values.setdefault(name, set()).add(value)
+        unstable = {name for name in variables.values if len(self._observed_values[name]) > MAX_VALUES}
         if unstable:
             for name in sorted(unstable):
                 self._loop(variables, name, f"it names {name}, which has had more than {MAX_VALUES} values")
-                del self._met[name]
+                del self._observed_values[name]
             self._left_out |= unstable
             variables = Variables(models, self._left_out)
         if variables.questions.random_state:

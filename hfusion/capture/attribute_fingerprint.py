@@ -24,8 +24,8 @@ from hfusion.core.parameter_attributes import marks
 from hfusion.torch_private.tracer_warnings import noted
 
 # The references of nn.RNNBase to its own parameters are renewed by its forward.
-# Modules of an array refer to it by ``_place``.
-_OWN = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs", "_place"}
+# Modules of an array refer to it by ``_array_position``.
+_OWN = frozenset(nn.Module().__dict__) | {"_flat_weights", "_flat_weight_refs", "_array_position"}
 
 # The code of a graph module is compared as that of its class.
 _OF_GRAPH = _OWN | frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.member_functions import Each
+from hfusion.array.member_functions import MemberFunction
 from hfusion.checkpoint.save import Writing
 from hfusion.core.calls import take_entries
 from hfusion.core.errors import ForwardsDiffer
@@ -63,7 +63,7 @@ class MixedMembers:
         self.unsettled: list[PlacedGroup] = []
         self.pairs: set[str] = set()
         self.best: dict[str, BestRecord] = {}
-        self.hooks: OrderedDict[int, Each] = OrderedDict()
+        self.hooks: OrderedDict[int, MemberFunction] = OrderedDict()
         self.saving: Writing | None = None
         self._layout: MemberLayout | None = None
         self._lock = FairLock()

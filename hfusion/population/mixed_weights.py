@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.member_functions import Each
+from hfusion.array.member_functions import MemberFunction
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.calls import take_entries
 from hfusion.core.patience import numbers
@@ -169,7 +169,9 @@ def active_mixed(mixed: MixedMembers) -> list[int]:
     return sorted(row for g in mixed.groups for local in g.members.active_rows if (row := g.rows[local]) is not None)
 
 
-def each_mixed(mixed: MixedMembers, fn: Each, args: Any, rows: int | Sequence[int] | None, kwargs: Any) -> None:
+def each_mixed(
+    mixed: MixedMembers, fn: MemberFunction, args: Any, rows: int | Sequence[int] | None, kwargs: Any
+) -> None:
     """See `hfusion.Population.each`."""
     with mixed._lock:
         check_entries((args, kwargs), len(mixed))

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.member_functions import Each
+from hfusion.array.member_functions import MemberFunction
 from hfusion.core.calls import call_arguments
 from hfusion.core.loss_checks import check_losses
 from hfusion.device.backend import active_autocast
@@ -117,5 +117,5 @@ class PlainMember(ArrayGroup):
             if module.has_buffers:
                 super().hold_buffers()
 
-    def _run_each(self, fn: Each, rows: list[int], *args: Any, **kwargs: Any) -> None:
+    def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(cast(PlainModule, self.fused).model, *of_row(args), **of_row(kwargs))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from hfusion.array.member_functions import Each, as_each
+from hfusion.array.member_functions import MemberFunction, as_each
 from hfusion.core.row_indices import row_of
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.population.best import BestMembers
@@ -130,7 +130,11 @@ class PopulationRows:
         return self._members.active_rows if isinstance(self._members, ArrayGroup) else active_mixed(self._members)
 
     def each(
-        self, fn: Callable[..., Any] | Each, *args: Any, rows: int | Sequence[int] | None = None, **kwargs: Any
+        self,
+        fn: Callable[..., Any] | MemberFunction,
+        *args: Any,
+        rows: int | Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> None:
         """Run a function of one member's parameters and gradients for all members at once: see `hfusion.each`.
 
@@ -148,7 +152,7 @@ class PopulationRows:
         else:
             each_mixed(self._members, as_each(fn), args, rows, kwargs)
 
-    def register_gradient_hook(self, fn: Callable[..., Any] | Each) -> RemovableHandle:
+    def register_gradient_hook(self, fn: Callable[..., Any] | MemberFunction) -> RemovableHandle:
         """Let `step` run a function between backward and update, before gradients are clipped.
 
         It is called as by `each`, once for each update, with gradients that are summed over ``accumulate`` calls and

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hfusion.array.member_functions import Each, as_each, training_rows
+from hfusion.array.member_functions import MemberFunction, as_each, training_rows
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.row_indices import check_once, rows_of, write_rows
 from hfusion.population.accumulation import Accumulation
@@ -26,7 +26,7 @@ class MemberWeights:
     """The weights of a population's members: their best ones, their average, and what functions do to them."""
 
     _best: dict[str, BestRecord]
-    _gradient_hooks: OrderedDict[int, Each] | None = None
+    _gradient_hooks: OrderedDict[int, MemberFunction] | None = None
 
     @in_turn
     def average(
@@ -69,7 +69,11 @@ class MemberWeights:
 
     @in_turn
     def each(
-        self, fn: Callable[..., Any] | Each, *args: Any, rows: int | Sequence[int] | None = None, **kwargs: Any
+        self,
+        fn: Callable[..., Any] | MemberFunction,
+        *args: Any,
+        rows: int | Sequence[int] | None = None,
+        **kwargs: Any,
     ) -> None:
         """See `hfusion.Population.each`."""
         pop, active = cast("ArrayGroup", self), self.active_rows
@@ -80,7 +84,7 @@ class MemberWeights:
             self._run_each(as_each(fn), chosen, *args, **kwargs)
 
     @in_turn
-    def register_gradient_hook(self, fn: Callable[..., Any] | Each) -> RemovableHandle:
+    def register_gradient_hook(self, fn: Callable[..., Any] | MemberFunction) -> RemovableHandle:
         """See `hfusion.Population.register_gradient_hook`."""
         if self._gradient_hooks is None:
             self._gradient_hooks = OrderedDict()
@@ -93,7 +97,7 @@ class MemberWeights:
             if rows := [row for row in self.active_rows if not bool(resting[row])]:
                 self._run_each(hook, rows)
 
-    def _run_each(self, fn: Each, rows: list[int], *args: Any, **kwargs: Any) -> None:
+    def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(cast("ArrayGroup", self).fused, *args, rows=rows, **kwargs)
 
 

@@ -276,7 +276,7 @@ class TrainStep:
         """After an eager step, store the variant by which later calls of its kind run."""
         if block is not None:
             self._loss.prepare(outputs, target)
-        variant = self._way(situation, call, self._loss.found(outputs, target))
+        variant = self._way(situation, call, self._loss.find_program(outputs, target))
         variants = self._ways.setdefault(family(call, situation), [])
         if not any(other.program is None and other.why == variant.why and other.like(variant) for other in variants):
             variants.append(variant)

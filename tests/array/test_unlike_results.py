@@ -218,7 +218,7 @@ def test_a_joined_loss_is_the_same_after_it_was_written() -> None:
     fused, loss = hf.fuse(made("classes")), hf.per_model(F.cross_entropy)
     outputs = fused(inputs())
     losses = loss(outputs, Y)
-    bound = loss.found(outputs, Y)
+    bound = loss.find_program(outputs, Y)
     assert not isinstance(bound, str)
     again = read_compiled(json.loads(json.dumps(write_compiled(bound.compiled))), {})
     blocks = [outputs.stack(rows) for rows in outputs.rows_by_shape]

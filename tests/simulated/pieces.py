@@ -183,7 +183,7 @@ def what_was_measured_on_a_cpu_is_rewritten_there_only() -> None:
         outputs = array(x)
         loss(outputs, y)
         call = StepCall(Arguments.of((x,), {}), Arguments.of((y,), {}))
-        found = trace(BoundProgram.of(array.find(call.inputs), array), loss.found(outputs, y), call)
+        found = trace(BoundProgram.of(array.find(call.inputs), array), loss.find_program(outputs, y), call)
         return {target for target in DECOMPOSITIONS if target in found.operators}
 
     assert rewritten("cpu") == set()

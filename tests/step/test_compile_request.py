@@ -30,7 +30,7 @@ def test_it_is_traced_to_the_same_graph(model: Model) -> None:
     outputs = fused(x)
     loss(outputs, target)
     call = StepCall(Arguments.of((x,), {}), Arguments.of((target,), {}))
-    forward, its_loss = fused.find(call.inputs), loss.found(outputs, target)
+    forward, its_loss = fused.find(call.inputs), loss.find_program(outputs, target)
     assert forward is not None
     assert isinstance(its_loss, BoundProgram)
     bound = BoundProgram.of(forward, fused)

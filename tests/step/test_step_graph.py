@@ -100,7 +100,7 @@ def compare(ours: nn.Module, theirs: nn.Module, when: str) -> None:
 
 
 def sources(fused: hf.FusedModule, loss: Any, call: StepCall, outputs: Any) -> tuple[BoundProgram, BoundProgram]:
-    return BoundProgram.of(fused.find(call.inputs), fused), loss.found(outputs, *call.target.values)
+    return BoundProgram.of(fused.find(call.inputs), fused), loss.find_program(outputs, *call.target.values)
 
 
 def places(fused: hf.FusedModule) -> tuple[Place, ...]:
