@@ -152,7 +152,7 @@ class FusedModule(Rows, Tree):
             return self.forward(*args, **kwargs)
         self._leave(compiled)
         if compiled.opaque:
-            self._situations.ran([call.place for call in compiled.opaque])
+            self._situations.ran([call.module_path for call in compiled.opaque])
         note_call(self)
         return output
 

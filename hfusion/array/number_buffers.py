@@ -187,16 +187,16 @@ def _candidates(fused: FusedModule, compiled: Compiled) -> tuple[str, ...]:
 
 def _written(compiled: Compiled) -> set[str]:
     """Return the keys of tensors that forward has written; of code run member by member, only observed writes."""
-    opaque = {f"{call.place}.{key}".strip(".") for call in compiled.opaque for key in call.changing}
+    opaque = {f"{call.module_path}.{key}".strip(".") for call in compiled.opaque for key in call.changing}
     written = set(compiled.written - opaque)
     for call in compiled.opaque:
-        written |= {f"{call.place}.{key}".strip(".") for key in call.assigned | call.changed}
+        written |= {f"{call.module_path}.{key}".strip(".") for key in call.assigned | call.changed}
     return written
 
 
 def _inside(name: str, compiled: Compiled) -> bool:
     """Return whether a tensor belongs to a submodule that runs member by member."""
-    return any(not call.place or name.startswith(f"{call.place}.") for call in compiled.opaque)
+    return any(not call.module_path or name.startswith(f"{call.module_path}.") for call in compiled.opaque)
 
 
 def _is_small(tensor: Tensor) -> bool:

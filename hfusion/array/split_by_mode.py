@@ -94,7 +94,7 @@ class MemberGroup:
             for name in compiled.written - shared:
                 stacks[name].detach()[rows] = group_tensors[name].detach()
         if compiled.opaque:
-            array._situations.ran([call.place for call in compiled.opaque])
+            array._situations.ran([call.module_path for call in compiled.opaque])
         return outputs
 
 

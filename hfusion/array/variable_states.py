@@ -55,7 +55,7 @@ class Situations:
         if caches_parametrizations():
             _check_cached(models)
         variables = self._variables
-        if variables is None or self._models != models or not variables.same():
+        if variables is None or self._models != models or not variables.is_unchanged():
             with tracing:
                 variables = self._look(models)
         around = _around(variables.questions, tree, arguments)
@@ -78,7 +78,7 @@ class Situations:
     def ran(self, places: Sequence[str]) -> None:
         """After members' own code at ``places`` has run, let only own code read the variables that it has changed."""
         before = self._variables
-        if before is None or before.same():
+        if before is None or before.is_unchanged():
             return
         with tracing:
             current = Variables(self._models, self._left_out)

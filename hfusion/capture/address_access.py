@@ -45,7 +45,7 @@ class AddressWatch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Own(torch.autograd.Function):
+class _CopyToOwnMemory(torch.autograd.Function):
     """Copy values and gradients to separate memory: torch's derivatives of these functions address memory, too."""
 
     @staticmethod
@@ -60,7 +60,7 @@ class _Own(torch.autograd.Function):
 
 def own_memory(tensor: Tensor) -> Tensor:
     """Return a differentiable copy of ``tensor`` in a storage of its own."""
-    copied: Tensor = _Own.apply(tensor)  # type: ignore[no-untyped-call]
+    copied: Tensor = _CopyToOwnMemory.apply(tensor)  # type: ignore[no-untyped-call]
     return copied
 
 

@@ -89,7 +89,7 @@ def _gradients(
         ]
         module = make_fx(product, decomposition_table=_decompositions())(*args)
         _check_second(module, args)
-    if not allow_unused and not all(product.used):
+    if not allow_unused and not all(product.source_is_used):
         raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
     arguments = [*inputs, *map(bound, product.others), *seeds]
     values = dict(zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True))
@@ -104,7 +104,7 @@ def _gradients(
             node.replace_all_uses_with(node.args[0])
     module.graph.eliminate_dead_code()
     results = iter(_Appended(module, values).run())
-    return [next(results) if is_used else None for is_used in product.used]
+    return [next(results) if is_used else None for is_used in product.source_is_used]
 
 
 class _Product:
@@ -112,16 +112,16 @@ class _Product:
 
     Attributes:
         others: the other nodes that these operators read.
-        used: after a call, for each source, whether the ends depend on it.
+        source_is_used: after a call, for each source, whether the ends depend on it.
         repeats: after a trace, the original node for the name of each traced node that repeats an operator.
     """
 
     def __init__(self, between: Sequence[fx.Node], sources: Sequence[fx.Node], ends: Sequence[fx.Node]) -> None:
-        self._between, self._sources, self._ends = between, sources, ends
+        self._between, self._sources, self._end_nodes = between, sources, ends
         read = [*(node for call in between for node in call.all_input_nodes), *ends]
         inside = {*between, *sources}
         self.others = [node for node in dict.fromkeys(read) if node not in inside]
-        self.used: list[bool] = []
+        self.source_is_used: list[bool] = []
         self.repeats: dict[str, fx.Node] = {}
 
     def __call__(self, inputs: Sequence[Tensor], others: Sequence[Any], seeds: Sequence[Tensor]) -> list[Tensor]:
@@ -133,13 +133,13 @@ class _Product:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = target(*args, **kwargs)
             self._note(node, values[node])
-        ends = [(values[node], seed) for node, seed in zip(self._ends, seeds, strict=True)]
+        ends = [(values[node], seed) for node, seed in zip(self._end_nodes, seeds, strict=True)]
         derivatives: Sequence[Tensor | None] = [None] * len(leaves)
         if ends := [(end, seed) for end, seed in ends if end.requires_grad]:
             outputs, gradients = zip(*ends, strict=True)
             create = get_proxy_mode() is None
             derivatives = torch.autograd.grad(outputs, leaves, gradients, create_graph=create, allow_unused=True)
-        self.used = [gradient is not None for gradient in derivatives]
+        self.source_is_used = [gradient is not None for gradient in derivatives]
         return [gradient for gradient in derivatives if gradient is not None]
 
     def _note(self, node: fx.Node, value: Any) -> None:
@@ -155,10 +155,10 @@ class _Appended(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule, values: Mapping[fx.Node, Any]) -> None:
         super().__init__(module)
-        self._known = values
+        self._node_values = values
 
     def run_node(self, n: fx.Node) -> Any:
-        return self._known[n] if n in self._known else super().run_node(n)
+        return self._node_values[n] if n in self._node_values else super().run_node(n)
 
 
 class _Bound:

@@ -190,7 +190,7 @@ class _SizeWatch:
         if self.inside:
             self._look(self.inside[-1])
         else:
-            self._begin((args, kwargs))
+            self._record_sizes((args, kwargs))
         self.inside.append(method.island)
         try:
             result = method.original(*args, **kwargs)
@@ -203,7 +203,7 @@ class _SizeWatch:
             self.inside.pop()
         return result
 
-    def _begin(self, arguments: Any) -> None:
+    def _record_sizes(self, arguments: Any) -> None:
         inputs = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
         self.sizes = [size for x in inputs for size in x.shape if isinstance(size, torch.SymInt)]
         self.specialized = {k for k, size in enumerate(self.sizes) if fixed(size) is not None}

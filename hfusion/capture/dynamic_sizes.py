@@ -41,18 +41,18 @@ _library.define(f"lstm(Tensor input, Tensor[] hx, {_OPTIONS}) -> (Tensor, Tensor
 for _name in ("gru", "rnn_tanh", "rnn_relu"):
     _library.define(f"{_name}(Tensor input, Tensor hx, {_OPTIONS}) -> (Tensor, Tensor)")
 
-_ours: Any = torch.ops.hfusion_recurrent
+_recurrent_ops: Any = torch.ops.hfusion_recurrent
 _TRACED: dict[Any, OpOverload] = {
-    torch.lstm: _ours.lstm.default,
-    torch.gru: _ours.gru.default,
-    torch.rnn_tanh: _ours.rnn_tanh.default,
-    torch.rnn_relu: _ours.rnn_relu.default,
+    torch.lstm: _recurrent_ops.lstm.default,
+    torch.gru: _recurrent_ops.gru.default,
+    torch.rnn_tanh: _recurrent_ops.rnn_tanh.default,
+    torch.rnn_relu: _recurrent_ops.rnn_relu.default,
 }
 _ORIGINAL = {
-    _ours.lstm.default: aten.lstm.input,
-    _ours.gru.default: aten.gru.input,
-    _ours.rnn_tanh.default: aten.rnn_tanh.input,
-    _ours.rnn_relu.default: aten.rnn_relu.input,
+    _recurrent_ops.lstm.default: aten.lstm.input,
+    _recurrent_ops.gru.default: aten.gru.input,
+    _recurrent_ops.rnn_tanh.default: aten.rnn_tanh.input,
+    _recurrent_ops.rnn_relu.default: aten.rnn_relu.input,
 }
 
 
@@ -75,7 +75,7 @@ def _refuse(ctx: Any, *grads: Any) -> Any:
 
 
 for _target in _ORIGINAL:
-    _fake: Callable[..., Any] = _lstm if _target is _ours.lstm.default else _simple
+    _fake: Callable[..., Any] = _lstm if _target is _recurrent_ops.lstm.default else _simple
     torch.library.register_fake(_target.name(), _fake, lib=_library)
     torch.library.register_autograd(_target.name(), _refuse, lib=_library)
 
@@ -91,12 +91,12 @@ def _max_pool1d(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     options = dict(zip(names, args, strict=False)) | kwargs
     if isinstance(input.shape[-1], int) or options.get("return_indices"):
         return func(input, *args, **kwargs)
-    kernel, stride, padding, dilation = (_one(options.get(name)) for name in names[:4])
+    kernel, stride, padding, dilation = (_scalar_option(options.get(name)) for name in names[:4])
     sizes = (1, kernel), (1, stride or kernel), (0, padding or 0), (1, dilation or 1)
     return torch.max_pool2d(input.unsqueeze(-2), *sizes, options.get("ceil_mode", False)).squeeze(-2)
 
 
-def _one(value: Any) -> Any:
+def _scalar_option(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return value[0] if value else None
     return value
@@ -139,15 +139,15 @@ def recurrent(graph: fx.Graph) -> bool:
 
 @dataclass(frozen=True)
 class SizeUse:
-    """A number ``other`` that code combined with a size.
+    """A ``number`` that code combined with a size.
 
     Attributes:
-        other: the number.
+        number: the number.
         attribute: the attribute that the number was read from; empty if that is unknown.
         in_torch: whether the operation is in the Python code of torch.
     """
 
-    other: int | float
+    number: int | float
     attribute: str
     in_torch: bool
 

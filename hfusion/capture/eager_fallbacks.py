@@ -56,13 +56,13 @@ class Fitness:
 
     model: nn.Module
     records: Records
-    _known: dict[Island, str | None] = field(default_factory=dict)
+    _unfit_reasons: dict[Island, str | None] = field(default_factory=dict)
 
     def unfit(self, island: Island) -> str | None:
         """Return why ``island`` cannot run alone; None if it can."""
-        if island not in self._known:
-            self._known[island] = self._unfit(island)
-        return self._known[island]
+        if island not in self._unfit_reasons:
+            self._unfit_reasons[island] = self._unfit(island)
+        return self._unfit_reasons[island]
 
     def _unfit(self, island: Island) -> str | None:
         who = f"{island} can only run in a loop over members, and"
@@ -112,12 +112,12 @@ class Fitness:
         module, ids = self.model.get_submodule(island.path), {name: id(t) for name, t in tensors(self.model)}
         replaced = {
             (f"{prefix}{reference.path}.{reference.steps[0]}".replace("..", ".").strip("."), ids[f"{prefix}{name}"])
-            for reference in references(module, self._used)
+            for reference in references(module, self._names_in_code)
             for name in reference.names
         }
         for name, value in self._contents.items():
-            if name.startswith(prefix) and name.rpartition(".")[2] in self._used:
-                for registered in _own(value):
+            if name.startswith(prefix) and name.rpartition(".")[2] in self._names_in_code:
+                for registered in _registered_names(value):
                     inside = (
                         f"{registered}.".startswith(prefix)
                         if registered in self._paths
@@ -127,7 +127,7 @@ class Fitness:
                         yield name, registered or "the whole model"
 
     @cached_property
-    def _used(self) -> frozenset[str]:
+    def _names_in_code(self) -> frozenset[str]:
         return names_of([self.model])
 
     @cached_property
@@ -139,14 +139,14 @@ class Fitness:
         return frozenset(path for path, _ in self.model.named_modules())
 
 
-def _own(value: Any) -> Iterator[str]:
+def _registered_names(value: Any) -> Iterator[str]:
     """Yield the names of the model's registered tensors and modules in a value returned by `contents`."""
     if isinstance(value, tuple):
         if len(value) == 2 and value[0] == "own":
             yield value[1]
         else:
             for part in value:
-                yield from _own(part)
+                yield from _registered_names(part)
 
 
 def _registration(value: Any) -> str:
@@ -176,22 +176,22 @@ def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitn
     # The trace may fail: only the islands that raised until then are used.
     with opaque(twin, stubs, records, [twin]), intercepted(twin, others, trace.call), suppress(FusionError):
         capture(twin, call.args, call.kwargs, varying=False)
-    return trace.found
+    return trace.raising_islands
 
 
 class _Trace:
-    """State of a trace: ``found`` are the islands that raised, with the reasons.
+    """State of a trace: ``raising_islands`` are the islands that raised, with the reasons.
 
     ``_open`` holds the record of each call that has not returned, outermost first; None for calls without a record.
     """
 
     def __init__(self, model: nn.Module, records: Records, fitness: Fitness) -> None:
-        self.found: dict[Island, str] = {}
+        self.raising_islands: dict[Island, str] = {}
         self._model, self._records, self._fitness = model, records, fitness
         self._open: list[RecordedCall | None] = []
-        self._begun: Counter[tuple[int, Island]] = Counter()
+        self._call_counts: Counter[tuple[int, Island]] = Counter()
         self._inside: dict[tuple[int, Island], list[RecordedCall]] = defaultdict(list)
-        self._met: list[OpaqueCall] = []
+        self._opaque_calls: list[OpaqueCall] = []
         for call in records.calls:
             if call.inside:
                 self._inside[call.inside[-1], call.island].append(call)
@@ -207,12 +207,12 @@ class _Trace:
             why = reason(error)
             if record is None or record is self._records.top or self._fitness.unfit(island) is not None:
                 if island == WHOLE:
-                    self.found[WHOLE] = why
+                    self.raising_islands[WHOLE] = why
                 raise
-            self.found.setdefault(island, why)
+            self.raising_islands.setdefault(island, why)
         finally:
             self._open.pop()
-        call = stand_in(method, why, record, self._records.changed, self._model, self._met)
+        call = stand_in(method, why, record, self._records.changed, self._model, self._opaque_calls)
         return call(*args, **kwargs)
 
     def _next(self, island: Island) -> RecordedCall | None:
@@ -223,8 +223,8 @@ class _Trace:
         if outer_call is None:
             return None
         key = (outer_call.number, island)
-        nth, calls = self._begun[key], self._inside[key]
-        self._begun[key] += 1
+        nth, calls = self._call_counts[key], self._inside[key]
+        self._call_counts[key] += 1
         return calls[nth] if nth < len(calls) else None
 
 
@@ -291,10 +291,10 @@ class _Search:
         if island not in self.below:
             # Ends the recursion if an island calls itself through others.
             self.below[island] = {}
-            self.below[island] = self._found(island)
+            self.below[island] = self._find_culprits(island)
         return self.below[island]
 
-    def _found(self, island: Island) -> dict[Island, str]:
+    def _find_culprits(self, island: Island) -> dict[Island, str]:
         if island in self.fallbacks:
             return {island: self.fallbacks[island]}
         if not self._runs_alone(island):

@@ -205,8 +205,8 @@ def _outcome(
     before: Mapping[str, Tensor],
 ) -> Outcome:
     grads_before = {name: tensor.grad for name, tensor in before.items() if tensor.is_leaf}
-    values = {f"{name} afterwards": _after(tensor, before.get(name)) for name, tensor in registered.items()}
-    values |= {f".grad of {n}": _after(t.grad, grads_before.get(n)) for n, t in leaves.items() if t.grad is not None}
+    values = {f"{name} afterwards": _snapshot(tensor, before.get(name)) for name, tensor in registered.items()}
+    values |= {f".grad of {n}": _snapshot(t.grad, grads_before.get(n)) for n, t in leaves.items() if t.grad is not None}
     copied = tuple(o.detach().clone() if isinstance(o, Tensor) else o for o in outputs)
     flags = {f"requires_grad of output {k}": torch.tensor(o.requires_grad, device="cpu") for k, o in _tensors(outputs)}
     # A buffer that forward makes require a gradient gets one that nothing reads.
@@ -233,7 +233,7 @@ def _outcome(
     return Outcome(copied, values | flags | gradients | written)
 
 
-def _after(tensor: Tensor, before: Tensor | None) -> Tensor:
+def _snapshot(tensor: Tensor, before: Tensor | None) -> Tensor:
     """Return the values of ``tensor``: ``before`` itself if it is equal, to save a copy, else a copy."""
     if before is None or _kind(tensor) != _kind(before) or tensor.layout is not torch.strided:
         return tensor.detach().clone()

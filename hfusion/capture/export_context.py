@@ -68,13 +68,13 @@ def _nesting() -> int:
 @contextmanager
 def assigned_as_writes(module: nn.Module) -> Iterator[None]:
     """Context manager: at the end of each call of ``module``, copy assigned buffers into the original ones."""
-    before: list[dict[tuple[str, str], Tensor]] = []
+    saved_buffers: list[dict[tuple[str, str], Tensor]] = []
 
-    def begin(module: nn.Module, args: Any) -> None:
-        before.append(dict(_buffers(module)))
+    def save_buffers(module: nn.Module, args: Any) -> None:
+        saved_buffers.append(dict(_buffers(module)))
 
-    def end(module: nn.Module, args: Any, output: Any) -> Any:
-        buffers = before.pop()
+    def copy_assigned_buffers(module: nn.Module, args: Any, output: Any) -> Any:
+        buffers = saved_buffers.pop()
         new_buffers = dict(_buffers(module))
         changed = [key for key, tensor in buffers.items() if new_buffers.get(key) is not tensor]
         # Outputs that share memory with an old buffer must keep the old values.
@@ -84,7 +84,7 @@ def assigned_as_writes(module: nn.Module) -> Iterator[None]:
             _write(module, path, name, buffers[path, name], new_buffers.get((path, name)))
         return output
 
-    handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    handles = [module.register_forward_pre_hook(save_buffers), module.register_forward_hook(copy_assigned_buffers)]
     try:
         yield
     finally:

@@ -72,7 +72,7 @@ class OpaqueCall:
     """One call of a submodule in forward.
 
     Attributes:
-        path, place, method: its name in messages, the path of the submodule, and the method that is called.
+        path, module_path, method: its name in messages, the path of the submodule, and the method that is called.
         leaves: its flat arguments, with `TENSOR` for a tensor and `SIZE` for a size that varies.
         fixed, changing: the keys of the submodule's tensors: ``changing`` has the buffers, and parameters that change.
         results: the flat results of one member; values that are no tensors are unchanged.
@@ -89,7 +89,7 @@ class OpaqueCall:
     """
 
     path: str
-    place: str
+    module_path: str
     method: str
     why: str
     leaves: tuple[Any, ...]
@@ -273,7 +273,7 @@ def _prepared(call: OpaqueCall, index: int, x: Tensor) -> Tensor:
     """Return an input for a member's code: a copy if the code writes into it, else with the recorded memory order."""
     if index in call.written:
         return x.clone(memory_format=torch.contiguous_format if call.contiguous[index] else torch.preserve_format)
-    if not call.place and call.method == "forward":
+    if not call.module_path and call.method == "forward":
         # The whole forward gets the caller's tensor as it is.
         return x
     order = call.orders[index] if call.orders else None

@@ -103,7 +103,7 @@ class _Stub:
         alive: list[OpaqueCall],
     ) -> None:
         island = method.island
-        self._module, self._island, self._why, self._seen, self._alive = method.module, island, why, records, alive
+        self._module, self._island, self._why, self._records, self._alive = method.module, island, why, records, alive
         prefix = f"{island.path}." if island.path else ""
         self._changed = frozenset(name.removeprefix(prefix) for name in changed if name.startswith(prefix))
         self._bodies = tuple(member.get_submodule(island.path) for member in members)
@@ -119,7 +119,7 @@ class _Stub:
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
         changing = [key for key in registered if key in buffers or key in self._changed]
         fixed = [key for key in registered if key not in changing]
-        record = next(self._seen, None)
+        record = next(self._records, None)
         if record is None or record.count != len(inputs):
             raise FusionError(
                 f"{self._island} is called more often, or with another number of tensors, in a capture than in an "
@@ -163,7 +163,7 @@ class _Stub:
         links = _links(record, {key: len(inputs) + k for k, key in enumerate((*fixed, *changing))})
         held = [registered[k] for k in fixed], [registered[k] for k in changing]
         fresh = iter(OPAQUE(inputs, *held, number, written, links, [], [], sizes))
-        hide(self._island, self._module, record.state.left)
+        hide(self._island, self._module, record.state.changed_attributes)
         return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
 
 

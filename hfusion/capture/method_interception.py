@@ -54,7 +54,7 @@ def intercepted(model: nn.Module, islands: Iterable[Island], handle: Handler) ->
 
     Hooks that are a part of a forward are called by `Method.original`, not around ``handle``.
     """
-    before: list[tuple[nn.Module, str, Any]] = []
+    replaced_methods: list[tuple[nn.Module, str, Any]] = []
     hooks = ExitStack()
     try:
         for island in islands:
@@ -63,12 +63,12 @@ def intercepted(model: nn.Module, islands: Iterable[Island], handle: Handler) ->
             if island.method == "forward":
                 original = with_hooks(module, original)
                 hooks.enter_context(taken_off(module))
-            before.append((module, island.method, vars(module).get(island.method)))
+            replaced_methods.append((module, island.method, vars(module).get(island.method)))
             vars(module)[island.method] = _through(handle, Method(island, module, original))
         yield
     finally:
         hooks.close()
-        for module, name, replaced in reversed(before):
+        for module, name, replaced in reversed(replaced_methods):
             if replaced is None:
                 del vars(module)[name]
             else:

@@ -143,7 +143,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], m
             reset(member, model)
             states.append(_recorded(member, args, kwargs, reader)[1])
     python_state = ModelState(member, reader, states)
-    return Records(recorder.made, frozenset(changed), frozenset(recorder.failed), modes, python_state)
+    return Records(recorder.completed_calls, frozenset(changed), frozenset(recorder.failed), modes, python_state)
 
 
 def _recorded(
@@ -155,7 +155,11 @@ def _recorded(
     with intercepted(member, islands(member), recorder.call), AddressWatch(recorder.address):
         call_on_copies(member, args, kwargs)
     states: dict[Island, list[CallState]] = {}
-    outermost = [call for call in recorder.made if not any(recorder.begun[n] == call.island for n in call.inside)]
+    outermost = [
+        call
+        for call in recorder.completed_calls
+        if not any(recorder.called_islands[n] == call.island for n in call.inside)
+    ]
     for call in outermost:
         states.setdefault(call.island, []).append(call.state)
     return recorder, RunState(start, states, reader.read(member))
@@ -179,7 +183,7 @@ class _CallRecorder:
 
     reader: StateReader
     calls: list[RecordedCall | None] = field(default_factory=list)
-    begun: list[Island] = field(default_factory=list)
+    called_islands: list[Island] = field(default_factory=list)
     failed: set[Island] = field(default_factory=set)
     open: list[int] = field(default_factory=list)
     addressing: set[int] = field(default_factory=set)
@@ -187,7 +191,7 @@ class _CallRecorder:
     noting: bool = False
 
     @property
-    def made(self) -> list[RecordedCall]:
+    def completed_calls(self) -> list[RecordedCall]:
         """The calls that were recorded to their end."""
         return [call for call in self.calls if call is not None]
 
@@ -207,7 +211,7 @@ class _CallRecorder:
             return original(*args, **kwargs)
         number, inside = len(self.calls), tuple(self.open)
         self.calls.append(None)
-        self.begun.append(island)
+        self.called_islands.append(island)
         state_before = self.reader.read(module)
         before = [(tensor._version, tensor.detach().clone()) for tensor in inputs]
         registered = dict(tensors(module))
@@ -257,7 +261,7 @@ class _CallRecorder:
             number in self.addressing,
             attached,
             altered,
-            CallState(state_before, state_after, self.reader.left(module, state_before, state_after)),
+            CallState(state_before, state_after, self.reader.changed_attributes(module, state_before, state_after)),
         )
         return output
 

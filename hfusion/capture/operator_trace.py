@@ -42,11 +42,11 @@ class TensorRef:
     """The origin of a tensor of a trace.
 
     Kind ``own`` with the key of a registered tensor, ``input`` with the index of an argument leaf, ``call`` with the
-    indices of a call and of its result, or ``made`` with the index in `OperatorTrace.made`.
+    indices of a call and of its result, or ``made`` with the index in `OperatorTrace.unregistered_tensors`.
     """
 
     kind: str
-    place: Any
+    key: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,22 +71,22 @@ class OperatorTrace:
 
     Attributes:
         calls: the operators in order.
-        made: the tensors that the code made of Python numbers, or holds without registering them.
-        ends: the structure of the outputs, the origins of the outputs and of the member's tensors after the call, the
-            names and shapes of these tensors, and the modes that forward set.
+        unregistered_tensors: the tensors that the code made of Python numbers, or holds without registering them.
+        end_state: the structure of the outputs, the origins of the outputs and of the member's tensors after the call,
+            the names and shapes of these tensors, and the modes that forward set.
     """
 
     calls: tuple[TracedCall, ...]
-    made: tuple[Tensor, ...]
-    ends: Any
+    unregistered_tensors: tuple[Tensor, ...]
+    end_state: Any
 
     def same_structure(self, other: OperatorTrace) -> bool:
         """Return whether both call the same operators with the same tensors, and differ in numbers at most."""
         return (
             len(self.calls) == len(other.calls)
-            and self.ends == other.ends
-            and len(self.made) == len(other.made)
-            and all(map(_same_kind, self.made, other.made))
+            and self.end_state == other.end_state
+            and len(self.unregistered_tensors) == len(other.unregistered_tensors)
+            and all(map(_same_kind, self.unregistered_tensors, other.unregistered_tensors))
             and all(map(_same_call, self.calls, other.calls))
         )
 
@@ -128,7 +128,7 @@ def _traced(
     if contents(member) != before or variables(search) != around:
         return None
     leaves, spec = pytree.tree_flatten(result)
-    ends = (
+    end_state = (
         spec,
         _plain(recorder.referred(leaves)),
         _plain(recorder.referred(list(dict(tensors(member)).values()))),
@@ -139,7 +139,7 @@ def _traced(
             if untouched.get(path) != part.training
         ),
     )
-    return OperatorTrace(tuple(recorder.calls), tuple(recorder.made), ends)
+    return OperatorTrace(tuple(recorder.calls), tuple(recorder.unregistered_tensors), end_state)
 
 
 class _OperatorRecorder(PreDispatchMode):
@@ -148,8 +148,8 @@ class _OperatorRecorder(PreDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[TracedCall] = []
-        self.made: list[Tensor] = []
-        self._made_versions: list[int] = []
+        self.unregistered_tensors: list[Tensor] = []
+        self._unregistered_versions: list[int] = []
         self.looks = False
         # They are kept alive, so that no id is used again.
         self._origins: dict[int, tuple[TensorRef, Tensor]] = {}
@@ -190,16 +190,16 @@ class _OperatorRecorder(PreDispatchMode):
         if id(tensor) not in self._origins:
             ref = self._by_memory.get(_memory(tensor))
             if ref is None:
-                ref = TensorRef("made", len(self.made))
-                self.made.append(tensor.detach().clone() if tensor.numel() <= MAX_ELEMENTS else tensor)
-                self._made_versions.append(-1 if tensor.is_inference() else tensor._version)
+                ref = TensorRef("made", len(self.unregistered_tensors))
+                self.unregistered_tensors.append(tensor.detach().clone() if tensor.numel() <= MAX_ELEMENTS else tensor)
+                self._unregistered_versions.append(-1 if tensor.is_inference() else tensor._version)
             self._origins[id(tensor)] = (ref, tensor)
         return self._origins[id(tensor)][0]
 
     def _is_constant(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is a constant of the code: unregistered, and never written in this run."""
         ref = self._origins[id(tensor)][0]
-        if ref.kind != "made" or tensor._version != self._made_versions[ref.place]:
+        if ref.kind != "made" or tensor._version != self._unregistered_versions[ref.key]:
             return False
         memory = tensor.untyped_storage().data_ptr()
         others = (held for origin, held in self._origins.values() if origin.kind in ("own", "input"))
@@ -283,7 +283,9 @@ def differing_places(trace: OperatorTrace, other: OperatorTrace) -> dict[int, di
     A tensor that was created from numbers counts as one.
     """
     unlike = {
-        index for index, (a, b) in enumerate(zip(trace.made, other.made, strict=True)) if not (a is b or _equal(a, b))
+        index
+        for index, (a, b) in enumerate(zip(trace.unregistered_tensors, other.unregistered_tensors, strict=True))
+        if not (a is b or _equal(a, b))
     }
     differing: dict[int, dict[tuple[Any, ...], tuple[Any, Any]]] = {}
     for number, (a, b) in enumerate(zip(trace.calls, other.calls, strict=True)):
@@ -308,7 +310,7 @@ def _differing(
         for index, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
             yield from _differing(of_a, of_b, (*path, index), trace, other, unlike)
     elif isinstance(a, TensorRef):
-        if a.kind == "made" and a.place in unlike:
-            yield path, (trace.made[a.place], other.made[a.place])
+        if a.kind == "made" and a.key in unlike:
+            yield path, (trace.unregistered_tensors[a.key], other.unregistered_tensors[a.key])
     elif is_number(a) and (type(a) is not type(b) or repr(a) != repr(b)):
         yield path, (a, b)

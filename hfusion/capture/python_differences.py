@@ -159,7 +159,7 @@ class DifferingNumbers:
         """Return whether code may have combined one of these numbers, or a value computed from one, with a size."""
         if self.anything:
             return bool(uses)
-        if any(use.other == value for use in uses if use.in_torch for value in self.values):
+        if any(use.number == value for use in uses if use.in_torch for value in self.values):
             return True
         unknown = [
             use

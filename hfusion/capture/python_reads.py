@@ -196,7 +196,7 @@ class RefusedReads(TorchFunctionMode):
 
     def __init__(self, registered: Collection[Tensor], restrided: bool) -> None:
         super().__init__()
-        self._own, self._restrided = registered, restrided
+        self._registered, self._restrided = registered, restrided
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -220,7 +220,7 @@ class RefusedReads(TorchFunctionMode):
             return remedy if self._restrided else None
         if name in _OF_ANY:
             return _OF_ANY[name]
-        if not any(tensor is held for held in self._own):
+        if not any(tensor is held for held in self._registered):
             return None
         if name in _OF_OWN:
             return _OF_OWN[name]

@@ -81,15 +81,15 @@ class CodeSearch:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._parts: dict[type, set[str]] = {}
-        self._own: dict[type, list[types.FunctionType]] = {}
+        self._instance_functions: dict[type, list[types.FunctionType]] = {}
         for model in models:
             for path, part in model.named_modules():
                 self._parts.setdefault(type(part), set()).add(path)
                 functions = [
                     f for value in list(vars(part).values()) if callable(value) for f in functions_behind(value)
                 ]
-                self._own.setdefault(type(part), []).extend(functions)
-        self._of_members = {id(function) for functions in self._own.values() for function in functions}
+                self._instance_functions.setdefault(type(part), []).extend(functions)
+        self._of_members = {id(function) for functions in self._instance_functions.values() for function in functions}
         self.spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.assigned: set[str] = set()
         self._named: set[str] = {"forward", "__call__", "__getattr__"}
@@ -120,7 +120,7 @@ class CodeSearch:
     def _follow(self, kind: type, paths: set[str]) -> None:
         self._noted, self._looked_at = [], {}
         methods = [method for name, method in self._methods[kind] if name in self._named]
-        waiting = [*self._own[kind], *methods]
+        waiting = [*self._instance_functions[kind], *methods]
         scope = _Scope(frozenset(), frozenset()).with_code(methods)
         for base in kind.__mro__:
             if is_user_code(base.__module__):
@@ -231,17 +231,17 @@ class CodeSearch:
             present = _attributes(value) | _hidden(value)
         holder = Attributes(f"{title}.", value)
         if hasattr(value, "__dict__"):
-            self._known(holder)
+            self._register_holder(holder)
         for name in sorted(name for name in scope.read & present if not name.startswith("__")):
             self._note(holder, name)
             yield from self._inside(f"{title}.{name}", holder.read(name), scope, depth - 1)
 
     def _note(self, holder: Holder, name: str, numbered: bool = True) -> Holder:
-        registered = self._known(holder, numbered)
+        registered = self._register_holder(holder, numbered)
         self._noted.append((registered, name))
         return registered
 
-    def _known(self, holder: Holder, numbered: bool = True) -> Holder:
+    def _register_holder(self, holder: Holder, numbered: bool = True) -> Holder:
         """Return the registered holder of the same kind and object, or register ``holder``.
 
         ``numbered``: if its title is taken, add a number to it.

@@ -161,12 +161,12 @@ def _same_kind(first: Any, second: Any) -> bool:
 def _moved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the call with other values: samples in another order, floating-point numbers a little smaller."""
 
-    def other(x: Tensor) -> Tensor:
+    def perturbed(x: Tensor) -> Tensor:
         dims = [dim for dim, size in enumerate(x.shape) if size > 1]
         rolled = x.detach().roll(1, dims[0]) if dims else x.detach()
         return (rolled * 0.75 if x.is_floating_point() else rolled).requires_grad_(x.requires_grad)
 
-    return pytree.tree_map_only(Tensor, other, copies((args, dict(kwargs))))
+    return pytree.tree_map_only(Tensor, perturbed, copies((args, dict(kwargs))))
 
 
 def _shorter_calls(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Sequence[Any]]:

@@ -47,13 +47,13 @@ class CallState:
     Attributes:
         before: the state at the beginning.
         after: the state at the end.
-        left: the attributes that the call changed, or whose contents it changed, with their values. A key has the path
-            in the module and the name.
+        changed_attributes: the attributes that the call changed, or whose contents it changed, with their values. A
+            key has the path in the module and the name.
     """
 
     before: State
     after: State
-    left: Mapping[tuple[str, str], Any]
+    changed_attributes: Mapping[tuple[str, str], Any]
 
 
 @dataclass(frozen=True)
@@ -191,8 +191,8 @@ class StateReader:
                     return f"{path}.{name}".strip(".")
         return next((path or type(part).__name__ for path, part in module.named_modules() if id(part) in holders), "")
 
-    def left(self, module: nn.Module, before: State, after: State) -> dict[tuple[str, str], Any]:
-        """Return the attributes that a call changed, see `CallState.left`."""
+    def changed_attributes(self, module: nn.Module, before: State, after: State) -> dict[tuple[str, str], Any]:
+        """Return the attributes that a call changed, see `CallState.changed_attributes`."""
         holders = changed(before, after)
         if not holders:
             return {}
@@ -218,7 +218,7 @@ def hide(island: Island, module: nn.Module, assigned: Mapping[tuple[str, str], A
 
     Args:
         module: the module of ``island``, while forward is traced.
-        assigned: the attributes that a recorded call changed, see `CallState.left`.
+        assigned: the attributes that a recorded call changed, see `CallState.changed_attributes`.
     """
     written = written_by_call(island, module)
     for path, part in module.named_modules():

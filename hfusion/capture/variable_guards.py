@@ -74,7 +74,7 @@ class Variables:
             self._add(holder, without)
         self.questions = Questions.of(search.all_names)
 
-    def same(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return whether all variables still hold the same objects, with the same items."""
         try:
             for read, held, values in self._groups:

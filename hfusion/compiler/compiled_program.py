@@ -102,7 +102,7 @@ class Compiled:
     @cached_property
     def written(self) -> frozenset[str]:
         """The keys of buffers and parameters that forward may write to."""
-        fallback_writes = {f"{call.place}.{key}".strip(".") for call in self.opaque for key in call.changing}
+        fallback_writes = {f"{call.module_path}.{key}".strip(".") for call in self.opaque for key in call.changing}
         return written_slots(self.graph, self.program.slots) | fallback_writes
 
     @property

@@ -111,7 +111,7 @@ def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, .
     def own(number: int) -> int:
         if number not in numbers:
             call = calls[number]
-            own_bodies = tuple(body.get_submodule(call.place) for body in bodies)
+            own_bodies = tuple(body.get_submodule(call.module_path) for body in bodies)
             held = tuple(references(body, names) for body in own_bodies)
             new_calls[number] = replace(call, bodies=own_bodies, references=held)
             numbers[number] = numbered(new_calls[number])

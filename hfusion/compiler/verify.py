@@ -352,7 +352,7 @@ def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor],
     model = subject.around(member, leaves)
     args, kwargs = _copied(subject.arguments).of_member(member)
     replay = Replay(draws, member)
-    islands = [Island(call.place, call.method) for call in subject.compiled.opaque]
+    islands = [Island(call.module_path, call.method) for call in subject.compiled.opaque]
     with repeating(model, islands, member):
         with replay.forward(), repeatable():
             outputs = pytree.tree_leaves(model(*args, **kwargs))

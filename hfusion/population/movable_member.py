@@ -138,7 +138,7 @@ class MovableMember:
             and all(content(value) == recorded for value, recorded in self._contents)
             and tensor_states(self._parameters) == self._states
             and [buffer.data_ptr() for buffer in self._buffers] == self._addresses
-            and self._variables.same()
+            and self._variables.is_unchanged()
             and (not self._updating or all(map(is_, _read_by_updates(self.member), self._updating)))
         )
 

@@ -41,12 +41,12 @@ def import_exporter() -> None:
 class _InThisThread:
     """A flag that is True in the thread that created it, and has its previous value in others."""
 
-    def __init__(self, before: object) -> None:
+    def __init__(self, previous_value: object) -> None:
         self._thread = threading.get_ident()
-        self._before = before
+        self._previous_value = previous_value
 
     def __bool__(self) -> bool:
-        return threading.get_ident() == self._thread or bool(self._before)
+        return threading.get_ident() == self._thread or bool(self._previous_value)
 
     # `torch.compiler.is_compiling()` returns this object. Callers compute with it as with a bool: transformers writes
     # ``found |= other``.

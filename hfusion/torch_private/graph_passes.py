@@ -12,5 +12,5 @@ __all__ = ["CustomGraphPass", "get_hash_for_files", "passes_already_set"]
 
 def passes_already_set() -> tuple[Any, ...]:
     """Return the custom passes that the settings of the process run last on a graph."""
-    before: Any = config.post_grad_custom_post_pass
-    return () if before is None else (before,) if callable(before) else tuple(before)
+    custom_pass: Any = config.post_grad_custom_post_pass
+    return () if custom_pass is None else (custom_pass,) if callable(custom_pass) else tuple(custom_pass)

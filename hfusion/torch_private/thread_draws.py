@@ -25,9 +25,9 @@ Swapped: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 
 
 class _ReadingThread(threading.local):
-    """``own``: this thread's CPU generator. ``swapped``: context manager that loads the states into torch."""
+    """``generator``: this thread's CPU generator. ``swapped``: context manager that loads the states into torch."""
 
-    own: torch.Generator | None = None
+    generator: torch.Generator | None = None
     swapped: Swapped | None = None
 
 
@@ -43,19 +43,19 @@ def drawing_from(generator: torch.Generator, swapped: Swapped) -> Iterator[None]
     """
     with _lock:
         _intercepted()
-    before = _here.own, _here.swapped
+    before = _here.generator, _here.swapped
     with _seeding.per_thread():
-        _here.own, _here.swapped = generator, swapped
+        _here.generator, _here.swapped = generator, swapped
         try:
             with torch._C._IncludeDispatchKeyGuard(torch._C._dispatch_key_parse(_KEY)):
                 yield
         finally:
-            _here.own, _here.swapped = before
+            _here.generator, _here.swapped = before
 
 
 def seen_in_modes() -> AbstractContextManager[Any]:
     """Context manager: intercept operators called by a `TorchDispatchMode`, for which torch excludes our key."""
-    if _here.own is None:
+    if _here.generator is None:
         return nullcontext()
     hidden = torch._C._dispatch_tls_local_exclude_set()
     excluded = hidden - torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_KEY))
@@ -69,9 +69,9 @@ def _in_child() -> None:
     # Another thread of the parent may have held the lock during the fork.
     _lock = threading.Lock()
     _seeding.reset()
-    if _here.own is not None:
-        torch.default_generator.set_state(_here.own.get_state())
-        _here.own = _here.swapped = None
+    if _here.generator is not None:
+        torch.default_generator.set_state(_here.generator.get_state())
+        _here.generator = _here.swapped = None
 
 
 @cache
@@ -114,7 +114,7 @@ def _kernel(schema: Any, index: int | None = None) -> Callable[..., Any]:
         # Several Python objects may stand for the same generator.
         has_other_generator = generator is not None and generator._cdata != shared._cdata
         # A `TorchDispatchMode` goes first; operators that it calls are intercepted within `seen_in_modes`.
-        if _here.own is None or has_other_generator or torch._C._len_torch_dispatch_stack():
+        if _here.generator is None or has_other_generator or torch._C._len_torch_dispatch_stack():
             return operator.redispatch(keys - key_set, *args, **kwargs)
         if _on_accelerator(args, kwargs):
             assert _here.swapped is not None
@@ -124,8 +124,8 @@ def _kernel(schema: Any, index: int | None = None) -> Callable[..., Any]:
             return operator.redispatch(keys - key_set, *args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(key_set):
             if only_by_name:
-                return operator(*args, **{**kwargs, "generator": _here.own})
-            return operator(*args[:index], generator=_here.own, **kwargs)
+                return operator(*args, **{**kwargs, "generator": _here.generator})
+            return operator(*args[:index], generator=_here.generator, **kwargs)
 
     return draw
 
@@ -145,7 +145,7 @@ class _Default:
 
 
 def _current() -> torch.Generator:
-    return torch.default_generator if _here.own is None else _here.own
+    return torch.default_generator if _here.generator is None else _here.generator
 
 
 class _RandomModule(types.ModuleType):

@@ -25,11 +25,11 @@ class _Hush(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.here = threading.local()
+        self.thread_state = threading.local()
 
     @property
     def active(self) -> bool:
-        return getattr(self.here, "depth", 0) > 0
+        return getattr(self.thread_state, "depth", 0) > 0
 
     def match(self, text: str) -> bool:
         """As a warning filter's pattern."""
@@ -55,11 +55,11 @@ def silence_tracers() -> Iterator[None]:
     with _LOCK:
         _silent_threads += 1
         _install()
-    _HUSH.here.depth = getattr(_HUSH.here, "depth", 0) + 1
+    _HUSH.thread_state.depth = getattr(_HUSH.thread_state, "depth", 0) + 1
     try:
         yield
     finally:
-        _HUSH.here.depth -= 1
+        _HUSH.thread_state.depth -= 1
         with _LOCK:
             _silent_threads -= 1
             if not _silent_threads:
