@@ -25,7 +25,7 @@ from torch._ops import OpOverload
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Layout, Listed
 from hfusion.core.member_random import draws_random
-from hfusion.core.tree import change, holds, leaves
+from hfusion.core.tree import contains, leaves, map_leaves
 from hfusion.ops.lowering import PLAIN, Efficiency, Lowering, Saves, View
 from hfusion.ops.saved import saved_by, view_of
 
@@ -157,7 +157,7 @@ def values(arguments: Any) -> list[Value]:
 
 def has_per_member(arguments: Any) -> bool:
     """True if a nest of arguments contains a scalar that differs between members."""
-    return holds(arguments, MemberScalars)
+    return contains(arguments, MemberScalars)
 
 
 def is_random(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
@@ -171,7 +171,7 @@ def is_random(target: OpOverload, arguments: Mapping[str, Any]) -> bool:
 
 def map_values(arguments: Any, fn: Callable[[Value], Any]) -> Any:
     """The same nest of arguments with ``fn`` applied to every tensor."""
-    return change(arguments, Value, fn)
+    return map_leaves(arguments, Value, fn)
 
 
 def hint(size: Any) -> int | None:

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import CONVERSIONS, Conversion, Layout, Listed, lift, lift_packed
-from hfusion.core.tree import holds, leaves
+from hfusion.core.tree import contains, leaves
 from hfusion.ops.generic import generic
 from hfusion.ops.lowering import Lowering, View
 from hfusion.ops.rule import (
@@ -97,14 +97,14 @@ def _empty(site: Site, arguments: Mapping[str, Any]) -> bool:
     """True if an operand of a pure call is empty: sizes cannot be inferred from it, and there is nothing to compute."""
     target = site.target
     writes = target._schema.is_mutable or target in RUNNING_STATISTICS
-    if writes or target.namespace != "aten" or is_random(target, arguments) or not holds(site.example, torch.Tensor):
+    if writes or target.namespace != "aten" or is_random(target, arguments) or not contains(site.example, torch.Tensor):
         return False
     return any(isinstance(size, int) and size == 0 for v in values(arguments) for size in v.shape)
 
 
 def result(new: fx.Node, layout: Layout, example: Any) -> Result:
     """Return the value of a node that ``new`` computes in ``layout``: a `Scalar` for numbers, else a `Value`."""
-    number = layout is Layout.SHARED and not holds(example, torch.Tensor)
+    number = layout is Layout.SHARED and not contains(example, torch.Tensor)
     return Scalar(new, example) if number else Value(new, layout, example)
 
 

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
 from hfusion.core.errors import FusionError
-from hfusion.core.tree import holds
+from hfusion.core.tree import contains
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.align import of_member, plain, same_number
 from hfusion.passes.candidates import by_name
@@ -79,7 +79,7 @@ def fill_rows(
             nests[member] = ((), places[member].change(node, nests[member][1], replaced))
             for name, pair in replaced.items():
                 constants.setdefault(name, {})[member] = pair
-        varying = holds(every, MemberScalars) or changing
+        varying = contains(every, MemberScalars) or changing
         new.meta["members"] = _merged(every, nests, env) if varying else nests[0]
         new.meta["arguments"] = map_aggregate(new.meta["members"], plain)
     for member_changes in places.values():
@@ -90,7 +90,7 @@ def fill_rows(
 def varying(graph: fx.Graph, changes: Changes) -> bool:
     """True if members of ``graph`` already differ in each number of ``changes``."""
     open_calls = {
-        node.meta["call"]: {name for name, item in node.meta["arguments"][1].items() if holds(item, MemberScalars)}
+        node.meta["call"]: {name for name, item in node.meta["arguments"][1].items() if contains(item, MemberScalars)}
         for node in graph.nodes
         if "arguments" in node.meta and "call" in node.meta
     }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from hfusion.core.tree import holds, leaves
+from hfusion.core.tree import contains, leaves
 from hfusion.ops import random
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.candidates import by_name
@@ -89,8 +89,8 @@ class _Walk:
             source, item = node.args
             places = self.where[source]  # type: ignore[index]
             return places[item] if isinstance(places, tuple) else places  # type: ignore[index]
-        operands = [n for n in node.all_input_nodes if holds(n.meta.get("val"), Tensor)]
-        if not holds(node.meta.get("val"), Tensor):
+        operands = [n for n in node.all_input_nodes if contains(n.meta.get("val"), Tensor)]
+        if not contains(node.meta.get("val"), Tensor):
             check(not operands or node.target is torch.ops.aten.sym_size.int, "it gives no tensor")
             return None
         target = node.target
@@ -106,14 +106,14 @@ class _Walk:
         if rule is None:
             raise SamplesMix("it may mix samples")
         check(not sized or rule in TAKE_SIZES, "it uses the number of samples")
-        differs = rule is not broadcast and holds(arguments, MemberScalars)
+        differs = rule is not broadcast and contains(arguments, MemberScalars)
         check(not differs, "its numbers differ between members")
         at = rule(SampledCall(arguments, self.where, self.shape, self.shape(node.meta["val"]), self.samples))
         several = not isinstance(node.meta["val"], Tensor) and isinstance(at, SampleDim)
         return tuple([at] * len(node.meta["val"])) if several else at
 
     def tracked(self, node: fx.Node) -> bool:
-        return holds(self.where[node], SampleDim)
+        return contains(self.where[node], SampleDim)
 
     def counts(self, node: fx.Node) -> bool:
         """True if a value is a number that is computed from the number of samples."""
@@ -146,7 +146,7 @@ class _Walk:
 
     def output(self, result: Any) -> int | None:
         if not isinstance(result, fx.Node):
-            check(not holds(result, fx.Node), "an output has several shapes")
+            check(not contains(result, fx.Node), "an output has several shapes")
             return None
         check(not self.counts(result), "forward returns the number of samples")
         at: SampleDim | None = self.where[result]

@@ -23,7 +23,7 @@ from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.compiler import Compiler
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import has_address
-from hfusion.core.row_indices import check_once, copied, kept, rows_of
+from hfusion.core.row_indices import check_once, copied, kept_rows, rows_of
 
 if TYPE_CHECKING:
     from hfusion.array.array_description import Array
@@ -64,7 +64,7 @@ class Rows(nn.Module):
         Raises:
             ValueError: no rows, a row twice, or a row that does not exist.
         """
-        rearrange(self, kept(rows, len(self)))
+        rearrange(self, kept_rows(rows, len(self)))
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Write members ``src`` over members ``dst``, in place: parameters, buffers, gradients, and scalars.

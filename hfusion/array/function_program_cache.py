@@ -19,7 +19,7 @@ import torch
 from hfusion.capture.capture_member import VaryingSizes
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import ArraySpec, Compiled, compile_array
-from hfusion.compiler.compiler import Compiler, Met
+from hfusion.compiler.compiler import CallSizes, Compiler
 from hfusion.compiler.program_rows import of_rows
 from hfusion.core.calls import is_stacked
 from hfusion.core.errors import FusionError
@@ -50,7 +50,7 @@ class _Tables(NamedTuple):
 
     programs: dict[Any, Compiled]
     families: dict[Any, list[Compiled]]
-    met: dict[Any, Met]
+    call_sizes: dict[Any, CallSizes]
     whole: dict[Any, str]
     refused: dict[Any, str]
 

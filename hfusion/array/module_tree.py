@@ -366,7 +366,7 @@ def own_rows(tree: Tree) -> dict[str, tuple[int, ...]]:
     for name, tensor in [*tree._parameters.items(), *tree._buffers.items()]:
         tensor_mark = None if tensor is None else membership(tensor)
         if tensor_mark is not None and None in tensor_mark.shapes:
-            rows[name] = tuple(member for member in range(tensor_mark.members) if tensor_mark.has(member))
+            rows[name] = tuple(member for member in range(tensor_mark.members) if tensor_mark.exists_in(member))
     return rows
 
 

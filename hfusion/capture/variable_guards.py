@@ -15,7 +15,7 @@ from hfusion.capture.python_reads import STRIDE_QUESTIONS
 from hfusion.capture.python_state import array_bytes
 from hfusion.capture.reachable_code import CONTAINERS, MAPPINGS, MAX_DEPTH, MAX_ITEMS, SCALARS, CodeSearch
 from hfusion.capture.variable_scopes import MISSING, Attributes, GlobalVariables, Holder, slots
-from hfusion.core.fingerprint import Same
+from hfusion.core.fingerprint import IdentityRef
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings
 from hfusion.device.backend import AUTOCAST_QUESTIONS
 
@@ -151,7 +151,7 @@ def content(value: Any, depth: int = MAX_DEPTH) -> Any:
     if (held := array_bytes(value)) is not None:
         return (type(value), held)
     if not isinstance(value, CONTAINERS) or depth == 0 or len(value) > MAX_ITEMS:
-        return Same(value)
+        return IdentityRef(value)
     if isinstance(value, MAPPINGS):
         return (type(value), tuple((content(k, depth - 1), content(v, depth - 1)) for k, v in value.items()))
     items = [content(item, depth - 1) for item in value]

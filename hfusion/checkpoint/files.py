@@ -90,7 +90,7 @@ def write(
         CheckpointError: the save could not be written; earlier saves are unchanged.
     """
     folder = Path(root)
-    with _told(folder, "could not write a checkpoint, and the last one stands"):
+    with _wrap_file_errors(folder, "could not write a checkpoint, and the last one stands"):
         folder.mkdir(parents=True, exist_ok=True)
         clean(folder)
         aside = ClaimedFolder(folder, _ASIDE)
@@ -237,7 +237,7 @@ def _number(path: Path) -> int:
 def newest(root: str | os.PathLike[str]) -> Path:
     """Return the latest save under ``root``, or ``root`` if it is a save. Raises CheckpointError if there is none."""
     folder = Path(root)
-    with _told(folder, "cannot be read"):
+    with _wrap_file_errors(folder, "cannot be read"):
         if (folder / MANIFEST).exists():
             return folder
         # While other processes write, a listing may miss both the new save and the one deleted in its favour.
@@ -270,9 +270,9 @@ def read(root: str | os.PathLike[str]) -> Saved:
 
 def _read(path: Path) -> Saved:
     manifest = read_manifest(path)
-    with _told(path / TENSORS, "is damaged"):
+    with _wrap_file_errors(path / TENSORS, "is damaged"):
         tensors = _tensors(path / TENSORS, manifest)
-    with _told(path / MANIFEST, "is damaged"):
+    with _wrap_file_errors(path / MANIFEST, "is damaged"):
         step, score = int(manifest["step"]), manifest["score"]
         return Saved(path, manifest["body"], tensors, step, None if score is None else float(score))
 
@@ -280,7 +280,7 @@ def _read(path: Path) -> Saved:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest: all of a save except its tensors. Raises CheckpointError if it is missing or damaged."""
     file = path / MANIFEST
-    with _told(file, "is damaged"):
+    with _wrap_file_errors(file, "is damaged"):
         text = _content(file, MAX_JSON)
         checksum = _content(path / CHECKSUM, 1024)
         if blake2b(text).hexdigest().encode() != checksum:
@@ -379,7 +379,7 @@ _SURPRISES = (
 
 
 @contextmanager
-def _told(path: Path, problem: str) -> Iterator[None]:
+def _wrap_file_errors(path: Path, problem: str) -> Iterator[None]:
     """Context manager: turn errors of files into a CheckpointError that names the file."""
     try:
         yield
@@ -393,6 +393,6 @@ def _told(path: Path, problem: str) -> Iterator[None]:
         raise CheckpointError(f"{path} {problem}: {type(error).__name__}: {error}") from error
 
 
-def told(path: Path) -> Any:
+def wrap_load_errors(path: Path) -> Any:
     """Context manager: turn any error that a damaged save causes into a CheckpointError that names the save."""
-    return _told(path, "cannot be loaded")
+    return _wrap_file_errors(path, "cannot be loaded")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors as tensors_of
-from hfusion.checkpoint.files import Saved, told
+from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import decode, encode
 from hfusion.checkpoint.save_contents import OWN, devices_of, shapes_of
 from hfusion.checkpoint.saved_shapes import OwnShapes, cut_to_members, differing, held_names, saved_shapes
@@ -51,7 +51,7 @@ class SaveReader:
         """
         paths: dict[str, Path] = {}
         for save in saved:
-            with told(save.path):
+            with wrap_load_errors(save.path):
                 members = save.body["members"]
                 if not isinstance(members, list) or not members or not all(isinstance(name, str) for name in members):
                     raise CheckpointError(f"{save.path} says that its members are {members!r}: these are no names")
@@ -72,10 +72,10 @@ class SaveReader:
         all_members = SaveReader([(save, list(range(len(save.body["members"])))) for save in saved])
         return all_members.at([indices[name] for name in requested])
 
-    def at(self, places: Sequence[int], free: Iterable[int] = ()) -> SaveReader:
+    def at(self, indices: Sequence[int], free: Iterable[int] = ()) -> SaveReader:
         """Return a reader of the members at some indices, which may repeat; those at ``free`` have no member."""
         flat = [(saved, member) for saved, members in self.parts for member in members]
-        runs = groupby((flat[index] for index in places), key=lambda pair: id(pair[0]))
+        runs = groupby((flat[index] for index in indices), key=lambda pair: id(pair[0]))
         grouped = [list(run) for _, run in runs]
         return SaveReader([(run[0][0], [member for _, member in run]) for run in grouped], frozenset(free))
 
@@ -95,11 +95,11 @@ class SaveReader:
                 raise CheckpointError(f"{key} in {saved.path} is not that in {self.path}: these do not merge")
         return first
 
-    def own(self, key: str) -> Tensor:
+    def member_rows(self, key: str) -> Tensor:
         """Return the members' rows of a tensor."""
         return torch.cat([saved.tensors[OWN + key][indices] for saved, indices in self.parts])
 
-    def common(self, key: str) -> Tensor:
+    def shared_tensor(self, key: str) -> Tensor:
         """Return a tensor that all members share. Raises CheckpointError if the saves differ."""
         first = self.parts[0][0].tensors[key]
         for saved, _ in self.parts:
@@ -107,7 +107,7 @@ class SaveReader:
                 raise CheckpointError(f"{key} in {saved.path} is not that in {self.path}: these do not merge")
         return first
 
-    def has(self, key: str) -> bool:
+    def has_tensor(self, key: str) -> bool:
         return all(key in saved.tensors for saved, _ in self.parts)
 
     def module(self, model: nn.Module) -> Callable[[], None]:
@@ -151,7 +151,7 @@ class SaveReader:
         stacked, several = mark is not None and mark.stacked, len(self.tags) > 1
         saved_as_stacked = {saved.body["module"]["stacked"][name] for saved, _ in self.parts}
         if saved_as_stacked == {False} and not stacked:
-            return self.common(key)
+            return self.shared_tensor(key)
         if several and like.requires_grad and saved_as_stacked != {stacked}:
             shown = "each member's own" if stacked else "one for all members"
             raise CheckpointError(
@@ -193,7 +193,7 @@ class SaveReader:
         for number, group in enumerate(optimizer.param_groups):
             vectors, _ = read(group, optimizer.hypers, optimizer.members)
             for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
-                rows = self.own(f"optimizer/{number}/{hyper.label}")
+                rows = self.member_rows(f"optimizer/{number}/{hyper.label}")
                 _check(self.path, hyper.label, rows, vector)
                 hyper.check(rows.tolist())
                 values.append((vector, rows))
@@ -289,8 +289,8 @@ class SaveReader:
         names = self.agreed("scaler")
         if names is None:
             raise CheckpointError(f"{self.path} holds no scaler")
-        state = {name: self.own(f"scaler/{name}") for name in names}
-        begun = self.begun("scaler begun")
+        state = {name: self.member_rows(f"scaler/{name}") for name in names}
+        begun = self.initial_hyperparameters("scaler begun")
 
         def write() -> None:
             scaler.load_state_dict(state)
@@ -298,7 +298,7 @@ class SaveReader:
 
         return write
 
-    def begun(self, key: str) -> dict[str, float | None]:
+    def initial_hyperparameters(self, key: str) -> dict[str, float | None]:
         """Return the hyper-parameters that members started with, by name; None where members differ.
 
         Older saves do not contain them.

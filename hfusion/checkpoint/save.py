@@ -16,7 +16,7 @@ from torch import nn
 
 from hfusion.array.module import FusedModule
 from hfusion.checkpoint import files
-from hfusion.checkpoint.files import Saved, told
+from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save_contents import SaveWriter
 from hfusion.core.errors import CheckpointError
@@ -155,7 +155,7 @@ def load(
         ...     _ = hf.load(folder, hf.fuse([torch.nn.Linear(2, 1) for _ in range(2)]))
     """
     reader = read(directory, tags)
-    with told(reader.path):
+    with wrap_load_errors(reader.path):
         write = writing(reader, model, optimizer, scheduler, scaler, loader, random)
         loaded = Loaded(reader.path, reader.parts[0][0].step, reader.tags, reader.value("extra"))
         write()
@@ -199,25 +199,25 @@ def writing(
 class Writing(Future[Path]):
     """The future of a save in a background thread: its folder, or its error, which is reported if not retrieved."""
 
-    _asked = False
+    _retrieved = False
 
     def result(self, timeout: float | None = None) -> Path:
-        self._asked = True
+        self._retrieved = True
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._asked = True
+        self._retrieved = True
         return super().exception(timeout)
 
     def settle(self) -> None:
         """Wait for the save. Raises its error if no caller has retrieved it."""
         error = super().exception()
-        if error is not None and not self._asked:
-            self._asked = True
+        if error is not None and not self._retrieved:
+            self._retrieved = True
             raise CheckpointError(f"the save before this one: {error}") from error
 
     def __del__(self) -> None:
-        if self.done() and not self._asked and (error := super().exception()) is not None:
+        if self.done() and not self._retrieved and (error := super().exception()) is not None:
             warnings.warn(f"nobody asked for the result of a save: {error}", stacklevel=2)
 
 

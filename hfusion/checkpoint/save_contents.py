@@ -64,7 +64,7 @@ class SaveWriter:
     body: dict[str, Any]
     tensors: dict[str, Tensor]
 
-    def own(self, key: str, stack: Tensor) -> None:
+    def store_rows(self, key: str, stack: Tensor) -> None:
         """Store a copy of the members' rows of a stack, on the CPU."""
         if list(self.rows) == list(range(len(stack))):
             # Copy directly, without a temporary copy on the device.
@@ -73,16 +73,16 @@ class SaveWriter:
         rows = torch.as_tensor(list(self.rows), device=stack.device)
         self.tensors[OWN + key] = stack.detach().index_select(0, rows).cpu()
 
-    def common(self, key: str, tensor: Tensor) -> None:
+    def store_shared(self, key: str, tensor: Tensor) -> None:
         """Store a copy of a tensor that all members share, on the CPU."""
         self.tensors[key] = tensor.detach().cpu().clone()
 
     def _keep(self, key: str, tensor: Tensor, mark: Membership | None) -> None:
         """Store a tensor, or its optimizer state, as shared or stacked by its membership; a single model as one row."""
         if mark is None or not mark.is_own:
-            self.common(key, tensor)
+            self.store_shared(key, tensor)
         else:
-            self.own(key, tensor if mark.stacked else tensor.unsqueeze(0))
+            self.store_rows(key, tensor if mark.stacked else tensor.unsqueeze(0))
 
     def tree(self, key: str, value: Any) -> Any:
         """Return a nest of plain values and tensors as JSON, and store its tensors."""
@@ -111,7 +111,7 @@ class SaveWriter:
         for number, group in enumerate(optimizer.param_groups):
             vectors, _ = read(group, optimizer.hypers, optimizer.members)
             for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
-                self.own(f"optimizer/{number}/{hyper.label}", plain(vector))
+                self.store_rows(f"optimizer/{number}/{hyper.label}", plain(vector))
             names = [membership_of(param).name for param in group["params"]]
             options = self.tree(f"optimizer/{number}/options", {key: group[key] for key in optimizer.options})
             groups.append({"params": names, "options": options})
@@ -134,7 +134,7 @@ class SaveWriter:
         self.body["scaler"] = sorted(state)
         self.body["scaler begun"] = encode(scaler.begun, {}, "scaler begun")
         for name, value in state.items():
-            self.own(f"scaler/{name}", value)
+            self.store_rows(f"scaler/{name}", value)
 
     def random(self, fused: FusedModule) -> None:
         """Store the states of the random generators: torch's on the CPU and the array's devices, Python's, numpy's."""

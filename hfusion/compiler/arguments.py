@@ -66,7 +66,7 @@ class Arguments:
         """The `loose_key` without the values of numbers."""
         return (self.spec, *(type(leaf) if type(leaf) in (int, float) else _loose_key(leaf) for leaf in self.leaves))
 
-    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and keyword arguments as the array takes them."""
         if isinstance(self.spec, int):
             return self.leaves, {}

@@ -18,18 +18,18 @@ from hfusion.passes.expected_checks import FailedCheck
 from hfusion.passes.gather import gather_listed, width
 
 # Where a tensor that may be replaced is looked up: a mapping, and the key in it.
-Place: TypeAlias = tuple[Mapping[str, Any], str]
+Location: TypeAlias = tuple[Mapping[str, Any], str]
 
 
 @dataclass(frozen=True, eq=False)
 class BoundProgram:
-    """A program, and the places of the tensors that it takes before its inputs.
+    """A program, and the locations of the tensors that it takes before its inputs.
 
     ``failed``: in a step with checks, the entry "members" shows for which members a check of forward failed.
     """
 
     compiled: Compiled
-    places: tuple[Place, ...]
+    locations: tuple[Location, ...]
     failed: dict[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
@@ -37,14 +37,14 @@ class BoundProgram:
         """Bind a program to the tensors of ``owner``."""
         slots = compiled.program.slots
         return BoundProgram(
-            compiled, tuple(_place(slot, owner, compiled) for slot in slots if slot.kind is not Kind.INPUT)
+            compiled, tuple(_location(slot, owner, compiled) for slot in slots if slot.kind is not Kind.INPUT)
         )
 
     @property
     def partial_ids(self) -> frozenset[int]:
         """The ids of the parameters that some members lack."""
         slots = [slot for slot in self.compiled.program.slots if slot.kind is not Kind.INPUT]
-        pairs = zip(slots, self.places, strict=True)
+        pairs = zip(slots, self.locations, strict=True)
         return frozenset(id(holder[name]) for slot, (holder, name) in pairs if slot.name in self.compiled.partial)
 
     @property
@@ -57,7 +57,7 @@ class BoundProgram:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The layouts of the tensors at ``places``."""
+        """The layouts of the tensors in ``locations``."""
         program = self.compiled.program
         pairs = zip(program.slots, program.layouts, strict=True)
         return tuple(layout for slot, layout in pairs if slot.kind is not Kind.INPUT)
@@ -68,7 +68,7 @@ def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Ca
 
     Calls thus use the new tensors after ``owner`` was converted or loaded. ``members``: see `watched`.
     """
-    places = BoundProgram.of(compiled, owner).places
+    locations = BoundProgram.of(compiled, owner).locations
     run, spec = compiled.program.run, compiled.program.out_spec
     if compiled.opaque or members is not None:
         run = watched(run, members)
@@ -79,7 +79,7 @@ def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Ca
     ragged = any(compiled.program.result_rows)
 
     def call(inputs: list[Any]) -> Any:
-        outputs = run(*[holder[name] for holder, name in places], *inputs)
+        outputs = run(*[holder[name] for holder, name in locations], *inputs)
         if ragged:
             outputs = compiled.program.joined(outputs)
         return outputs[0] if single else pytree.tree_unflatten(outputs, spec)
@@ -103,7 +103,7 @@ def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
     return call
 
 
-def _place(slot: Slot, owner: nn.Module, compiled: Compiled) -> Place:
+def _location(slot: Slot, owner: nn.Module, compiled: Compiled) -> Location:
     if slot.kind is Kind.CONSTANT:
         return compiled.constants, slot.name
     path, _, leaf = slot.name.rpartition(".")

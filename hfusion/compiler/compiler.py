@@ -36,17 +36,17 @@ class SparseArgument(FusionError):
 
 
 @dataclass
-class Met:
+class CallSizes:
     """The sizes of one kind of call: ``dims[k]`` are the dims of leaf k that had at least two sizes so far."""
 
     first: tuple[tuple[int, ...], ...]
     dims: tuple[set[int], ...]
 
     @staticmethod
-    def of(shapes: Sequence[tuple[int, ...]]) -> Met:
-        return Met(tuple(shapes), tuple(set() for _ in shapes))
+    def of(shapes: Sequence[tuple[int, ...]]) -> CallSizes:
+        return CallSizes(tuple(shapes), tuple(set() for _ in shapes))
 
-    def meet(self, shapes: Sequence[tuple[int, ...]]) -> None:
+    def add_shapes(self, shapes: Sequence[tuple[int, ...]]) -> None:
         for dims, first, shape in zip(self.dims, self.first, shapes, strict=True):
             dims.update(dim for dim, (a, b) in enumerate(zip(first, shape, strict=True)) if a != b)
 
@@ -73,7 +73,7 @@ class Compiler:
     subject: ArraySpec
     programs: dict[Any, Compiled] = field(default_factory=dict)
     families: dict[Any, list[Compiled]] = field(default_factory=dict)
-    met: dict[Any, Met] = field(default_factory=dict)
+    call_sizes: dict[Any, CallSizes] = field(default_factory=dict)
     opens: bool = True
     whole: dict[Any, str] = field(default_factory=dict)
     refused: dict[Any, str] = field(default_factory=dict)
@@ -123,8 +123,8 @@ class Compiler:
         self._count(training, arguments)
         loose = arguments.loose_key
         shapes = arguments.shapes
-        call_sizes = self.met.setdefault(loose, Met.of(shapes))
-        call_sizes.meet(shapes)
+        call_sizes = self.call_sizes.setdefault(loose, CallSizes.of(shapes))
+        call_sizes.add_shapes(shapes)
         family = self.families.setdefault((training, loose), [])
         many = sum(map(call_sizes.closed_in, family)) >= MAX_CLOSED
         if many and loose in self.refused:

@@ -108,7 +108,7 @@ def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, .
     new_calls: dict[int, OpaqueCall] = {}
     numbers: dict[int, int] = {}
 
-    def own(number: int) -> int:
+    def new_call_number(number: int) -> int:
         if number not in numbers:
             call = calls[number]
             own_bodies = tuple(body.get_submodule(call.module_path) for body in bodies)
@@ -118,7 +118,11 @@ def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, .
         return numbers[number]
 
     def renumbered(number: int | MemberScalars) -> int | MemberScalars:
-        return MemberScalars(tuple(map(own, number.values))) if isinstance(number, MemberScalars) else own(number)
+        return (
+            MemberScalars(tuple(map(new_call_number, number.values)))
+            if isinstance(number, MemberScalars)
+            else new_call_number(number)
+        )
 
     for node in graph.nodes:
         if node.target is not OPAQUE:
@@ -127,5 +131,5 @@ def _with_own_bodies(graph: fx.Graph, subject: ArraySpec) -> tuple[OpaqueCall, .
             args, named = node.meta[key]
             node.meta[key] = args, {**named, "call": renumbered(named["call"])}
         if "arguments" not in node.meta:
-            node.update_arg(_CALL, own(node.args[_CALL]))
+            node.update_arg(_CALL, new_call_number(node.args[_CALL]))
     return tuple(new_calls.values())

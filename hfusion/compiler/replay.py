@@ -69,7 +69,7 @@ class Replay:
 
     def __init__(self, draws: Sequence[Tensor], member: int) -> None:
         self._rows = iter(draws_of(draws, member))
-        self._met: dict[bytes, Tensor] = {}
+        self._rows_by_state: dict[bytes, Tensor] = {}
         self._state = _state()
 
     @contextmanager
@@ -83,7 +83,7 @@ class Replay:
 
     def backward(self) -> AbstractContextManager[Any]:
         """Return a context manager in which random operators return the same rows as in forward."""
-        return _Replaced(self._again)
+        return _Replaced(self._forward_row)
 
     def _next(self, func: OpOverload) -> Tensor:
         if _state() != self._state:
@@ -94,12 +94,12 @@ class Replay:
         row = next(self._rows, None)
         if row is None:
             raise Unmatched(f"a member's {func} draws random numbers that the program draws elsewhere")
-        self._met[self._state] = row
+        self._rows_by_state[self._state] = row
         self._state = _advanced()
         return row
 
-    def _again(self, func: OpOverload) -> Tensor:
-        row = self._met.get(_state())
+    def _forward_row(self, func: OpOverload) -> Tensor:
+        row = self._rows_by_state.get(_state())
         if row is None:
             raise Unmatched(f"a member's backward draws random numbers, by {func}")
         _advanced()
@@ -130,9 +130,9 @@ class _Replaced(TorchDispatchMode):
         if not is_random(func, arguments):
             return func(*args, **kwargs)
         with seen_in_modes():
-            return self._given(func, args, kwargs, arguments)
+            return self._call_with_row(func, args, kwargs, arguments)
 
-    def _given(self, func: OpOverload, args: Any, kwargs: Any, arguments: dict[str, Any]) -> Any:
+    def _call_with_row(self, func: OpOverload, args: Any, kwargs: Any, arguments: dict[str, Any]) -> Any:
         row = self._row(func)
         if func is aten.native_dropout.default:
             return _native_dropout(func, row, arguments["input"], arguments["p"])

@@ -109,15 +109,15 @@ class _OpenSizes:
     """The dynamic sizes of one written program, by name."""
 
     mode: Any
-    known: dict[str, Any] = field(default_factory=dict)
+    sizes_by_name: dict[str, Any] = field(default_factory=dict)
 
     def size(self, written: Any) -> Any:
         if isinstance(written, int):
             return written
         name, hint = written
-        if name not in self.known:
-            self.known[name] = _symbol(self.mode, name, int(hint))
-        return self.known[name]
+        if name not in self.sizes_by_name:
+            self.sizes_by_name[name] = _symbol(self.mode, name, int(hint))
+        return self.sizes_by_name[name]
 
     def example(self, written: Any) -> Any:
         if not isinstance(written, Mapping):

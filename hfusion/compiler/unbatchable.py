@@ -31,7 +31,7 @@ def unbatchable(graph: fx.Graph, layouts: Sequence[Layout], members: int, rules:
         if node.op != "call_function":
             continue
         layout, path = Layout.STACKED, module_path(node)
-        if any(_inside(path, around) or not _known(source) for source, around in _sources(node, unknown)):
+        if any(_inside(path, around) or not _has_known_sizes(source) for source, around in _sources(node, unknown)):
             unknown[node] = path
         else:
             try:
@@ -57,7 +57,7 @@ def _inside(path: str, around: str) -> bool:
     return not around or path == around or path.startswith(f"{around}.")
 
 
-def _known(node: fx.Node) -> bool:
+def _has_known_sizes(node: fx.Node) -> bool:
     """Return whether the value of ``node`` is a tensor whose sizes do not depend on values."""
     # Imported late: it imports sympy.
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols

@@ -213,8 +213,8 @@ def _agrees_wide(subject: CheckedArray, members: Sequence[int]) -> bool:
 
 
 def _widened(subject: CheckedArray) -> CheckedArray:
-    once: dict[int, Tensor] = {}
-    stacks = {name: once.setdefault(id(t), _wide(t)) for name, t in subject.stacks.items()}
+    wide_by_id: dict[int, Tensor] = {}
+    stacks = {name: wide_by_id.setdefault(id(t), _wide(t)) for name, t in subject.stacks.items()}
     arguments = subject.arguments.mapped(_wide)
     constants = {name: _wide(t) for name, t in subject.compiled.constants.items()}
     compiled = replace(subject.compiled, constants=constants)
@@ -261,7 +261,7 @@ def _array_outcome(subject: CheckedArray) -> Outcome:
     leaf_ids = set(map(id, leaves.values()))
     inputs = [value for value in values if id(value) not in leaf_ids]
     outputs = program.joined(program.run(*values))
-    return _outcome(outputs, _trained(subject, leaves), _left(subject, leaves), inputs, program.members, nullcontext())
+    return _outcome(outputs, _trained(subject, leaves), _state(subject, leaves), inputs, program.members, nullcontext())
 
 
 def _trained(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -269,7 +269,7 @@ def _trained(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> dict[str, T
     return {name: leaf for name, leaf in leaves.items() if leaf.requires_grad and subject.stacks[name].requires_grad}
 
 
-def _left(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> Outcome:
+def _state(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> Outcome:
     """Return the values of buffers, and of the parameters that forward writes to."""
     written, stacks = subject.compiled.written, subject.stacks
     return {n: t.detach() for n, t in leaves.items() if n in written or not isinstance(stacks[n], nn.Parameter)}
@@ -277,11 +277,11 @@ def _left(subject: CheckedArray, leaves: Mapping[str, Tensor]) -> Outcome:
 
 def _program_inputs(subject: CheckedArray) -> tuple[list[Any], dict[str, Tensor]]:
     """Return the program's inputs, with new leaves for parameters and copies of buffers, and these leaves by key."""
-    once: dict[int, Tensor] = {}
+    leaf_by_id: dict[int, Tensor] = {}
     # Eager fallbacks may write into any tensor.
     names = subject.stacks.keys() if subject.compiled.opaque else subject.compiled.written
     written = {id(subject.stacks[name]) for name in names}
-    leaves = {name: once.setdefault(id(t), _leaf(t, id(t) in written)) for name, t in subject.stacks.items()}
+    leaves = {name: leaf_by_id.setdefault(id(t), _leaf(t, id(t) in written)) for name, t in subject.stacks.items()}
     held = {**leaves, **subject.compiled.constants}
     inputs = iter(_copied(subject.arguments).values)
     slots = subject.compiled.program.slots
@@ -359,7 +359,7 @@ def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor],
         model_tensors = dict(tensors(model))
         inputs = pytree.tree_leaves((args, kwargs))
         return _outcome(
-            outputs, _trained(subject, model_tensors), _left(subject, model_tensors), inputs, None, replay.backward()
+            outputs, _trained(subject, model_tensors), _state(subject, model_tensors), inputs, None, replay.backward()
         )
 
 

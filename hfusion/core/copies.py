@@ -79,8 +79,8 @@ def copies_in_like_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
     plain = [k for k, tensor in enumerate(tensors) if is_plain(tensor) and tensor.numel()]
     copied = dict(zip(plain, _copied_memory([tensors[k] for k in plain]), strict=True))
     rows = [copied[k] if k in copied else tensor.detach().clone() for k, tensor in enumerate(tensors)]
-    once: dict[int, Tensor] = {}
-    return [once.setdefault(id(t), _like(row, t)) for row, t in zip(rows, tensors, strict=True)]
+    copy_by_id: dict[int, Tensor] = {}
+    return [copy_by_id.setdefault(id(t), _like(row, t)) for row, t in zip(rows, tensors, strict=True)]
 
 
 def _like(copied: Tensor, tensor: Tensor) -> Tensor:

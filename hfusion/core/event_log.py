@@ -41,24 +41,24 @@ class EventLog:
     def __init__(self, root: Path | None, kind: str, **values: object) -> None:
         self._folder = None if root is None else root / LOGS
         self._values = {"kind": kind, **values}
-        self._place = {"process": os.getpid(), "node": socket.gethostname()}
+        self._process_values = {"process": os.getpid(), "node": socket.gethostname()}
         if "RANK" in os.environ:
             # Of torchrun, where each rank may train tasks of its own in one folder.
-            self._place["rank"] = os.environ["RANK"]
+            self._process_values["rank"] = os.environ["RANK"]
         self._lock = Lock()
         self._continued: set[Path] = set()
 
     def __enter__(self) -> EventLog:
-        self._append(RUN, "started", {**self._place, "start": process_start(os.getpid()), **self._values})
+        self._append(RUN, "started", {**self._process_values, "start": process_start(os.getpid()), **self._values})
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self._append(RUN, "finished", self._place)
+            self._append(RUN, "finished", self._process_values)
         elif isinstance(error, Exception):
-            self._append(RUN, "failed", {**self._place, "error": first_line(error)})
+            self._append(RUN, "failed", {**self._process_values, "error": first_line(error)})
         else:
-            self._append(RUN, "interrupted", {**self._place, "error": first_line(error)})
+            self._append(RUN, "interrupted", {**self._process_values, "error": first_line(error)})
 
     @property
     def writes(self) -> bool:
@@ -67,11 +67,11 @@ class EventLog:
 
     def array(self, name: str, event: str, values: Mapping[str, object]) -> None:
         """Write a line about an array; values that are None are left out."""
-        self._append(f"{ARRAYS}/{file_name(name)}.log", event, {**self._place, **values})
+        self._append(f"{ARRAYS}/{file_name(name)}.log", event, {**self._process_values, **values})
 
     def trial(self, number: int, event: str, values: Mapping[str, object]) -> None:
         """Write a line about a trial; values that are None are left out."""
-        self._append(f"{TRIALS}/{number}.log", event, {**self._place, **values})
+        self._append(f"{TRIALS}/{number}.log", event, {**self._process_values, **values})
 
     def _append(self, name: str, event: str, values: Mapping[str, object]) -> None:
         if self._folder is None:

@@ -36,13 +36,13 @@ class TooMuch(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Same:
+class IdentityRef:
     """A strong reference to an object that compares by identity; keeping it alive keeps its id unique."""
 
     held: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.held is other.held
+        return isinstance(other, IdentityRef) and self.held is other.held
 
     def __hash__(self) -> int:
         return id(self.held)
@@ -69,9 +69,9 @@ class _Alive:
         return self.number
 
 
-def global_hooks() -> tuple[tuple[str, Same], ...]:
+def global_hooks() -> tuple[tuple[str, IdentityRef], ...]:
     """Return the hooks that run at every call of any module, hashable."""
-    return tuple((table, Same(hook)) for table, hook in module_hooks.global_hooks())
+    return tuple((table, IdentityRef(hook)) for table, hook in module_hooks.global_hooks())
 
 
 def read_state(function: Callable[..., Any]) -> Any:
@@ -83,7 +83,7 @@ def read_state(function: Callable[..., Any]) -> Any:
     """
     # The common case comes first, since this runs in every step.
     if type(function) is types.FunctionType and _fixed(function.__module__):
-        return Same(function)
+        return IdentityRef(function)
     try:
         return _ClosureReader().read(function)
     except TooMuch:
@@ -121,9 +121,9 @@ def root(function: Callable[..., Any]) -> Any:
 
 @dataclass
 class _ClosureReader:
-    """``met`` keeps what was read, so that no id is used again meanwhile. ``classes``: also what their code reads."""
+    """``visited`` keeps read values, so that no id is used again meanwhile. ``classes``: also what their code reads."""
 
-    met: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    visited: dict[int, tuple[int, Any]] = field(default_factory=dict)
     classes: bool = False
 
     def read(self, value: Any) -> Any:
@@ -134,10 +134,10 @@ class _ClosureReader:
             return (type(value), value)
         if isinstance(value, Tensor):
             return (_Alive.of(value), 0 if value.is_inference() else value._version, value.requires_grad)
-        if id(value) in self.met:
-            return self.met[id(value)][0]
-        self.met[id(value)] = (len(self.met), value)
-        if len(self.met) > MAX_VALUES:
+        if id(value) in self.visited:
+            return self.visited[id(value)][0]
+        self.visited[id(value)] = (len(self.visited), value)
+        if len(self.visited) > MAX_VALUES:
             raise TooMuch
         return self._read_new(value)
 
@@ -157,7 +157,7 @@ class _ClosureReader:
         if isinstance(value, functools.partial):
             return self.read((value.func, value.args, value.keywords))
         if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | logging.Logger):
-            return Same(value)
+            return IdentityRef(value)
         if not hasattr(value, "__dict__") or isinstance(value, types.ModuleType) or _has_slots(type(value)):
             raise TooMuch
         call = inspect.getattr_static(value, "__call__", None)
@@ -195,7 +195,7 @@ class _ClosureReader:
 
     def _function(self, function: types.FunctionType) -> Any:
         if _fixed(function.__module__) or (self.classes and is_installed(function.__module__)):
-            return Same(function)
+            return IdentityRef(function)
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         names = names_in(function.__code__)
         outside = list(_outside(names.variables, names, function.__globals__, set()))

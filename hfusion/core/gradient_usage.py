@@ -5,7 +5,7 @@ still a stack, with zeros in the rows of the other members; an optimizer would d
 of a program with looped submodules therefore hooks the places where gradients arrive: the members' rows of the inputs
 of these submodules, and the results of the program. The autograd graph tells which parameters lie behind them. Absent
 rows are stored as an attribute of the gradient. A program in parts has a run and a backward pass for each part:
-`never_reached` returns what a pass found for an input of its part, to pass to `leave_out` of the part that computed it.
+`never_reached` returns what a pass found for an input of its part, to pass to `exclude` of the part that computed it.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def freeze_rows(param: Tensor, rows: Tensor | None) -> None:
         delattr(param, _FROZEN)
 
 
-def mark_found(leaf: Tensor, grad: Tensor) -> None:
+def mark_grad(leaf: Tensor, grad: Tensor) -> None:
     """Mark the absent rows of ``grad``, which torch.autograd.grad has just computed for ``leaf``."""
     missing = vars(leaf).pop(_MISSING, None)
     if missing is not None:
         mark_absent(grad, missing & _zero_rows(grad, missing))
 
 
-def taken(value: Tensor, members: int) -> Tensor:
+def mark_input(value: Tensor, members: int) -> Tensor:
     """Mark ``value``, a leaf that one part of a program takes from another, for `never_reached`, and return it."""
     return mark(value, Membership("", members, True))
 
@@ -83,7 +83,7 @@ def never_reached(leaf: Tensor) -> Tensor | None:
     return missing
 
 
-def leave_out(output: Tensor, members: Tensor | None) -> None:
+def exclude(output: Tensor, members: Tensor | None) -> None:
     """Let the next backward pass ignore the gradient of a part's ``output`` for ``members``, bool ``[B]``."""
     sink = getattr(output, _SINK, None)
     if sink is not None:
@@ -124,13 +124,13 @@ class _Pass:
     Attributes:
         reached: the members, as a mask, whose rows of each sink the pass has reached.
         sinks: the reached sinks of each leaf.
-        before: the gradient of each leaf before the pass, and its version.
+        previous_grads: the gradient of each leaf before the pass, and its version.
         cleared: the members, as a mask, whose gradients hooks have cleared in the pass, by leaf.
     """
 
     reached: dict[_Sink, int] = field(default_factory=dict)
     sinks: dict[Tensor, list[_Sink]] = field(default_factory=dict)
-    before: dict[Tensor, tuple[Tensor | None, int]] = field(default_factory=dict)
+    previous_grads: dict[Tensor, tuple[Tensor | None, int]] = field(default_factory=dict)
     cleared: dict[Tensor, int] = field(default_factory=dict)
 
     def note(self, sink: _Sink, members: int) -> None:
@@ -138,8 +138,8 @@ class _Pass:
             self.reached[sink] = 0
             for leaf in sink.leaves:
                 self.sinks.setdefault(leaf, []).append(sink)
-                if leaf not in self.before:
-                    self.before[leaf] = leaf.grad, 0 if leaf.grad is None else leaf.grad._version
+                if leaf not in self.previous_grads:
+                    self.previous_grads[leaf] = leaf.grad, 0 if leaf.grad is None else leaf.grad._version
         self.reached[sink] = (self.reached[sink] | members) & ~sink.excluded
 
     def live(self, sinks: Sequence[_Sink]) -> int:
@@ -148,7 +148,7 @@ class _Pass:
 
     def finish(self) -> None:
         """Mark rows that were never reached as absent in the gradients that the pass created or added to."""
-        for leaf, (before, version) in self.before.items():
+        for leaf, (before, version) in self.previous_grads.items():
             grad, members = leaf.grad, self.sinks[leaf][0].members
             missing = ((1 << members) - 1) & ~self.live(self.sinks[leaf])
             if grad is None or (grad is before and grad._version == version):
@@ -207,7 +207,7 @@ def note_cleared(leaf: Tensor, member: int) -> None:
 def reached(leaf: Tensor) -> Tensor | None:
     """Return the members, bool ``[B]``, whose losses have reached a leaf in this backward pass; None for all."""
     backward_pass = _passes.get(backward_id())
-    if backward_pass is None or leaf not in backward_pass.before:
+    if backward_pass is None or leaf not in backward_pass.previous_grads:
         return None
     return rows_of_mask(backward_pass.live(backward_pass.sinks[leaf]), len(leaf))
 

@@ -161,8 +161,8 @@ class MemberSeeds:
         size = 1
         for length in shape[1:]:
             size = size * length
-        places = torch.arange(size, device=self.seeds.device).view(1, *shape[1:])
-        return uniform_at(self.keys(), places, dtype)
+        indices = torch.arange(size, device=self.seeds.device).view(1, *shape[1:])
+        return uniform_at(self.keys(), indices, dtype)
 
     def normal(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Return normal numbers ``[B, *S]``, the inverse of the distribution function at uniform numbers."""
@@ -171,15 +171,15 @@ class MemberSeeds:
         return numbers
 
 
-def uniform_at(keys: Keys, places: Tensor, dtype: torch.dtype) -> Tensor:
+def uniform_at(keys: Keys, indices: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute some of the numbers of a draw.
 
     Args:
         keys: the keys of the draw, from `MemberSeeds.keys`.
-        places: indices ``[1, *S]`` into a member's numbers.
+        indices: positions ``[1, *S]`` into a member's numbers.
     """
-    low, high = (key.view(-1, *[1] * (places.dim() - 1)) for key in keys)
-    numbers = _hashed((places + low) & _WORD)
+    low, high = (key.view(-1, *[1] * (indices.dim() - 1)) for key in keys)
+    numbers = _hashed((indices + low) & _WORD)
     first = _hashed(numbers ^ high)
     if dtype is not torch.float64:
         return (first >> 8).to(torch.float32) * 2.0**-24

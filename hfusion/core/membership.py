@@ -28,7 +28,7 @@ class Membership:
     """The mark of a fused module's tensor: ``name`` is its key in the state dict, ``members`` is B.
 
     ``stacked``: the first dimension is the member; otherwise the tensor is one object for all members. ``padded``:
-    members' tensors may be smaller than a row, which is padded with zeros. ``alone``: the tensor is of a single model
+    members' tensors may be smaller than a row, padded with zeros. ``standalone``: the tensor is of a single model
     outside of arrays; ``members`` is 1, and there is no dimension for it. ``shapes``: shapes of the members' tensors if
     they differ, None for a member that has no such tensor; empty if all fill their rows.
     """
@@ -37,15 +37,15 @@ class Membership:
     members: int
     stacked: bool
     padded: bool = False
-    alone: bool = False
+    standalone: bool = False
     shapes: tuple[torch.Size | None, ...] = ()
 
     @property
     def is_own(self) -> bool:
         """Whether the tensor holds separate values for each member."""
-        return self.stacked or self.alone
+        return self.stacked or self.standalone
 
-    def has(self, member: int) -> bool:
+    def exists_in(self, member: int) -> bool:
         """Return whether member ``member`` has such a tensor."""
         return not self.shapes or self.shapes[member] is not None
 

@@ -11,7 +11,7 @@ from torch import nn
 class ModuleTables:
     """The parameters, buffers and submodules of all modules of ``model``, as they are when this is made.
 
-    `same` compares the objects, not their values, in some microseconds: for checks in every step.
+    `is_unchanged` compares the objects, not their values, in some microseconds: for checks in every step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -20,7 +20,7 @@ class ModuleTables:
         self._sizes = list(map(len, self._tables))
         self._held = list(chain.from_iterable(map(dict.values, self._tables)))
 
-    def same(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return whether every module holds the same objects as before."""
         return self._sizes == list(map(len, self._tables)) and all(
             map(is_, chain.from_iterable(map(dict.values, self._tables)), self._held)

@@ -88,12 +88,12 @@ class Tenths:
     """Select the steps to log where output cannot be redrawn: every tenth. ``done``: steps of an earlier run."""
 
     def __init__(self, done: int, total: int) -> None:
-        self._told = _tenths(done, total)
+        self._last_tenth = _tenths(done, total)
 
     def reached(self, done: int, total: int) -> bool:
         """Return whether another tenth of the steps is done. ``total`` may have decreased in the meantime."""
-        before, self._told = self._told, max(self._told, _tenths(done, total))
-        return self._told > before
+        before, self._last_tenth = self._last_tenth, max(self._last_tenth, _tenths(done, total))
+        return self._last_tenth > before
 
 
 def _tenths(done: int, total: int) -> int:

@@ -47,7 +47,7 @@ class RowGradients:
         self._watched = watched
         self.rows: dict[int, Tensor] = {}
         # The gradients of the stack and of each row as last synchronised.
-        self._left: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        self._synchronised: dict[int, tuple[Tensor | None, Tensor | None]] = {}
         self._whole: Tensor | None = None
         self._absent: Tensor | None = None
         self._nodes: dict[int, tuple[Node, list[Any]]] = {}
@@ -55,16 +55,16 @@ class RowGradients:
         self._hold(stack)
 
     def _hold(self, param: Tensor) -> None:
-        _tied[id(param)] = weakref.ref(self, partial(_tied_gone, id(param)))
+        _tied[id(param)] = weakref.ref(self, partial(_forget_tie, id(param)))
 
     def tie(self, row: int, param: Tensor) -> None:
         """Make ``param`` the parameter of member ``row``; if it replaces one, the gradient of ``param`` counts."""
         if self.rows.get(row) is not param:
-            synchronised = self._left.get(row)
+            synchronised = self._synchronised.get(row)
             self.untie(row)
             self.rows[row] = param
             if synchronised is not None:
-                self._left[row] = synchronised
+                self._synchronised[row] = synchronised
             self._hold(param)
         self._watch(self.stack)
         self._watch(param)
@@ -73,12 +73,12 @@ class RowGradients:
     def release(self, row: int) -> None:
         """Release the gradient of member ``row``, which no user code references; `settle` restores it."""
         self.rows[row].grad = None
-        self._left.pop(row, None)
+        self._synchronised.pop(row, None)
 
     def untie(self, row: int) -> None:
         """Stop tracking the parameter of member ``row``."""
         old_param = self.rows.pop(row, None)
-        self._left.pop(row, None)
+        self._synchronised.pop(row, None)
         if old_param is not None:
             _tied.pop(id(old_param), None)
             self._unwatch(id(old_param))
@@ -101,14 +101,14 @@ class RowGradients:
         self._unwatch(id(param))
         if node is not None:
             whole = param is self.stack
-            hooks = [node.register_prehook(_before(self, whole)), node.register_hook(_after(self, whole))]
+            hooks = [node.register_prehook(_prehook(self, whole)), node.register_hook(_posthook(self, whole))]
             self._nodes[id(param)] = node, hooks
 
     def _unwatch(self, key: int) -> None:
         for hook in self._nodes.pop(key, (None, []))[1]:
             hook.remove()
 
-    def before(self, grad: Tensor) -> Tensor:
+    def pre_accumulate_grad(self, grad: Tensor) -> Tensor:
         """Return the part of ``grad`` that the stack accumulates: zero for members that do not train it."""
         self.settle()
         whole, frozen = self.stack.grad, frozen_rows(self.stack)
@@ -119,7 +119,7 @@ class RowGradients:
         self._absent = None if frozen is None or absent is None else absent & frozen
         return grad if frozen is None else grad.index_fill(0, frozen.nonzero().reshape(-1).to(grad.device), 0)
 
-    def after(self) -> None:
+    def post_accumulate_grad(self) -> None:
         """Update absent rows after the stack has accumulated, and call the hooks of members' parameters."""
         whole, live = self.stack.grad, reached(self.stack)
         if whole is not None and (self._absent is not None or absent_rows(whole) is not None):
@@ -160,7 +160,7 @@ class RowGradients:
         is_absent = [whole is None] * len(stack) if absent is None else absent.tolist()
         # Some members may have no such parameter.
         tied_rows = [row for row in (self._watched if rows is None else rows) if row in self.rows]
-        candidates = [(row, self.rows[row], *self._left.get(row, _NONE)) for row in tied_rows]
+        candidates = [(row, self.rows[row], *self._synchronised.get(row, _NONE)) for row in tied_rows]
         changed = [
             (row, param, old_whole, old_grad)
             for row, param, old_whole, old_grad in candidates
@@ -202,7 +202,7 @@ class RowGradients:
             mark_absent(whole, torch.tensor(is_absent, device="cpu"))
             if all(is_absent):
                 stack.grad = None
-        self._left |= {row: (stack.grad, param.grad) for row, param, _, _ in changed}
+        self._synchronised |= {row: (stack.grad, param.grad) for row, param, _, _ in changed}
 
     def _write(self, whole: Tensor, row: int, param: Tensor, is_absent: list[bool]) -> None:
         """Write the member's gradient, or zeros if it has none, into its row."""
@@ -229,11 +229,11 @@ def lies_in(tensor: Tensor, stack: Tensor, row: int) -> bool:
     return kinds and (tensor.data_ptr() == address or not tensor.numel()) and tensor.stride() == stack.stride()[1:]
 
 
-def _tied_gone(key: int, _: Any) -> None:
+def _forget_tie(key: int, _: Any) -> None:
     _tied.pop(key, None)
 
 
-def _before(tie: RowGradients, whole: bool) -> Any:
+def _prehook(tie: RowGradients, whole: bool) -> Any:
     """Return a hook with a weak reference to the tie, which itself keeps the hooked node alive."""
     tie_ref = weakref.ref(tie)
 
@@ -242,19 +242,19 @@ def _before(tie: RowGradients, whole: bool) -> Any:
         if tie is None:
             return None
         if whole and grad is not None:
-            return (tie.before(grad),)
+            return (tie.pre_accumulate_grad(grad),)
         return tie.settle()
 
     return hook
 
 
-def _after(tie: RowGradients, whole: bool) -> Any:
+def _posthook(tie: RowGradients, whole: bool) -> Any:
     tie_ref = weakref.ref(tie)
 
     def hook(*_: Any) -> None:
         tie = tie_ref()
         if tie is not None:
-            (tie.after if whole else tie.settle)()
+            (tie.post_accumulate_grad if whole else tie.settle)()
 
     return hook
 

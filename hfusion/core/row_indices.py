@@ -49,7 +49,7 @@ def write_rows(stack: Tensor, rows: Sequence[int], values: Tensor) -> None:
     stack.index_copy_(0, index, padded_rows(values, stack.shape[1:]).to(stack.device, stack.dtype))
 
 
-def kept(rows: Sequence[int], members: int) -> list[int]:
+def kept_rows(rows: Sequence[int], members: int) -> list[int]:
     """Return the source rows of an array that keeps only ``rows``. Raises ValueError."""
     sources = [row_of(row, members) for row in rows]
     if not sources:

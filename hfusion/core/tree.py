@@ -20,17 +20,17 @@ def leaves(tree: Any, kind: Kind) -> Iterator[Any]:
             yield from leaves(item, kind)
 
 
-def holds(tree: Any, kind: Kind) -> bool:
+def contains(tree: Any, kind: Kind) -> bool:
     """Return whether a tree contains an item of ``kind``."""
     return any(True for _ in leaves(tree, kind))
 
 
-def change(tree: Any, kind: Kind, fn: Callable[[Any], Any]) -> Any:
+def map_leaves(tree: Any, kind: Kind, fn: Callable[[Any], Any]) -> Any:
     """Return the tree with ``fn`` applied to every item of ``kind``; lists and tuples keep their class."""
     if isinstance(tree, kind):
         return fn(tree)
     if isinstance(tree, list | tuple):
-        return type(tree)(change(item, kind, fn) for item in tree)
+        return type(tree)(map_leaves(item, kind, fn) for item in tree)
     if isinstance(tree, Mapping):
-        return {name: change(item, kind, fn) for name, item in tree.items()}
+        return {name: map_leaves(item, kind, fn) for name, item in tree.items()}
     return tree

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
 from hfusion.core.errors import FusionError
-from hfusion.core.row_indices import copied, kept, rows_of
+from hfusion.core.row_indices import copied, kept_rows, rows_of
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import read
 
@@ -122,7 +122,7 @@ class PerMember(torch_schedulers.LRScheduler):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep the schedules of members ``rows`` only, in this order."""
-        self.rearrange(kept(rows, len(self._makes)))
+        self.rearrange(kept_rows(rows, len(self._makes)))
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Give members ``dst`` copies of the schedules of ``src``, at the same step."""

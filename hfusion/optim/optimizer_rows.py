@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import real_view
-from hfusion.core.row_indices import check_once, copied, kept, moved_rows, rows_of
+from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
 from hfusion.optim.added_stacks import stacks_to_take, take_stacks
 from hfusion.optim.group import State, membership_of
 from hfusion.optim.hyper import Hyper, HyperValue, MemberVector, member_vector, plain, read
@@ -51,7 +51,7 @@ class MemberRows:
         Raises:
             ValueError: no rows, a repeated row, or a row out of range.
         """
-        rearrange(self, kept(rows, _width(self)), {})
+        rearrange(self, kept_rows(rows, _width(self)), {})
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Copy state, counts and hyper-parameters of members ``src`` to ``dst``: ints or lists.

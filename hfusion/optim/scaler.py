@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.errors import CheckpointError, FusionError
-from hfusion.core.row_indices import copied, kept, rows_of
+from hfusion.core.row_indices import copied, kept_rows, rows_of
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.device_numbers import sent
 from hfusion.optim.group import membership_of
@@ -172,7 +172,7 @@ class GradScaler:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep the scales of members ``rows`` only, in this order."""
         if self._values:
-            self.rearrange(kept(rows, len(self._values["scale"])))
+            self.rearrange(kept_rows(rows, len(self._values["scale"])))
 
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
         """Give members ``dst`` the scales of ``src``."""

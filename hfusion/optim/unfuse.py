@@ -31,7 +31,7 @@ def member_state_dicts(
     params = [param for group in param_groups for param in group["params"]]
     state_dicts = []
     for member in range(membership_of(params[0]).members):
-        own_params = [param for param in params if membership_of(param).has(member)]
+        own_params = [param for param in params if membership_of(param).exists_in(member)]
         numbers = {param: number for number, param in enumerate(own_params)}
         states = {
             number: entry

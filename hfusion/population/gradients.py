@@ -77,7 +77,7 @@ class GradientSums:
             if name not in self.sums:
                 continue
             absent = self.absent[name]
-            if membership_of(param).alone:
+            if membership_of(param).standalone:
                 param.grad = None if absent is not None and bool(absent) else self.sums[name][0]
                 continue
             if everybody:

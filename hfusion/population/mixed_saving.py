@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hfusion.checkpoint import files
-from hfusion.checkpoint.files import Saved, told
+from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.packed import PackedSave
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save import Root, Writing, in_thread
@@ -109,7 +109,7 @@ def groups_of(saves: Sequence[Saved]) -> list[SavedGroup]:
         if not is_mixed(saved):
             groups.append(SavedGroup(saved, save_index, 0))
             continue
-        with told(saved.path):
+        with wrap_load_errors(saved.path):
             for number, body in enumerate(saved.body["groups"]):
                 prefix = f"{_GROUP}{number}/"
                 tensors = {k.removeprefix(prefix): t for k, t in saved.tensors.items() if k.startswith(prefix)}
@@ -174,7 +174,7 @@ def load_mixed(
             mixed.options = mixed.options.with_begun(members)
         mixed.add(members, list(places), candidate.why)
     first = SaveReader([(groups[0].saved, [0])])
-    with told(first.path):
+    with wrap_load_errors(first.path):
         if loader is not None:
             if (position := first.value("loader")) is None:
                 raise CheckpointError(f"{first.path} holds no position of a loader")
@@ -189,7 +189,7 @@ def history(mixed: MixedMembers, saves: Iterable[Saved]) -> None:
     """Restore the saved lineage and step count. Raises CheckpointError."""
     bodies = []
     for saved in saves:
-        with told(saved.path):
+        with wrap_load_errors(saved.path):
             body = saved.body["mixed"] if is_mixed(saved) else saved.body["population"]
             mixed.lineage += [Event(int(s), str(t), What(w), o) for s, t, w, o in body["lineage"]]
             bodies.append((int(body["step"]), int(body["made"])))

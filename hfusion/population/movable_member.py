@@ -133,7 +133,7 @@ class MovableMember:
             return False
         return (
             unchanged
-            and self._tables.same()
+            and self._tables.is_unchanged()
             and not any(map(any, map(_READ_HOOKS, self._modules)))
             and all(content(value) == recorded for value, recorded in self._contents)
             and tensor_states(self._parameters) == self._states

@@ -51,7 +51,7 @@ class PlainModule:
         self._views = _NoViews()
         self._on_program: Callable[[Any], object] = lambda program: None
         for name, tensor in tensors(self.model):
-            mark(tensor, Membership(name, 1, stacked=False, alone=id(tensor) not in bases))
+            mark(tensor, Membership(name, 1, stacked=False, standalone=id(tensor) not in bases))
         self._list_tensors()
 
     def _list_tensors(self) -> None:
@@ -67,7 +67,7 @@ class PlainModule:
         Raises:
             FusionError: a shape, dtype or device differs, a parameter is new or missing, or it is shared.
         """
-        if self._tables.same():
+        if self._tables.is_unchanged():
             return
         trained = dict(self._all_names)
         trained_ids = set(map(id, trained.values()))
@@ -142,7 +142,7 @@ class PlainModule:
         self._on_program = lambda program: None
         # A copy of a Parameter has lost its mark.
         for name, tensor in tensors(self.model):
-            mark(tensor, Membership(name, 1, stacked=False, alone=name not in state["frozen"]))
+            mark(tensor, Membership(name, 1, stacked=False, standalone=name not in state["frozen"]))
         self._list_tensors()
 
     def copied(self) -> nn.Module:

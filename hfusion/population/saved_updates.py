@@ -28,18 +28,18 @@ _SUM, _ABSENT, _BEFORE = (f"population/{name}/" for name in ("sums", "absent", "
 def save_updates(writer: SaveWriter, pop: ArrayGroup) -> None:
     """Save the members' progress in their updates, with sums of gradients if an update is unfinished."""
     updates = pop._updates
-    writer.own(_CALLS, updates.calls)
+    writer.store_rows(_CALLS, updates.calls)
     if not updates.underway:
         return
-    writer.own(_DONE, updates.done)
-    writer.own(_SPOILT, updates.spoilt)
+    writer.store_rows(_DONE, updates.done)
+    writer.store_rows(_SPOILT, updates.spoilt)
     for name, value in updates.sums.sums.items():
         absent = updates.sums.absent[name]
-        writer.own(_SUM + name, value)
-        writer.own(_ABSENT + name, torch.zeros_like(updates.spoilt) if absent is None else absent)
+        writer.store_rows(_SUM + name, value)
+        writer.store_rows(_ABSENT + name, torch.zeros_like(updates.spoilt) if absent is None else absent)
     if updates.buffers is not None:
         for name, value in updates.buffers.before.items():
-            writer.own(_BEFORE + name, value)
+            writer.store_rows(_BEFORE + name, value)
 
 
 def load_updates(wide: SaveReader, pop: ArrayGroup, free: Sequence[int], has_accumulate: bool) -> Accumulation:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.checkpoint import files
-from hfusion.checkpoint.files import told
+from hfusion.checkpoint.files import wrap_load_errors
 from hfusion.checkpoint.json_tree import encode
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save import Root, Writing, gather, in_thread, writing
@@ -108,12 +108,12 @@ def gathered(pop: ArrayGroup, loader: Any, extra: Any) -> SaveWriter:
     tags = [roll.tag(row) for row in roll.live]
     writer = SaveWriter(roll.live, {"members": tags}, {})
     gather(writer, pop.fused, pop.optimizer, pop.scheduler, pop.scaler, loader, extra)
-    writer.own("population/ages", roll.ages)
-    writer.own("population/frozen", roll.frozen)
-    writer.own("population/keys", roll.keys)
+    writer.store_rows("population/ages", roll.ages)
+    writer.store_rows("population/frozen", roll.frozen)
+    writer.store_rows("population/keys", roll.keys)
     for name in ("norm", "value"):
         if (limit := getattr(limits, name)) is not None:
-            writer.own(f"population/clip_{name}", limit.values)
+            writer.store_rows(f"population/clip_{name}", limit.values)
     write_records(writer, pop._best, roll)
     save_updates(writer, pop)
     limits_begun = {name: limit.begun for name in ("norm", "value") if (limit := getattr(limits, name)) is not None}
@@ -134,7 +134,7 @@ def gathered(pop: ArrayGroup, loader: Any, extra: Any) -> SaveWriter:
 
 def rows_of(reader: SaveReader, tags: str | Sequence[str] | None) -> list[str | None]:
     """Return the names by row: as saved if all members of one save are loaded, else without free rows."""
-    with told(reader.path):
+    with wrap_load_errors(reader.path):
         if tags is None and len(reader.parts) == 1:
             rows: list[str | None] = list(reader.parts[0][0].body["population"]["rows"])
             if [tag for tag in rows if tag is not None] != reader.tags:
@@ -192,7 +192,7 @@ def restore(
         rows: the tag of each row, None for a free one.
         counted: whether the user has passed ``accumulate``, which is used instead of the saved one.
     """
-    with told(reader.path):
+    with wrap_load_errors(reader.path):
         live = [row for row, tag in enumerate(rows) if tag is not None]
         # Free rows get the tensors of the first member.
         indices = {row: index for index, row in enumerate(live)}
@@ -202,7 +202,7 @@ def restore(
         roll, records = _roll(wide, reader, rows), read_records(wide, rows, pop.fused)
         limits = pop._limits
         for name in ("norm", "value"):
-            if wide.has(f"members/population/clip_{name}"):
+            if wide.has_tensor(f"members/population/clip_{name}"):
                 limits = replace(limits, **{name: _limit(wide, name, getattr(limits, name))})
         bodies = [saved.body["population"] for saved, _ in reader.parts]
         whole = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
@@ -224,8 +224,8 @@ def restore(
 
 def _limit(reader: SaveReader, name: str, default: Limit | None) -> Limit:
     """Return a saved limit. Saves of older versions lack ``begun``: it is that of ``default``, or of the members."""
-    saved = Limit.of(f"clip_{name}", reader.own(f"population/clip_{name}"), len(reader.tags))
-    begun = reader.begun("limits begun")
+    saved = Limit.of(f"clip_{name}", reader.member_rows(f"population/clip_{name}"), len(reader.tags))
+    begun = reader.initial_hyperparameters("limits begun")
     if name in begun:
         return replace(saved, begun=begun[name])
     return saved if default is None else replace(saved, begun=default.begun)
@@ -233,7 +233,7 @@ def _limit(reader: SaveReader, name: str, default: Limit | None) -> Limit:
 
 def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Roll:
     free = torch.tensor([tag is None for tag in rows], device="cpu")
-    ages, frozen = wide.own("population/ages"), wide.own("population/frozen")
+    ages, frozen = wide.member_rows("population/ages"), wide.member_rows("population/frozen")
     if ages.dtype is not torch.int64 or frozen.dtype is not torch.bool or not ages.shape == frozen.shape == free.shape:
         raise CheckpointError(f"{reader.path}: ages and frozen members are {ages.dtype} and {frozen.dtype}")
     keys = _keys(wide, reader, rows)
@@ -246,7 +246,7 @@ def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> R
 def _keys(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Tensor:
     default_keys = torch.tensor([0 if tag is None else key_of(tag) for tag in rows], device="cpu")
     # Saves of older versions have none.
-    keys = wide.own("population/keys") if wide.has("members/population/keys") else default_keys
+    keys = wide.member_rows("population/keys") if wide.has_tensor("members/population/keys") else default_keys
     if (keys.dtype, keys.shape) != (default_keys.dtype, default_keys.shape):
         raise CheckpointError(f"{reader.path}: keys are {keys.dtype} {list(keys.shape)}")
     return keys

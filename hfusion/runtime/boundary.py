@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.core.tree import change, leaves
+from hfusion.core.tree import leaves, map_leaves
 from hfusion.device.backend import backend
 from hfusion.runtime.copying import Move, copy_now
 from hfusion.runtime.cut_values import Bundle, detached, restore, spill
@@ -117,4 +117,4 @@ class BoundaryStore:
 
     def _of_batch(self, name: str, device: torch.device) -> Any:
         """Return an input of the minibatch on the device."""
-        return change(self._given[name], Tensor, lambda tensor: tensor.to(device, non_blocking=True))
+        return map_leaves(self._given[name], Tensor, lambda tensor: tensor.to(device, non_blocking=True))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hfusion.core.tree import change, holds, leaves
+from hfusion.core.tree import contains, leaves, map_leaves
 from hfusion.runtime.copying import Move
 
 
@@ -44,7 +44,7 @@ class Bundle:
     @cached_property
     def comparable(self) -> bool:
         """Whether equality implies identical bits, which does not hold for 0.0 and -0.0."""
-        return not holds(self.values, (float, complex))
+        return not contains(self.values, (float, complex))
 
 
 def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> tuple[Bundle, list[Move]]:
@@ -68,7 +68,7 @@ def spill(values: Mapping[str, Any], before: Bundle | None, *, pinned: bool) -> 
         offset = int(tensor.storage_offset())
         return StorageView(number, tensor.dtype, offset, tensor.shape, tensor.stride(), tensor.requires_grad)
 
-    views = {name: change(value, Tensor, view) for name, value in values.items()}
+    views = {name: map_leaves(value, Tensor, view) for name, value in values.items()}
     if before is not None and before.comparable and before.sizes == tuple(sizes) and before.values == views:
         bundle = before
     else:
@@ -89,7 +89,7 @@ def restore(bundle: Bundle, names: Sequence[str], device: torch.device) -> tuple
         result = torch.empty(0, dtype=view.dtype, device=device).set_(storage, view.offset, view.size, view.stride)
         return result.requires_grad_(view.requires_grad)
 
-    values = {name: change(bundle.values[name], StorageView, tensor) for name in names}
+    values = {name: map_leaves(bundle.values[name], StorageView, tensor) for name in names}
     return values, [Move(target, bundle.storages[number]) for number, target in moved.items()]
 
 
@@ -99,7 +99,7 @@ def detached(values: Mapping[str, Any]) -> dict[str, Any]:
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad)
 
-    return {name: change(value, Tensor, leaf) for name, value in values.items()}
+    return {name: map_leaves(value, Tensor, leaf) for name, value in values.items()}
 
 
 def tracked(values: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.core.gradient_usage import absent_rows, leave_out, mark_absent, mark_found, never_reached, taken, watched
+from hfusion.core.gradient_usage import absent_rows, exclude, mark_absent, mark_grad, mark_input, never_reached, watched
 from hfusion.core.program import Kind
 from hfusion.device.generators import Generators
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
@@ -273,7 +273,7 @@ class Training:
         branching = self._recipe.branching
         if branching is not None:
             for leaf in tracked(inputs).values():
-                taken(leaf, branching)
+                mark_input(leaf, branching)
         outputs = watched(part.on(device), branching)(*keys, *inputs.values())
         if not self._is_last(shard):
             return _PartGraph(inputs, params, dict(zip(part.gives, outputs, strict=True)))
@@ -300,14 +300,14 @@ class Training:
         if roots and leaves:
             outputs, seeds = zip(*roots, strict=True)
             for key, leaf in ends.items():
-                leave_out(leaf, before[key])
+                exclude(leaf, before[key])
             gradients = torch.autograd.grad(outputs, [*leaves.values()], seeds, allow_unused=True)
             grads = {key: grad for key, grad in zip(leaves, gradients, strict=True) if grad is not None}
             for key, grad in grads.items():
                 if key in inputs:
                     self._note_left_out(key, inputs[key], key in later, before[key])
                 else:
-                    mark_found(leaves[key], grad)
+                    mark_grad(leaves[key], grad)
             self._collect(shard, grads)
         self._note_norms(unit)
         self._clean(shard)

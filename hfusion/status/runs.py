@@ -114,7 +114,7 @@ def read_status(folder: Path) -> list[RunStatus]:
     Raises:
         CheckpointError: it is not the folder of a run, or cannot be read.
     """
-    with files.told(folder):
+    with files.wrap_load_errors(folder):
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder: give the one that a run is saved to")
         kind = _kind(folder)
@@ -267,7 +267,7 @@ def _arrays(folder: Path, started: datetime | None, *, ended: bool) -> list[Memb
                 heard=None if last is None else last.time,
                 saved=saved,
                 error=problem or (values.get("error") if state in ("failed", "waiting") else None),
-                **_place(values),
+                **_location(values),
             )
         )
     return members
@@ -292,7 +292,7 @@ def _trials(folder: Path, started: datetime | None, body: dict[str, Any], *, end
             value=values.get("value"),
             heard=None if last is None else last.time,
             error=problem or (values.get("error") if state == "failed" else None),
-            **_place(values),
+            **_location(values),
         )
     for array in body.get("arrays", ()):
         # Trials without a log: written by an older version, or the log was deleted.
@@ -322,7 +322,7 @@ def _state(last: LoggedEvent | None, started: datetime | None, *, ended: bool) -
     return "waiting" if state == "training" and is_earlier else state
 
 
-def _place(values: dict[str, str]) -> dict[str, Any]:
+def _location(values: dict[str, str]) -> dict[str, Any]:
     return {"device": values.get("device"), "node": values.get("node"), "process": _number(values.get("process"))}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.compiler.bound_program import Place
+from hfusion.compiler.bound_program import Location
 from hfusion.device.backend import random_states_kept
 from hfusion.device.cache import cache_folder, number, read_sealed, write_sealed_once
 from hfusion.device.team import Team
@@ -91,7 +91,7 @@ class NotedProgram:
         return self.program.step(call)
 
 
-def measure(programs: Mapping[str, StepProgram], call: StepCall, places: Sequence[Place]) -> WayTimes | None:
+def measure(programs: Mapping[str, StepProgram], call: StepCall, places: Sequence[Location]) -> WayTimes | None:
     """Time steps of each program, and restore the tensors at ``places`` afterwards. Return None if times are unsteady.
 
     The result is the minimum, not the median: it is cached, and must not depend on other load during the measurement.

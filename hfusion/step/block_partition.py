@@ -145,7 +145,7 @@ def _without_threads() -> str:
 def _obstacle(forward: BoundProgram, loss: BoundProgram) -> str:
     for source in (forward, loss):
         slots = [slot for slot in source.compiled.program.slots if slot.kind is not Kind.INPUT]
-        for slot, layout, (holder, name) in zip(slots, source.layouts, source.places, strict=True):
+        for slot, layout, (holder, name) in zip(slots, source.layouts, source.locations, strict=True):
             tensor, shared = holder[name], layout is Layout.SHARED
             if tensor.device.type != "cpu":
                 return f"{slot.name} lies on {tensor.device}, and parts are for the cores of a CPU"

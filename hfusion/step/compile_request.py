@@ -50,7 +50,7 @@ def write_order(forward: BoundProgram, loss: BoundProgram, call: StepCall, size:
     places = {id(tensor): index for index, tensor in enumerate(tensors.all())}
 
     def source(bound: BoundProgram) -> dict[str, Any]:
-        return {**write_compiled(bound.compiled), "places": [places[id(h[n])] for h, n in bound.places]}
+        return {**write_compiled(bound.compiled), "places": [places[id(h[n])] for h, n in bound.locations]}
 
     return Order(
         {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.dynamic_sizes import recurrent
-from hfusion.compiler.bound_program import BoundProgram, Place
+from hfusion.compiler.bound_program import BoundProgram, Location
 from hfusion.compiler.graph_text import Unwritable
 from hfusion.core.member_random import new_seeds
 from hfusion.core.row_indices import blocks_of
@@ -58,7 +58,7 @@ class FusedStep:
     graph: StepGraph | KeptGraph
     run: Run
     tensors: Tensors
-    params: tuple[Place, ...]
+    params: tuple[Location, ...]
     team: Team | None = None
 
     @property
@@ -95,7 +95,7 @@ class PerMemberStep:
     kinds: tuple[int, ...]
     size: int
     tensors: Tensors
-    params: tuple[Place, ...]
+    params: tuple[Location, ...]
     team: Team | None = None
 
     @property
@@ -187,7 +187,7 @@ class Library:
     count: int = 0
 
 
-def clear(params: Sequence[Place]) -> None:
+def clear(params: Sequence[Location]) -> None:
     # Frees the old gradients, so that new ones can reuse their memory, which is still in the cache.
     for holder, name in params:
         holder[name].grad = None
@@ -271,7 +271,7 @@ def step_of(
     forward: BoundProgram,
     loss: BoundProgram,
     call: StepCall,
-    places: Sequence[Place],
+    places: Sequence[Location],
     library: Library,
     kind: Any,
 ) -> FusedStep | PerMemberStep:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfusion.array.module import FusedModule
-from hfusion.compiler.bound_program import Place
+from hfusion.compiler.bound_program import Location
 from hfusion.device.cache import lasts
 from hfusion.step import program_cache
 from hfusion.step.autotune import COMPILED, EAGER, NotedProgram, WayTimes, find_times, keep_times, measure
@@ -48,8 +48,8 @@ class EagerProgram:
 
     def step(self, call: StepCall) -> Tensor:
         """Write gradients and buffers, and return the losses ``[B]``."""
-        args, kwargs = call.inputs.given()
-        ((target,), _) = call.target.given()
+        args, kwargs = call.inputs.args_and_kwargs()
+        ((target,), _) = call.target.args_and_kwargs()
         self.fused.zero_grad()
         with ExitStack() as stack:
             for kind, dtype in self.autocast or ():
@@ -98,7 +98,7 @@ def _measured(
 ) -> WayTimes | None:
     assert variant.parting is not None
     modules = eager.fused.modules()
-    buffers: list[Place] = [(m._buffers, name) for m in modules for name, b in m._buffers.items() if b is not None]
+    buffers: list[Location] = [(m._buffers, name) for m in modules for name, b in m._buffers.items() if b is not None]
     times = measure({COMPILED: program, EAGER: eager}, call, [*variant.places, *buffers])
     if times is not None and times.eager_wins and variant.clock.compilation is not None:
         speedup = times.seconds[EAGER] / times.seconds[COMPILED]

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hfusion.compiler.arguments import BATCHED, Arguments, describe_leaf, is_tensors
-from hfusion.compiler.bound_program import BoundProgram, Place
+from hfusion.compiler.bound_program import BoundProgram, Location
 from hfusion.compiler.compiled_program import of_member
 from hfusion.compiler.program_rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked
@@ -153,14 +153,14 @@ class Tensors:
     If forward or the loss has assertions, the last tensor holds one bool per member: whether any of them failed.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[Location, ...]
     stacked: tuple[bool, ...]
 
     @staticmethod
     def of(*sources: BoundProgram) -> Tensors:
-        unique: dict[int, tuple[Place, bool]] = {}
+        unique: dict[int, tuple[Location, bool]] = {}
         for source in sources:
-            for (holder, name), layout in zip(source.places, source.layouts, strict=True):
+            for (holder, name), layout in zip(source.locations, source.layouts, strict=True):
                 unique.setdefault(id(holder[name]), ((holder, name), layout is Layout.STACKED))
         if any(source.compiled.checks for source in sources):
             failed = sources[0].failed
@@ -355,7 +355,7 @@ def _run(
     for node in code.graph.find_nodes(op="call_function", target=EXPECT):
         node.target = check
     code.recompile()
-    results: Sequence[Any] = code(*[held[id(h[n])] for h, n in source.places], *leaves)
+    results: Sequence[Any] = code(*[held[id(h[n])] for h, n in source.locations], *leaves)
     return results
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound_program import BoundProgram, Place
+from hfusion.compiler.bound_program import BoundProgram, Location
 from hfusion.core import html
 from hfusion.step.block_partition import Parting, drawing
 from hfusion.step.compile_payoff import StepClock
@@ -91,7 +91,7 @@ class StepVariant:
 
     call: str
     situation: Any
-    places: list[Place]
+    places: list[Location]
     traits: Any
     sources: tuple[BoundProgram, BoundProgram] | None = None
     state: ProgramState = field(default_factory=Eager)
@@ -189,7 +189,7 @@ def family(call: StepCall, situation: Any) -> Any:
     return call.inputs.loose_key, call.target.loose_key, situation
 
 
-def traits_of(places: Sequence[Place]) -> Any:
+def traits_of(places: Sequence[Location]) -> Any:
     """Return the properties of tensors that a traced step assumes: types, strides, hooks, identities."""
     tensors = [holder[name] for holder, name in places]
     ids = list(map(id, tensors))
@@ -215,7 +215,7 @@ def hooked(module: nn.Module) -> bool:
     return any(hooks) or has_global_hooks()
 
 
-def obstacle_to_program(sources: Sequence[BoundProgram], places: Sequence[Place], call: StepCall) -> str:
+def obstacle_to_program(sources: Sequence[BoundProgram], places: Sequence[Location], call: StepCall) -> str:
     """Return the reason against a program without autograd; empty if there is none."""
     forward, loss = sources
     if forward.compiled.opaque:
@@ -223,7 +223,7 @@ def obstacle_to_program(sources: Sequence[BoundProgram], places: Sequence[Place]
         return f"{path or 'forward'} runs in a loop over members: {forward.compiled.opaque[0].why}"
     if any(tensor.requires_grad for tensor in call.batch()):
         return "an input requires grad, and a program gives gradients of parameters only; detach it"
-    if any(holder[name].requires_grad for holder, name in loss.places):
+    if any(holder[name].requires_grad for holder, name in loss.locations):
         return "the loss has parameters of its own that require grad; freeze them, or train them apart"
     if any_hooks([holder[name] for holder, name in places]):
         return "a parameter has hooks, which a program does not call; use hooks of the optimizer's step"

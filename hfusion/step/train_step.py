@@ -18,7 +18,7 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound_program import BoundProgram, Place
+from hfusion.compiler.bound_program import BoundProgram, Location
 from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.calls import call_arguments
 from hfusion.core.exclusive import compiling
@@ -280,7 +280,7 @@ class TrainStep:
         variants = self._ways.setdefault(family(call, situation), [])
         if not any(other.program is None and other.why == variant.why and other.like(variant) for other in variants):
             variants.append(variant)
-            if variant.sources is not None and not variant.sources[1].places:
+            if variant.sources is not None and not variant.sources[1].locations:
                 self._shared().setdefault(family(call, situation), []).append(variant)
         if variant.why:
             self._known[call.inputs.key, call.target.key, situation] = variant
@@ -288,14 +288,14 @@ class TrainStep:
     def _way(self, situation: Any, call: StepCall, loss: BoundProgram | str) -> StepVariant:
         """Return the variant for the next call of this kind, after an eager one; ``loss``: how its loss ran."""
         modules = list(self._fused.modules())
-        refs: list[Place] = [(m._parameters, n) for m in modules for n, p in m._parameters.items() if p is not None]
+        refs: list[Location] = [(m._parameters, n) for m in modules for n, p in m._parameters.items() if p is not None]
         forward = self._fused.find(call.inputs)
         if forward is None or isinstance(loss, str):
             looped = f"the loss runs in a loop over members: {loss}"
             why = looped if forward is not None else self._fused.why_apart or no_program(call.inputs)
             return self._refused(StepVariant(call.text, situation, refs, traits_of(refs), state=Refused(why)))
         sources = BoundProgram.of(forward, self._fused), loss
-        refs += [ref for source in sources for ref in source.places]
+        refs += [ref for source in sources for ref in source.locations]
         why = obstacle_to_program(sources, refs, call)
         variant = StepVariant(call.text, situation, refs, traits_of(refs), sources, Refused(why) if why else Eager())
         return self._refused(variant) if why else variant

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hfusion.core.errors import PlanError
-from hfusion.core.fingerprint import Same
+from hfusion.core.fingerprint import IdentityRef
 from hfusion.core.program import Program
 from hfusion.device.calibrate import Rates
 from hfusion.passes.partition.cut_shards import Sharding, growth, sharding, shards_at
@@ -69,7 +69,7 @@ def array_plan(
     ``samples`` and ``stacks``: see `ArrayCost`.
     """
     numbers = task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is not None
-    key = Same(program), width, samples, stacks, room, numbers
+    key = IdentityRef(program), width, samples, stacks, room, numbers
     if key not in _plans:
         sized = program if program.members == width else replace(program, members=width)
         plan = _new_plan(task, sized, samples, stacks, room, name, width)

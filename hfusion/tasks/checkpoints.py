@@ -65,7 +65,7 @@ def check_folder(root: Path, names: Sequence[str], *, resume: bool) -> None:
     Raises:
         CheckpointError: the folder cannot be created, or holds saves that this run must not continue.
     """
-    with files.told(root):
+    with files.wrap_load_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         folders = list(root.iterdir())
         array_names = {file_name(name): name for name in names}
@@ -130,7 +130,7 @@ class Checkpoints:
         if not files.saves(folder):
             return None
         reader = SaveReader.of([files.read(folder)], None)
-        with files.told(reader.path):
+        with files.wrap_load_errors(reader.path):
             saved = reader.value("task")
             if not isinstance(saved, dict):
                 raise CheckpointError(f"{reader.path} was not saved by hf.train: load it by hf.load")

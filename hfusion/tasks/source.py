@@ -20,7 +20,7 @@ from hfusion.array.shared_programs import check_once
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import HFusionError, PlanError
-from hfusion.core.fingerprint import Same
+from hfusion.core.fingerprint import IdentityRef
 from hfusion.core.layout import Layout
 from hfusion.core.member_random import draws_random
 from hfusion.core.program import Part, Program
@@ -200,7 +200,7 @@ class Stream:
         compiled, parts = self._programs.make(minibatch)
         program = compiled.program
         loss = self._loss.state()
-        key = Same(program), loss, minibatch.key, tuple(self._devices)
+        key = IdentityRef(program), loss, minibatch.key, tuple(self._devices)
         if loss is None or key not in _draws_of_losses:
             for device in self._devices:
                 self._check_loss(program, _examples(program, minibatch.samples, device), minibatch.target)

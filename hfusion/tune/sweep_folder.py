@@ -38,7 +38,7 @@ class SweepFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        with files.told(root):
+        with files.wrap_load_errors(root):
             root.mkdir(parents=True, exist_ok=True)
             self._lock: IO[str] = (root / _LOCK).open("a")
         if fcntl is not None:

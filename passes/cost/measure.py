@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from hfusion.core.layout import Conversion, Layout, Listed
-from hfusion.core.tree import change, leaves
+from hfusion.core.tree import leaves, map_leaves
 from hfusion.device.backend import backend
 from hfusion.device.generators import draws_kept
 from hfusion.ops.rule import Call, MemberScalars, Operand, Scalar, Value, hint
@@ -121,7 +121,7 @@ class _TrialTensors:
         for fn, number, _ in route(operand, members):
             converted = fn(converted, number)
         tracked = value.node in self.prices.model.tracked
-        result = change(converted, Tensor, lambda x: self._leaf(x, tracked))
+        result = map_leaves(converted, Tensor, lambda x: self._leaf(x, tracked))
         first = next(leaves(result, Tensor), None)
         if first is not None:
             kind = str(first.dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from hfusion.core.errors import PlanError
-from hfusion.core.fingerprint import Same
+from hfusion.core.fingerprint import IdentityRef
 from hfusion.core.program import Kind, Part, Program, Slot
 from hfusion.passes.cost.cost import operators, viewed
 from hfusion.passes.islands import OPAQUE
@@ -43,11 +43,11 @@ def split(program: Program, ends: Sequence[int], batch: int) -> tuple[Part, ...]
     Raises:
         PlanError: a cut inside an autocast region, or ends of another program.
     """
-    return _split(Same(program), tuple(ends), batch)
+    return _split(IdentityRef(program), tuple(ends), batch)
 
 
 @lru_cache(maxsize=64)
-def _split(held: Same, ends: tuple[int, ...], batch: int) -> tuple[Part, ...]:
+def _split(held: IdentityRef, ends: tuple[int, ...], batch: int) -> tuple[Part, ...]:
     program: Program = held.held
     nodes = operators(program)
     if ends[-1] != len(nodes):

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bound_program import BoundProgram, Place
+from hfusion.compiler.bound_program import BoundProgram, Location
 from hfusion.core.row_indices import blocks_of
 from hfusion.step.compiled_step import FusedStep, PerMemberStep, StepProgram, scalars_of
 from hfusion.step.step_graph import StepCall, Tensors, trace, trace_rows, written_inputs
@@ -103,7 +103,7 @@ def sources(fused: hf.FusedModule, loss: Any, call: StepCall, outputs: Any) -> t
     return BoundProgram.of(fused.find(call.inputs), fused), loss.find_program(outputs, *call.target.values)
 
 
-def places(fused: hf.FusedModule) -> tuple[Place, ...]:
+def places(fused: hf.FusedModule) -> tuple[Location, ...]:
     return tuple((m._parameters, name) for m in fused.modules() for name, p in m._parameters.items() if p is not None)
 
 
