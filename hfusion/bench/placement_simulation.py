@@ -75,7 +75,7 @@ class SimulatedRun:
             for device in self._decide(self._placement.moves):
                 self._tell(self._clock.now + self._real.leaving, device, "left")
             for device in self._decide(self._placement.to_ask):
-                number = self._decide(self._placement.begin, device)
+                number = self._decide(self._placement.start_next, device)
                 if number is not None:
                     self._begin(device, number)
             if not self._events:
@@ -116,7 +116,7 @@ class SimulatedRun:
             self._tell(self._clock.now + self._real.told, device, "told")
         elif event == "left":
             self._steps[run.number] = int(steps)
-            self._placement.left(device)
+            self._placement.queue_moved_array(device)
             del self._now[device]
             self.moved += 1
 

@@ -18,7 +18,7 @@ from hfusion.cluster.driver import Drive
 from hfusion.cluster.jobs import ClusterArrays, PlacedArray, RunOptions
 from hfusion.cluster.longest_first import Load
 from hfusion.cluster.messages import DeviceInfo, Raised
-from hfusion.cluster.node import ArrayJob, CallJob, Message, Told
+from hfusion.cluster.node import ArrayJob, CallJob, Message, ResultMessage
 from hfusion.core.event_log import EventLog
 from hfusion.device.calibrate import Rates, standard_rates
 from hfusion.optim.sgd import SGD
@@ -71,7 +71,7 @@ class SimulatedExecutor:
     def put(self, value: Any) -> Any:
         return None
 
-    def begin(self, device: int, job: ArrayJob | CallJob) -> None:
+    def start_job(self, device: int, job: ArrayJob | CallJob) -> None:
         assert isinstance(job, ArrayJob)
         pause = _SECONDS * self._draw.uniform(0.25, 2.0) / _MESSAGES
         self._visits[device] = _SimulatedVisit(int(job.name), pause)
@@ -99,7 +99,7 @@ class SimulatedExecutor:
         else:
             heappush(self._events, (self._clock.now + visit.pause, device))
             step = visit.sent * _STEPS // _MESSAGES
-            message = Told((Step(self._task.name, 0, step, (0,), torch.zeros(1)),), self._clock.now)
+            message = ResultMessage((Step(self._task.name, 0, step, (0,), torch.zeros(1)),), self._clock.now)
         self._since = time.process_time()
         return [(device, message)]
 

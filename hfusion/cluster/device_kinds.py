@@ -15,17 +15,17 @@ class DeviceKinds:
     """The kinds of the devices of a cluster. Rates and memory of one kind differ by a tenth at most."""
 
     def __init__(self) -> None:
-        self.rooms: list[Room] = []
+        self.representatives: list[Room] = []
 
     def kind(self, device: DeviceInfo) -> int:
-        """Return the index of a device's kind in ``rooms``. A device of a new kind appends one."""
-        for kind, room in enumerate(self.rooms):
+        """Return the index of a device's kind in ``representatives``. A device of a new kind is appended."""
+        for kind, room in enumerate(self.representatives):
             # Arrays are placed by the budget of the kind, so no device of the kind may have less.
             fits = room.budget <= device.budget <= room.budget * (1 + DIFFERS)
             if room.device == device.physical and fits and _alike(room.rates, device.rates):
                 return kind
-        self.rooms.append(Room(device.physical, device.budget, device.rates, keep=True))
-        return len(self.rooms) - 1
+        self.representatives.append(Room(device.physical, device.budget, device.rates, keep=True))
+        return len(self.representatives) - 1
 
 
 def _alike(first: Rates, second: Rates) -> bool:

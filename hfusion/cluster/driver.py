@@ -14,7 +14,7 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.jobs import ClusterArrays, PlacedArray, SharedParts
 from hfusion.cluster.messages import DeviceInfo, DeviceLost, Lost, Raised
-from hfusion.cluster.node import ArrayDone, ArrayLeft, Message, StopQuery, Told, loader_generators
+from hfusion.cluster.node import ArrayDone, ArrayLeft, Message, ResultMessage, StopQuery, loader_generators
 from hfusion.cluster.placement import Placement
 from hfusion.core.errors import HFusionError
 from hfusion.core.event_log import EventLog, first_line
@@ -62,17 +62,17 @@ class Drive:
         # How many minibatches and evaluations of each array were passed to callbacks.
         self._counts: Counter[tuple[int, type]] = Counter()
         # How many were passed to ``on_result``, and the members that it stopped at each result.
-        self._asked: Counter[tuple[int, type]] = Counter()
+        self._on_result_counts: Counter[tuple[int, type]] = Counter()
         self._stops: dict[tuple[int, type, int], list[int]] = {}
         loads = [array.load for array in arrays.arrays]
         saved = [number for number, array in enumerate(arrays.arrays) if array.options.checkpoint is not None]
         self._placement = Placement(loads, arrays.kinds, max_failures, clock, saved)
         self._parts, self._processes = SharedParts(arrays.arrays, executor), arrays.processes
-        self._now: dict[int, int] = {}
+        self._running_arrays: dict[int, int] = {}
         self._done: dict[int, tuple[int, ArrayDone]] = {}
-        self._left: list[tuple[int, ArrayLeft]] = []
+        self._interrupted_runs: list[tuple[int, ArrayLeft]] = []
         self._failed: dict[int, BaseException] = {}
-        self._told: set[int] = set()
+        self._reported_arrays: set[int] = set()
         self._began = time.time()
         # When arrays began to wait for a device to join, and why the last device was lost.
         self._stranded_since: float | None = None
@@ -82,27 +82,27 @@ class Drive:
     @property
     def unstarted(self) -> bool:
         """Whether the first failed array reported no minibatch, and no array has finished."""
-        return not self._done and min(self._failed, default=-1) not in self._told
+        return not self._done and min(self._failed, default=-1) not in self._reported_arrays
 
     def run(self) -> Report:
         """Train all arrays and return the report. Raises TrainError at the end if an array failed."""
         placement = self._placement
         while not placement.over and not (self._failed and self._ends_at_failure):
             for device in placement.moves():
-                self._executor.leave(device, self._arrays[self._now[device]].load.name)
+                self._executor.leave(device, self._arrays[self._running_arrays[device]].load.name)
             for device in placement.to_ask():
-                number = placement.begin(device)
+                number = placement.start_next(device)
                 if number is not None:
-                    self._now[device] = number
-                    self._begin(device, number)
+                    self._running_arrays[device] = number
+                    self._start_array(device, number)
             for device, message in self._executor.wait(GLANCE):
                 self._hear(device, message)
             self._wait_for_devices()
         return self._result()
 
-    def _begin(self, device: int, number: int) -> None:
+    def _start_array(self, device: int, number: int) -> None:
         try:
-            self._executor.begin(device, self._arrays[number].job(self._parts))
+            self._executor.start_job(device, self._arrays[number].job(self._parts))
         except HFusionError as error:
             self._fail(device, error)
 
@@ -111,46 +111,49 @@ class Drive:
             self._lose(device, message.reason)
         elif isinstance(message, DeviceInfo):
             self._placement.join(*self._run.kind_of(message))
-        elif isinstance(message, Told):
+        elif isinstance(message, ResultMessage):
             for result in message.results:
                 self._tell(device, result)
             for note in message.notes:
-                self._note(device, self._now.get(device), note)
+                self._note(device, self._running_arrays.get(device), note)
             self._reach(device, message)
         elif isinstance(message, StopQuery):
-            self._executor.answer(device, self._answer(device, *message.told.results))
+            self._executor.answer(device, self._answer(device, *message.result_message.results))
         elif isinstance(message, Raised):
             self._fail(device, message.error)
         elif isinstance(message, ArrayLeft):
             self._leave(device, message)
         elif isinstance(message, ArrayDone):
-            number = self._now.pop(device)
+            number = self._running_arrays.pop(device)
             self._placement.end(device)
             self._done[number] = (device, message)
             self.show(number, self._arrays[number].task.steps)
 
     def _leave(self, device: int, message: ArrayLeft) -> None:
-        number = self._now.pop(device)
-        self._left.append((device, message))
+        number = self._running_arrays.pop(device)
+        self._interrupted_runs.append((device, message))
         self._note(device, number, ArrayNote("moved", None))
         if number in self._failed:
             self._placement.end(device)
         else:
-            self._placement.left(device)
+            self._placement.queue_moved_array(device)
 
-    def _reach(self, device: int, message: Told) -> None:
-        number, steps = self._now.get(device), [result for result in message.results if isinstance(result, Step)]
+    def _reach(self, device: int, message: ResultMessage) -> None:
+        number, steps = (
+            self._running_arrays.get(device),
+            [result for result in message.results if isinstance(result, Step)],
+        )
         if number is not None and steps:
-            self._told.add(number)
+            self._reported_arrays.add(number)
             minibatches = steps[-1].epoch * self._arrays[number].task.epoch + steps[-1].step + 1
             self._placement.reach(device, minibatches, message.at)
 
     def _note(self, device: int, number: int | None, event: Step | Evaluation | ArrayNote) -> None:
         if number is not None:
-            self._logs.hear(number, event, self._executor.devices[device].place)
+            self._logs.hear(number, event, self._executor.devices[device].log_fields)
 
     def _tell(self, device: int, result: Step | Evaluation) -> None:
-        number = self._now.get(device)
+        number = self._running_arrays.get(device)
         if number is None or number in self._failed:
             return
         array, count = self._arrays[number], self._count(number, result)
@@ -177,14 +180,14 @@ class Drive:
 
     def _answer(self, device: int, result: Step | Evaluation) -> list[int]:
         """Return the members that ``on_result`` stops. If it raises, give up the array and return no members."""
-        number = self._now.get(device)
+        number = self._running_arrays.get(device)
         if number is None or number in self._failed or self._on_result is None:
             return []
         key, count = (number, type(result)), self._count(number, result)
-        if count <= self._asked[key]:
+        if count <= self._on_result_counts[key]:
             # A repeated result gets its earlier answer: a stateful ``on_result`` could stop other members now.
             return self._stops.get((*key, count), [])
-        self._asked[key], self.heard = count, True
+        self._on_result_counts[key], self.heard = count, True
         try:
             members = answered(self._on_result(result), result)
         except Exception as error:
@@ -201,12 +204,12 @@ class Drive:
             self._note(device, number, ArrayNote("failed", None, error=first_line(error)))
 
     def _fail(self, device: int, error: BaseException) -> None:
-        number = self._now.pop(device)
+        number = self._running_arrays.pop(device)
         self._placement.end(device)
         self._give_up(device, number, error)
 
     def _lose(self, device: int, reason: str) -> None:
-        self._note(device, self._now.pop(device, None), ArrayNote("lost", None, error=reason))
+        self._note(device, self._running_arrays.pop(device, None), ArrayNote("lost", None, error=reason))
         self._last_loss = f"{self._executor.devices[device].name!r} at last: {reason}"
         for number in self._placement.lose(device, back=self._executor.revive(device)):
             count = self._placement.failures[number]
@@ -300,7 +303,7 @@ class Drive:
 
     def _ran(self) -> Iterator[tuple[int, float, Timeline, Mapping[str, int]]]:
         """Yield the device, start by the device's clock, timeline and peak of each run of an array."""
-        for device, message in self._left:
-            yield device, message.begun, message.timeline, message.peak
+        for device, message in self._interrupted_runs:
+            yield device, message.start_time, message.timeline, message.peak
         for device, done in self._done.values():
-            yield device, done.begun, done.report.timeline, done.report.peak
+            yield device, done.start_time, done.report.timeline, done.report.peak

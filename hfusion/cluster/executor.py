@@ -31,7 +31,7 @@ class Executor(Protocol):
     def put(self, value: Any) -> Any:
         """Store an object once per node for all processes. Return a reference to it, for ``job.parts``."""
 
-    def begin(self, device: int, job: ArrayJob | CallJob) -> None:
+    def start_job(self, device: int, job: ArrayJob | CallJob) -> None:
         """Start a job, such as training an array, on an idle device."""
 
     def leave(self, device: int, name: str) -> None:

@@ -39,13 +39,13 @@ class RunOptions:
         checkpoint: the folder of the run.
         every: the most minibatches that a crash can cost; None: those of an epoch.
         policy: the name of a policy.
-        asks: whether the driver has an ``on_result`` that decides which members stop.
+        has_on_result: whether the driver has an ``on_result`` that decides which members stop.
     """
 
     checkpoint: Path | None
     every: int | None
     policy: str
-    asks: bool = False
+    has_on_result: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,12 +76,12 @@ class PlacedArray:
             self.load.name,
             self.members,
             parcel,
-            {key: parts.kept[key] for key in keys},
+            {key: parts.references[key] for key in keys},
             options.policy,
             options.checkpoint,
             options.every,
             self.plan,
-            options.asks,
+            options.has_on_result,
             bool(self.task.callbacks),
         )
 
@@ -100,22 +100,22 @@ class PlacedArray:
 class ClusterArrays:
     """All arrays of a run. ``kinds``: for each device, the index of its kind in ``Load.seconds``.
 
-    ``rooms``: the kinds of devices; None if no device can join.
+    ``device_kinds``: the kinds of devices; None if no device can join.
     """
 
     tasks: tuple[Task, ...]
     arrays: tuple[PlacedArray, ...]
     kinds: tuple[int, ...]
     processes: Processes | None = None
-    rooms: DeviceKinds | None = None
+    device_kinds: DeviceKinds | None = None
 
     def kind_of(self, device: DeviceInfo) -> tuple[int, list[float | None] | None]:
         """Return the kind of a device that joins and, if the kind is new, the estimated seconds of each array on it."""
-        assert self.rooms is not None
-        kinds_before, kind = len(self.rooms.rooms), self.rooms.kind(device)
+        assert self.device_kinds is not None
+        kinds_before, kind = len(self.device_kinds.representatives), self.device_kinds.kind(device)
         if kind < kinds_before:
             return kind, None
-        room = self.rooms.rooms[kind]
+        room = self.device_kinds.representatives[kind]
         return kind, [None if array.cost is None else array.cost.seconds_on(room) for array in self.arrays]
 
 
@@ -130,8 +130,8 @@ def arranged(
     """
     check_every(options.every)
     check_schedulers(tasks)
-    rooms = DeviceKinds()
-    kinds = tuple(map(rooms.kind, devices))
+    device_kinds = DeviceKinds()
+    kinds = tuple(map(device_kinds.kind, devices))
     check_tensors(tasks)
     largest_device = max(devices, key=lambda device: device.budget)
     largest = Room(largest_device.physical, largest_device.budget, largest_device.rates, keep=True)
@@ -139,12 +139,12 @@ def arranged(
     alike = AlikeTasks(largest)
     for task in tasks:
         for members, cost in alike.arrays(task):
-            load = Load(cost.name, tuple(map(cost.seconds_on, rooms.rooms)), task.name, task.steps)
+            load = Load(cost.name, tuple(map(cost.seconds_on, device_kinds.representatives)), task.name, task.steps)
             arrays.append(PlacedArray(task, members, load, seeded_task(sent_task(task, members)), options, cost=cost))
     check_loaders([(array.load.name, (array.task.loader, array.task.eval_loader)) for array in arrays])
     if options.checkpoint is not None:
         check_folder(options.checkpoint, [array.load.name for array in arrays], resume=resume)
-    return ClusterArrays(tuple(tasks), tuple(arrays), kinds, rooms=rooms)
+    return ClusterArrays(tuple(tasks), tuple(arrays), kinds, device_kinds=device_kinds)
 
 
 def planned(
@@ -197,7 +197,7 @@ class SharedParts:
 
     def __init__(self, arrays: Iterable[PlacedArray], executor: Executor) -> None:
         self.keys: dict[int, str] = {}
-        self.kept: dict[str, Any] = {}
+        self.references: dict[str, Any] = {}
         # References keep the objects alive, so that their ids are not reused.
         self._alive: list[object] = []
         array_list = list(arrays)
@@ -216,7 +216,7 @@ class SharedParts:
     def _keep(self, value: object, executor: Executor) -> None:
         if id(value) not in self.keys:
             key = f"part {len(self.keys)}"
-            self.keys[id(value)], self.kept[key] = key, executor.put(value)
+            self.keys[id(value)], self.references[key] = key, executor.put(value)
             self._alive.append(value)
 
 

@@ -33,7 +33,7 @@ class Load:
         return min(fitting)
 
 
-def place(
+def place_arrays(
     loads: Sequence[Load],
     waiting: Mapping[int, float],
     kinds: Sequence[int],

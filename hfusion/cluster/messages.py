@@ -18,18 +18,21 @@ from hfusion.device.calibrate import Rates
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device, as its process reports it. ``now``: the time on its clock; ``node``, ``process``: host name and pid."""
+    """A device, as its process reports it.
+
+    ``clock_time``: the time on its clock. ``node``, ``process``: host name and pid.
+    """
 
     name: str
     physical: torch.device
     budget: int
     rates: Rates
-    now: float
+    clock_time: float
     node: str = field(default_factory=socket.gethostname)
     process: int = field(default_factory=os.getpid)
 
     @property
-    def place(self) -> dict[str, object]:
+    def log_fields(self) -> dict[str, object]:
         """Return the process, node and device as fields for a log line."""
         return {"process": self.process, "node": self.node, "device": self.name}
 

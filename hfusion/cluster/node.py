@@ -40,8 +40,8 @@ class ArrayJob:
         parcel: the pickled task.
         parts: references to the shared objects that ``parcel`` omits, by key.
         plan: the plan to train by; None: this process plans.
-        asks: wait for the driver's answer to every result, see `StopQuery`.
-        tells: send every step; otherwise only the latest one and the last one of each epoch.
+        awaits_answers: wait for the driver's answer to every result, see `StopQuery`.
+        sends_every_step: send every step; otherwise only the latest one and the last one of each epoch.
     """
 
     name: str
@@ -52,19 +52,22 @@ class ArrayJob:
     checkpoint: Path | None
     every: int | None
     plan: TaskPlan | None = None
-    asks: bool = False
-    tells: bool = True
+    awaits_answers: bool = False
+    sends_every_step: bool = True
 
 
 class CallJob(Protocol):
     """A request to a worker process other than to train an array. It is pickled."""
 
     def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> Any:
-        """Return the answer. ``part(reference)`` returns a stored object; ``trainer.kept`` persists between calls."""
+        """Return the answer.
+
+        ``part(reference)`` returns a stored object; ``trainer.call_state`` persists between calls.
+        """
 
 
 @dataclass(frozen=True)
-class Told:
+class ResultMessage:
     """Results of minibatches and evaluations, in order; ``at``: the `time.monotonic` at which they were sent.
 
     ``notes``: other events of the array, if they are logged.
@@ -96,7 +99,7 @@ class Told:
 class StopQuery:
     """A result that the driver must answer with the members that stop, see `ArrayTrainer.answers`. Training waits."""
 
-    told: Told
+    result_message: ResultMessage
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,29 +110,29 @@ class ArrayDone:
         report: the report, without the array itself.
         tensors: the tensors of the array that training changed, by name.
         optimizer: the state dict of the task's optimizer, if the task has an optimizer object.
-        begun: when the timeline begins, by the clock of this process.
+        start_time: when the timeline begins, by the clock of this process.
         generators: states, after training, of the generators that the loaders draw from.
     """
 
     report: Report
     tensors: dict[str, Tensor]
     optimizer: dict[str, Any] | None
-    begun: float
+    start_time: float
     generators: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class ArrayLeft:
-    """An array was saved and has left its device, as requested. ``begun``: see `ArrayDone`."""
+    """An array was saved and has left its device, as requested. ``start_time``: see `ArrayDone`."""
 
     timeline: Timeline
     peak: Mapping[str, int]
-    begun: float
+    start_time: float
 
 
 # The last message of a job.
 End: TypeAlias = ArrayDone | ArrayLeft | Answered | Raised
-Message: TypeAlias = Told | StopQuery | End | Lost | DeviceInfo
+Message: TypeAlias = ResultMessage | StopQuery | End | Lost | DeviceInfo
 
 
 class _Stopped(Exception):
@@ -174,7 +177,7 @@ class _Outbox:
         notes = tuple(self._notes.popleft() for _ in range(len(self._notes)))
         results, self._results = tuple(self._results), []
         if results or notes:
-            self._tell(Told(results, self._sent, notes))
+            self._tell(ResultMessage(results, self._sent, notes))
 
 
 class ArrayTrainer:
@@ -192,7 +195,7 @@ class ArrayTrainer:
         self.leaving: str | None = None
         # The driver's answers to `StopQuery` messages, received by another thread.
         self.answers: SimpleQueue[list[int]] = SimpleQueue()
-        self.kept: dict[str, Any] = {}
+        self.call_state: dict[str, Any] = {}
 
     @property
     def device(self) -> Device:
@@ -227,7 +230,7 @@ class ArrayTrainer:
             return parts[key]
 
         task = unpack(job.parcel, get)
-        outbox = _Outbox(tell, None if job.tells else task.epoch)
+        outbox = _Outbox(tell, None if job.sends_every_step else task.epoch)
 
         def heard(result: Step | Evaluation) -> None:
             if self.stopping.is_set():
@@ -236,9 +239,9 @@ class ArrayTrainer:
 
         def ask(result: Step | Evaluation) -> list[int]:
             # Send earlier results first, so that the driver receives all in order.
-            if job.tells:
+            if job.sends_every_step:
                 outbox.send()
-            tell(StopQuery(Told((result,), time.monotonic())))
+            tell(StopQuery(ResultMessage((result,), time.monotonic())))
             while not self.stopping.is_set():
                 with suppress(Empty):
                     return self.answers.get(timeout=_LOOK)
@@ -254,22 +257,22 @@ class ArrayTrainer:
             job.every,
             lambda: self.leaving == job.name,
             job.plan,
-            ask if job.asks else None,
+            ask if job.awaits_answers else None,
             None if job.checkpoint is None else outbox.note,
         )
         ended = time.time()
         outbox.send()
         optimizer = task.optimizer if isinstance(task.optimizer, FusedOptimizer) else None
-        begun = ended - max((span.end for span in report.timeline.actions), default=0.0)
+        start_time = ended - max((span.end for span in report.timeline.actions), default=0.0)
         task_report = report[task.name]
         if len(task_report.losses) < task.steps and len(task_report.stopped) < len(job.members):
-            return ArrayLeft(report.timeline, report.peak, begun)
+            return ArrayLeft(report.timeline, report.peak, start_time)
         ((_, array),) = task_report._arrays
         return ArrayDone(
             replace(report, tasks={task.name: replace(task_report, _arrays=())}),
             {name: tensor.detach().cpu() for name, tensor in changed_tensors(array).items()},
             None if optimizer is None else optimizer.state_dict(),
-            begun,
+            start_time,
             tuple(generator.get_state() for generator in loader_generators(task)),
         )
 

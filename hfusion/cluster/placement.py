@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from hfusion.cluster.longest_first import Load, lower_bound, place
+from hfusion.cluster.longest_first import Load, lower_bound, place_arrays
 from hfusion.cluster.rates import DIFFERS, ArrayProgress, Ratios
 
 # Placement is reconsidered after news of a 16th of the arrays that wait or run, so after any news if these are few.
@@ -21,13 +21,13 @@ _OFTEN = 16
 
 @dataclass(eq=False)
 class _OnDevice:
-    """An array on a device. ``heard``: the time of its last progress report; before the first one, ``begun``.
+    """An array on a device. ``heard``: the time of its last progress report; before the first one, ``start_time``.
 
-    ``startup``: seconds from ``begun`` to its first progress report.
+    ``startup``: seconds from ``start_time`` to its first progress report.
     """
 
     number: int
-    begun: float
+    start_time: float
     heard: float
     progress: ArrayProgress | None = None
     startup: float = 0.0
@@ -35,10 +35,10 @@ class _OnDevice:
 
 @dataclass(frozen=True)
 class _Leaving:
-    """A running array that moves to the device ``target``. ``asked``: when it was asked to leave its device."""
+    """A running array that moves to the device ``target``. ``request_time``: when it was asked to leave its device."""
 
     target: int
-    asked: float
+    request_time: float
 
 
 class Placement:
@@ -76,8 +76,8 @@ class Placement:
         self._running: dict[int, _OnDevice] = {}
         self._leaving: dict[int, _Leaving] = {}
         self._handover = 0.0
-        self._gone: set[int] = set()
-        # Idle devices for which `begin` was not called since the queues, or the estimates, last changed.
+        self._lost_devices: set[int] = set()
+        # Idle devices for which `start_next` was not called since the queues, or the estimates, last changed.
         self._unasked: set[int] = set()
         # Kinds and speeds of devices for which, since then, no other queue had a suitable array.
         self._fruitless: set[tuple[int, float]] = set()
@@ -93,11 +93,11 @@ class Placement:
     @property
     def idle(self) -> list[int]:
         """The devices that are not lost, train no array, and are no target of a move."""
-        busy = self._gone.union(self._running, (move.target for move in self._leaving.values()))
+        busy = self._lost_devices.union(self._running, (move.target for move in self._leaving.values()))
         return [device for device in range(len(self._kinds)) if device not in busy]
 
     def to_ask(self) -> list[int]:
-        """Return the idle devices for which `begin` may return an array; those that got None are not listed again."""
+        """Return the idle devices for which `start_next` may return an array, without those that got None."""
         self._arrange_by_news()
         if not self._planned:
             return []
@@ -124,18 +124,21 @@ class Placement:
         estimate, remaining = self._whole(number, device), 1 - self._steps[number] / self._loads[number].steps
         return None if estimate is None else estimate * remaining * self._ratios.factor(number, device)
 
-    def _left(self, device: int) -> float:
+    def _remaining_seconds(self, device: int) -> float:
         """Return the seconds until the array that runs on a device ends; 0 for an idle device."""
         if device not in self._running:
             return 0.0
         run = self._running[device]
         return max(0.0, run.heard + (self._seconds(run.number, device) or 0.0) - self._clock())
 
-    def _lefts(self) -> list[float | None]:
+    def _busy_seconds(self) -> list[float | None]:
         """Return the seconds until each device ends its array, or one that moves to it; None for a lost device."""
-        seconds = [None if device in self._gone else self._left(device) for device in range(len(self._kinds))]
+        seconds = [
+            None if device in self._lost_devices else self._remaining_seconds(device)
+            for device in range(len(self._kinds))
+        ]
         for source, move in self._leaving.items():
-            if move.target not in self._gone:
+            if move.target not in self._lost_devices:
                 run = self._running[source]
                 seconds[source] = self._handover
                 seconds[move.target] = self._handover + run.startup + (self._seconds(run.number, move.target) or 0.0)
@@ -145,17 +148,17 @@ class Placement:
         """Return the best placement of waiting arrays, by current estimates."""
         factors = {n: self._ratios.of_array(n) * (1 - self._steps[n] / self._loads[n].steps) for n in waiting}
         slow = [self._ratios.of_device(device) for device in range(len(self._kinds))]
-        return place(self._loads, factors, self._kinds, busy, slow)
+        return place_arrays(self._loads, factors, self._kinds, busy, slow)
 
     def _end(self, placed: Sequence[Collection[int]], busy: Sequence[float | None]) -> float:
-        """Return the seconds until all arrays end with this placement; ``busy`` as in `place`."""
+        """Return the seconds until all arrays end with this placement; ``busy`` as in `place_arrays`."""
         return max(
             (busy_seconds or 0.0) + math.fsum(self._seconds(number, device) or 0.0 for number in numbers)
             for device, (numbers, busy_seconds) in enumerate(zip(placed, busy, strict=True))
         )
 
     def _arrange(self, waiting: Collection[int]) -> None:
-        self._settle(self._placed(waiting, self._lefts()))
+        self._settle(self._placed(waiting, self._busy_seconds()))
 
     def _settle(self, placed: Sequence[Collection[int]]) -> None:
         self._queues = [deque(numbers) for numbers in placed]
@@ -175,7 +178,7 @@ class Placement:
     def _ask(self, device: int) -> None:
         """Mark a device as not asked if it is idle."""
         self._fruitless.clear()
-        busy = device in self._running or device in self._gone
+        busy = device in self._running or device in self._lost_devices
         if not busy and all(device != move.target for move in self._leaving.values()):
             self._unasked.add(device)
 
@@ -183,12 +186,12 @@ class Placement:
         """Place waiting arrays again if there are enough new measurements and the run then ends clearly sooner."""
         if self._news * _OFTEN <= max(len(self._planned), len(self._running)) or not self._planned:
             return
-        busy = self._lefts()
+        busy = self._busy_seconds()
         placed = self._placed(self._planned, busy)
         better = self._end(placed, busy) * (1 + DIFFERS) < self._end(self._queues, busy)
         self._settle(placed if better else self._queues)
 
-    def begin(self, device: int) -> int | None:
+    def start_next(self, device: int) -> int | None:
         """Return the array that an idle device trains next; None if no waiting array would end earlier there."""
         self._unasked.discard(device)
         owner = device if self._queues[device] else self._taken_from(device)
@@ -211,7 +214,7 @@ class Placement:
         )
         for owner in order:
             seconds = self._seconds(self._queues[owner][-1], device)
-            if seconds is not None and seconds <= self._waiting[owner] + self._left(owner):
+            if seconds is not None and seconds <= self._waiting[owner] + self._remaining_seconds(owner):
                 return owner
         self._fruitless.add(speed)
         return None
@@ -222,7 +225,7 @@ class Placement:
         estimate, load = self._whole(run.number, device), self._loads[run.number]
         run.heard, self._steps[run.number] = self._clock(), min(steps, load.steps)
         if run.progress is None:
-            run.progress, run.startup = ArrayProgress(steps, at), run.heard - run.begun
+            run.progress, run.startup = ArrayProgress(steps, at), run.heard - run.start_time
             return
         run.progress.reach(steps, at)
         seconds = run.progress.seconds
@@ -230,7 +233,10 @@ class Placement:
             self._news, self._stirs, self._unheeded = self._news + 1, self._stirs + 1, self._unheeded + 1
 
     def moves(self) -> list[int]:
-        """Return the devices whose arrays are to leave now, each once. After `left` they wait for their target."""
+        """Return the devices whose arrays are to leave now, each once.
+
+        After `queue_moved_array` the arrays wait for their target.
+        """
         sources: list[int] = []
         if self._stirs * _OFTEN <= len(self._running):
             return sources
@@ -249,7 +255,7 @@ class Placement:
         """
         if len(self._planned) >= len(self._kinds) or not (idle := self.idle):
             return None
-        busy = self._lefts()
+        busy = self._busy_seconds()
         ends = [(busy_seconds or 0.0) + waiting for busy_seconds, waiting in zip(busy, self._waiting, strict=True)]
         source = max(range(len(ends)), key=ends.__getitem__)
         run = self._running.get(source)
@@ -272,12 +278,12 @@ class Placement:
         self._settle(placed)
         return source, target
 
-    def left(self, device: int) -> None:
+    def queue_moved_array(self, device: int) -> None:
         """Note that an array has left its device: it waits first in the queue of its target, if that is not lost."""
         number, move = self._running.pop(device).number, self._leaving.pop(device)
-        self._handover = max(self._handover, self._clock() - move.asked)
+        self._handover = max(self._handover, self._clock() - move.request_time)
         self._stirs += 1
-        if move.target in self._gone:
+        if move.target in self._lost_devices:
             self._arrange_fitting([*self._planned, *self.stranded, number])
             return
         self._queues[move.target].appendleft(number)
@@ -308,7 +314,7 @@ class Placement:
                 self._steps[number] = 0
             (waiting if self.failures[number] <= self._max_failures else lost).append(number)
         if not back:
-            self._gone.add(device)
+            self._lost_devices.add(device)
         self._arrange_fitting(waiting)
         return lost
 
@@ -331,7 +337,7 @@ class Placement:
 
     def _arrange_fitting(self, waiting: Collection[int]) -> None:
         """Place the arrays that fit a device that is not lost. The others become stranded."""
-        kinds = {kind for device, kind in enumerate(self._kinds) if device not in self._gone}
+        kinds = {kind for device, kind in enumerate(self._kinds) if device not in self._lost_devices}
         fitting = [n for n in waiting if any(self._loads[n].seconds[kind] is not None for kind in kinds)]
         self.stranded = sorted(set(waiting).difference(fitting))
         self._arrange(fitting)

@@ -55,7 +55,7 @@ class ProcessExecutor:
     def __init__(self, machine: Machine, *, with_main: bool = True) -> None:
         self._machine, self._with_main = machine, with_main
         self._folder = run_folder()
-        self._kept = 0
+        self._stored_count = 0
         count = len(machine.devices)
         self._pipes: list[Connection | None] = [None] * count
         self._processes: list[BaseProcess | None] = [None] * count
@@ -104,12 +104,12 @@ class ProcessExecutor:
         return info
 
     def put(self, value: Any) -> Any:
-        self._kept += 1
-        path = self._folder.path / str(self._kept)
+        self._stored_count += 1
+        path = self._folder.path / str(self._stored_count)
         path.write_bytes(pack("what the tasks share", value, {}))
         return path
 
-    def begin(self, device: int, job: ArrayJob | CallJob) -> None:
+    def start_job(self, device: int, job: ArrayJob | CallJob) -> None:
         pipe = self._pipes[device]
         # Whoever is gone is found to be so by the next wait.
         with suppress(OSError):

@@ -49,7 +49,9 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
     moves = [(owner(source), source, owner(target), target) for source, target in pairs(src, dst, starts[-1])]
     crossing = [move for move in moves if move[0] != move[2]]
     # All are read before one is written; each rank takes its part in the same order, so that none waits for ever.
-    states = {source: _taken(array, source - starts[rank]) for from_rank, source, _, _ in crossing if from_rank == rank}
+    states = {
+        source: _member_state(array, source - starts[rank]) for from_rank, source, _, _ in crossing if from_rank == rank
+    }
     received: list[tuple[int, Any]] = []
     for from_rank, source, to_rank, target in crossing:
         if from_rank == rank:
@@ -65,7 +67,7 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
         _put(array, row, member)
 
 
-def _taken(pop: ArrayGroup, row: int) -> dict[str, Any]:
+def _member_state(pop: ArrayGroup, row: int) -> dict[str, Any]:
     """Return the state of the member in a row; for a free or frozen row, a dict with an ``error`` message."""
     roll = pop._roll
     if roll.tags[row] is None or bool(roll.frozen[row]):

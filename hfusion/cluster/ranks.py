@@ -28,7 +28,7 @@ def rows(members: int, rank: int | None = None, world: int | None = None) -> sli
     if (rank is None) != (world is None):
         raise ValueError(f"rows({members}, rank={rank}, world={world}): give rank and world both, or neither")
     if rank is None or world is None:
-        rank, world = _here()
+        rank, world = _rank_and_world()
     if world < 1 or not 0 <= rank < world:
         raise ValueError(f"rank={rank} of world={world}: ranks are 0 to {max(world, 1) - 1}")
     if members < world:
@@ -82,7 +82,7 @@ def _running() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _here() -> tuple[int, int]:
+def _rank_and_world() -> tuple[int, int]:
     """Return the rank of this process and the number of ranks."""
     if _running():
         return dist.get_rank(), dist.get_world_size()

@@ -67,7 +67,7 @@ class RayDevices:
         self._ray, self._options = ray, options
         # The prefix of the actor names of this run in Ray's dashboard.
         self._run = f"hfusion {uuid.uuid4().hex[:8]}"
-        self._known: set[str] = set()
+        self._known_node_ids: set[str] = set()
         self._waiting: list[ActorDevice] = []
         self._failed: list[str] = []
         self._looked = -_LOOK
@@ -116,13 +116,13 @@ class RayDevices:
         for answer in pending:
             if time.monotonic() - answers[answer].since > _BEGIN:
                 self._fail(answers[answer], f"its process did not begin within {_BEGIN:g} s")
-        return [answers[answer] for answer in ready if self._begun(answers[answer])]
+        return [answers[answer] for answer in ready if self._complete_start(answers[answer])]
 
-    def _begun(self, device: ActorDevice) -> bool:
+    def _complete_start(self, device: ActorDevice) -> bool:
         try:
             device.info = self._ray.get(device.answer, timeout=_BEGIN)
             sent_at = time.time()
-            actor_time = self._ray.get(device.actor.info.remote(), timeout=_BEGIN).now
+            actor_time = self._ray.get(device.actor.info.remote(), timeout=_BEGIN).clock_time
         except self._ray.exceptions.RayError as error:
             self._fail(device, f"failed: {str(error).strip().splitlines()[-1]}")
             return False
@@ -146,9 +146,9 @@ class RayDevices:
         available: Any = state.available_resources_per_node
         self._looked, nodes = time.monotonic(), self._alive()
         for node in nodes:
-            if node["NodeID"] not in self._known:
-                index, count = len(self._known), self._count(node)
-                self._known.add(node["NodeID"])
+            if node["NodeID"] not in self._known_node_ids:
+                index, count = len(self._known_node_ids), self._count(node)
+                self._known_node_ids.add(node["NodeID"])
                 self._waiting += [ActorDevice(node, f"node{index}/{n}", self._looked) for n in range(count)]
         alive = {node["NodeID"] for node in nodes}
         self._waiting = [
@@ -171,7 +171,7 @@ class RayDevices:
 
         # One thread trains, the other receives the request to stop. Name and namespace are for Ray's dashboard.
         options = {
-            **self._wanted(device.node),
+            **self._actor_resources(device.node),
             "scheduling_strategy": NodeAffinitySchedulingStrategy(device.node["NodeID"], soft=False),
             "max_concurrency": 2,
             "name": f"{self._run} {device.name} {uuid.uuid4().hex[:4]}",
@@ -190,7 +190,7 @@ class RayDevices:
         if all(node["NodeID"] != device.node["NodeID"] for node in self._alive()):
             return False
         self._create(device)
-        return self._begun(device)
+        return self._complete_start(device)
 
     def close(self) -> None:
         """End actors that are still starting, and withdraw the request to the autoscaler."""
@@ -217,12 +217,14 @@ class RayDevices:
     def _why(self, device: ActorDevice) -> str:
         if device.actor is not None:
             return f"node {device.node['NodeName']}: the process of {device.name} has not begun yet"
-        return f"node {device.node['NodeName']}: others use what {device.name} needs, {self._wanted(device.node)}"
+        return (
+            f"node {device.node['NodeName']}: others use what {device.name} needs, {self._actor_resources(device.node)}"
+        )
 
     def _alive(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
-    def _wanted(self, node: Mapping[str, Any]) -> dict[str, Any]:
+    def _actor_resources(self, node: Mapping[str, Any]) -> dict[str, Any]:
         """Return an actor's resources on a node: one GPU each, or all CPUs for one actor without GPUs."""
         node_resources = node["Resources"]
         resources = dict(self._options.resources)
@@ -236,7 +238,7 @@ class RayDevices:
 
     def _bundle(self, node: Mapping[str, Any]) -> dict[str, float]:
         """Return an actor's resources by Ray's names (CPU, GPU); without a node, those of the options."""
-        resources = self._wanted(node) if node else dict(self._options.resources)
+        resources = self._actor_resources(node) if node else dict(self._options.resources)
         bundle = {
             "CPU": resources.get("num_cpus"),
             "GPU": resources.get("num_gpus"),

@@ -40,8 +40,8 @@ class RayExecutor:
         except ImportError as error:
             raise ImportError("hf.Cluster needs Ray: pip install ray cloudpickle (extra: hfusion[cluster])") from error
         self._ray: Any = ray
-        self._own = not ray.is_initialized()
-        if self._own:
+        self._started_ray = not ray.is_initialized()
+        if self._started_ray:
             ray.init(address=address, runtime_env=None if runtime_env is None else dict(runtime_env))
         elif address not in (None, "auto", connected_address := ray.get_runtime_context().gcs_address):
             raise PlanError(
@@ -49,8 +49,8 @@ class RayExecutor:
                 "ray.shutdown() before, or give None for the present one"
             )
         self.timeout = options.timeout
-        self._nodes = RayDevices(ray, options if self._own else replace(options, environment=runtime_env))
-        self._there: list[ActorDevice] = []
+        self._nodes = RayDevices(ray, options if self._started_ray else replace(options, environment=runtime_env))
+        self._actor_devices: list[ActorDevice] = []
         self._running: dict[int, Any] = {}
         self.devices: list[DeviceInfo] = []
         try:
@@ -62,13 +62,13 @@ class RayExecutor:
 
     def _add(self, device: ActorDevice) -> DeviceInfo:
         assert device.info is not None
-        self._there.append(device)
+        self._actor_devices.append(device)
         self.devices.append(device.info)
         return device.info
 
     @property
     def offsets(self) -> list[float]:
-        return [device.offset for device in self._there]
+        return [device.offset for device in self._actor_devices]
 
     @property
     def starting(self) -> bool:
@@ -77,21 +77,21 @@ class RayExecutor:
     def put(self, value: Any) -> Any:
         return self._ray.put(value)
 
-    def begin(self, device: int, job: ArrayJob | CallJob) -> None:
+    def start_job(self, device: int, job: ArrayJob | CallJob) -> None:
         name = job.name if isinstance(job, ArrayJob) else type(job).__name__
-        train = self._there[device].actor.train.options(num_returns="streaming", name=f"train {name}")
+        train = self._actor_devices[device].actor.train.options(num_returns="streaming", name=f"train {name}")
         self._running[device] = train.remote(job)
 
     def leave(self, device: int, name: str) -> None:
-        self._there[device].actor.leave.remote(name)
+        self._actor_devices[device].actor.leave.remote(name)
 
     def answer(self, device: int, members: list[int]) -> None:
-        self._there[device].actor.answer.remote(members)
+        self._actor_devices[device].actor.answer.remote(members)
 
     def wait(self, seconds: float) -> list[tuple[int, Message]]:
         joined: list[tuple[int, Message]] = []
         for device in self._nodes.started():
-            joined.append((len(self._there), self._add(device)))
+            joined.append((len(self._actor_devices), self._add(device)))
             _log.info("the device %s of the node %s has joined", device.name, device.node["NodeName"])
         streams = list(self._running.values())
         if joined or not streams:
@@ -125,9 +125,9 @@ class RayExecutor:
         return device, message
 
     def revive(self, device: int) -> bool:
-        if not self._nodes.revive(self._there[device]):
+        if not self._nodes.revive(self._actor_devices[device]):
             return False
-        info = self._there[device].info
+        info = self._actor_devices[device].info
         assert info is not None
         self.devices[device] = replace(self.devices[device], process=info.process, node=info.node)
         return True
@@ -138,14 +138,14 @@ class RayExecutor:
         self._nodes.close()
         if self._running:
             # Arrays that are training release their files and processes.
-            stops = [self._there[device].actor.stop.remote() for device in self._running]
+            stops = [self._actor_devices[device].actor.stop.remote() for device in self._running]
             with suppress(Exception):
                 self._ray.wait(stops, num_returns=len(stops), timeout=_GRACE)
             end = time.monotonic() + _GRACE
             while self._running and time.monotonic() < end:
                 self.wait(0.2)
-        for device in self._there:
+        for device in self._actor_devices:
             with suppress(Exception):
                 self._ray.kill(device.actor)
-        if self._own:
+        if self._started_ray:
             self._ray.shutdown()

@@ -217,14 +217,14 @@ class Accelerator:
         return int(torch.accelerator.max_memory_allocated(self.device))
 
     def random_states(self) -> dict[str, Tensor]:
-        return {"cpu": torch.get_rng_state(), self.device.type: self._module.get_rng_state(*self._which)}
+        return {"cpu": torch.get_rng_state(), self.device.type: self._module.get_rng_state(*self._device_arguments)}
 
     def set_random_states(self, states: Mapping[str, Tensor]) -> None:
         torch.set_rng_state(states["cpu"])
-        self._module.set_rng_state(states[self.device.type], *self._which)
+        self._module.set_rng_state(states[self.device.type], *self._device_arguments)
 
     @property
-    def _which(self) -> tuple[torch.device, ...]:
+    def _device_arguments(self) -> tuple[torch.device, ...]:
         """The device argument for functions of its torch module; Apple has a single device."""
         return () if self.device.type == "mps" else (self.device,)
 

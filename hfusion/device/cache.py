@@ -34,12 +34,12 @@ def cache_folder() -> Path:
     Issues a UserWarning if the folder cannot be created or another user can write to it; this process then has a
     private one until it ends.
     """
-    return _usable(_wanted())
+    return _usable(_preferred_folder())
 
 
 def lasts() -> bool:
     """Return whether files in the cache folder are visible to later processes."""
-    folder = _wanted()
+    folder = _preferred_folder()
     try:
         if folder is not None:
             _make(folder)
@@ -60,7 +60,7 @@ def _home() -> Path:
     return Path.home()
 
 
-def _wanted() -> Path | None:
+def _preferred_folder() -> Path | None:
     """Return the preferred cache folder, or None. Relative paths are ignored, as the XDG specification requires."""
     try:
         default = _home() / ".cache"

@@ -164,7 +164,7 @@ def calibrate(device: torch.device, disk: Path) -> Rates:
         raise PlanError(f"there is no device {device}: torch sees {present}")
     computing, trouble = (standard_rates(device), "") if _by_standard() else _computing(device)
     description = {**describe(device), "disk": str(disk.absolute())}
-    moving, moving_trouble = _kept("moving", description, _MOVING, partial(_measure_moving, device, disk))
+    moving, moving_trouble = _cached_rates("moving", description, _MOVING, partial(_measure_moving, device, disk))
     if trouble or moving_trouble:
         warnings.warn(f"the rates of {device} are not kept: {trouble or moving_trouble}", stacklevel=3)
     load, evict, read, write = (moving[name] for name in _MOVING)
@@ -183,7 +183,9 @@ def _computing(device: torch.device) -> tuple[ComputeRates, str]:
         return standard_rates(device), _busy[key]
     layers = () if device.type == "cpu" else tuple(layer_times.timed_layers())
     try:
-        measured, trouble = _kept("compute", description, (*_COMPUTING, *layers), partial(_measure_compute, device))
+        measured, trouble = _cached_rates(
+            "compute", description, (*_COMPUTING, *layers), partial(_measure_compute, device)
+        )
     except BusyMachine as error:
         _busy[key] = str(error)
         return standard_rates(device), _busy[key]
@@ -213,7 +215,7 @@ def describe(device: torch.device) -> dict[str, str]:
     }
 
 
-def _kept(
+def _cached_rates(
     kind: str, description: Mapping[str, str], names: Sequence[str], measure: Callable[[], dict[str, float]]
 ) -> tuple[dict[str, float], str]:
     """Read the rates ``names`` from a file, or measure and write them; also returns why they could not be written.

@@ -50,10 +50,10 @@ class Mark:
 
 
 class MarkClock:
-    """Converts marks, in their order, to the times by the host's clock ``now`` at which the device reached them."""
+    """Converts marks, in their order, to the times by ``host_clock`` at which the device reached them."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
+    def __init__(self, host_clock: Callable[[], float]) -> None:
+        self._host_clock = host_clock
         self._last: tuple[Mark, float] | None = None
 
     def ended(self, mark: Mark) -> float:
@@ -61,7 +61,7 @@ class MarkClock:
         late, before = mark.done, self._last
         if not late:
             mark.wait()
-        ended = self._now()
+        ended = self._host_clock()
         # The mark was reached earlier than Python asked: compute the time from the device's clock.
         if late and before is not None:
             ended = min(ended, before[1] + mark.since(before[0]))

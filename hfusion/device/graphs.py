@@ -52,10 +52,10 @@ class DeviceGraph:
         options = {"pool": pool, "capture_error_mode": "thread_local"}
         if device.type == "cuda":
             self.graph: Any = torch.cuda.CUDAGraph()
-            self._begin: Callable[[], None] = partial(self.graph.capture_begin, **options)
+            self._start_capture: Callable[[], None] = partial(self.graph.capture_begin, **options)
         elif hasattr(torch.accelerator, "Graph"):
             self.graph = torch.accelerator.Graph(**options)
-            self._begin = self.graph.capture_begin
+            self._start_capture = self.graph.capture_begin
         else:
             raise RuntimeError("there is no torch.accelerator.Graph")
 
@@ -63,7 +63,7 @@ class DeviceGraph:
         return self.graph.pool()
 
     def capture(self, work: Callable[[], T]) -> T:
-        self._begin()
+        self._start_capture()
         try:
             result = work()
         except BaseException:

@@ -46,31 +46,31 @@ def library(source: Path) -> ctypes.CDLL | str:
     return _loaded(source)
 
 
-def begin(source: Path, before: Callable[[], object]) -> None:
+def compile_in_background(source: Path, before: Callable[[], object]) -> None:
     """Call ``before`` and start to compile ``source`` in a thread, for which `library` waits. Once in a process."""
-    if source in _asked or os.environ.get("HFUSION_NATIVE") == "0":
+    if source in _requested_sources or os.environ.get("HFUSION_NATIVE") == "0":
         return
-    _asked.add(source)
+    _requested_sources.add(source)
     before()
     worker = ThreadPoolExecutor(1, thread_name_prefix="hfusion-compiler")
-    _begun[source] = worker.submit(_made, source)
+    _pending_libraries[source] = worker.submit(_library_or_reason, source)
     worker.shutdown(wait=False)
 
 
-_asked: set[Path] = set()
-_begun: dict[Path, Future[ctypes.CDLL | str]] = {}
+_requested_sources: set[Path] = set()
+_pending_libraries: dict[Path, Future[ctypes.CDLL | str]] = {}
 if hasattr(os, "register_at_fork"):
     # A forked child does not have the compiling threads.
-    os.register_at_fork(after_in_child=_begun.clear)
+    os.register_at_fork(after_in_child=_pending_libraries.clear)
 
 
 @cache
 def _loaded(source: Path) -> ctypes.CDLL | str:
-    begun = _begun.pop(source, None)
-    return _made(source) if begun is None else begun.result()
+    pending = _pending_libraries.pop(source, None)
+    return _library_or_reason(source) if pending is None else pending.result()
 
 
-def _made(source: Path) -> ctypes.CDLL | str:
+def _library_or_reason(source: Path) -> ctypes.CDLL | str:
     try:
         command = compiler()
         if command is None:
@@ -95,13 +95,13 @@ def build(source: Path, compiler: Sequence[str], directory: Path) -> ctypes.CDLL
     version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_SECONDS).stdout
     identity = [b"sealed", source.read_bytes(), version, repr((compiler, _FLAGS, _EXTRAS, processor())).encode()]
     path = directory / f"{source.stem}-{hashlib.sha256(b'|'.join(identity)).hexdigest()[:24]}.so"
-    content = _kept(path)
+    content = _cached_content(path)
     if content is not None and (library := _load(content, path)) is not None:
         return library
     return _compile(source, compiler, path)
 
 
-def _kept(path: Path) -> bytes | None:
+def _cached_content(path: Path) -> bytes | None:
     try:
         return read_sealed(path)
     except FileNotFoundError:

@@ -18,36 +18,36 @@ class Recordings(Generic[Recorded]):
 
     def __init__(self, why: str = "") -> None:
         self.why = why
-        self._kept: dict[Hashable, Recorded] = {}
+        self._recordings: dict[Hashable, Recorded] = {}
         self._moves = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._recordings)
 
     @property
     def full(self) -> bool:
-        return len(self._kept) == MAX_RECORDED
+        return len(self._recordings) == MAX_RECORDED
 
     def get(self, kind: Hashable) -> Recorded | None:
         """Return the recording of a kind, None if there is none."""
-        return self._kept.get(kind)
+        return self._recordings.get(kind)
 
     def add(self, kind: Hashable, record: Callable[[], Recorded]) -> Recorded | None:
         """Keep the result of ``record``. If it raises, return None and give up recording."""
         try:
-            recording = self._kept[kind] = record()
+            recording = self._recordings[kind] = record()
         except Exception as error:
             first, _, _ = str(error).strip().partition("\n")
             self.why = f"{type(error).__name__}: {first[:300]}"
-            self._kept.clear()
+            self._recordings.clear()
             return None
         return recording
 
     def forget(self) -> None:
         """Drop all recordings, because the tensors have moved."""
-        if not self._kept:
+        if not self._recordings:
             return
-        self._kept.clear()
+        self._recordings.clear()
         self._moves += 1
         if self._moves == MAX_MOVES:
             self.why = f"its tensors have moved {MAX_MOVES} times"

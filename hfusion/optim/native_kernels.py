@@ -39,7 +39,7 @@ def library() -> ctypes.CDLL | str:
 
 def begin() -> None:
     """Compile the kernels in the background. The machine's rates are measured first, which compiling would disturb."""
-    native.begin(SOURCE, partial(compute_rates, torch.device("cpu")))
+    native.compile_in_background(SOURCE, partial(compute_rates, torch.device("cpu")))
 
 
 def kernel(name: str, dtype: torch.dtype) -> Kernel | None:

@@ -26,7 +26,7 @@ class BoundaryStore:
     def __init__(self, *, pinned: bool, resident: bool) -> None:
         self._pinned = pinned
         self._resident = resident
-        self._given: Mapping[str, Any] = {}
+        self._inputs: Mapping[str, Any] = {}
         self._makers: Mapping[str, int] = {}
         self._values: dict[str, Any] = {}
         self._fresh: dict[int, dict[str, Any]] = {}
@@ -35,9 +35,9 @@ class BoundaryStore:
         # Host memory of earlier minibatches for reuse, by the part that computed the values.
         self._old: dict[int, Bundle] = {}
 
-    def begin(self, given: Mapping[str, Any], makers: Mapping[str, int]) -> None:
-        """Begin a minibatch. ``given``: its inputs; ``makers``: the part, by index, that computes each other value."""
-        self._given, self._makers = given, makers
+    def start_minibatch(self, inputs: Mapping[str, Any], makers: Mapping[str, int]) -> None:
+        """Begin a minibatch. ``inputs``: its inputs; ``makers``: the part, by index, that computes each other value."""
+        self._inputs, self._makers = inputs, makers
 
     def take(self, names: Sequence[str], device: torch.device) -> dict[str, Any]:
         """Return the values ``names`` on the device, as new autograd leaves."""
@@ -47,7 +47,7 @@ class BoundaryStore:
 
     def load(self, shard: int, names: Sequence[str], device: torch.device) -> list[Move]:
         """Allocate the values ``names`` for the backward of ``shard``. Return the copies that fill them."""
-        computed_names = [name for name in names if name not in self._given]
+        computed_names = [name for name in names if name not in self._inputs]
         self._entries[shard], moves = self._find(computed_names, device)
         return moves
 
@@ -103,7 +103,7 @@ class BoundaryStore:
         missing: dict[int, list[str]] = {}
         moves: list[Move] = []
         for name in names:
-            if name in self._given:
+            if name in self._inputs:
                 results[name] = self._of_batch(name, device)
             elif name in values:
                 results[name] = values[name]
@@ -117,4 +117,4 @@ class BoundaryStore:
 
     def _of_batch(self, name: str, device: torch.device) -> Any:
         """Return an input of the minibatch on the device."""
-        return map_leaves(self._given[name], Tensor, lambda tensor: tensor.to(device, non_blocking=True))
+        return map_leaves(self._inputs[name], Tensor, lambda tensor: tensor.to(device, non_blocking=True))

@@ -92,7 +92,7 @@ class WholeStep(Protocol):
     def prepare(self, batch: Batch, device: torch.device) -> Any:
         """Return the argument for one call of `run`; may compile."""
 
-    def rest(self, rows: frozenset[int]) -> None:
+    def mark_idle(self, rows: frozenset[int]) -> None:
         """Mark members whose results are no longer needed: they may get losses of NaN and gradients of 0."""
 
     def run(self, prepared: Any, update: Callable[[], object]) -> Tensor:

@@ -29,7 +29,7 @@ class SlicedTraining(Training):
     def scheduled(self) -> TaskPlan:
         return self.slices.scheduled
 
-    def begun(self, steps: int) -> int:
+    def units_after(self, steps: int) -> int:
         self._first = steps
         return self.slices.after(steps)
 
@@ -64,7 +64,7 @@ class SlicedTraining(Training):
     def _minibatch(self, device: torch.device, gate: Gate) -> None:
         unit, began = self.slices.unit(self.minibatches, Phase.BACKWARD), perf_counter()
         recipe = self._read(self._source, device, gate)
-        self._boundary.begin(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
+        self._boundary.start_minibatch(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
         with gate.computing():
             self._forward(0, device)
             between = perf_counter()
@@ -72,9 +72,9 @@ class SlicedTraining(Training):
         computed = perf_counter()
         if self.plan.closes(unit.step):
             super().update(unit, gate)
-        self._after(unit, began, between, computed)
+        self._finish_minibatch(unit, began, between, computed)
 
-    def _after(self, unit: Unit, began: float, read: float, computed: float) -> None:
+    def _finish_minibatch(self, unit: Unit, began: float, read: float, computed: float) -> None:
         """Handle the end of a minibatch: callbacks and scheduler steps, and the save if one is due."""
         self.ended(unit)
         if self.plan.clipped and self.plan.closes(unit.step):

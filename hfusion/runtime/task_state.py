@@ -31,14 +31,14 @@ _BORROWED = frozenset({Kind.PARAMETER, Kind.BUFFER})
 class Holding:
     """The names of one shard's tensors: owned, borrowed (with the index of the owner), and trained ones it owns."""
 
-    own: tuple[str, ...]
+    owned: tuple[str, ...]
     borrowed: Mapping[str, int]
     trained: tuple[str, ...]
 
     @property
     def all(self) -> frozenset[str]:
         """The names of owned and borrowed tensors."""
-        return frozenset(self.own).union(self.borrowed)
+        return frozenset(self.owned).union(self.borrowed)
 
 
 def holdings(parts: Sequence[Sequence[Slot]], names: Mapping[str, str], trained: frozenset[str]) -> tuple[Holding, ...]:
@@ -110,13 +110,13 @@ class TaskTensors:
         # Held while a shard is loaded, and while another shard writes tensors that the load may read.
         self._crossing = Lock()
         self._loading: int | None = None
-        self._here: dict[int, _LoadedShard] = {}
+        self._loaded_shards: dict[int, _LoadedShard] = {}
         self._leaving: dict[int, tuple[_LoadedShard, Event]] = {}
         # The original memory of tensors that training does not change, restored by `close`.
         self._frozen = {
             name: tensors[name].data
             for shard in shards
-            for name in shard.own
+            for name in shard.owned
             if isinstance(tensors[name], nn.Parameter) and name not in shard.trained
         }
         self._homes: list[HostStore] = []
@@ -128,14 +128,14 @@ class TaskTensors:
             raise
 
     def _home(self, shard: Holding, file: Path | None, carried: bool) -> HostStore:
-        weights = {name: self._tensors[name].data for name in shard.own}
+        weights = {name: self._tensors[name].data for name in shard.owned}
         trained = {name: weights[name] for name in shard.trained}
         state = {
             key: self.optimizer.state[self._tensors[name]][kind] for name in trained for kind, key in self._stacks[name]
         }
         sections = {Section.WEIGHTS: weights, Section.OPTIMIZER: state, Section.GRADIENTS: trained if carried else {}}
         home = HostStore(sections, pinned=self.pinned, file=file)
-        for name in shard.own:
+        for name in shard.owned:
             self._tensors[name].data = home.views[Section.WEIGHTS][name]
         for name in shard.trained:
             self._bind(name, home.views)
@@ -200,14 +200,14 @@ class TaskTensors:
                 if (Kind.PARAMETER if isinstance(self._tensors[name], nn.Parameter) else Kind.BUFFER) in borrows:
                     moves.append(Move(borrowed[name], source))
         with self._lock:
-            self._here[shard] = _LoadedShard(copy, borrowed)
+            self._loaded_shards[shard] = _LoadedShard(copy, borrowed)
         return moves
 
     def loaded(self, shard: int) -> None:
         """Note that the copies for a shard are done, or cancelled."""
         with self._lock:
-            if shard in self._here:
-                self._here[shard].filled.set()
+            if shard in self._loaded_shards:
+                self._loaded_shards[shard].filled.set()
         if self._loading == shard:
             self._loading = None
             self._crossing.release()
@@ -215,7 +215,7 @@ class TaskTensors:
     def _source(self, name: str, owner: int) -> Tensor:
         """Return a tensor of another shard: on the device if that is loaded, otherwise at home."""
         with self._lock:
-            loaded_shard = self._here.get(owner)
+            loaded_shard = self._loaded_shards.get(owner)
             if loaded_shard is not None and loaded_shard.filled.is_set():
                 return loaded_shard.copy.views[Section.WEIGHTS][name]
         self._wait_for(owner)
@@ -229,7 +229,7 @@ class TaskTensors:
 
     def tensor(self, shard: int, name: str) -> Tensor:
         """Return a parameter or buffer for a loaded shard: owned, or the borrowed copy."""
-        loaded_shard = self._here[shard]
+        loaded_shard = self._loaded_shards[shard]
         weights = loaded_shard.copy.views[Section.WEIGHTS]
         if name in weights:
             return weights[name]
@@ -241,25 +241,25 @@ class TaskTensors:
 
     def refresh(self, shard: int, names: Sequence[str]) -> None:
         """Copy borrowed tensors again from their owners, which may have changed since this shard was loaded."""
-        loaded_shard = self._here[shard]
+        loaded_shard = self._loaded_shards[shard]
         for name in names:
             if name in loaded_shard.borrowed:
                 loaded_shard.borrowed[name].copy_(self._source(name, self.shards[shard].borrowed[name]))
 
     def wrote(self, shard: int, buffers: Sequence[str]) -> None:
         """Note that a loaded shard wrote to ``buffers``. Borrowed ones are copied to their owner immediately."""
-        loaded_shard = self._here[shard]
+        loaded_shard = self._loaded_shards[shard]
         for name in self._frozen.keys() & set(buffers):
             del self._frozen[name]
         for name in buffers:
             owner = self.shards[shard].borrowed.get(name, shard)
             if name not in loaded_shard.borrowed:
-                self._here[owner].changed.add((Section.WEIGHTS, name))
+                self._loaded_shards[owner].changed.add((Section.WEIGHTS, name))
                 continue
             with self._crossing:
                 self._wait_for(owner)
                 with self._lock:
-                    owner_shard = self._here.get(owner)
+                    owner_shard = self._loaded_shards.get(owner)
                 if owner_shard is not None:
                     owner_shard.copy.views[Section.WEIGHTS][name].copy_(loaded_shard.borrowed[name])
                 # Last, since this copy to the host is synchronous: both copies have then ended.
@@ -267,15 +267,15 @@ class TaskTensors:
 
     def gradient(self, shard: int, name: str) -> Tensor:
         """Return the gradient buffer of a parameter of the loaded shard, kept between units."""
-        return self._here[shard].copy.views[Section.GRADIENTS][name]
+        return self._loaded_shards[shard].copy.views[Section.GRADIENTS][name]
 
     def keep_gradient(self, shard: int, name: str) -> None:
         """Note that the gradient of a parameter changed, so that an eviction writes it back."""
-        self._here[shard].changed.add((Section.GRADIENTS, name))
+        self._loaded_shards[shard].changed.add((Section.GRADIENTS, name))
 
     def bind(self, shard: int) -> None:
         """Point all array tensors that a loaded shard owns to its device memory, until it is evicted."""
-        loaded_shard = self._here[shard]
+        loaded_shard = self._loaded_shards[shard]
         if not loaded_shard.whole:
             self._bind_trained(shard, loaded_shard)
             self._bind_others(shard, loaded_shard.copy.views)
@@ -288,13 +288,13 @@ class TaskTensors:
             loaded_shard.bound = True
 
     def _bind_others(self, shard: int, views: Mapping[Section, Mapping[str, Tensor]]) -> None:
-        for name in self.shards[shard].own:
+        for name in self.shards[shard].owned:
             if name not in self._trained:
                 self._tensors[name].data = views[Section.WEIGHTS][name]
 
     def update(self, shard: int, gradients: Mapping[str, Tensor]) -> None:
         """Do an optimizer step for the parameters of a loaded shard that have ``gradients``."""
-        loaded_shard = self._here[shard]
+        loaded_shard = self._loaded_shards[shard]
         self._bind_trained(shard, loaded_shard)
         params = [self._tensors[name] for name in gradients]
         for param, gradient in zip(params, gradients.values(), strict=True):
@@ -308,9 +308,9 @@ class TaskTensors:
             loaded_shard.changed.update((Section.OPTIMIZER, key) for _, key in self._stacks[name])
 
     def evict(self, shard: int) -> list[Move]:
-        """Evict a shard. Return the copies that write its changes back; call `left` when they are done."""
+        """Evict a shard. Return the copies that write its changes back; call `mark_evicted` when they are done."""
         with self._lock:
-            loaded_shard, home = self._here.pop(shard), self._homes[shard]
+            loaded_shard, home = self._loaded_shards.pop(shard), self._homes[shard]
             self._leaving[shard] = loaded_shard, Event()
         if loaded_shard.bound:
             for name in self.shards[shard].trained:
@@ -323,7 +323,7 @@ class TaskTensors:
             changed[section].append(name)
         return [move for section, names in changed.items() for move in home.save(loaded_shard.copy, section, names)]
 
-    def left(self, shard: int) -> None:
+    def mark_evicted(self, shard: int) -> None:
         """Note that all copies of an evicted shard are done, and release its device memory."""
         leaving = self._leaving.pop(shard, None)
         if leaving is not None:
@@ -337,7 +337,7 @@ class TaskTensors:
         for shard, home in enumerate(self._homes):
             self._wait_for(shard)
             with self._lock:
-                loaded_shard = self._here.get(shard)
+                loaded_shard = self._loaded_shards.get(shard)
             if loaded_shard is None:
                 continue
             with self._crossing:
@@ -355,10 +355,10 @@ class TaskTensors:
         with self._lock:
             away = [
                 (shard, loaded_shard)
-                for shard, loaded_shard in self._here.items()
+                for shard, loaded_shard in self._loaded_shards.items()
                 if loaded_shard.bound or loaded_shard.whole
             ]
-        before = {shard: {name: self._tensors[name].data for name in self.shards[shard].own} for shard, _ in away}
+        before = {shard: {name: self._tensors[name].data for name in self.shards[shard].owned} for shard, _ in away}
         for shard in before:
             self._bind_weights(self._homes[shard].views[Section.WEIGHTS])
         try:
@@ -366,7 +366,7 @@ class TaskTensors:
         finally:
             for shard, loaded_shard in away:
                 with self._lock:
-                    if self._here.get(shard) is loaded_shard:
+                    if self._loaded_shards.get(shard) is loaded_shard:
                         self._bind_weights(before[shard])
 
     def _bind_weights(self, views: Mapping[str, Tensor]) -> None:
@@ -375,12 +375,12 @@ class TaskTensors:
 
     def close(self) -> None:
         """Give every tensor its own memory again, and drop the host stores; an interrupted run keeps its progress."""
-        for shard, loaded_shard in [*self._here.items()]:
+        for shard, loaded_shard in [*self._loaded_shards.items()]:
             copy_now(self.evict(shard))
             backend(loaded_shard.copy.device).wait()
-            self.left(shard)
+            self.mark_evicted(shard)
         for index, home in enumerate(self._homes):
-            for name in self.shards[index].own:
+            for name in self.shards[index].owned:
                 frozen = self._frozen.get(name)
                 self._tensors[name].data = home.views[Section.WEIGHTS][name].clone() if frozen is None else frozen
                 for kind, key in self._stacks.get(name, ()):

@@ -83,7 +83,7 @@ class Training:
         self._boundary = BoundaryStore(pinned=state.pinned, resident=plan.resident)
         self._saved: dict[int, _PartGraph] = {}
         self._drawn: dict[int, Generators] = {}
-        self._before: dict[int, dict[str, Tensor] | Bundle] = {}
+        self._buffer_snapshots: dict[int, dict[str, Tensor] | Bundle] = {}
         self._grads: dict[str, Tensor] = {}
         self._parked: Bundle | None = None
         self._started: set[str] = set()
@@ -101,7 +101,7 @@ class Training:
         """The plan whose units the engine schedules."""
         return self.plan
 
-    def begun(self, steps: int) -> int:
+    def units_after(self, steps: int) -> int:
         """Return the number of scheduled units that have run after ``steps`` minibatches."""
         return self.plan.after(steps)
 
@@ -132,7 +132,7 @@ class Training:
     def expect(self, calls: Sequence[str]) -> None:
         """Set the kinds of minibatches that were compiled in the run that this one resumes."""
 
-    def rest(self, rows: frozenset[int]) -> None:
+    def mark_idle(self, rows: frozenset[int]) -> None:
         """Note that the members in ``rows`` have stopped, so that they need not be computed."""
 
     def stop(self) -> None:
@@ -155,7 +155,7 @@ class Training:
             source = self._source if unit.phase is Phase.FORWARD else self._evaluation
             assert source is not None
             recipe = self._read(source, device, gate)
-            self._boundary.begin(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
+            self._boundary.start_minibatch(dict(zip(recipe.inputs, self._batch.inputs, strict=True)), recipe.makers)
         with gate.computing():
             if unit.phase is Phase.FORWARD:
                 self._forward(unit.shard, device)
@@ -196,9 +196,9 @@ class Training:
         """Move values that live between units to the host. Saved graphs are dropped and will be recomputed."""
         self._saved.clear()
         moves = self._boundary.leave()
-        for shard, before in self._before.items():
+        for shard, before in self._buffer_snapshots.items():
             if before and not isinstance(before, Bundle):
-                self._before[shard], more = spill(before, None, pinned=self.state.pinned)
+                self._buffer_snapshots[shard], more = spill(before, None, pinned=self.state.pinned)
                 moves += more
         if self._grads:
             self._parked, more = spill(self._grads, None, pinned=self.state.pinned)
@@ -224,7 +224,7 @@ class Training:
         self._refresh(shard)
         keep = self.plan.resident or self._is_last(shard)
         if not self._is_last(shard):
-            self._before[shard] = {name: self.state.tensor(shard, name).clone() for name in buffers}
+            self._buffer_snapshots[shard] = {name: self.state.tensor(shard, name).clone() for name in buffers}
             self._drawn[shard] = self._generators.copy()
         inputs = self._boundary.take(part.takes, device)
         with self._drawing(self._generators, device), nullcontext() if keep else forgetting():
@@ -325,7 +325,7 @@ class Training:
 
     def _recomputed(self, shard: int, device: torch.device) -> _PartGraph:
         inputs = self._boundary.entry(shard, self._recipe.parts[shard].takes, device)
-        before = self._before[shard]
+        before = self._buffer_snapshots[shard]
         if isinstance(before, Bundle):
             before, moves = restore(before, list(before.values), device)
             copy_now(moves)
@@ -394,7 +394,7 @@ class Training:
         """Forget what was kept for this minibatch's backward of the shard."""
         self._boundary.clean(shard)
         self._drawn.pop(shard, None)
-        self._before.pop(shard, None)
+        self._buffer_snapshots.pop(shard, None)
 
     def _drawing(self, generators: Generators, device: torch.device) -> AbstractContextManager[None]:
         return generators.active(device) if self._recipe.random else nullcontext()

@@ -28,7 +28,7 @@ class WholeTraining(SlicedTraining):
         super().__init__(*args, slices=slices)
         self._step = step
         self._ring = LossRing()
-        self._had: list[float] = []
+        self._loss_times: list[float] = []
         self._trained = {name: self.state.parameter(name) for name in self.state.shards[0].trained}
         self._params = [self.state.parameter(name) for name in self.state.shards[0].all]
 
@@ -39,8 +39,8 @@ class WholeTraining(SlicedTraining):
     def expect(self, calls: Sequence[str]) -> None:
         self._step.expect(calls)
 
-    def rest(self, rows: frozenset[int]) -> None:
-        self._step.rest(rows)
+    def mark_idle(self, rows: frozenset[int]) -> None:
+        self._step.mark_idle(rows)
 
     @property
     def minibatches(self) -> int:
@@ -50,7 +50,7 @@ class WholeTraining(SlicedTraining):
         self._arrived(self._ring.drain())
 
     def _measured(self) -> Sequence[Ran]:
-        return computed(self._times, self._had)
+        return computed(self._times, self._loss_times)
 
     def run(self, unit: Unit, device: torch.device, gate: Gate) -> None:
         if unit.phase is not Phase.BACKWARD:
@@ -63,7 +63,7 @@ class WholeTraining(SlicedTraining):
 
     def _arrived(self, arrived: Sequence[Arrived]) -> None:
         self.losses.extend(arrival.losses for arrival in arrived)
-        self._had.extend(arrival.at for arrival in arrived)
+        self._loss_times.extend(arrival.at for arrival in arrived)
 
     def put_away(self, shard: int, *, leave: bool) -> list[Move]:
         self._step.release()
@@ -94,7 +94,7 @@ class WholeTraining(SlicedTraining):
                 losses = self._step.run(prepared, update)
             self._arrived(self._ring.put(losses))
             self.state.wrote(0, [self._names[name] for name in recipe.parts[0].writes])
-        self._after(unit, began, read, computed)
+        self._finish_minibatch(unit, began, read, computed)
 
     def _clip_by_norm(self, grads: Mapping[str, Tensor], limits: Tensor) -> None:
         """Clip all gradients by their norms, in a few kernel launches on their device."""

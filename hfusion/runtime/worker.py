@@ -37,10 +37,10 @@ class _Job:
     """An action for a lane.
 
     Attributes:
-        work: queues the action on the device. It is called once all jobs in ``after`` have ended.
+        work: queues the action on the device. It is called once all jobs in ``dependencies`` have ended.
         ready: when the last job ended that it had to wait for, other than earlier jobs of its lane.
         then: called when the device has done it.
-        told: whether its end is reported to the engine.
+        reported: whether its end is reported to the engine.
         always: run it also after an error elsewhere, so that the state of finished tasks is back in host memory.
         done: whether the engine has received its end, without an error.
         failed: whether it raised an error, or did not run because of one.
@@ -48,10 +48,10 @@ class _Job:
 
     task: int
     work: Callable[[], None]
-    after: Sequence[_Job]
+    dependencies: Sequence[_Job]
     ready: float
     then: Callable[[], None] = field(default=lambda: None)
-    told: bool = True
+    reported: bool = True
     always: bool = False
     done: bool = False
     started: float = 0.0
@@ -80,10 +80,10 @@ class _Lane(Thread):
         self._copies = copies
         self._threads = torch.get_num_threads()
         self._queue = backend(device).queue(copies)
-        self._asked: deque[_Job] = deque()
+        self._in_flight: deque[_Job] = deque()
         # The thread that waits for the accelerator, since this one may be waiting for other jobs.
         self._reporter = None if copies or isinstance(self._queue, HostQueue) else _Reporter(self)
-        self._clock = MarkClock(worker.now)
+        self._clock = MarkClock(worker.elapsed_seconds)
 
     def run(self) -> None:
         # A new thread begins with its own number of threads, and kernels may round by it.
@@ -98,20 +98,22 @@ class _Lane(Thread):
                     release_team()
         finally:
             if self._reporter is not None:
-                self._reporter.asked.put(None)
+                self._reporter.queued_jobs.put(None)
                 self._reporter.join()
             self._queue.close()
             self.ended.set()
 
     def _do(self, job: _Job) -> None:
         """Queue a job on the device as soon as the jobs that it depends on have ended."""
-        while len(self._asked) >= _IN_FLIGHT:
-            self._asked.popleft().over.wait()
-        for dependency in job.after:
+        while len(self._in_flight) >= _IN_FLIGHT:
+            self._in_flight.popleft().over.wait()
+        for dependency in job.dependencies:
             # Jobs of this lane run in order on the device's queue, so no wait is needed.
             if self._reporter is None or dependency.lane is not self:
                 dependency.over.wait()
-        job.failed = any(dependency.failed for dependency in job.after) or (self._worker.stopping and not job.always)
+        job.failed = any(dependency.failed for dependency in job.dependencies) or (
+            self._worker.stopping and not job.always
+        )
         mark = None
         try:
             if not job.failed:
@@ -122,8 +124,8 @@ class _Lane(Thread):
         if self._reporter is None:
             self.finish(job, None)
         else:
-            self._asked.append(job)
-            self._reporter.asked.put((job, mark))
+            self._in_flight.append(job)
+            self._reporter.queued_jobs.put((job, mark))
 
     def _fail(self, job: _Job, error: BaseException) -> None:
         job.error, job.failed = error, True
@@ -136,20 +138,20 @@ class _Lane(Thread):
             # Wait also after an error: then no copy is in progress any more, and other lanes can go on.
             ended = self._wait(mark)
         except BaseException as error:
-            ended = self._worker.now()
+            ended = self._worker.elapsed_seconds()
             if job.error is None:
                 self._fail(job, error)
         job.then()
-        for dependency in job.after:
-            job.ready = max(job.ready, dependency.ended if dependency.told else dependency.ready)
+        for dependency in job.dependencies:
+            job.ready = max(job.ready, dependency.ended if dependency.reported else dependency.ready)
         # The time until a thread wakes up, and preparations that are not reported, count as time of this job.
         job.started = max(job.ready, self._free)
         job.ended = max(job.started, ended)
-        self._free = job.ended if job.told else self._free
+        self._free = job.ended if job.reported else self._free
         # The engine keeps jobs, so they must not keep references to what they copied.
-        job.after, job.work, job.then = (), _nothing, _nothing
+        job.dependencies, job.work, job.then = (), _nothing, _nothing
         # Report before `over` is set, so that the engine receives it before jobs that depend on it.
-        if job.told or job.error is not None:
+        if job.reported or job.error is not None:
             self._worker.ended.put(job)
         job.over.set()
 
@@ -158,7 +160,7 @@ class _Lane(Thread):
         if mark is None:
             self._queue.wait()
             self._clock.forget()
-            return self._worker.now()
+            return self._worker.elapsed_seconds()
         return self._clock.ended(mark)
 
 
@@ -171,11 +173,11 @@ class _Reporter(Thread):
 
     def __init__(self, lane: _Lane) -> None:
         super().__init__(name=f"{lane.name} ends")
-        self.asked: SimpleQueue[tuple[_Job, Mark | None] | None] = SimpleQueue()
+        self.queued_jobs: SimpleQueue[tuple[_Job, Mark | None] | None] = SimpleQueue()
         self._lane = lane
 
     def run(self) -> None:
-        while (entry := self.asked.get()) is not None:
+        while (entry := self.queued_jobs.get()) is not None:
             self._lane.finish(*entry)
             del entry
 
@@ -183,15 +185,15 @@ class _Reporter(Thread):
 class DeviceWorker:
     """The worker of `hfusion.train`. ``began``: its start, by `time.perf_counter`.
 
-    In the compute lane, ``after(task, unit)`` is called when a unit has ended, and ``save(task, unit)`` if a save is
-    due then.
+    In the compute lane, ``on_unit_end(task, unit)`` is called when a unit has ended, and ``save(task, unit)`` if a
+    save is due then.
     """
 
     def __init__(
         self,
         devices: Sequence[tuple[str, torch.device]],
         trainings: Sequence[Training],
-        after: Callable[[int, Unit], None],
+        on_unit_end: Callable[[int, Unit], None],
         save: Callable[[int, Unit], None],
     ) -> None:
         self.ended: SimpleQueue[_Job] = SimpleQueue()
@@ -200,7 +202,7 @@ class DeviceWorker:
         self.computing: dict[int, str] = {}
         self._devices, self._names = [device for _, device in devices], [name for name, _ in devices]
         self._trainings = trainings
-        self._after = after
+        self._on_unit_end = on_unit_end
         self._save = save
         self._gate = Gate()
         self.began = perf_counter()
@@ -210,7 +212,7 @@ class DeviceWorker:
             for name, device in devices
         ]
 
-    def now(self) -> float:
+    def elapsed_seconds(self) -> float:
         """Seconds since the run began."""
         return perf_counter() - self.began
 
@@ -298,8 +300,8 @@ class DeviceWorker:
 
         # If this device's compute lane is not at this task, no unit of it runs now, so any lane will do.
         lane = lanes["compute" if lanes["compute"].task == task else "out"]
-        settled = self._submit(lane, _Job(task, settle, after, self._heard, told=False, always=True))
-        mark_evicted, copies = partial(training.state.left, action.shard), partial(copy_now, moves)
+        settled = self._submit(lane, _Job(task, settle, after, self._heard, reported=False, always=True))
+        mark_evicted, copies = partial(training.state.mark_evicted, action.shard), partial(copy_now, moves)
         return self._submit(lanes["out"], _Job(task, copies, (settled,), self._heard, mark_evicted, always=True))
 
     def save(self, task: int, unit: Unit) -> None:
@@ -323,4 +325,4 @@ class DeviceWorker:
         else:
             training.run(unit, device, self._gate)
         if act is Act.STEP or (act is not Act.RECOMPUTE and not (unit.updates and unit.phase is Phase.BACKWARD)):
-            self._after(task, unit)
+            self._on_unit_end(task, unit)

@@ -54,7 +54,7 @@ class Border:
     def units(self) -> int:
         """Number of scheduled units up to and including the last minibatch."""
         training = self.training
-        return training.scheduled.units if training.over else training.begun(training.minibatches)
+        return training.scheduled.units if training.over else training.units_after(training.minibatches)
 
     def resume(self, stopped: dict[int, int]) -> None:
         """Continue an earlier run, in which the members ``stopped`` had stopped.
@@ -184,7 +184,7 @@ class Border:
 
     def _note_stopped(self) -> None:
         self.training.over = self.stopped.all
-        self.training.rest(frozenset(range(len(self.one.members))).difference(self.stopped.rows))
+        self.training.mark_idle(frozenset(range(len(self.one.members))).difference(self.stopped.rows))
 
 
 @contextmanager

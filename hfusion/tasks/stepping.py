@@ -66,7 +66,7 @@ class ArrayStep:
         """As `hfusion.runtime.recipe.WholeStep`."""
         self._before = set(calls)
 
-    def rest(self, rows: frozenset[int]) -> None:
+    def mark_idle(self, rows: frozenset[int]) -> None:
         """As `hfusion.runtime.recipe.WholeStep`."""
         self._step.idle = rows
 

@@ -53,12 +53,12 @@ class RowsJob:
     collect: bool
 
     def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> dict[str, Any]:
-        if "recipe" not in trainer.kept:
+        if "recipe" not in trainer.call_state:
             recipe, maker = unpack(part(self.kept))
             device = trainer.device.physical
-            trainer.kept |= {"recipe": replace(recipe, device=device), _MAKER: replace(maker, device=device)}
+            trainer.call_state |= {"recipe": replace(recipe, device=device), _MAKER: replace(maker, device=device)}
         for name in self.dropped:
-            trainer.kept.pop(name, None)
+            trainer.call_state.pop(name, None)
         if self.collect:
             gc.collect()
         return {name: self._answer(trainer, name, calls) for name, calls in self.calls.items()}
@@ -67,13 +67,13 @@ class RowsJob:
     def _answer(trainer: ArrayTrainer, name: str, calls: Sequence[bytes]) -> Any:
         result: Any = None
         for data in calls:
-            method, args = unpack(data, trainer.kept.__getitem__)
+            method, args = unpack(data, trainer.call_state.__getitem__)
             if method == "open":
                 choices, plain = args
                 kind = PlainTrials if plain else TrialRows
-                trainer.kept[name] = kind(trainer.kept["recipe"], choices, trainer.stopping.is_set)
+                trainer.call_state[name] = kind(trainer.call_state["recipe"], choices, trainer.stopping.is_set)
             else:
-                result = getattr(trainer.kept[name], method)(*args)
+                result = getattr(trainer.call_state[name], method)(*args)
             if isinstance(result, nn.Module):
                 # Send tensors only: its class may be importable in the driver alone.
                 result = result.state_dict()
@@ -188,7 +188,7 @@ class ClusterWorkers:
         self._running[device] = {name: len(self._told[name].calls) for name in names}
         dropped, collect = tuple(self._dropped.pop(device, ())), device in self._collect
         self._collect.discard(device)
-        self._executor.begin(device, RowsJob(self.kept, calls, dropped, collect))
+        self._executor.start_job(device, RowsJob(self.kept, calls, dropped, collect))
 
     def _lose(self, device: int, running: Collection[str], reason: str) -> None:
         """Schedule all calls of a lost device's arrays again, there or on other devices."""

@@ -21,11 +21,11 @@ class SweepLog:
         self._open: dict[str, ShapeArray] = {}
 
     def _array(self, array: ShapeArray, event: str, **values: object) -> None:
-        location = self._workers.devices[array.device].place
+        location = self._workers.devices[array.device].log_fields
         self._log.array(array.name, event, {**location, "trials": len(array.seats), **values})
 
     def _trial(self, array: ShapeArray, seat: Seat, event: str, **values: object) -> None:
-        location, epochs = self._workers.devices[array.device].place, f"{seat.epochs}/{seat.suggestion.epochs}"
+        location, epochs = self._workers.devices[array.device].log_fields, f"{seat.epochs}/{seat.suggestion.epochs}"
         self._log.trial(seat.number, event, {**location, "array": array.name, "epoch": epochs, **values})
 
     def seated(self, array: ShapeArray, seats: Iterable[Seat], event: str) -> None:

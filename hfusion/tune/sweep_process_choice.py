@@ -152,7 +152,7 @@ def several_devices(
 
 
 def _check_first(executor: Executor, job: FirstForward) -> None:
-    executor.begin(0, job)
+    executor.start_job(0, job)
     while True:
         for _, message in executor.wait(GLANCE):
             if isinstance(message, Raised):

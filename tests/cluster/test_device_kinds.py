@@ -29,7 +29,7 @@ def test_what_differs_by_a_tenth_is_of_one_kind() -> None:
         replace(DEVICE, physical=torch.device("cuda", 0)),
     ]
     assert [kinds.kind(device) for device in others] == [1, 2, 3, 4]
-    assert kinds.rooms[0].budget == 1 << 20
+    assert kinds.representatives[0].budget == 1 << 20
 
 
 def test_a_device_of_a_new_kind_has_its_own_estimates() -> None:

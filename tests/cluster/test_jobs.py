@@ -15,7 +15,7 @@ import hfusion as hf
 from hfusion.checkpoint import files
 from hfusion.cluster.jobs import RunOptions, arranged
 from hfusion.cluster.messages import DeviceInfo
-from hfusion.cluster.node import ArrayDone, ArrayJob, ArrayTrainer, Message, Told
+from hfusion.cluster.node import ArrayDone, ArrayJob, ArrayTrainer, Message, ResultMessage
 from hfusion.cluster.serialization import pack_with_keys
 from hfusion.core.text import file_name
 from tests.trained import RATES
@@ -44,7 +44,9 @@ class Watched(list[Any]):
         for pair in super().__iter__():
             # The save first: more may be told meanwhile.
             saved = files.read(self.folder).step if files.saves(self.folder) else 0
-            self.seen.append((saved, sum(len(message.results) for message in self.told if isinstance(message, Told))))
+            self.seen.append(
+                (saved, sum(len(message.results) for message in self.told if isinstance(message, ResultMessage)))
+            )
             yield pair
 
 

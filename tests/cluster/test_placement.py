@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfusion.bench.placement_simulation import RealCluster, SimulatedRun, VirtualClock, loaded
-from hfusion.cluster.longest_first import Load, lower_bound, place
+from hfusion.cluster.longest_first import Load, lower_bound, place_arrays
 from hfusion.cluster.placement import Placement
 from hfusion.core.errors import PlanError
 
@@ -26,7 +26,7 @@ def loads_of(seconds: Sequence[float], speeds: Sequence[float] = (1.0,)) -> list
 def placed(
     loads: Sequence[Load], waiting: Iterable[int], kinds: Sequence[int], busy: Sequence[float | None]
 ) -> list[list[int]]:
-    return place(loads, dict.fromkeys(waiting, 1.0), kinds, busy, [1.0] * len(kinds))
+    return place_arrays(loads, dict.fromkeys(waiting, 1.0), kinds, busy, [1.0] * len(kinds))
 
 
 def makespan(where: list[list[int]], loads: Sequence[Load], kinds: Sequence[int]) -> float:
@@ -83,12 +83,12 @@ def test_every_array_ends_once_whatever_is_lost(draw: random.Random, arrays: int
     while not placement.over:
         asked = placement.to_ask()
         for device in asked:
-            number = placement.begin(device)
+            number = placement.start_next(device)
             if number is not None:
                 heappush(ends, (clock.now + draw.uniform(0.5, 2) * (loads[number].seconds[kinds[device]] or 0), device))
         # Whoever is not asked would find nothing, also where it looks by itself.
         placement._fruitless.clear()
-        assert all(placement.begin(device) is None for device in set(placement.idle).difference(asked))
+        assert all(placement.start_next(device) is None for device in set(placement.idle).difference(asked))
         clock.now, device = heappop(ends)
         if draw.random() < 0.2:
             back = returns or len(gone) == devices - 1
@@ -103,7 +103,7 @@ def test_every_array_ends_once_whatever_is_lost(draw: random.Random, arrays: int
 
 def test_the_last_device_takes_all_with_it() -> None:
     placement = Placement(loads_of([1.0, 1.0, 1.0]), [0, 0], 5, lambda: 0.0)
-    assert (placement.begin(0), placement.begin(1)) == (0, 1)
+    assert (placement.start_next(0), placement.start_next(1)) == (0, 1)
     assert placement.lose(0, back=False) == []
     assert placement.lose(1, back=False) == []
     assert not placement.over
@@ -115,33 +115,33 @@ def test_the_last_device_takes_all_with_it() -> None:
 def test_a_device_that_joins_takes_what_waits_and_what_is_stranded() -> None:
     loads = [Load("small", (1.0,), "a", 1), Load("small too", (2.0,), "a", 1), Load("large", (4.0,), "b", 1)]
     placement = Placement(loads, [0], 5, lambda: 0.0)
-    assert placement.begin(0) == 2
+    assert placement.start_next(0) == 2
     # Of a new kind, which the large one does not fit.
     placement.join(1, [0.5, 1.0, None])
     assert placement.to_ask() == [1]
-    assert placement.begin(1) == 1
+    assert placement.start_next(1) == 1
     assert placement.lose(0, back=False) == []
     assert placement.stranded == [2]
     placement.join(0)
     assert placement.to_ask() == [2]
-    assert placement.begin(2) == 2
+    assert placement.start_next(2) == 2
     assert placement.end(1) == 1
-    assert placement.begin(1) == 0
+    assert placement.start_next(1) == 0
 
 
 def test_a_device_without_work_takes_what_waits_for_another() -> None:
     clock = Clock()
     placement = Placement(loads_of([4.0, 3.0, 2.0, 1.0]), [0, 0], 0, clock)
     # 4 and 1 here, 3 and 2 there.
-    assert [placement.begin(0), placement.begin(1)] == [0, 1]
+    assert [placement.start_next(0), placement.start_next(1)] == [0, 1]
     clock.now = 1.0
     assert placement.end(1) == 1
-    assert placement.begin(1) == 2
+    assert placement.start_next(1) == 2
     clock.now = 1.5
     assert placement.end(1) == 2
-    assert placement.begin(1) == 3
+    assert placement.start_next(1) == 3
     assert placement.end(0) == 0
-    assert placement.begin(0) is None
+    assert placement.start_next(0) is None
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 12), st.integers(1, 5), st.integers(0, 3))
@@ -172,7 +172,7 @@ def two_of_which_one_is_slow(clock: Clock) -> Placement:
     """The second device takes ten times what was estimated, and the first is idle when that is known."""
     loads = [loaded(0, [100.0], "task"), loaded(1, [90.0], "task")]
     placement = Placement(loads, [0, 0], 1, clock, range(2))
-    assert [placement.begin(0), placement.begin(1)] == [0, 1]
+    assert [placement.start_next(0), placement.start_next(1)] == [0, 1]
     for now in (0, 50, 100):
         clock.now = now
         placement.reach(0, now * 10, now)
@@ -185,9 +185,9 @@ def two_of_which_one_is_slow(clock: Clock) -> Placement:
 
 def test_who_leaves_goes_on_where_all_ends_sooner() -> None:
     placement = two_of_which_one_is_slow(Clock())
-    placement.left(1)
+    placement.queue_moved_array(1)
     assert placement.idle == [0, 1]
-    assert [placement.begin(0), placement.begin(1)] == [1, None]
+    assert [placement.start_next(0), placement.start_next(1)] == [1, None]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -195,7 +195,7 @@ def test_a_device_that_is_lost_in_a_move_takes_nothing_with_it(lost: int) -> Non
     placement = two_of_which_one_is_slow(Clock())
     assert placement.lose(lost, back=False) == []
     if lost == 0:
-        placement.left(1)
-    assert placement.begin(1 - lost) == 1
+        placement.queue_moved_array(1)
+    assert placement.start_next(1 - lost) == 1
     assert placement.end(1 - lost) == 1
     assert placement.over

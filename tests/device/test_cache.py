@@ -122,9 +122,9 @@ def test_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         known = None
     for home in (None, ""):
         set_all({"HOME": home}, tmp_path, monkeypatch)
-        assert cache._wanted() == known
+        assert cache._preferred_folder() == known
     set_all({"HOME": "."}, tmp_path, monkeypatch)
-    assert cache._wanted() is None
+    assert cache._preferred_folder() is None
     cache._usable.cache_clear()
     with pytest.warns(UserWarning, match=r"\(the user has no home folder\)"):
         assert cache_folder().is_dir()

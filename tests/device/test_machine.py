@@ -142,7 +142,7 @@ def test_processes_that_measure_at_the_same_time_choose_by_the_same_rates(
         return measured
 
     first: list[dict[str, float]] = []
-    keep = partial(calibrate._kept, "compute", {"device": "some"}, ["flops"])
+    keep = partial(calibrate._cached_rates, "compute", {"device": "some"}, ["flops"])
     second, _ = keep(measure(2e9, lambda: first.append(keep(measure(1e9, dict))[0])))
     assert first == [second] == [{"flops": 1e9}]
 

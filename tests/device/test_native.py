@@ -42,14 +42,14 @@ def test_a_library_is_compiled_meanwhile(seven: Path, tmp_path: Path, monkeypatc
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)
     asked: list[str] = []
     for _ in range(2):
-        native.begin(seven, lambda: asked.append("before"))
+        native.compile_in_background(seven, lambda: asked.append("before"))
     assert asked == ["before"]
-    begun = native._begun[seven]
+    begun = native._pending_libraries[seven]
     library = native.library(seven)
     assert isinstance(library, ctypes.CDLL)
     assert library is begun.result()
     assert native.library(seven) is library
-    assert seven not in native._begun
+    assert seven not in native._pending_libraries
 
 
 def test_why_a_library_is_not_compiled_meanwhile_is_told_when_it_is_wanted(
@@ -57,7 +57,7 @@ def test_why_a_library_is_not_compiled_meanwhile_is_told_when_it_is_wanted(
 ) -> None:
     monkeypatch.setenv("CC", "false")
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)
-    native.begin(seven, lambda: None)
+    native.compile_in_background(seven, lambda: None)
     assert "failed" in str(native.library(seven))
 
 

@@ -30,8 +30,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A process that has not looked for the kernels yet, with an empty cache."""
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "_begun", {})
-    monkeypatch.setattr(machine, "_asked", set())
+    monkeypatch.setattr(machine, "_pending_libraries", {})
+    monkeypatch.setattr(machine, "_requested_sources", set())
     machine._loaded.cache_clear()
     yield
     machine._loaded.cache_clear()

@@ -14,7 +14,7 @@ MAKERS = {"a": 0, "b": 1}
 
 def boundary(*, resident: bool = False) -> BoundaryStore:
     made = BoundaryStore(pinned=False, resident=resident)
-    made.begin({"data": torch.arange(3.0)}, MAKERS)
+    made.start_minibatch({"data": torch.arange(3.0)}, MAKERS)
     return made
 
 

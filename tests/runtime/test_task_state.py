@@ -109,7 +109,7 @@ def load(state: TaskTensors, shard: int, sections: tuple[Section, ...]) -> None:
 def put_away(state: TaskTensors, shard: int) -> None:
     """Evict a shard, and write back what changed."""
     copy_now(state.evict(shard))
-    state.left(shard)
+    state.mark_evicted(shard)
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -190,7 +190,7 @@ def test_who_needs_a_shard_that_leaves_waits_until_it_is_at_home(subject: Subjec
     def arrive() -> None:
         sleep(0.05)
         copy_now(moves)
-        state.left(0)
+        state.mark_evicted(0)
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(arrive)

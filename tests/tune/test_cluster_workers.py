@@ -50,7 +50,7 @@ class Here:
     def put(self, value: Any) -> Any:
         return value
 
-    def begin(self, device: int, job: Any) -> None:
+    def start_job(self, device: int, job: Any) -> None:
         if (device, LOST) in self._messages:
             return
         self._messages.append((device, Answered(job.call(self.trainers[device], lambda kept: kept))))
@@ -116,7 +116,7 @@ def test_an_array_that_moves_goes_on(lost: int | None, saved: bool, tmp_path: Pa
     found = []
     for seed, target in enumerate([0, 1, 0]):
         found.append(arrays.epoch(seed))
-        assert seed != 2 or "array-1" not in arrays.here.trainers[0].kept
+        assert seed != 2 or "array-1" not in arrays.here.trainers[0].call_state
         if saved:
             arrays.workers.save({name: tmp_path / name for name in arrays.members}, arrays.members)
         arrays.here.lose = lost
@@ -146,4 +146,4 @@ def test_trials_wait_for_a_device_that_joins_while_all_are_lost() -> None:
     third, fourth = arrays.epoch(2), arrays.epoch(3)
     assert arrays.workers.gone == {0, 1}
     assert [first, second, third, fourth] == [alone.epoch(seed) for seed in range(4)]
-    assert set(arrays.here.trainers[2].kept) >= set(arrays.members)
+    assert set(arrays.here.trainers[2].call_state) >= set(arrays.members)
