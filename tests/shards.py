@@ -40,7 +40,13 @@ def task(
     """A task of ``count`` equal shards; the last has no boundary."""
     shards = [shard(index, **values) for index in range(count - 1)]
     last = shard(count - 1, **(values | {"boundary": 0}))
-    settings = {"epoch": epoch, "accumulate": accumulate, "clipped": clipped, "evaluated": evaluated, "kept": kept}
+    settings = {
+        "epoch": epoch,
+        "accumulate": accumulate,
+        "clipped": clipped,
+        "evaluated": evaluated,
+        "keeps_last_shard": kept,
+    }
     settings |= {"save_every": save_every, "growth": growth}
     return TaskPlan(name, (*shards, last), steps, resident, **settings)  # type: ignore[arg-type]
 
@@ -68,7 +74,7 @@ def tasks(draw: st.DrawFn, name: str) -> TaskPlan:
         accumulate=draw(st.integers(1, 3)),
         clipped=draw(st.booleans()),
         evaluated=draw(st.sampled_from([0, 0, 1, 2])),
-        kept=draw(st.booleans()),
+        keeps_last_shard=draw(st.booleans()),
         save_every=draw(st.sampled_from([None, None, 1, 2, 3])),
     )
 

@@ -166,7 +166,7 @@ def planned(
         total = len(operators(program))
         cuts = sorted({total * place // count for place in range(1, count)} - {0})
         shards = shards_at(program, cuts, minibatch.samples, RATES, one.optimizer.state_stacks)
-        found.append(replace(plan, shards=shards, resident=stays, kept=keep))
+        found.append(replace(plan, shards=shards, resident=stays, keeps_last_shard=keep))
     need = max(plan.device_bytes for plan in found)
     return Plan(tuple(found), dict.fromkeys(made.devices, need), 1e9, 1e9)
 

@@ -117,7 +117,7 @@ class LoadComputeEvict:
                     roots = [(value, grads.pop(name)) for name, value in named if name in grads and value.requires_grad]
                 if roots:
                     self._backward(part, roots, leaves, grads)
-            if part is parts[-1] and self._plan.kept:
+            if part is parts[-1] and self._plan.keeps_last_shard:
                 self._kept = part
             else:
                 self._evict(part, changed=True)

@@ -138,7 +138,7 @@ def us_per_decision(plan: Plan, policy: Policy) -> float:
         index = number % len(running)
         task = running[index]
         if task is not None:
-            dispatcher.begin(task)
+            dispatcher.begin_unit(task)
             running[index] = chosen = dispatcher.choose(BUDGET, task)
             if chosen != task:
                 dispatcher.add_waiting(task)

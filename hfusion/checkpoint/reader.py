@@ -210,7 +210,7 @@ class SaveReader:
                     if entries:
                         optimizer.state[param] = entries
                         begin_rows(optimizer, group, param, fresh)
-            optimizer.begun = begun
+            optimizer.initial_values = begun
             optimizer.forget()
 
         return write
@@ -294,7 +294,7 @@ class SaveReader:
 
         def write() -> None:
             scaler.load_state_dict(state)
-            scaler.begun |= begun
+            scaler.initial_values |= begun
 
         return write
 

@@ -119,7 +119,11 @@ class SaveWriter:
                 for entry, value in optimizer.state.get(param, {}).items():
                     self._keep(f"optimizer/state/{name}/{entry}", value, membership_of(param))
         kind = type(optimizer).__name__
-        self.body["optimizer"] = {"class": kind, "groups": groups, "begun": encode(optimizer.begun, {}, "begun")}
+        self.body["optimizer"] = {
+            "class": kind,
+            "groups": groups,
+            "begun": encode(optimizer.initial_values, {}, "begun"),
+        }
 
     def scheduler(self, scheduler: Any) -> None:
         if isinstance(scheduler, PerMember):
@@ -132,7 +136,7 @@ class SaveWriter:
     def scaler(self, scaler: GradScaler) -> None:
         state = scaler.state_dict()
         self.body["scaler"] = sorted(state)
-        self.body["scaler begun"] = encode(scaler.begun, {}, "scaler begun")
+        self.body["scaler begun"] = encode(scaler.initial_values, {}, "scaler begun")
         for name, value in state.items():
             self.store_rows(f"scaler/{name}", value)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hfusion.optim.base import FusedOptimizer
 
 
-def check_told(optimizer: FusedOptimizer) -> None:
+def check_added_stacks(optimizer: FusedOptimizer) -> None:
     """Raise ValueError if the array has gained parameters that the optimizer was not told of."""
     if latest_addition() == optimizer.additions:
         return

@@ -26,18 +26,18 @@ from hfusion.core.gradient_usage import any_absent
 from hfusion.core.membership import latest_addition, mark, membership
 from hfusion.core.row_gradients import settle
 from hfusion.optim import coupling, master_weights, native_kernels
-from hfusion.optim.added_stacks import check_told
+from hfusion.optim.added_stacks import check_added_stacks
 from hfusion.optim.checks import check_memory, check_padding
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import Groups, State, common_members, membership_of, same_objects
-from hfusion.optim.hyper import own, plain, read, unchanged
+from hfusion.optim.hyper import copy_vectors, plain, read, unchanged
 from hfusion.optim.optimizer_rows import MemberRows, check_width, first_values
 from hfusion.optim.optimizer_state import check_entries, complete_state, paired, parts_of
 from hfusion.optim.param_groups import asked_of_members
 from hfusion.optim.recording import RecordedUpdates, recording_on
 from hfusion.optim.scaled import divide, overflown
 from hfusion.optim.settings import Options, ParamGroup, Settings, named
-from hfusion.optim.skipped_members import Resting, left_alone, of_members, together, without_gradient
+from hfusion.optim.skipped_members import SkippedRows, of_members, restore_skipped, together, without_gradient
 from hfusion.optim.step_cache import StepCache, Work
 from hfusion.optim.unfuse import member_state_dicts
 from hfusion.torch_private.autograd_engine import is_profiling
@@ -67,12 +67,12 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if isinstance(params, Module):
             # A fused module can be iterated over, so torch's own error message would be about the members.
             raise TypeError(f"params is a {type(params).__name__}: give its parameters, fused.parameters()")
-        self._known: dict[int, tuple[Settings, Groups | None]] = {}
+        self._prepared: dict[int, tuple[Settings, Groups | None]] = {}
         self._released: dict[tuple[int, ...], Groups] = {}
         self._cache: StepCache | None = None
         # None before the first step; a string says why steps cannot be recorded.
         self._recording: RecordedUpdates | str | None = None
-        self.begun: list[dict[str, float | None]] = []
+        self.initial_values: list[dict[str, float | None]] = []
         self._held: Tensor | None = None
         # The number of the latest added stack that this optimizer was told of, see `added_stacks`.
         self.additions = latest_addition()
@@ -80,7 +80,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         super().__init__(params, {master_weights.OPTION: False, **defaults})
         first = self.param_groups[0]["params"][0]
         if self.kernel is not None and first.is_cpu and type(first) in (Tensor, Parameter):
-            native_kernels.begin()
+            native_kernels.start_compiling()
 
     @property
     def members(self) -> int:
@@ -100,9 +100,9 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
                     f"the first group to one of {self.members}: use one optimizer per array"
                 )
             self._check_params(group["params"])
-            own(group)
+            copy_vectors(group)
             self._settings(group)
-            self.begun.append(first_values(group, self.hypers, members))
+            self.initial_values.append(first_values(group, self.hypers, members))
         except Exception:
             self.param_groups.pop()
             raise
@@ -144,13 +144,13 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
                 loss = closure()
         settle(self._params())
         work = self._work()
-        resting = without_gradient(self._params()) if any_absent() else {}
+        skipped = without_gradient(self._params()) if any_absent() else {}
         if (found_inf := getattr(self, "found_inf", None)) is not None:
-            resting = together(resting, self._unscaled(found_inf))
+            skipped = together(skipped, self._unscaled(found_inf))
             work = self._work()
         if self._held is not None:
-            resting = together(resting, of_members(self._active(), self._held))
-        with torch.no_grad(), left_alone(resting, self.state) if resting else nullcontext():
+            skipped = together(skipped, of_members(self._active(), self._held))
+        with torch.no_grad(), restore_skipped(skipped, self.state) if skipped else nullcontext():
             if isinstance(self._recording, RecordedUpdates):
                 self._recording.step(work)
             else:
@@ -160,18 +160,18 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def _work(self) -> Work:
         """Return the groups of this step with their gradients. Everything that may fail is done before any update."""
-        check_told(self)
+        check_added_stacks(self)
         work = self._cache.work(self.param_groups, self.state) if self._cache is not None else None
         if work is None:
             coupling.check_caller(self)
-            before = [groups for _, groups in self._known.values()]
+            before = [groups for _, groups in self._prepared.values()]
             work = [part for index, group in enumerate(self.param_groups) for part in self._prepare(index, group)]
             # Cache only if the groups are the same as in the last step, since shards come and go.
-            again = same_objects(before, [groups for _, groups in self._known.values()])
+            again = same_objects(before, [groups for _, groups in self._prepared.values()])
             self._cache = self._remembered() if again else None
         return work
 
-    def _unscaled(self, found_inf: Tensor) -> Resting:
+    def _unscaled(self, found_inf: Tensor) -> SkippedRows:
         """Divide the gradients by the scale of a GradScaler, if it has not, and return which members must not step."""
         active = self._active()
         scale = getattr(self, "grad_scale", None)
@@ -256,21 +256,21 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         if isinstance(self._recording, RecordedUpdates):
             self._recording.forget()
         if counts:
-            self._known, self._released = {}, {}
-        for index, (settings, groups) in list(self._known.items()):
-            self._known[index] = settings, None
+            self._prepared, self._released = {}, {}
+        for index, (settings, groups) in list(self._prepared.items()):
+            self._prepared[index] = settings, None
             if groups is not None:
                 groups.release()
                 self._released[groups.key] = groups
 
     def __getstate__(self) -> dict[str, Any]:
         marks = [[membership(param) for param in group["params"]] for group in self.param_groups]
-        return {**super().__getstate__(), "memberships": marks, "begun": self.begun}
+        return {**super().__getstate__(), "memberships": marks, "initial_values": self.initial_values}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         marks = state.pop("memberships", [])
         super().__setstate__(state)
-        self._known = {}
+        self._prepared = {}
         self._released = {}
         self._cache = None
         self._recording = None
@@ -339,7 +339,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def _prepare(self, index: int, group: ParamGroup) -> Work:
         """Do everything in a step that may fail, before any update; return groups with their gradients."""
-        before, groups = self._known.get(index, (None, None))
+        before, groups = self._prepared.get(index, (None, None))
         settings = self._settings(group, before)
         grads = [grad for param in group["params"] if (grad := param.grad) is not None]
         active = group["params"]
@@ -349,13 +349,13 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients: use dense ones")
         state = list(map(self.state.get, active)) if settings.stateful else []
         same_masters = before is not None and settings.masters is before.masters
-        held = groups is not None and same_masters and groups.holds(active, state, settings.names)
+        held = groups is not None and same_masters and groups.is_valid_for(active, state, settings.names)
         if not settings.alike and not (held and settings is before):
             self._check_shared(active, settings)
         if groups is None or not held:
             groups = self._groups(active, state, settings)
         groups.check(grads)
-        self._known[index] = (settings, groups)
+        self._prepared[index] = (settings, groups)
         return [(settings, part, part_grads) for part, part_grads in groups.with_gradients(grads)]
 
     def _groups(self, active: Sequence[Tensor], state: Sequence[State | None], settings: Settings) -> Groups:
@@ -371,16 +371,16 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     def _remembered(self) -> StepCache | None:
         """Return a `StepCache` of this step's preparation, or None if the next step must prepare again."""
         groups = self.param_groups
-        prepared = [(settings, parts) for settings, parts in map(self._known.__getitem__, range(len(groups))) if parts]
+        pairs = [(settings, parts) for settings, parts in map(self._prepared.__getitem__, range(len(groups))) if parts]
         keys = list(dict.fromkeys([*(hyper.key for hyper in self.hypers), *self.options, master_weights.OPTION]))
         steady = (
             all(type(param.grad) is Tensor for group in groups for param in group["params"])
             and not isinstance(native_kernels.library(), str)
-            and all(vector.is_contiguous() for settings, _ in prepared for vector in settings.vectors)
+            and all(vector.is_contiguous() for settings, _ in pairs for vector in settings.vectors)
             # A list can be changed in place, which a comparison by identity would miss.
             and not any(isinstance(group[key], list) for group in groups for key in keys)
         )
-        return StepCache(groups, self.state, keys, prepared) if steady else None
+        return StepCache(groups, self.state, keys, pairs) if steady else None
 
     def _state(self, param: Tensor, settings: Settings) -> State:
         return complete_state(param, self.state[param], settings, type(self))

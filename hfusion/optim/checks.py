@@ -62,7 +62,7 @@ def check_state(
     for name, dtype in stacks.items():
         stack = entry[name]
         check_memory(stack, f"the state {name!r} of parameter {mark.name!r}")
-        if (*_place(stack), stack.dtype) != (*_place(param), dtype):
+        if (*_shape_device_layout(stack), stack.dtype) != (*_shape_device_layout(param), dtype):
             raise FusionError(
                 f"the state {name!r} of parameter {mark.name!r} is {_text(stack)}, the parameter {_text(param)}: one "
                 "of them was converted, moved or replaced after the other was made; bring the state to the parameters "
@@ -96,7 +96,7 @@ def check_gradient(param: Tensor, mark: Membership, grad: Tensor) -> None:
     raise RuntimeError(f"the gradient of {mark.name!r} {mismatch}: one of them was replaced through .data")
 
 
-def _place(tensor: Tensor) -> tuple[torch.Size, torch.device, torch.layout]:
+def _shape_device_layout(tensor: Tensor) -> tuple[torch.Size, torch.device, torch.layout]:
     return tensor.shape, tensor.device, tensor.layout
 
 

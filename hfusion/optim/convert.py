@@ -68,7 +68,7 @@ def fuse(
         originals = zip(*(optimizer.param_groups[index]["params"] for optimizer in optimizers), strict=True)
         for param, member_params in zip(group["params"], originals, strict=True):
             states = [opt.state.get(original, {}) for opt, original in zip(optimizers, member_params, strict=True)]
-            if any(_begun(state) for state in states):
+            if any(_has_tensors(state) for state in states):
                 fused_optimizer.state[param] = _stack_state(cls, param, states)
     return fused_optimizer
 
@@ -224,7 +224,7 @@ def _the_same(where: str, values: list[Any]) -> Any:
     return values[0]
 
 
-def _begun(state: dict[str, Any]) -> bool:
+def _has_tensors(state: dict[str, Any]) -> bool:
     return any(isinstance(value, Tensor) for value in state.values())
 
 
@@ -251,4 +251,4 @@ def _stack_state(cls: type[FusedOptimizer], param: Tensor, states: list[dict[str
 
 def _steps(state: dict[str, Any]) -> float:
     """SGD and Muon keep no count in torch; here one step means that the momentum buffer has begun."""
-    return float(state["step"]) if "step" in state else float(_begun(state))
+    return float(state["step"]) if "step" in state else float(_has_tensors(state))

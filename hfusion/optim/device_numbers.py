@@ -16,14 +16,14 @@ class DeviceNumbers:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        self._there: Tensor | None = None
-        # The numbers last passed to `tell`. If a kernel updates the device copy, its caller updates these accordingly.
-        self.known: Tensor | None = None
+        self._device_copy: Tensor | None = None
+        # The numbers last passed to `write_changed`. A caller whose kernel updates the device copy updates these, too.
+        self.host_copy: Tensor | None = None
 
-    def tell(self, numbers: Tensor) -> Tensor:
-        """Copy ``numbers`` to the device if they differ from `known`; return the device tensor."""
-        previous, self.known = self.known, numbers
-        device_copy = self._there
+    def write_changed(self, numbers: Tensor) -> Tensor:
+        """Copy ``numbers`` to the device if they differ from `host_copy`; return the device tensor."""
+        previous, self.host_copy = self.host_copy, numbers
+        device_copy = self._device_copy
         # Compare bits, because -0.0 == 0.0.
         if device_copy is not None and previous is not None and _same_bits(previous, numbers):
             return device_copy
@@ -31,9 +31,9 @@ class DeviceNumbers:
 
     def write(self, numbers: Tensor) -> Tensor:
         """Copy ``numbers`` to the device unconditionally; return the device tensor."""
-        device_copy = self._there
+        device_copy = self._device_copy
         if device_copy is None or device_copy.shape != numbers.shape:
-            device_copy = self._there = torch.empty(numbers.shape, dtype=self._dtype, device=self._device)
+            device_copy = self._device_copy = torch.empty(numbers.shape, dtype=self._dtype, device=self._device)
         if not device_copy.is_cpu:
             numbers = _pinned(numbers.to(self._dtype), self._device)
         return device_copy.copy_(numbers, non_blocking=True)

@@ -20,7 +20,7 @@ from hfusion.optim.formula import Formula
 from hfusion.optim.settings import Settings
 
 
-class AloneStepper:
+class EagerStepper:
     """Steps by torch's own class; the arguments are those of `hfusion.optim.stacked.StackedStepper`."""
 
     contiguous = False
@@ -46,16 +46,16 @@ class AloneStepper:
 
     def release(self) -> None:
         """Drop the references to tensors, until `move` is called."""
-        self._places: list[tuple[Tensor, ...]] = []
+        self._parameter_tensors: list[tuple[Tensor, ...]] = []
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
         """Continue with ``stacks``: the same tensors at other addresses."""
-        self._places = list(zip(*stacks, strict=True))
+        self._parameter_tensors = list(zip(*stacks, strict=True))
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
         batches: dict[tuple[int, int], list[int]] = {}
-        for index in range(len(self._places)):
+        for index in range(len(self._parameter_tensors)):
             for run in self._runs(index, settings):
                 batches.setdefault(run, []).append(index)
         for (start, stop), indices in batches.items():
@@ -74,11 +74,11 @@ class AloneStepper:
 
     def _portions(self, indices: Sequence[int], members: int) -> Iterator[list[int]]:
         """Split ``indices`` into lists for one torch step each, of about one member's elements to limit temporaries."""
-        limit = sum(param.numel() for param, *_ in self._places) // self._members
+        limit = sum(param.numel() for param, *_ in self._parameter_tensors) // self._members
         portion: list[int] = []
         total = 0
         for index in indices:
-            size = self._places[index][0].numel() // self._members * members
+            size = self._parameter_tensors[index][0].numel() // self._members * members
             if portion and total + size > limit:
                 yield portion
                 portion, total = [], 0
@@ -91,7 +91,7 @@ class AloneStepper:
         where = rows if self._formula.elementwise else rows.start
         params = []
         for index in indices:
-            param = self._places[index][0].detach()[where]
+            param = self._parameter_tensors[index][0].detach()[where]
             param.grad = grads[index][where]
             params.append(param)
         buffer_names = settings.buffers[rows.start]
@@ -102,7 +102,7 @@ class AloneStepper:
         optimizer.param_groups[0]["params"] = params
         stacks: list[dict[str, Tensor]] = []
         for index, param in zip(indices, params, strict=True):
-            named = zip(self._names, self._places[index][1:], strict=True)
+            named = zip(self._names, self._parameter_tensors[index][1:], strict=True)
             stacks.append({name: stack[where] for name, stack in named if name in buffer_names})
             numbers = {name: vectors[index][rows.start] for name, vectors in self._numbers.items()}
             if numbers and (early or numbers["step"] > 0):

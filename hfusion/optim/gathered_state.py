@@ -16,7 +16,7 @@ from hfusion.core.row_indices import cut_rows, write_rows
 from hfusion.optim import coupling
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.group import membership_of, same_objects
-from hfusion.optim.hyper import own, plain, read
+from hfusion.optim.hyper import copy_vectors, plain, read
 from hfusion.optim.optimizer_rows import write_hyper
 from hfusion.optim.settings import ParamGroup
 
@@ -66,7 +66,7 @@ class GatheredState:
             for group in whole.param_groups:
                 read(group, whole.hypers, whole.members)
                 new_group = {**group, "params": self._small(group)}
-                own(new_group)
+                copy_vectors(new_group)
                 part.param_groups.append(new_group)
         for whole_group, part_group in zip(whole.param_groups, part.param_groups, strict=True):
             self._load_group(whole_group, part_group, list(rows))

@@ -24,7 +24,7 @@ from hfusion.optim.settings import Settings
 # Bytes that a thread loads or stores at once, if all addresses are multiples of this number.
 WIDTH = 16
 # Largest number of sets of tensor addresses that are kept on the device.
-_MAX_TOLD = 64
+_MAX_ADDRESS_SETS = 64
 
 
 def library() -> Any:
@@ -74,11 +74,11 @@ class TritonStepper:
             for size, indices in by_width(sizes, lanes).items()
         ]
         self._constants = {"BUFFERS": self._buffers, "dtype": kernels.DTYPES[self._dtype], "BLOCK": kernels.BLOCK}
-        self._told: dict[tuple[int, ...], _Addresses] = {}
+        self._device_addresses: dict[tuple[int, ...], _Addresses] = {}
         self._settings: Settings | None = None
         self._table = DeviceNumbers(self._device, torch.float64)
         self._counted = DeviceNumbers(self._device, torch.float32)
-        self._counts_there = self._counted.tell(torch.zeros(len(sizes), self._members, device="cpu"))
+        self._device_counts = self._counted.write_changed(torch.zeros(len(sizes), self._members, device="cpu"))
         numbers = kernels.SCALARS[formula.kernel]
         arithmetic = torch.promote_types(self._dtype, torch.float32)
         self._scalars = torch.empty((len(sizes), numbers, self._members), dtype=arithmetic, device=self._device)
@@ -111,10 +111,10 @@ class TritonStepper:
             self._settings = settings
             flags = torch.tensor([[float(bool(flag))] for flag in settings.options], dtype=torch.float64, device="cpu")
             rows = (settings.table[:, : self._members], advance.double()[None], flags.expand(-1, self._members))
-            self._table_there = self._table.tell(torch.cat(rows))
+            self._device_table = self._table.write_changed(torch.cat(rows))
         if self._counts:
             counts = torch.stack(self._counts)
-            self._counted.tell(counts)
+            self._counted.write_changed(counts)
             torch._foreach_add_(self._counts, [advance] * len(self._counts))
             counts += advance
 
@@ -124,8 +124,8 @@ class TritonStepper:
         # Triton launches on the current device. As in C, every operation rounds.
         with backend(self._device).current():
             self._prepare[self._scalars_grid](
-                self._table_there,
-                self._counts_there,
+                self._device_table,
+                self._device_counts,
                 self._scalars,
                 self._members,
                 ROWS=self._rows,
@@ -137,8 +137,8 @@ class TritonStepper:
                     self._sizes,
                     len(self._sizes),
                     self._members,
-                    self._params.there,
-                    grad_addresses.there,
+                    self._params.tensor,
+                    grad_addresses.tensor,
                     self._scalars,
                     **self._constants,
                     LANES=lanes if self._params.wide and grad_addresses.wide else 1,
@@ -149,19 +149,21 @@ class TritonStepper:
     def _at(self, tensors: Sequence[Tensor]) -> _Addresses:
         """Return addresses on the device. They are sent once and cached, because torch often reuses freed memory."""
         addresses = tuple(map(Tensor.data_ptr, tensors))
-        entry = self._told.get(addresses)
+        entry = self._device_addresses.get(addresses)
         if entry is None:
-            if len(self._told) == _MAX_TOLD:
-                self._told.clear()
+            if len(self._device_addresses) == _MAX_ADDRESS_SETS:
+                self._device_addresses.clear()
             tensor = sent(torch.tensor(addresses, dtype=torch.int64, device="cpu"), self._device)
-            entry = self._told[addresses] = _Addresses(tensor, not any(address % WIDTH for address in addresses))
+            entry = self._device_addresses[addresses] = _Addresses(
+                tensor, not any(address % WIDTH for address in addresses)
+            )
         return entry
 
 
 class _Addresses(NamedTuple):
     """Addresses of tensors, on the device; ``wide``: whether all are multiples of `WIDTH`."""
 
-    there: Tensor
+    tensor: Tensor
     wide: bool
 
 

@@ -43,8 +43,8 @@ class StackedGradients:
                 arguments = (spots, tables.sizes, self._addresses, tables.firsts, partials)
                 kernels.partial_norms[(len(spots),)](*arguments, dtype=part.dtype, LANES=lanes, **constants)
             for part in tables.parts:
-                kernels.row_norms[(len(part.which), self._members)](
-                    part.which,
+                kernels.row_norms[(len(part.indices), self._members)](
+                    part.indices,
                     tables.sizes,
                     tables.firsts,
                     partials,
@@ -112,11 +112,11 @@ def _rows_apart(grad: Tensor) -> bool:
 class _SameDtype:
     """Gradients of one dtype, ``dtype`` as Triton calls it.
 
-    ``which``: int32, their indices. ``spots``: by the elements that a thread moves at once, as the kernels take them.
+    ``indices``: int32, of the gradients. ``spots``: by the elements that a thread moves at once, for the kernels.
     """
 
     dtype: Any
-    which: Tensor
+    indices: Tensor
     spots: Mapping[int, Tensor]
 
 
@@ -137,7 +137,7 @@ class _GradientTables:
         return [
             self.sizes,
             self.firsts,
-            *(table for part in self.parts for table in (part.which, *part.spots.values())),
+            *(table for part in self.parts for table in (part.indices, *part.spots.values())),
         ]
 
 

@@ -14,7 +14,7 @@ from hfusion.core.membership import Membership, membership
 from hfusion.device.backend import backend
 from hfusion.optim import gpu, native_kernels
 from hfusion.optim.checks import check_gradient, check_memory, check_rows, check_state
-from hfusion.optim.eager_members import AloneStepper
+from hfusion.optim.eager_members import EagerStepper
 from hfusion.optim.formula import Formula
 from hfusion.optim.master_weights import STACK as MASTER
 from hfusion.optim.master_weights import MasterStepper, state_dtype
@@ -151,7 +151,7 @@ def _plan(
         if stepper is not None:
             return stepper
     if first.dtype not in _REALS and formula.torch_class is not None:
-        return AloneStepper(formula, names, stacks, numbers)
+        return EagerStepper(formula, names, stacks, numbers)
     return StackedStepper(formula, names, stacks, numbers)
 
 
@@ -176,7 +176,7 @@ class Groups:
         alike: dict[object, list[int]] = {}
         for index, param in enumerate(params):
             alike.setdefault((membership_of(param).stacked, param.device, param.dtype), []).append(index)
-        self._places = list(alike.values())
+        self._group_indices = list(alike.values())
         self._groups = [
             Group(
                 formula,
@@ -185,7 +185,7 @@ class Groups:
                 names,
                 dtypes[indices[0]] != params[indices[0]].dtype,
             )
-            for indices in self._places
+            for indices in self._group_indices
         ]
         self._params = list(params)
         self._state = state
@@ -218,11 +218,11 @@ class Groups:
         numbers = self._found_numbers(self._formula)
         if not (same_objects(numbers, self._numbers) and _traits(self._tensors) == self._traits):
             return False
-        for group, indices in zip(self._groups, self._places, strict=True):
+        for group, indices in zip(self._groups, self._group_indices, strict=True):
             group.move([self._params[i] for i in indices], [self._state[i] for i in indices] if state else [], names)
         return True
 
-    def holds(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
+    def is_valid_for(self, params: Sequence[Tensor], state: Sequence[State | None], names: list[str]) -> bool:
         """Return whether these groups are still valid for ``params`` with ``state``."""
         if names != self._names or not same_objects(state, self._state):
             return False
@@ -259,7 +259,7 @@ class Groups:
             return [(self._groups[0], self._groups[0].gradients(grads))]
         return [
             (group, group.gradients([grads[index] for index in indices]))
-            for group, indices in zip(self._groups, self._places, strict=True)
+            for group, indices in zip(self._groups, self._group_indices, strict=True)
         ]
 
 

@@ -184,7 +184,7 @@ def _is_vector(value: object, members: int) -> bool:
     )
 
 
-def own(group: MutableMapping[str, Any]) -> None:
+def copy_vectors(group: MutableMapping[str, Any]) -> None:
     """Copy the vectors in ``group``, so that a write into one group never changes another."""
     for key, value in group.items():
         if isinstance(value, torch.Tensor):

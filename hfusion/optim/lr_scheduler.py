@@ -62,11 +62,11 @@ class PerMember(torch_schedulers.LRScheduler):
             name = "a scheduler" if self.kind is None else self.kind.__name__
             raise TypeError(f"{type(optimizer).__name__} is no optimizer of hf.optim: use torch's {name}")
         self.optimizer = optimizer
-        self._makes = self._made(make, options, optimizer.members)
-        self._begun = self._makes[0] if all(member_make is self._makes[0] for member_make in self._makes) else None
+        self._makes = self._resolve_makes(make, options, optimizer.members)
+        self._initial_make = self._makes[0] if all(maker is self._makes[0] for maker in self._makes) else None
         self._stand_ins = [_stand_in(optimizer, member) for member in range(len(self._makes))]
         self._schedulers: list[Any] = [None] * len(self._makes)
-        self._begin(range(len(self._makes)))
+        self._create_schedulers(range(len(self._makes)))
 
     def __getstate__(self) -> dict[str, Any]:
         groups = [[{**group, "params": None} for group in stand_in.param_groups] for stand_in in self._stand_ins]
@@ -74,20 +74,20 @@ class PerMember(torch_schedulers.LRScheduler):
         return {
             "optimizer": self.optimizer,
             "makes": self._makes,
-            "begun": self._begun,
+            "begun": self._initial_make,
             "groups": groups,
             "states": states,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.optimizer, self._makes, self._begun = state["optimizer"], list(state["makes"]), state["begun"]
+        self.optimizer, self._makes, self._initial_make = state["optimizer"], list(state["makes"]), state["begun"]
         self._stand_ins, self._schedulers = [], []
         for make, groups, saved in zip(self._makes, state["groups"], state["states"], strict=True):
             stand_in, scheduler = _copied(self.optimizer, make, groups, saved)
             self._stand_ins.append(stand_in)
             self._schedulers.append(scheduler)
 
-    def _made(self, make: Make | Sequence[Make] | None, options: dict[str, Any], count: int) -> list[Make]:
+    def _resolve_makes(self, make: Make | Sequence[Make] | None, options: dict[str, Any], count: int) -> list[Make]:
         """Return the functions that make the schedulers of ``count`` members, from ``make`` or ``options``."""
         if make is None:
             return self._of_options(options, count)
@@ -99,13 +99,13 @@ class PerMember(torch_schedulers.LRScheduler):
         kind = self.kind
         if kind is None:
             raise ValueError(f"{type(self).__name__} needs a function that makes the scheduler of one member")
-        values = {name: _each(name, value, count) for name, value in options.items()}
+        values = {name: _member_values(name, value, count) for name, value in options.items()}
         if not any(isinstance(value, list | tuple | Tensor) for value in options.values()):
             return [lambda optimizer: kind(optimizer, **options)] * count
         rows = [{name: value[member] for name, value in values.items()} for member in range(count)]
         return [partial(_of_kind, kind, row) for row in rows]
 
-    def _begin(self, rows: Iterable[int]) -> None:
+    def _create_schedulers(self, rows: Iterable[int]) -> None:
         """Create the schedulers of members ``rows``, at step 0 and with the current hyper-parameters."""
         self._pull()
         for row in rows:
@@ -134,14 +134,14 @@ class PerMember(torch_schedulers.LRScheduler):
         self._makes += self._joining(count, make, options)
         self._stand_ins += [_stand_in(self.optimizer) for _ in range(count)]
         self._schedulers += [None] * count
-        self._begin(range(first, first + count))
+        self._create_schedulers(range(first, first + count))
 
     def restart(self, rows: int | Sequence[int], make: Make | Sequence[Make] | None = None, **options: Any) -> None:
         """Restart members ``rows`` at step 0; without ``make`` and options, with the schedules that they had."""
         fresh = rows_of(rows, len(self._makes))
         makes = [self._makes[row] for row in fresh]
         if make is not None or options:
-            makes = self._made(make, options, len(fresh))
+            makes = self._resolve_makes(make, options, len(fresh))
         self._replace(fresh, makes)
 
     def replace(self, rows: Sequence[int], make: Make | Sequence[Make] | None = None, **options: Any) -> None:
@@ -152,14 +152,14 @@ class PerMember(torch_schedulers.LRScheduler):
         for row, make in zip(fresh, makes, strict=True):
             self._makes[row] = make
             self._stand_ins[row] = _stand_in(self.optimizer)
-        self._begin(fresh)
+        self._create_schedulers(fresh)
 
     def _joining(self, count: int, make: Make | Sequence[Make] | None, options: dict[str, Any]) -> list[Make]:
         if make is not None or options:
-            return self._made(make, options, count)
-        if self._begun is None:
+            return self._resolve_makes(make, options, count)
+        if self._initial_make is None:
             raise ValueError("the members' schedules differ: say what those of members that join are, make=...")
-        return [self._begun] * count
+        return [self._initial_make] * count
 
     def load_member(self, row: int, state: Mapping[str, Any]) -> None:
         """Restore one member's scheduler from the result of `member_state`."""
@@ -329,7 +329,7 @@ class OneCycleLR(PerMember, torch_schedulers.OneCycleLR):
         super().__init__(optimizer, max_lr=max_lr, **options)
 
 
-def _each(name: str, value: Any, members: int) -> list[Any]:
+def _member_values(name: str, value: Any, members: int) -> list[Any]:
     """Return one value per member. Raises ValueError for another number of values."""
     if isinstance(value, Tensor) and value.dim():
         value = value.tolist()

@@ -37,7 +37,7 @@ def library() -> ctypes.CDLL | str:
     return native.library(SOURCE)
 
 
-def begin() -> None:
+def start_compiling() -> None:
     """Compile the kernels in the background. The machine's rates are measured first, which compiling would disturb."""
     native.compile_in_background(SOURCE, partial(compute_rates, torch.device("cpu")))
 
@@ -176,7 +176,7 @@ def _is_readable(tensors: Sequence[Tensor]) -> bool:
 
 
 class MemoryPairs:
-    """Pairs of tensors with equal contents; `same` checks whether one of them has been written to."""
+    """Pairs of tensors with equal contents; `all_equal` checks whether one of them has been written to."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         first, second = ([pair[side] for pair in pairs] for side in (0, 1))
@@ -186,11 +186,11 @@ class MemoryPairs:
             array("q", [t.numel() * t.element_size() for t in second]),
         )
         self._arguments = (len(pairs), *map(_start, self._arrays))
-        self._same = _function("same")
+        self._compare = _function("same")
 
-    def same(self) -> bool:
+    def all_equal(self) -> bool:
         """Return whether the contents of all pairs are equal. The tensors must still be at the same addresses."""
-        return bool(self._same(*self._arguments))
+        return bool(self._compare(*self._arguments))
 
 
 _ARGUMENTS = {

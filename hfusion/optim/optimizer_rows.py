@@ -154,7 +154,7 @@ def rearrange(
     # Everything that may fail comes first, so that an error changes nothing.
     vectors = [
         _vectors(optimizer, group, first, before, sources, new_hypers)
-        for group, first in zip(_groups(optimizer), optimizer.begun, strict=True)
+        for group, first in zip(_groups(optimizer), optimizer.initial_values, strict=True)
     ]
     others = [_others(optimizer, group, before, sources) for group in _groups(optimizer)]
     chosen = stacks_to_take(optimizer, groups)
@@ -183,20 +183,20 @@ def _vectors(
     """Return the checked hyper-parameters after the change."""
     current, _ = read(group, optimizer.hypers, width)
     fresh = [index for index, source in enumerate(sources) if source is None]
-    new_values = _given(optimizer, new_hypers, len(fresh))
+    new_values = _read_new_hypers(optimizer, new_hypers, len(fresh))
     vectors = []
     for hyper, vector in zip(optimizer.hypers, current, strict=True):
         moved = moved_rows(plain(vector), sources, {})
         if fresh:
             moved[fresh] = (
-                new_values[hyper.label] if hyper.label in new_values else _same(hyper, first.get(hyper.label))
+                new_values[hyper.label] if hyper.label in new_values else _initial_value(hyper, first.get(hyper.label))
             )
         hyper.check(moved.tolist())
         vectors.append(moved)
     return vectors
 
 
-def _given(optimizer: Any, new_hypers: Mapping[str, Any], count: int) -> dict[str, Tensor]:
+def _read_new_hypers(optimizer: Any, new_hypers: Mapping[str, Any], count: int) -> dict[str, Tensor]:
     """Return the hyper-parameters ``[count]`` that the user passed for new members, by label. Raises ValueError."""
     unknown = [key for key in new_hypers if key not in {hyper.key for hyper in optimizer.hypers}]
     if unknown:
@@ -215,7 +215,7 @@ def _given(optimizer: Any, new_hypers: Mapping[str, Any], count: int) -> dict[st
     return values
 
 
-def _same(hyper: Hyper, value: float | None) -> Tensor:
+def _initial_value(hyper: Hyper, value: float | None) -> Tensor:
     if value is None:
         raise ValueError(
             f"{hyper.label} differs between the members: say what it is for those that join, {hyper.key}=..."
@@ -246,7 +246,7 @@ def _others(optimizer: Any, group: ParamGroup, width: int, sources: Sources) -> 
 
 def _set(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int], new_hypers: Mapping[str, Any]) -> None:
     vectors, _ = read(group, optimizer.hypers, width)
-    new_values = _given(optimizer, new_hypers, len(rows))
+    new_values = _read_new_hypers(optimizer, new_hypers, len(rows))
     for hyper in optimizer.hypers:
         if hyper.label in new_values:
             hyper.check(new_values[hyper.label].tolist())

@@ -21,7 +21,7 @@ from hfusion.optim.step_cache import Work
 # How often gradients must have the same addresses before launches are recorded: autograd may allocate them elsewhere.
 STEADY = 3
 # Largest number of different sets of gradient addresses that are counted.
-MAX_MET = 64
+MAX_ADDRESS_COUNTS = 64
 
 _Part: TypeAlias = tuple[RecordableStepper, Sequence[torch.Tensor]]
 
@@ -30,7 +30,7 @@ class _Recorded(NamedTuple):
     """A function that replays recorded launches, and the objects that must stay alive for it."""
 
     replay: Callable[[], object]
-    kept: object
+    references: object
 
 
 class RecordedUpdates:
@@ -39,7 +39,7 @@ class RecordedUpdates:
     def __init__(self, record: Recorder) -> None:
         self._record = record
         self._groups: list[Group] = []
-        self._met: dict[Hashable, int] = {}
+        self._address_counts: dict[Hashable, int] = {}
         self._recorded = Recordings[_Recorded]()
         self._unrecordable = ""
 
@@ -87,7 +87,7 @@ class RecordedUpdates:
     def forget(self) -> None:
         """Discard recordings and counts of addresses, which are no longer valid."""
         self._groups = []
-        self._met.clear()
+        self._address_counts.clear()
         self._recorded.forget()
 
     def _look(self, groups: list[Group]) -> None:
@@ -97,9 +97,9 @@ class RecordedUpdates:
 
     def _steady(self, key: Hashable) -> bool:
         """Count ``key``, and return whether gradients had these addresses often enough to record the launches."""
-        if len(self._met) == MAX_MET:
-            self._met.clear()
-        count = self._met[key] = self._met.get(key, 0) + 1
+        if len(self._address_counts) == MAX_ADDRESS_COUNTS:
+            self._address_counts.clear()
+        count = self._address_counts[key] = self._address_counts.get(key, 0) + 1
         return count >= STEADY and not self._recorded.full
 
 

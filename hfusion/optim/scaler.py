@@ -50,7 +50,7 @@ class GradScaler:
         if not isinstance(device, str | torch.device | None):
             raise TypeError(f"device={device!r} is no device: give the scale as init_scale={device!r}")
         self._enabled = enabled
-        self._given = {
+        self._arguments = {
             "scale": init_scale,
             "growth_factor": growth_factor,
             "backoff_factor": backoff_factor,
@@ -59,17 +59,17 @@ class GradScaler:
         self._values: dict[str, Tensor] = {}
         values = {
             name: torch.as_tensor(value, dtype=torch.float32, device="cpu").reshape(-1)
-            for name, value in self._given.items()
+            for name, value in self._arguments.items()
         }
         # What all members began with, which holds for those that join; None where theirs differed.
-        self.begun = {
+        self.initial_values = {
             name: float(value[0]) if bool((value == value[0]).all()) else None for name, value in values.items()
         }
         if (members := max(map(len, values.values()))) > 1:
             # Each member's own: they follow its row also before the first use.
             self.begin(members)
         # Of this iteration, for each optimizer that was unscaled: who overflowed.
-        self._found: dict[int, Tensor] = {}
+        self._overflowed_members: dict[int, Tensor] = {}
         self._stepped: set[int] = set()
 
     def is_enabled(self) -> bool:
@@ -80,7 +80,7 @@ class GradScaler:
         if not self._enabled:
             return torch.ones(1, device="cpu")
         if not self._values:
-            return torch.as_tensor(self._given["scale"], dtype=torch.float32, device="cpu").reshape(-1).clone()
+            return torch.as_tensor(self._arguments["scale"], dtype=torch.float32, device="cpu").reshape(-1).clone()
         return self._values["scale"].clone()
 
     def scale(self, losses: Any) -> Any:
@@ -104,7 +104,7 @@ class GradScaler:
         """
         if not self._enabled:
             return torch.zeros(optimizer.members, dtype=torch.bool, device="cpu")
-        if id(optimizer) in self._found:
+        if id(optimizer) in self._overflowed_members:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update()")
         self.begin(optimizer.members)
         inverse = self._values["scale"].double().reciprocal().float()
@@ -116,7 +116,7 @@ class GradScaler:
         inverses = {device: sent(inverse, device) for device in dict.fromkeys(grad.device for grad in grads)}
         for grad in grads:
             grad.mul_(inverses[grad.device][: len(grad)].reshape(-1, *[1] * (grad.dim() - 1)))
-        self._found[id(optimizer)] = bad
+        self._overflowed_members[id(optimizer)] = bad
         return bad.clone()
 
     def step(self, optimizer: FusedOptimizer, *args: Any, **kwargs: Any) -> Any:
@@ -129,10 +129,10 @@ class GradScaler:
             return optimizer.step(*args, **kwargs)
         if id(optimizer) in self._stepped:
             raise RuntimeError("step() has already been called on this optimizer since the last update()")
-        if id(optimizer) not in self._found:
+        if id(optimizer) not in self._overflowed_members:
             self.unscale_(optimizer)
         self._stepped.add(id(optimizer))
-        with optimizer.holding(self._found[id(optimizer)]):
+        with optimizer.holding(self._overflowed_members[id(optimizer)]):
             return optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: HyperValue | None = None, *, resting: Tensor | None = None) -> None:
@@ -149,10 +149,10 @@ class GradScaler:
         values = self._values
         if new_scale is not None:
             values["scale"] = _vector("new_scale", new_scale, len(values["scale"]))
-        elif not self._found:
+        elif not self._overflowed_members:
             raise RuntimeError("no gradients were unscaled before update(): call step first")
         else:
-            bad = torch.stack(list(self._found.values())).any(0)
+            bad = torch.stack(list(self._overflowed_members.values())).any(0)
             tracker = torch.where(bad, 0, values["tracker"] + 1)
             full = tracker == values["growth_interval"]
             grown = values["scale"] * values["growth_factor"]
@@ -163,11 +163,11 @@ class GradScaler:
                 scale = torch.where(resting, values["scale"], scale)
                 tracker = torch.where(resting, values["tracker"], tracker)
             values["scale"], values["tracker"] = scale, tracker
-        self._found, self._stepped = {}, set()
+        self._overflowed_members, self._stepped = {}, set()
 
     def forget(self) -> None:
         """Discard what was unscaled since the last `update`, after an error."""
-        self._found, self._stepped = {}, set()
+        self._overflowed_members, self._stepped = {}, set()
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep the scales of members ``rows`` only, in this order."""
@@ -202,7 +202,7 @@ class GradScaler:
         if not state_dict:
             self._values = {}
             return
-        expected = {*self._given, "tracker"}
+        expected = {*self._arguments, "tracker"}
         shapes = {tuple(value.shape) for value in state_dict.values()}
         if set(state_dict) != expected or len(shapes) != 1 or len(next(iter(shapes))) != 1:
             raise CheckpointError(
@@ -216,7 +216,7 @@ class GradScaler:
         if not self._enabled:
             return
         if not self._values:
-            self._values = {name: _vector(name, value, members) for name, value in self._given.items()}
+            self._values = {name: _vector(name, value, members) for name, value in self._arguments.items()}
             self._values["tracker"] = torch.zeros(members, device="cpu")
         if len(self._values["scale"]) != members:
             raise ValueError(
@@ -232,7 +232,7 @@ class GradScaler:
     def of_rows(self, rows: Sequence[int]) -> GradScaler:
         """Return a scaler of members ``rows``; this one is not changed."""
         part = copy.copy(self)
-        part._found, part._stepped = {}, set()
+        part._overflowed_members, part._stepped = {}, set()
         part._values = {name: value[list(rows)] for name, value in self._values.items()}
         return part
 
@@ -242,12 +242,14 @@ class GradScaler:
             value[list(rows)] = part._values[name][: len(rows)]
 
     def _fresh(self, count: int) -> dict[str, Tensor]:
-        for name, value in self.begun.items():
+        for name, value in self.initial_values.items():
             if value is None:
                 label = "init_scale" if name == "scale" else name
                 raise ValueError(f"{label} of the GradScaler differs between the members: none is known for new ones")
         return {"tracker": torch.zeros(count, device="cpu")} | {
-            name: torch.full((count,), value, device="cpu") for name, value in self.begun.items() if value is not None
+            name: torch.full((count,), value, device="cpu")
+            for name, value in self.initial_values.items()
+            if value is not None
         }
 
 

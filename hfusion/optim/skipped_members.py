@@ -16,49 +16,49 @@ from hfusion.core.gradient_usage import absent_rows
 from hfusion.optim.device_numbers import sent
 from hfusion.optim.group import State, membership_of
 
-Resting = dict[Tensor, Tensor]
+SkippedRows = dict[Tensor, Tensor]
 """For each parameter the members that do not step: bool ``[B]``, or ``[]`` for a parameter that all members share."""
 
 
-def without_gradient(params: Iterable[Tensor]) -> Resting:
+def without_gradient(params: Iterable[Tensor]) -> SkippedRows:
     """The members for which a parameter that has a gradient was not used, and so would have none alone."""
-    resting = {}
+    skipped = {}
     for param in params:
         rows = absent_rows(param.grad) if param.grad is not None else None
         if rows is not None:
-            resting[param] = rows
-    return resting
+            skipped[param] = rows
+    return skipped
 
 
-def of_members(params: Iterable[Tensor], members: Tensor) -> Resting:
+def of_members(params: Iterable[Tensor], members: Tensor) -> SkippedRows:
     """Return ``members``, bool ``[B]``, for each of their parameters; those that all members share are left out."""
     marks = {param: membership_of(param) for param in params}
     return {param: members if mark.stacked else members.reshape(()) for param, mark in marks.items() if mark.is_own}
 
 
-def together(*several: Resting) -> Resting:
-    """Return the union: the members that rest in at least one of ``several``."""
-    union: Resting = {}
-    for resting in several:
-        for param, rows in resting.items():
+def together(*several: SkippedRows) -> SkippedRows:
+    """Return the union: the members that are skipped by at least one of ``several``."""
+    union: SkippedRows = {}
+    for skipped in several:
+        for param, rows in skipped.items():
             union[param] = union[param] | rows if param in union else rows
     return union
 
 
 @contextmanager
-def left_alone(resting: Resting, state: Mapping[Tensor, State]) -> Iterator[None]:
-    """Context manager: restore the ``resting`` rows of parameters and ``state`` after the step inside."""
-    saved = [(tensor, rows, tensor[rows]) for tensor, rows in _rows(resting, state)]
+def restore_skipped(skipped: SkippedRows, state: Mapping[Tensor, State]) -> Iterator[None]:
+    """Context manager: restore the ``skipped`` rows of parameters and ``state`` after the step inside."""
+    saved = [(tensor, rows, tensor[rows]) for tensor, rows in _rows(skipped, state)]
     yield
     for tensor, rows, values in saved:
         tensor[rows] = values
 
 
-def _rows(resting: Resting, state: Mapping[Tensor, State]) -> Sequence[tuple[Tensor, Tensor]]:
+def _rows(skipped: SkippedRows, state: Mapping[Tensor, State]) -> Sequence[tuple[Tensor, Tensor]]:
     pairs = []
     device_rows: dict[tuple[int, torch.device], Tensor] = {}
-    for param, members in resting.items():
-        # If no member rests, nothing is copied. A tensor without a member dim is handled as a stack of one row.
+    for param, members in skipped.items():
+        # If no member is skipped, nothing is copied. A tensor without a member dim is handled as a stack of one row.
         rows = members.reshape(-1).nonzero().reshape(-1)
         if len(rows):
             for tensor in (param.detach(), *state.get(param, {}).values()):

@@ -40,15 +40,15 @@ class StackedStepper:
 
     def release(self) -> None:
         """Drop the references to tensors, until `move` is called."""
-        self._places: list[tuple[Tensor, ...]] = []
-        self._there = DeviceNumbers(self._device, self._dtype)
+        self._parameter_tensors: list[tuple[Tensor, ...]] = []
+        self._device_scalars = DeviceNumbers(self._device, self._dtype)
         self._columns: dict[str, list[Tensor | None]] = {}
         self.key: Hashable = None
 
     def move(self, stacks: Sequence[Sequence[Tensor]]) -> None:
         """Continue with ``stacks``: the same tensors at other addresses."""
         real = [[real_view(tensor) for tensor in stack] for stack in stacks]
-        self._places = list(zip(*real, strict=True))
+        self._parameter_tensors = list(zip(*real, strict=True))
 
     def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Increment the step counts and update the tensors. ``grads``: one gradient for each parameter."""
@@ -57,7 +57,7 @@ class StackedStepper:
 
     def ready(self, grads: Sequence[Tensor], settings: Settings) -> None:
         """Increment the step counts, and copy the scalars of the step to the device."""
-        scalars, count = self._scalars(settings), len(self._places)
+        scalars, count = self._scalars(settings), len(self._parameter_tensors)
         names = [name for name, value in scalars.items() if value is not None]
         # Some options are lists, which cannot be hashed.
         options = tuple(map(repr, settings.options))
@@ -65,7 +65,7 @@ class StackedStepper:
             key: Hashable = (options, tuple(scalars))
         else:
             whole = torch.stack([value.expand(count, self._members) for value in scalars.values() if value is not None])
-            device_scalars = self._there.write(whole)
+            device_scalars = self._device_scalars.write(whole)
             key = (options, tuple(scalars), tuple(names), device_scalars.data_ptr())
         if key == self.key:
             return
@@ -77,7 +77,7 @@ class StackedStepper:
 
     def launch(self, grads: Sequence[Tensor]) -> object:
         """Launch the step; return the objects that must stay alive while the launches may be replayed."""
-        for index, ((param, *state), grad) in enumerate(zip(self._places, grads, strict=True)):
+        for index, ((param, *state), grad) in enumerate(zip(self._parameter_tensors, grads, strict=True)):
             if param.numel():
                 self._update(param, real_view(grad), state, {name: s[index] for name, s in self._columns.items()})
         return self._columns

@@ -91,16 +91,16 @@ class GroupOptions:
                 limits = replace(limits, **{name: replace(limit, begun=group_limit.begun)})
         scaler = copy.deepcopy(self.scaler)
         if scaler is not None and group.scaler is not None:
-            scaler.begun = dict(group.scaler.begun)
+            scaler.initial_values = dict(group.scaler.initial_values)
         updates = replace(self.updates, begun=group._updates.begun)
-        begun = tuple(map(dict, group.optimizer.begun))
+        begun = tuple(map(dict, group.optimizer.initial_values))
         return replace(self, limits=limits, scaler=scaler, updates=updates, begun=begun)
 
     def _begin(self, group: ArrayGroup) -> None:
         """Set the values that a group uses as defaults of joining members: those that all members began with."""
         group._updates.begun = self.updates.begun
-        if self.begun is not None and len(self.begun) == len(group.optimizer.begun):
-            group.optimizer.begun = [dict(values) for values in self.begun]
+        if self.begun is not None and len(self.begun) == len(group.optimizer.initial_values):
+            group.optimizer.initial_values = [dict(values) for values in self.begun]
 
     def schedule_of_new(self, scheduler: Make | None) -> Make | None:
         """Return the scheduler function of a joining member. Raises ValueError if it is missing or not allowed."""

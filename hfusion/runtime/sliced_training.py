@@ -31,7 +31,7 @@ class SlicedTraining(Training):
 
     def units_after(self, steps: int) -> int:
         self._first = steps
-        return self.slices.after(steps)
+        return self.slices.unit_index_after(steps)
 
     def ran(self, unit: Unit) -> None:
         if unit.phase is Phase.EVALUATE:

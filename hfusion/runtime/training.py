@@ -103,7 +103,7 @@ class Training:
 
     def units_after(self, steps: int) -> int:
         """Return the number of scheduled units that have run after ``steps`` minibatches."""
-        return self.plan.after(steps)
+        return self.plan.unit_index_after(steps)
 
     def ran(self, unit: Unit) -> None:
         """Note that a scheduled unit and its optimizer step have been queued."""

@@ -84,7 +84,7 @@ class Action:
                 int(frees),
                 int(moves),
                 float(seconds),
-                tuple(map(_place, after.split(","))) if after != "-" else (),
+                tuple(map(_parse_index, after.split(","))) if after != "-" else (),
             )
         except ValueError as error:
             form = "ACT shard sections takes n frees n moves n seconds s after i,j"
@@ -101,5 +101,5 @@ def estimate(action: Action, load_rate: float, evict_rate: float) -> float:
     return min(action.moves, action.frees) / evict_rate if action.act is Act.EVICT else action.seconds
 
 
-def _place(text: str) -> int:
+def _parse_index(text: str) -> int:
     return ~int(text[1:]) if text.startswith("~") else int(text)

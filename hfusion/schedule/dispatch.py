@@ -24,18 +24,18 @@ def _sort(unit: Unit) -> tuple[Phase, int, bool]:
 class _Progress:
     """Progress of a task: the unit that starts next, None if all have started, and its view for the policy.
 
-    ``units``: of the task; ``seconds``: of a unit, by kind; ``left``: number of units that have not started.
+    ``units``: of the task; ``seconds``: of a unit, by kind; ``unstarted``: number of units that have not started.
     """
 
     plan: TaskPlan
     next: Unit | None
     candidate: Candidate
     seconds: dict[tuple[Phase, int, bool], float]
-    left: dict[tuple[Phase, int, bool], int]
+    unstarted: dict[tuple[Phase, int, bool], int]
     units: int
 
 
-def _begun(number: int, task: TaskPlan, first: int) -> _Progress:
+def _initial_progress(number: int, task: TaskPlan, first: int) -> _Progress:
     """Return the progress of a task of which ``first`` units ran in an earlier run."""
     unstarted = task.counts
     seconds = {sort: task.unit_seconds(Unit(task.name, 0, *sort)) for sort in unstarted}
@@ -57,10 +57,10 @@ class Dispatcher:
         self._devices = len(plan.devices)
         self._waiting = Waiting(policy.order, plan.devices.values())
         ran = [0] * len(plan.tasks) if first is None else first
-        self._tasks = [_begun(number, task, ran[number]) for number, task in enumerate(plan.tasks)]
+        self._tasks = [_initial_progress(number, task, ran[number]) for number, task in enumerate(plan.tasks)]
         self._work = math.fsum(task.candidate.remaining for task in self._tasks)
         self._units = sum(task.units for task in plan.tasks) - sum(ran)
-        self._begun = 0
+        self._started_units = 0
         for number in range(len(self._tasks)):
             self.add_waiting(number)
 
@@ -90,19 +90,19 @@ class Dispatcher:
         self._waiting.take(budget)
         return chosen.task
 
-    def begin(self, task: int) -> Unit:
+    def begin_unit(self, task: int) -> Unit:
         """Begin the next unit of a chosen task and return it. Raises IndexError if the task is done."""
         state = self._tasks[task]
         unit = state.next
         if unit is None:
             raise IndexError(f"task {state.plan.name!r} has no unit left to begin")
         seconds = state.seconds[_sort(unit)]
-        state.left[_sort(unit)] -= 1
+        state.unstarted[_sort(unit)] -= 1
         self._work -= seconds
-        self._begun += 1
+        self._started_units += 1
         old = state.candidate
         number, remaining = old.unit + 1, max(0.0, old.remaining - seconds)
-        state.candidate = Candidate(task, number, remaining, old.quantum, self._begun, old.need)
+        state.candidate = Candidate(task, number, remaining, old.quantum, self._started_units, old.need)
         state.next = state.plan.unit(number) if number < state.units else None
         return unit
 
@@ -110,7 +110,7 @@ class Dispatcher:
         """Record the measured seconds of a unit, which replace the estimate for units of its kind."""
         state, sort = self._tasks[task], _sort(unit)
         if seconds != state.seconds[sort]:
-            more = state.left[sort] * (seconds - state.seconds[sort])
+            more = state.unstarted[sort] * (seconds - state.seconds[sort])
             state.seconds[sort] = seconds
             self._work += more
             old = state.candidate
@@ -127,9 +127,9 @@ class Dispatcher:
         last = min(state.units, old.unit + units)
         remaining_sorts = [_sort(state.plan.unit(number)) for number in range(old.unit, last)]
         remaining = math.fsum(state.seconds[sort] for sort in remaining_sorts)
-        self._work -= math.fsum(count * state.seconds[sort] for sort, count in state.left.items()) - remaining
+        self._work -= math.fsum(count * state.seconds[sort] for sort, count in state.unstarted.items()) - remaining
         self._units -= state.units - last
-        state.units, state.left = last, {sort: remaining_sorts.count(sort) for sort in state.left}
+        state.units, state.unstarted = last, {sort: remaining_sorts.count(sort) for sort in state.unstarted}
         state.candidate = old._replace(remaining=remaining)
         if not remaining_sorts:
             state.next = None
@@ -145,4 +145,4 @@ class Dispatcher:
 
     def unfinished(self) -> bool:
         """Return whether any task has units that have not started."""
-        return self._begun < self._units
+        return self._started_units < self._units

@@ -34,14 +34,14 @@ class _HeldShard:
 
 @dataclass(eq=False)
 class _Run:
-    """State of a task. ``unit``: the unit that started last; ``gone``: the last eviction of each shard."""
+    """State of a task. ``unit``: the unit that started last; ``evictions``: the last eviction of each shard."""
 
     number: int
     plan: TaskPlan
     unit: Unit
     device: _DeviceState | None = None
     held: dict[int, _HeldShard] = field(default_factory=dict)
-    gone: dict[int, Ticket] = field(default_factory=dict)
+    evictions: dict[int, Ticket] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -60,7 +60,7 @@ class _Visit:
     unit: Unit
     actions: UnitActions
     tickets: dict[Ticket, Action] = field(default_factory=dict)
-    begun: bool = False
+    submitted: bool = False
     started: bool = False
     goes_on: bool = False
     empty: bool = False
@@ -88,7 +88,7 @@ class _DeviceState:
     number: int
     name: str
     budget: int
-    taken: int = 0
+    allocated: int = 0
     peak: int = 0
     current: _Visit | None = None
     queued: _Visit | None = None
@@ -98,19 +98,19 @@ class _DeviceState:
     @property
     def reserved(self) -> int:
         """Bytes that the queued unit, if it has begun, needs beyond those that the current unit frees."""
-        if self.queued is None or not self.queued.begun:
+        if self.queued is None or not self.queued.submitted:
             return 0
         return max(0, self.queued.actions.takes - (0 if self.current is None else self.current.frees))
 
     def fits(self, size: int) -> bool:
-        return self.taken + self.reserved + size <= self.budget
+        return self.allocated + self.reserved + size <= self.budget
 
     def take(self, size: int) -> None:
-        self.taken += size
+        self.allocated += size
         self.note()
 
     def note(self) -> None:
-        self.peak = max(self.peak, self.taken + self.reserved)
+        self.peak = max(self.peak, self.allocated + self.reserved)
 
 
 class Engine:
@@ -137,14 +137,14 @@ class Engine:
         self._runs = [_Run(number, task, task.unit(0)) for number, task in enumerate(plan.tasks)]
         self._devices = [_DeviceState(number, *device) for number, device in enumerate(plan.devices.items())]
         self._idle: list[int] = []
-        self._begun: dict[Ticket, tuple[_DeviceState, _Run, Unit, Action]] = {}
+        self._unfinished_actions: dict[Ticket, tuple[_DeviceState, _Run, Unit, Action]] = {}
         self._spans: list[Span] = []
 
     def run(self) -> None:
         """Run all tasks. Raises TaskFailed, and PlanError if the policy leaves all devices idle or breaks its rules."""
         self._idle = [device.number for device in self._devices]
         self._wake()
-        while self._begun:
+        while self._unfinished_actions:
             for ticket in self._worker.wait():
                 self._end(ticket)
         if self._dispatcher.has_waiting():
@@ -166,23 +166,25 @@ class Engine:
     def done(self, task: int) -> bool:
         """Return whether all units of a task have run and its state is back in host memory."""
         run = self._runs[task]
-        at_home = not run.held and all(ticket.done for ticket in run.gone.values())
+        at_home = not run.held and all(ticket.done for ticket in run.evictions.values())
         return self._dispatcher.next(task) is None and at_home
 
-    def _begin(self, device: _DeviceState, run: _Run, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
+    def _submit_action(
+        self, device: _DeviceState, run: _Run, unit: Unit, action: Action, after: Sequence[Ticket]
+    ) -> Ticket:
         ticket = self._worker.begin(device.number, run.number, unit, action, after)
-        self._begun[ticket] = device, run, unit, action
+        self._unfinished_actions[ticket] = device, run, unit, action
         return ticket
 
     def _end(self, ticket: Ticket) -> None:
         """Handle the end of an action."""
-        device, run, unit, action = self._begun.pop(ticket)
+        device, run, unit, action = self._unfinished_actions.pop(ticket)
         size = max(action.takes, action.frees)
         name = (run.plan.name, action.shard, unit.step, device.name)
         visit, computes = device.current, action.act.lane == "compute"
         if not (computes and visit is not None and visit.empty):
             self._spans.append(Span(action.act, *name, ticket.started, ticket.ended, size))
-        device.taken -= action.frees
+        device.allocated -= action.frees
         if computes:
             assert visit is not None
             # Exclude saves: seconds are kept per kind of unit, and only some units of a kind are saved.
@@ -223,7 +225,7 @@ class Engine:
     def _promote(self, device: _DeviceState) -> None:
         """Start the queued unit."""
         device.current, device.queued = device.queued, None
-        if device.current is not None and device.current.begun:
+        if device.current is not None and device.current.submitted:
             device.take(device.current.actions.takes)
 
     def _wake(self) -> None:
@@ -253,20 +255,20 @@ class Engine:
             visit = device.current
             if visit is None:
                 return
-            if not visit.begun and self._can_begin(device, visit, visit.actions.takes):
+            if not visit.submitted and self._can_begin(device, visit, visit.actions.takes):
                 device.take(visit.actions.takes)
                 self._compute(device, visit)
-            if visit.started or not visit.begun or not self._there(visit):
+            if visit.started or not visit.submitted or not self._is_loaded(visit):
                 break
             self._start(device, visit)
         queued = device.queued
-        if queued is not None and not queued.begun and visit.started:
+        if queued is not None and not queued.submitted and visit.started:
             more = max(0, queued.actions.takes - visit.frees)
             if self._can_begin(device, queued, more):
                 self._compute(device, queued)
                 device.note()
 
-    def _there(self, visit: _Visit) -> bool:
+    def _is_loaded(self, visit: _Visit) -> bool:
         """Return whether everything a unit needs is loaded."""
         return all(ticket is not None and ticket.done for ticket in visit.loads)
 
@@ -275,15 +277,15 @@ class Engine:
         return None not in visit.loads and device.fits(size)
 
     def _compute(self, device: _DeviceState, visit: _Visit) -> None:
-        visit.begun = True
+        visit.submitted = True
         after = [ticket for ticket in visit.loads if ticket is not None]
         for action in visit.actions.computes:
-            visit.tickets[self._begin(device, visit.run, visit.unit, action, after)] = action
+            visit.tickets[self._submit_action(device, visit.run, visit.unit, action, after)] = action
 
     def _start(self, device: _DeviceState, visit: _Visit) -> None:
         """Start a unit; choose the unit after it and the shards that stay loaded."""
         visit.started, run = True, visit.run
-        run.unit = self._dispatcher.begin(run.number)
+        run.unit = self._dispatcher.begin_unit(run.number)
         after = self._dispatcher.next(run.number)
         chosen = self._dispatcher.choose(device.budget, run.number)
         visit.goes_on = chosen == run.number and after is not None
@@ -291,7 +293,7 @@ class Engine:
         held.owed.add(visit.actions.evict)
         if after is None or not (visit.goes_on or run.plan.resident):
             self._leave(device, run)
-        elif visit.actions.ends and not self._reuses(device, run, visit.unit, after, held):
+        elif visit.actions.evicts_shard and not self._reuses(device, run, visit.unit, after, held):
             self._evict(device, run, visit.unit.shard)
         if chosen is not None:
             self._queue(device, self._runs[chosen])
@@ -302,7 +304,7 @@ class Engine:
         actions = run.plan.actions_of(after)
         if before.shard != after.shard or actions.load is None:
             return before.shard == after.shard
-        return actions.load.sections <= held.load.sections and held.load.takes + actions.beside <= device.budget
+        return actions.load.sections <= held.load.sections and held.load.takes + actions.other_peak <= device.budget
 
     def _queue(self, device: _DeviceState, run: _Run) -> None:
         """Queue a task's next unit on a device, and load its shards as early as possible."""
@@ -314,7 +316,7 @@ class Engine:
             self._leave(run.device, run)
         run.device = device
         device.parked.pop(run, None)
-        waits = run.gone.keys() if moved else visit.actions.waits
+        waits = run.evictions.keys() if moved else visit.actions.waits
         loads = [visit.actions.load, *run.plan.pins.values()]
         for load in sorted(filter(None, loads), key=lambda load: load.shard != unit.shard):
             if load.shard not in run.held:
@@ -324,7 +326,7 @@ class Engine:
 
     def _leaving(self, run: _Run, shards: Iterable[int]) -> list[Ticket]:
         """Return the evictions of ``shards`` that have not ended."""
-        return [run.gone[shard] for shard in shards if shard in run.gone and not run.gone[shard].done]
+        return [run.evictions[shard] for shard in shards if shard in run.evictions and not run.evictions[shard].done]
 
     def _load(self, device: _DeviceState) -> None:
         """Begin loads in order, up to the first that must wait for memory or for an eviction."""
@@ -334,7 +336,7 @@ class Engine:
                 return
             device.loads.popleft()
             device.take(held.load.takes)
-            held.ticket = self._begin(device, run, held.unit, held.load, ())
+            held.ticket = self._submit_action(device, run, held.unit, held.load, ())
 
     def _make_room(self, device: _DeviceState) -> None:
         """Evict parked tasks, the oldest first, until the next unit's task fits."""
@@ -362,4 +364,4 @@ class Engine:
         size = held.load.takes
         moves = min(size, sum(action.moves for action in held.owed))
         action = Action(Act.EVICT, shard, sections, frees=size, moves=moves)
-        run.gone[shard] = self._begin(device, run, run.unit, action, (held.ticket, *running))
+        run.evictions[shard] = self._submit_action(device, run, run.unit, action, (held.ticket, *running))

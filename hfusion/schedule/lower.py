@@ -92,7 +92,7 @@ class _ActionList:
     save: bool
     actions: list[Action] = field(default_factory=list)
     loaded: dict[int, int] = field(default_factory=dict)
-    gone: dict[int, int] = field(default_factory=dict)
+    evicted: dict[int, int] = field(default_factory=dict)
     computed: int | None = None
 
     def training(self) -> tuple[Action, ...]:
@@ -112,7 +112,7 @@ class _ActionList:
         room = sum(part.activations + part.boundary for part in self.shards)
         at = 0
         for index, part in enumerate(larger):
-            self._begin(index, _ENTRY, part.weights + at)
+            self._load_needed_shards(index, _ENTRY, part.weights + at)
             if self._resident:
                 extra = max(self.shards[index].workspace, part.workspace + part.boundary + at - room)
             else:
@@ -127,11 +127,11 @@ class _ActionList:
         part = self.shards[index]
         if self._backward_follows(index):
             held = self._held(part)
-            self._begin(index, self._sections, held, held + self._at(index))
+            self._load_needed_shards(index, self._sections, held, held + self._at(index))
             self._compute(Act.FORWARD, index, part.forward, self._alive_between(index) + part.workspace, part.workspace)
             return
         extra = part.workspace + (0 if self._resident else part.boundary)
-        self._begin(index, _ENTRY, part.weights + self._at(index))
+        self._load_needed_shards(index, _ENTRY, part.weights + self._at(index))
         self._compute(Act.FORWARD, index, part.forward, extra, extra)
         self._end(index, part.boundary)
 
@@ -143,7 +143,7 @@ class _ActionList:
         elif self._resident:
             self._compute(Act.BACKWARD, index, part.backward, more, more)
         else:
-            self._begin(index, self._sections, self._held(part) + self._at(index) + part.boundary)
+            self._load_needed_shards(index, self._sections, self._held(part) + self._at(index) + part.boundary)
             self._compute(Act.RECOMPUTE, index, part.forward, part.peak, 0)
             self._compute(Act.BACKWARD, index, part.backward, 0, part.peak)
         changed = 0
@@ -200,7 +200,9 @@ class _ActionList:
         """Bytes of the state that a backward needs."""
         return part.weights + (0 if self.clip else part.optimizer) + self._gradients(part)
 
-    def _begin(self, index: int, sections: frozenset[Section], size: int, moves: int | None = None) -> None:
+    def _load_needed_shards(
+        self, index: int, sections: frozenset[Section], size: int, moves: int | None = None
+    ) -> None:
         """Load a shard; with the first one, also the pinned shards."""
         if not self._pins(index):
             self._load(index, sections, size, size if moves is None else moves, self.shards[index].borrows)
@@ -217,7 +219,7 @@ class _ActionList:
         self._load(index, _STATE - gradients | values, size + beside, size, part.borrows)
 
     def _load(self, index: int, sections: frozenset[Section], size: int, moves: int, borrows: Sequence[int]) -> None:
-        after = tuple(sorted({self.gone.get(shard, ~shard) for shard in (index, *borrows)}))
+        after = tuple(sorted({self.evicted.get(shard, ~shard) for shard in (index, *borrows)}))
         self.loaded[index] = len(self.actions)
         self.actions.append(Action(Act.LOAD, index, sections, size, 0, moves, 0.0, after))
 
@@ -238,8 +240,8 @@ class _ActionList:
         load = self.actions[self.loaded.pop(index)]
         assert self.computed is not None
         # Evictions run in order, since values at cuts must leave in the order in which they were computed.
-        after = tuple(sorted({self.computed, max(self.gone.values(), default=self.computed)}))
-        self.gone[index] = len(self.actions)
+        after = tuple(sorted({self.computed, max(self.evicted.values(), default=self.computed)}))
+        self.evicted[index] = len(self.actions)
         self.actions.append(replace(load, act=Act.EVICT, takes=0, frees=load.takes, moves=moves, after=after))
 
     def _ended(self) -> tuple[Action, ...]:

@@ -80,10 +80,10 @@ class Slices:
         """Return the number of minibatches that have ended after a slice."""
         return min(self.first(index) + self.size, (index // self._count + 1) * self._epoch)
 
-    def after(self, steps: int) -> int:
+    def unit_index_after(self, steps: int) -> int:
         """Return the index of the scheduled unit that follows ``steps`` minibatches, which may end within a slice."""
         epoch, rest = divmod(steps, self._epoch)
-        return self.scheduled.after(epoch * self._count + rest // self.size)
+        return self.scheduled.unit_index_after(epoch * self._count + rest // self.size)
 
     def unit(self, step: int, phase: Phase) -> Unit:
         """Return the unit of a single minibatch in the original plan."""

@@ -57,7 +57,7 @@ def simulate(plan: Plan, policy: str | Policy = DEFAULT, measured: Timeline | No
 
 
 @dataclass(eq=False)
-class _Foretold:
+class _SimulatedAction:
     """A simulated action. Its end is known when it begins."""
 
     started: float
@@ -71,22 +71,22 @@ class VirtualWorker:
 
     def __init__(self, seconds: Seconds) -> None:
         self._seconds = seconds
-        self._now = 0.0
+        self._clock = 0.0
         self._free: dict[tuple[int, str], float] = defaultdict(float)
-        self._running: list[tuple[float, int, _Foretold]] = []
+        self._running: list[tuple[float, int, _SimulatedAction]] = []
         self._count = count()
 
     def begin(self, device: int, task: int, unit: Unit, action: Action, after: Sequence[Ticket]) -> Ticket:
         lane = device, action.act.lane
-        started = max(self._now, self._free[lane], *(ticket.ended for ticket in after))
+        started = max(self._clock, self._free[lane], *(ticket.ended for ticket in after))
         seconds = self._seconds(task, unit, action)
-        ticket = _Foretold(started, started + seconds, seconds)
+        ticket = _SimulatedAction(started, started + seconds, seconds)
         self._free[lane] = ticket.ended
         heappush(self._running, (ticket.ended, next(self._count), ticket))
         return ticket
 
     def wait(self) -> Sequence[Ticket]:
-        self._now, _, ticket = heappop(self._running)
+        self._clock, _, ticket = heappop(self._running)
         ticket.done = True
         return (ticket,)
 

@@ -38,23 +38,23 @@ class UnitActions(NamedTuple):
         load: loads the shard; None if it is pinned, or loaded by the previous unit.
         waits: shards whose evictions must end before the load.
         needs: shards that must be loaded before the unit computes.
-        beside: peak bytes on the device in addition to the loaded shard, until it is evicted.
+        other_peak: peak bytes on the device in addition to the loaded shard, until it is evicted.
         computes: the actions that compute.
         takes: bytes that are allocated when it begins to compute.
         extra: peak bytes of the unit in addition to all loaded shards.
         evict: evicts the shard.
-        ends: whether the shard is evicted after this unit.
+        evicts_shard: whether the shard is evicted after this unit.
     """
 
     load: Action | None
     waits: frozenset[int]
     needs: frozenset[int]
-    beside: int
+    other_peak: int
     computes: tuple[Action, ...]
     takes: int
     extra: int
     evict: Action
-    ends: bool
+    evicts_shard: bool
 
 
 def split(actions: Sequence[Action], pinned: frozenset[int], *, clip: bool) -> dict[tuple[Phase, int], UnitActions]:
@@ -123,7 +123,7 @@ class TaskPlan:
             their global norm. The steps are then units of their own.
         evaluated: minibatches that are evaluated after every epoch.
         growth: bytes of an evaluated minibatch's values over those of a trained one; at least 1.
-        kept: the last shard of a spilled task, once loaded, stays on the device while the task does.
+        keeps_last_shard: the last shard of a spilled task, once loaded, stays on the device while the task does.
         save_every: minibatches from one save of the task to the next; it is saved at its end, too. None: never.
 
     Raises PlanError for values out of range and shards that do not follow one another.
@@ -139,7 +139,7 @@ class TaskPlan:
     clipped: bool = False
     evaluated: int = 0
     growth: float = 1.0
-    kept: bool = False
+    keeps_last_shard: bool = False
     save_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -205,7 +205,7 @@ class TaskPlan:
 
     @property
     def memory(self) -> Resident | Spilled:
-        return Resident() if self.resident else Spilled(self.kept)
+        return Resident() if self.resident else Spilled(self.keeps_last_shard)
 
     @cached_property
     def pinned(self) -> frozenset[int]:
@@ -320,7 +320,7 @@ class TaskPlan:
         before = epoch * self._epoch + rest // self.accumulate * self.accumulate
         return steps == self.steps or steps // self.save_every > before // self.save_every
 
-    def after(self, steps: int) -> int:
+    def unit_index_after(self, steps: int) -> int:
         """Return the index of the unit that follows ``steps`` minibatches, as counted by `ended`."""
         epoch, rest = divmod(steps, self._epoch)
         return epoch * self._epoch_units + rest // self.accumulate * self._group_units
@@ -343,7 +343,7 @@ class TaskPlan:
         """Mean bytes per minibatch that units copy to the device and back."""
         unit_counts = [(count, self.actions_of(Unit(self.name, 0, *sort))) for sort, count in self.counts.items()]
         loaded = sum(count * unit.load.moves for count, unit in unit_counts if unit.load is not None)
-        evicted = sum(count * unit.evict.moves for count, unit in unit_counts if unit.ends)
+        evicted = sum(count * unit.evict.moves for count, unit in unit_counts if unit.evicts_shard)
         return loaded / self.steps, evicted / self.steps
 
     def unit_seconds(self, unit: Unit) -> float:

@@ -106,7 +106,7 @@ def _new_plan(
             clipped=task.clip_norm is not None,
             evaluated=task.evaluated,
             growth=larger,
-            kept=cut.kept,
+            keeps_last_shard=cut.kept,
         )
 
     whole = Sharding(shards_at(program, (), trained, room.rates, stacks), kept=False)

@@ -158,7 +158,7 @@ def _fewest(segments: Segments, places: Sequence[int], most: int) -> list[int]:
 def _seconds(shards: tuple[Shard, ...], keep: bool, budget: int, rates: Rates, *, carried: bool) -> float:
     """Simulate the seconds of some minibatches; infinite if the shards do not fit ``budget``."""
     sums = 2 if carried else 1
-    task = TaskPlan("task", shards, _STEPS * sums, resident=False, accumulate=sums, kept=keep)
+    task = TaskPlan("task", shards, _STEPS * sums, resident=False, accumulate=sums, keeps_last_shard=keep)
     if task.device_bytes > budget:
         return math.inf
     plan = Plan((task,), {"device": budget}, rates.load, rates.evict, rates.action_seconds)

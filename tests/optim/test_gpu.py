@@ -158,7 +158,7 @@ def test_the_host_calls_few_operators_for_a_step(kind: type[hf.optim.FusedOptimi
     for _ in range(2):
         array.draw_grads()
         fused.step()
-    ((settings, parts),) = fused._known.values()
+    ((settings, parts),) = fused._prepared.values()
     assert parts is not None
     (own,) = parts.with_gradients([param.grad for param in array.params if param.grad is not None])
     stepper, counting = own[0].recordable, _Counting()

@@ -116,7 +116,7 @@ def move_all(opt: Any) -> None:
 def clear(opt: Any) -> None:
     """Let it know nothing of the steps before."""
     opt._cache = None
-    opt._known.clear()
+    opt._prepared.clear()
     opt._released.clear()
 
 

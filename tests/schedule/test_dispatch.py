@@ -24,7 +24,7 @@ def test_every_unit_begins_once_and_in_order(plan: Plan, policy: str) -> None:
     while running is not None:
         assert dispatcher.unfinished()
         expected = dispatcher.next(running)
-        unit = dispatcher.begin(running)
+        unit = dispatcher.begin_unit(running)
         assert unit == expected
         begun[running].append(unit)
         chosen = dispatcher.choose(budget, running)
@@ -46,7 +46,7 @@ def test_who_ends_early_is_forgotten(plan: Plan, policy: str, data: st.DataObjec
     begun = [0] * len(plan.tasks)
     running = dispatcher.choose(budget, None)
     while running is not None:
-        dispatcher.begin(running)
+        dispatcher.begin_unit(running)
         begun[running] += 1
         if running == stop and begun[running] == begins:
             dispatcher.end(stop, more)
@@ -74,7 +74,7 @@ def test_a_policy_sees_what_is_left_except_where_the_last_shard_turns() -> None:
     assert dispatcher.choose(99, None) == 0
     asked = []
     for _ in range(made.units):
-        dispatcher.begin(0)
+        dispatcher.begin_unit(0)
         before = len(seen)
         dispatcher.choose(99, 0)
         asked.append(len(seen) > before)
@@ -93,7 +93,7 @@ def test_a_task_that_runs_is_chosen_by_no_other_device() -> None:
     dispatcher = Dispatcher(Plan((task("a", steps=2), task("b")), {"d": 99, "e": 99}, 1.0, 1.0), LONGEST)
     assert [dispatcher.choose(99, None) for _ in range(3)] == [0, 1, None]
     assert not dispatcher.has_waiting()
-    dispatcher.begin(0)
+    dispatcher.begin_unit(0)
     dispatcher.add_waiting(0)
     assert dispatcher.has_waiting()
     assert dispatcher.choose(1, None) is None
@@ -104,13 +104,13 @@ def test_a_task_that_is_done_neither_waits_nor_begins() -> None:
     dispatcher = Dispatcher(Plan((task("a"),), {"d": 99}, 1.0, 1.0), LONGEST)
     assert dispatcher.choose(99, None) == 0
     for _ in range(2):
-        dispatcher.begin(0)
+        dispatcher.begin_unit(0)
     assert dispatcher.next(0) is None
     dispatcher.add_waiting(0)
     assert dispatcher.choose(99, 0) is None
     assert not dispatcher.unfinished()
     with pytest.raises(IndexError, match="task 'a' has no unit left to begin"):
-        dispatcher.begin(0)
+        dispatcher.begin_unit(0)
 
 
 @pytest.mark.parametrize(("begun", "more"), [(0, 3), (2, 0), (2, 1), (3, 50)])
@@ -119,16 +119,16 @@ def test_a_task_that_ends_early_counts_its_units_no_more(begun: int, more: int) 
     dispatcher = Dispatcher(Plan((made, task("b")), {"d": 99}, 1.0, 1.0), LONGEST)
     assert dispatcher.choose(99, None) == 0
     for _ in range(begun):
-        dispatcher.begin(0)
+        dispatcher.begin_unit(0)
     dispatcher.end(0, more)
     for _ in range(min(more, made.units - begun)):
         assert dispatcher.unfinished()
-        dispatcher.begin(0)
+        dispatcher.begin_unit(0)
     assert dispatcher.next(0) is None
     assert dispatcher.choose(99, 0) == 1
     while dispatcher.next(1) is not None:
         assert dispatcher.unfinished()
-        dispatcher.begin(1)
+        dispatcher.begin_unit(1)
     assert not dispatcher.unfinished()
 
 

@@ -37,7 +37,7 @@ def test_text_that_is_no_action(line: str) -> None:
 
 
 def lowered(made: TaskPlan, *, evaluate: bool = False) -> tuple[Action, ...]:
-    memory = Resident() if made.resident else Spilled(made.kept)
+    memory = Resident() if made.resident else Spilled(made.keeps_last_shard)
     sums, saves = made.accumulate > 1, made.save_every is not None
     return lower(
         made.shards, memory, accumulate=sums, clip=made.clipped, evaluate=evaluate, growth=made.growth, save=saves
@@ -55,9 +55,9 @@ def alone(made: TaskPlan, action: Action) -> int:
     carried = part.gradients if made.carried else 0
     cuts = boundary(made, action.shard) + part.boundary
     state = part.weights + carried + (0 if made.clipped else part.optimizer)
-    if made.kept and last:
+    if made.keeps_last_shard and last:
         state = part.weights + part.optimizer + carried
-    beside = made.host_bytes(len(made.shards) - 1) if made.kept and not last else 0
+    beside = made.host_bytes(len(made.shards) - 1) if made.keeps_last_shard and not last else 0
     if action.act is Act.STEP and made.clipped:
         return beside + part.weights + part.optimizer + part.gradients
     works = {
@@ -68,7 +68,7 @@ def alone(made: TaskPlan, action: Action) -> int:
     if action.act is Act.STEP:
         return beside + state + (0 if last else cuts)
     if action.act is Act.EVALUATE or (action.act is Act.FORWARD and not last):
-        state = state if made.kept and last else part.weights
+        state = state if made.keeps_last_shard and last else part.weights
     return beside + state + cuts + works
 
 

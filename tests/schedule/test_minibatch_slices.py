@@ -50,10 +50,10 @@ def test_a_run_goes_on_with_the_slice_that_it_had_begun(name: str, size: int) ->
     slices = Slices(whole, min(size, whole.epoch or 1))
     scheduled = slices.scheduled
     for steps in range(whole.steps):
-        unit = scheduled.unit(slices.after(steps))
+        unit = scheduled.unit(slices.unit_index_after(steps))
         assert unit.phase is Phase.FORWARD
         assert slices.first(unit.step) <= steps < slices.end(unit.step)
-    assert slices.after(whole.steps) == scheduled.units
+    assert slices.unit_index_after(whole.steps) == scheduled.units
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -121,17 +121,17 @@ def test_what_a_spilled_unit_does(
     actions = made.unit_actions[phase, index]
     assert (actions.evict.frees, actions.extra, actions.evict.moves) == (held, extra, moved_out)
     assert (None if actions.load is None else actions.load.moves) == moved_in
-    assert actions.ends == ((phase, index) != (FORWARD, 2))
+    assert actions.evicts_shard == ((phase, index) != (FORWARD, 2))
 
 
 @pytest.mark.parametrize(("clipped", "home"), [(False, 1400), (True, 1600)])
 def test_a_kept_shard_holds_the_same_in_every_unit(clipped: bool, home: int) -> None:
     made = task("a", 3, resident=False, clipped=clipped, evaluated=1, kept=True, **SPILLED, **CUTS)
-    other = replace(made, kept=False)
+    other = replace(made, keeps_last_shard=False)
     assert [made.host_bytes(2), made.pins[2].takes] == [home, home]
     phases = [phase for phase in Phase if (phase, 2) in made.unit_actions]
     assert {made.unit_actions[phase, 2].evict.frees for phase in phases} == {home}
-    assert not any(made.unit_actions[phase, 2].load or made.unit_actions[phase, 2].ends for phase in phases)
+    assert not any(made.unit_actions[phase, 2].load or made.unit_actions[phase, 2].evicts_shard for phase in phases)
     middle = [other.unit_actions[phase, 1] for phase in phases]
     assert made.device_bytes == home + max(turn.evict.frees + turn.extra for turn in middle)
 
@@ -141,7 +141,10 @@ def test_a_kept_shard_does_not_move() -> None:
     first_in, first_out = 1000 + 1410, 10 + 1100
     middle_in, middle_out = 1010 + 1420, 10 + 1110
     assert made.moved_bytes == (first_in + middle_in, first_out + middle_out)
-    assert replace(made, kept=False).moved_bytes == (first_in + middle_in + 1410, first_out + middle_out + 1110)
+    assert replace(made, keeps_last_shard=False).moved_bytes == (
+        first_in + middle_in + 1410,
+        first_out + middle_out + 1110,
+    )
     assert replace(made, resident=True).moved_bytes == (0, 0)
     assert (made.pinned, replace(made, resident=True).pinned) == ({2}, {0, 1, 2})
 

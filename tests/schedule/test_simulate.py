@@ -104,7 +104,7 @@ def test_a_kept_shard_is_loaded_and_evicted_once_by_a_task_alone() -> None:
     moved = [(action.act, action.shard) for action in timeline.actions if action.act.lane != "compute"]
     assert [moved.count((kind, 2)) for kind in (Act.LOAD, Act.EVICT)] == [1, 1]
     assert moved.count((Act.LOAD, 1)) == 5 + 5 + 1
-    other = simulate(Plan((replace(made, kept=False),), plan.devices, 0.5, 0.5))
+    other = simulate(Plan((replace(made, keeps_last_shard=False),), plan.devices, 0.5, 0.5))
     assert timeline.makespan < other.makespan
 
 

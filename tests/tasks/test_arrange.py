@@ -245,11 +245,11 @@ def test_where_there_is_room_the_last_shard_is_kept(monkeypatch: pytest.MonkeyPa
     need = hf.plan([one], machine()).tasks[0].device_bytes
     on = machine(memory=f"{need * 3 // 4}B")
     made = hf.plan([one], on).tasks[0]
-    assert made.kept
+    assert made.keeps_last_shard
     assert made.device_bytes <= need * 3 // 4
 
     def kept(tasks: list[hf.Task], policy: str) -> list[bool]:
-        return [each.kept for each in hf.train(tasks, on, policy).plan.tasks]
+        return [each.keeps_last_shard for each in hf.train(tasks, on, policy).plan.tasks]
 
     assert kept([one], "sharded-lrtf") == [True]
     assert kept([one, other], "sharded-lrtf") == [False, False]

@@ -42,7 +42,7 @@ def test_what_is_chosen_fits_and_beats_the_fewest_bytes(
     if way is None:
         assert fewest is None
         return
-    plan = TaskPlan("t", shards(segments, way.cuts), 2, False, accumulate=1 + carried, kept=way.kept)
+    plan = TaskPlan("t", shards(segments, way.cuts), 2, False, accumulate=1 + carried, keeps_last_shard=way.kept)
     assert plan.device_bytes <= budget
     assert keep or not way.kept
     if fewest is not None:
