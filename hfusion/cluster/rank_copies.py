@@ -12,7 +12,7 @@ from torch import distributed as dist
 from hfusion.checkpoint.save_contents import member_stacks
 from hfusion.core.row_indices import pairs
 from hfusion.population.any_models import Population
-from hfusion.population.members import What
+from hfusion.population.members import EventKind
 from hfusion.population.population import ArrayGroup
 
 
@@ -109,7 +109,7 @@ def _put(pop: ArrayGroup, row: int, member: dict[str, Any]) -> None:
     roll = pop._roll
     if roll.tags[row] is None:
         roll.enter(row, None)
-    roll.note(row, What.COPY, member["tag"])
+    roll.note(row, EventKind.COPY, member["tag"])
     roll.ages[row], roll.keys[row], roll.frozen[row] = member["age"], member["key"], False
 
 

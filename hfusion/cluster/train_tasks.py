@@ -31,7 +31,7 @@ from hfusion.tasks.arrange import Arrangement, arrange, checked_plan
 from hfusion.tasks.array_log import ArrayEvent, ArrayLogs
 from hfusion.tasks.bars import TaskBars
 from hfusion.tasks.checkpoints import check_every, check_folder
-from hfusion.tasks.sharing import claimed, listed
+from hfusion.tasks.sharing import listed, reserve_tensors
 from hfusion.tasks.stopping import OnResult
 from hfusion.tasks.task import Task
 from hfusion.tasks.train import TrainError, train_arranged
@@ -140,7 +140,7 @@ def train(
         raise PlanError(f"the machine is a {type(machine).__name__}: {_MACHINE}, or an hf.Cluster")
     chosen, tasks, root = named(policy), listed(tasks), None if checkpoint is None else Path(checkpoint)
     with ExitStack() as stack:
-        stack.enter_context(claimed(tasks))
+        stack.enter_context(reserve_tensors(tasks))
         # If tasks alternate on a device, a kept shard would be loaded and evicted at every switch.
         keep = chosen.patient or len(tasks) <= len(machine.devices)
         arrangements, run_plan = _arranged(tasks, machine, keep=keep, on_result=on_result)

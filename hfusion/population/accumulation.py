@@ -20,7 +20,7 @@ class Accumulation:
 
     Attributes:
         calls: how many calls make an update, int64 ``[rows]``.
-        begun: the number that all members began with, the default for joining members; None if they differed.
+        initial_calls: the number that all members began with, the default for joining members; None if they differed.
         done: how many calls of the present update were made, int64 ``[rows]``.
         spoilt: members whose present update has a loss that is not finite, bool ``[rows]``.
         sums: the gradients of the present updates.
@@ -28,7 +28,7 @@ class Accumulation:
     """
 
     calls: Tensor
-    begun: int | None
+    initial_calls: int | None
     done: Tensor
     spoilt: Tensor
     sums: GradientSums
@@ -38,9 +38,9 @@ class Accumulation:
     def of(calls: int | Sequence[int] | Tensor, members: int) -> Accumulation:
         """Return the state of members before their first call. Raises ValueError for invalid or too few ``calls``."""
         counts = _counts(calls, members)
-        begun = int(counts[0]) if bool((counts == counts[0]).all()) else None
+        initial_calls = int(counts[0]) if bool((counts == counts[0]).all()) else None
         nothing = torch.zeros(members, dtype=torch.int64, device="cpu")
-        return Accumulation(counts, begun, nothing, nothing.bool(), GradientSums(members))
+        return Accumulation(counts, initial_calls, nothing, nothing.bool(), GradientSums(members))
 
     @cached_property
     def sums_gradients(self) -> bool:
@@ -82,10 +82,10 @@ class Accumulation:
 
     def restart(self, rows: Sequence[int], calls: int | Sequence[int] | Tensor | None) -> Accumulation:
         """Return it with ``calls`` of members that start in ``rows``. Raises ValueError for None if members differ."""
-        if calls is None and self.begun is None:
+        if calls is None and self.initial_calls is None:
             raise ValueError("accumulate differs between the members: give it for those that join, accumulate=...")
         counts = self.calls.clone()
-        counts[list(rows)] = _counts(self.begun if calls is None else calls, len(rows))
+        counts[list(rows)] = _counts(self.initial_calls if calls is None else calls, len(rows))
         return replace(self, calls=counts)
 
     def clear(self, rows: Sequence[int]) -> None:

@@ -62,7 +62,7 @@ class ChosenRows:
         """Copy the present state of members ``rows`` to ``part``, followed by free rows up to ``width``."""
         whole, part = self.whole, self.part
         part._roll = whole._roll.of_rows(rows, width)
-        places = part._roll.places
+        places = part._roll.whole_rows
         assert places is not None
         before = len(part.fused)
         self.array.load(places)

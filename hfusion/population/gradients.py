@@ -23,14 +23,14 @@ def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``loss`` for targets of `weighed`: with the same values, and gradients multiplied by the weight."""
 
     @wraps(loss, updated=())
-    def found(output: Any, target: Any) -> Any:
+    def weighted_loss(output: Any, target: Any) -> Any:
         value = loss(output, target["target"])
         held = value.detach()
         # The added term is zero for every finite weight; a value that is not finite stays so.
         weight = target["weight"].to(torch.promote_types(value.dtype, torch.float32))
         return held + (value - held) * weight
 
-    return found
+    return weighted_loss
 
 
 def weighed(target: Any, weights: Tensor, scaler: GradScaler | None, device: torch.device) -> dict[str, Any]:

@@ -26,31 +26,35 @@ class GroupDraws:
 
     Attributes:
         number: the random number that the step drew.
-        used: whether a group has drawn random numbers.
+        has_drawn: whether a group has drawn random numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._backend = backend(device)
-        self._before: dict[str, Tensor] = self._backend.random_states()
+        self._previous_states: dict[str, Tensor] = self._backend.random_states()
         self.number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
         self._drawn = torch.get_rng_state()
-        self.used = False
+        self.has_drawn = False
 
     @contextmanager
     def of_group(self, key: int) -> Iterator[None]:
         """Context manager: torch's random numbers depend only on the step and ``key``."""
-        states = {kind: seeded(kind, self.number, key) for kind in self._before}
+        states = {kind: seeded(kind, self.number, key) for kind in self._previous_states}
         self._backend.set_random_states(states)
         try:
             yield
         finally:
             after = self._backend.random_states()
             # torch.equal compares states byte by byte, which takes four times as long.
-            self.used |= any(after[kind].numpy().tobytes() != state.numpy().tobytes() for kind, state in states.items())
+            self.has_drawn |= any(
+                after[kind].numpy().tobytes() != state.numpy().tobytes() for kind, state in states.items()
+            )
 
     def __enter__(self) -> GroupDraws:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Restore the generators; if a group has drawn, the CPU's stays advanced by the draw of ``number``."""
-        self._backend.set_random_states({**self._before, "cpu": self._drawn} if self.used else self._before)
+        self._backend.set_random_states(
+            {**self._previous_states, "cpu": self._drawn} if self.has_drawn else self._previous_states
+        )

@@ -35,8 +35,8 @@ class GroupOptions:
         scaler: the scaler, with the scales of the initial members; None without one.
         limits: the gradient limits of the initial members.
         updates: the numbers of calls per update of the initial members.
-        begun: after a load, the hyper-parameters of each param group that the saved members once began with; None:
-            those that ``optimizer`` sets.
+        initial_hypers: after a load, the hyper-parameters of each param group that the saved members once began with;
+            None: those that ``optimizer`` sets.
         others: see `hfusion.Population`.
     """
 
@@ -51,7 +51,7 @@ class GroupOptions:
     compile: Compile
     memory: str | int | None = None
     processes: int | None = None
-    begun: tuple[Mapping[str, float | None], ...] | None = None
+    initial_hypers: tuple[Mapping[str, float | None], ...] | None = None
 
     @staticmethod
     def of_arguments(
@@ -74,33 +74,33 @@ class GroupOptions:
         if processes is not None and (not is_row(processes) or processes < 0):
             raise ValueError(f"processes={processes!r}: a whole number of processes, or None for one for each core")
         schedules = None if scheduler is None else tuple(one_for_each(scheduler, total))
-        begun = copy.deepcopy(scaler)
-        if begun is not None:
-            begun.begin(total)
+        started_scaler = copy.deepcopy(scaler)
+        if started_scaler is not None:
+            started_scaler.begin(total)
         limits = Limits.of(clip_norm, clip_value, total)
         updates = Accumulation.of(accumulate, total)
-        options = optimizer, loss, schedules, begun, limits, updates, on_nonfinite, compile, memory, processes
+        options = optimizer, loss, schedules, started_scaler, limits, updates, on_nonfinite, compile, memory, processes
         return GroupOptions(total, *options)
 
-    def with_begun(self, group: ArrayGroup) -> GroupOptions:
+    def with_initial_values(self, group: ArrayGroup) -> GroupOptions:
         """Return the options with the initial values of ``group``, which joining members get by default."""
         limits = self.limits
         for name in ("norm", "value"):
             limit, group_limit = getattr(limits, name), getattr(group._limits, name)
             if limit is not None and group_limit is not None:
-                limits = replace(limits, **{name: replace(limit, begun=group_limit.begun)})
+                limits = replace(limits, **{name: replace(limit, initial_value=group_limit.initial_value)})
         scaler = copy.deepcopy(self.scaler)
         if scaler is not None and group.scaler is not None:
             scaler.initial_values = dict(group.scaler.initial_values)
-        updates = replace(self.updates, begun=group._updates.begun)
-        begun = tuple(map(dict, group.optimizer.initial_values))
-        return replace(self, limits=limits, scaler=scaler, updates=updates, begun=begun)
+        updates = replace(self.updates, initial_calls=group._updates.initial_calls)
+        initial_hypers = tuple(map(dict, group.optimizer.initial_values))
+        return replace(self, limits=limits, scaler=scaler, updates=updates, initial_hypers=initial_hypers)
 
-    def _begin(self, group: ArrayGroup) -> None:
+    def _set_initial_values(self, group: ArrayGroup) -> None:
         """Set the values that a group uses as defaults of joining members: those that all members began with."""
-        group._updates.begun = self.updates.begun
-        if self.begun is not None and len(self.begun) == len(group.optimizer.initial_values):
-            group.optimizer.initial_values = [dict(values) for values in self.begun]
+        group._updates.initial_calls = self.updates.initial_calls
+        if self.initial_hypers is not None and len(self.initial_hypers) == len(group.optimizer.initial_values):
+            group.optimizer.initial_values = [dict(values) for values in self.initial_hypers]
 
     def schedule_of_new(self, scheduler: Make | None) -> Make | None:
         """Return the scheduler function of a joining member. Raises ValueError if it is missing or not allowed."""
@@ -127,7 +127,7 @@ class GroupOptions:
             memory=self.memory,
         )
         group._limits = self.limits.rearranged(rows)
-        self._begin(group)
+        self._set_initial_values(group)
         return group
 
     def _scaler(self, rows: Sequence[int]) -> GradScaler | None:
@@ -161,7 +161,7 @@ class GroupOptions:
             on_nonfinite=self.on_nonfinite,
             compile=self.compile,
         )
-        self._begin(member)
+        self._set_initial_values(member)
         rearrange_optimizer(member.optimizer, [None], hypers)
         make = self.schedule_of_new(make)
         member.scheduler = None if make is None else PerMember(member.optimizer, make)

@@ -53,9 +53,9 @@ class GroupUpdates:
         """Make the deferred updates. If values of members are not finite, raise a NonFiniteError before the first."""
         bad: list[tuple[int, str]] = []
         for rows, members, losses, due in self._waiting:
-            places = members._roll.places or range(len(rows))
+            whole_rows = members._roll.whole_rows or range(len(rows))
             for local in members._bad(losses, due).nonzero().reshape(-1).tolist():
-                bad.append((rows[places[local]] or 0, members._roll.tag(local)))
+                bad.append((rows[whole_rows[local]] or 0, members._roll.tag(local)))
         if bad:
             for members in self._stepped:
                 members._give_up()

@@ -43,8 +43,8 @@ def loaded_members(
     groups = groups_of(saves)
     counted = "accumulate" in options
     calls = {group.saved.body["population"].get("accumulate") for group in groups}
-    begun = calls.pop() if len(calls) == 1 else None
-    options.setdefault("accumulate", begun or 1)
+    initial_calls = calls.pop() if len(calls) == 1 else None
+    options.setdefault("accumulate", initial_calls or 1)
     if "on_nonfinite" not in options and (value := _agreed([group.saved for group in groups], "on_nonfinite")):
         options["on_nonfinite"] = value
     models = models_of(make_model, rows)
@@ -54,7 +54,7 @@ def loaded_members(
     # For groups only.
     options.pop("processes", None)
     if not counted:
-        shared = replace(shared, updates=replace(shared.updates, begun=begun))
+        shared = replace(shared, updates=replace(shared.updates, initial_calls=initial_calls))
     live = {row: models[row] for row, tag in enumerate(rows) if tag is not None}
     if arrays and (all(map(holds_variants, groups)) or len(grouped(list(live.values()))) == 1):
         array = ArrayGroup(models, **options)

@@ -145,7 +145,7 @@ class Mlflow:
         inside = active is not None and active.info.experiment_id == self._experiment
         self._parent: dict[str, str] = {"mlflow.parentRunId": active.info.run_id} if inside else {}
         self._runs = self._children()
-        self._begun: set[str] = set()
+        self._running_members: set[str] = set()
 
     def _children(self) -> dict[str, str]:
         """Return the ids of the active run's children, by name."""
@@ -163,9 +163,9 @@ class Mlflow:
             self._runs[member] = self._client.create_run(
                 self._experiment, run_name=member, tags=self._parent
             ).info.run_id
-        elif member not in self._begun:
+        elif member not in self._running_members:
             self._client.update_run(self._runs[member], status="RUNNING")
-        self._begun.add(member)
+        self._running_members.add(member)
         timestamp = time.time_ns() // 1_000_000
         metrics = [self._entities.Metric(name, value, timestamp, step) for name, value in values.items()]
         self._client.log_batch(self._runs[member], metrics=metrics)
@@ -173,7 +173,7 @@ class Mlflow:
     def close(self, error: BaseException | None) -> None:
         killed = isinstance(error, KeyboardInterrupt)
         status = "FINISHED" if error is None else "KILLED" if killed else "FAILED"
-        for member in self._begun:
+        for member in self._running_members:
             self._client.set_terminated(self._runs[member], status)
 
 

@@ -137,9 +137,9 @@ class MemberProgress:
 
         columns = [BarColumn(), TaskProgressColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
         self._console, self._total, self._done = Console() if console is None else console, total, 0
-        self._screen = ProgressBars(self._console, *columns, plain("{task.description}"))
-        self._lines = None if self._screen.draws else Tenths(0, total)
-        self._task = self._screen.progress.add_task("", total=total)
+        self._progress_bars = ProgressBars(self._console, *columns, plain("{task.description}"))
+        self._lines = None if self._progress_bars.draws else Tenths(0, total)
+        self._task = self._progress_bars.progress.add_task("", total=total)
         self.text, self._entered = "", False
 
     def update(self, members: Any, values: Numbers) -> None:
@@ -160,14 +160,14 @@ class MemberProgress:
             (_, best, low), (_, worst, high) = ranked[0], ranked[-1]
             self.text = f"{self._name}: best {best} {low:.4g}, worst {worst} {high:.4g}"
         self._done += 1
-        self._screen.progress.update(self._task, advance=1, description=self.text)
-        self._screen.draw()
+        self._progress_bars.progress.update(self._task, advance=1, description=self.text)
+        self._progress_bars.draw()
         if self._lines is not None and self._done <= self._total and self._lines.reached(self._done, self._total):
             line = f"{self._done}/{self._total} {self.text}"
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def __enter__(self) -> MemberProgress:
-        self._screen.__enter__()
+        self._progress_bars.__enter__()
         self._entered = True
         return self
 
@@ -175,7 +175,7 @@ class MemberProgress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._entered = False
-        self._screen.__exit__()
+        self._progress_bars.__exit__()
 
 
 def names_of(members: Any) -> list[str | None]:

@@ -85,44 +85,44 @@ class MemberLayout:
     """The group of each row of the population, and the row there.
 
     Attributes:
-        places: for each row of the population, its group and the row there; None for a free row.
+        slots: for each row of the population, its group and the row there; None for a free row.
         order: for each row of the population, its index into the concatenated rows of all groups; free rows have the
             index after the last.
     """
 
-    places: tuple[tuple[PlacedGroup, int] | None, ...]
+    slots: tuple[tuple[PlacedGroup, int] | None, ...]
     order: Tensor
 
     @staticmethod
     def of(groups: Sequence[PlacedGroup], size: int) -> MemberLayout:
-        places: list[tuple[PlacedGroup, int] | None] = [None] * size
+        slots: list[tuple[PlacedGroup, int] | None] = [None] * size
         total = sum(len(group.rows) for group in groups)
         order = torch.full((size,), total, device="cpu")
         start = 0
         for group in groups:
             for local, row in enumerate(group.rows):
                 if row is not None:
-                    places[row] = group, local
+                    slots[row] = group, local
                     order[row] = start + local
             start += len(group.rows)
-        return MemberLayout(tuple(places), order)
+        return MemberLayout(tuple(slots), order)
 
     @property
     def live(self) -> list[int]:
-        return [row for row, slot in enumerate(self.places) if slot is not None]
+        return [row for row, slot in enumerate(self.slots) if slot is not None]
 
     @property
     def free(self) -> list[int]:
-        return [row for row, slot in enumerate(self.places) if slot is None]
+        return [row for row, slot in enumerate(self.slots) if slot is None]
 
     @property
     def tags(self) -> list[str | None]:
         """The members' names by row."""
-        return [None if slot is None else slot[0].members._roll.tags[slot[1]] for slot in self.places]
+        return [None if slot is None else slot[0].members._roll.tags[slot[1]] for slot in self.slots]
 
-    def place(self, row: int) -> tuple[PlacedGroup, int]:
+    def slot_of(self, row: int) -> tuple[PlacedGroup, int]:
         """Return a member's group and its row there. Raises ValueError for a free row."""
-        slot = self.places[row]
+        slot = self.slots[row]
         if slot is None:
             raise ValueError(f"row {row} is free; members are in rows {self.live}")
         return slot

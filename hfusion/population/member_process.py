@@ -35,13 +35,13 @@ class SharedLeaf:
 class StepRequest:
     """Compute the loss and the gradients of one member, and make its update.
 
-    ``place``: index of the member among those of the process; ``entry``: its index in stacked arguments.
+    ``member_index``: index of the member among those of the process; ``entry``: its index in stacked arguments.
     ``arguments``: inputs and target, with a `SharedLeaf` for each tensor; None: those of the previous request.
     ``draws``: the random number that the step drew. ``updates``: whether to make the update if all is finite.
     ``vectors``: new values of hyper-parameters; None if the fork has them already.
     """
 
-    place: int
+    member_index: int
     entry: int
     arguments: Any
     draws: int
@@ -138,12 +138,12 @@ def answers(
         if request.arguments is not None:
             arguments = pytree.tree_map(lambda leaf: _read(arena, leaf), request.arguments)
         inputs, target = (take_entries(value, [request.entry]) for value in arguments)
-        member = members[request.place]
+        member = members[request.member_index]
         if request.vectors is not None:
             for vector, values in zip(member.vectors, request.vectors, strict=True):
                 vector.copy_(torch.tensor(values, dtype=vector.dtype, device=vector.device).reshape(vector.shape))
-        before = None if request.place in checked else modeless_fingerprint(member.step.model)
-        checked.add(request.place)
+        before = None if request.member_index in checked else modeless_fingerprint(member.step.model)
+        checked.add(request.member_index)
         return _computed(member, request, inputs, target, before)
 
     return answer

@@ -25,7 +25,7 @@ def population_array(models: Sequence[nn.Module] | FusedModule) -> FusedModule:
     return models if isinstance(models, FusedModule) else fuse(models)
 
 
-class What(StrEnum):
+class EventKind(StrEnum):
     """Kinds of events in a member's history."""
 
     START = "start"
@@ -41,7 +41,7 @@ class Event:
 
     step: int
     tag: str
-    what: What
+    what: EventKind
     source: str | None = None
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Roll:
 
     ``frozen`` marks members that make no steps, since a loss or gradient was not finite. ``keys`` determine the random
     numbers of compiled steps: a member's key is computed from its name, and a copy has the key of its source.
-    ``places``: the population's rows, if these are only some of them; None if they are all.
+    ``whole_rows``: the population's rows, if these are only some of them; None if they are all.
     """
 
     tags: list[str | None]
@@ -63,8 +63,8 @@ class Roll:
     keys: Tensor
     step: int = 0
     lineage: list[Event] = field(default_factory=list)
-    made: int = 0
-    places: Sequence[int] | None = None
+    tag_number: int = 0
+    whole_rows: Sequence[int] | None = None
     _alive: Tensor | None = None
 
     @staticmethod
@@ -112,7 +112,7 @@ class Roll:
 
     def label(self, row: int) -> str:
         """Return the name of the member in ``row``, with its row in the whole population."""
-        return f"{self.tag(row)!r} (row {row if self.places is None else self.places[row]})"
+        return f"{self.tag(row)!r} (row {row if self.whole_rows is None else self.whole_rows[row]})"
 
     def row(self, tag: str) -> int:
         """Return the row of a member. Raises KeyError."""
@@ -163,16 +163,16 @@ class Roll:
         self.ages[row] = 0 if source is None else self.ages[source]
         self.keys[row] = key_of(tag) if source is None else self.keys[source]
         origin = None if source is None else self.tag(source)
-        self.lineage.append(Event(self.step, tag, What.START if source is None else What.COPY, origin))
+        self.lineage.append(Event(self.step, tag, EventKind.START if source is None else EventKind.COPY, origin))
 
     def _new_tag(self) -> str:
         while True:
-            tag, self.made = f"member {self.made}", self.made + 1
+            tag, self.tag_number = f"member {self.tag_number}", self.tag_number + 1
             if tag not in self.tags:
                 return tag
 
     def leave(self, row: int) -> None:
-        self.note(row, What.STOP)
+        self.note(row, EventKind.STOP)
         self.tags[row] = None
         self._alive = None
         self.frozen[row] = False
@@ -180,10 +180,10 @@ class Roll:
     def thaw(self, row: int) -> None:
         self.tag(row)
         if bool(self.frozen[row]):
-            self.note(row, What.THAW)
+            self.note(row, EventKind.THAW)
             self.frozen[row] = False
 
-    def note(self, row: int, kind: What, source: str | None = None) -> None:
+    def note(self, row: int, kind: EventKind, source: str | None = None) -> None:
         self.lineage.append(Event(self.step, self.tag(row), kind, source))
 
     def of_rows(self, rows: Sequence[int], width: int) -> Roll:
@@ -192,7 +192,7 @@ class Roll:
         places = [*rows, *[rows[0]] * free]
         ages, frozen, keys = (values[places] for values in (self.ages, self.frozen, self.keys))
         tags: list[str | None] = [*map(self.tag, rows), *[None] * free]
-        return Roll(tags, ages, frozen, keys, self.step, [], self.made, places)
+        return Roll(tags, ages, frozen, keys, self.step, [], self.tag_number, places)
 
     def put_rows(self, rows: Sequence[int], part: Roll) -> None:
         """Copy ages, frozen flags and new events of the first members of ``part`` to the members in ``rows``."""
@@ -221,7 +221,7 @@ def freeze(roll: Roll, bad: Tensor, raises: bool) -> None:
             'was updated: lower its learning rate, stop it, or give on_nonfinite="freeze"'
         )
     for row in rows:
-        roll.note(row, What.FREEZE)
+        roll.note(row, EventKind.FREEZE)
     roll.frozen |= bad
 
 
@@ -252,7 +252,7 @@ class Models(Sequence[nn.Module | None]):
         return (self[row] for row in range(len(self)))
 
 
-class Enrolled:
+class MembersByRow:
     """Views of a population's members by row."""
 
     fused: FusedModule

@@ -25,9 +25,9 @@ from hfusion.population.group_options import GroupOptions, value_of
 from hfusion.population.group_updates import GroupUpdates
 from hfusion.population.grouping import TOGETHER, Candidates, grouped, shared_frozen
 from hfusion.population.member_layout import MemberLayout, PlacedGroup, check_entries
-from hfusion.population.members import Event, Roll, What, listed
+from hfusion.population.members import Event, EventKind, Roll, listed
 from hfusion.population.mixed_evaluation import evaluate_mixed, mixed_outputs
-from hfusion.population.moving import MemberState, taken
+from hfusion.population.moving import MemberState, copy_member_state
 from hfusion.population.plain_module import PlainModule
 from hfusion.population.population import ArrayGroup
 from hfusion.population.regroup import part, settle
@@ -45,7 +45,7 @@ class MixedMembers:
         size: the number of rows, free ones too.
         lineage: the history of the members of all groups.
         steps: the number of updates.
-        made: the number of names that were generated.
+        tag_number: the number in the next generated name, which is how many were generated.
         apart: pairs of groups, by number, whose members look alike but whose forwards differ.
         best: the best weights that members have had, by name; of all groups.
         hooks: functions of the gradients, of all groups.
@@ -57,7 +57,7 @@ class MixedMembers:
     def __init__(self, options: GroupOptions) -> None:
         self.options = options
         self.groups: list[PlacedGroup] = []
-        self.size = self.steps = self.made = self.numbers = 0
+        self.size = self.steps = self.tag_number = self.numbers = 0
         self.lineage: list[Event] = []
         self.apart: set[frozenset[int]] = set()
         self.unsettled: list[PlacedGroup] = []
@@ -90,7 +90,7 @@ class MixedMembers:
         # Checks the names, and generates those that are not given.
         roll = Roll.of(len(models), tags)
         shared = shared_frozen(models)
-        mixed.size, mixed.made, mixed.lineage = len(models), roll.made, roll.lineage
+        mixed.size, mixed.tag_number, mixed.lineage = len(models), roll.tag_number, roll.lineage
         for candidate in candidates:
             rows = list(candidate.models)
             of_group = [models[row] for row in rows]
@@ -103,11 +103,11 @@ class MixedMembers:
     @staticmethod
     def of_array(array: ArrayGroup, options: GroupOptions) -> MixedMembers:
         """Create the members of a population that was one array so far."""
-        mixed = MixedMembers(options.with_begun(array))
+        mixed = MixedMembers(options.with_initial_values(array))
         if array._gradient_hooks is not None:
             mixed.hooks = array._gradient_hooks
         roll = array._roll
-        mixed.size, mixed.steps, mixed.made, mixed.lineage = len(array), roll.step, roll.made, roll.lineage
+        mixed.size, mixed.steps, mixed.tag_number, mixed.lineage = len(array), roll.step, roll.tag_number, roll.lineage
         if roll.live:
             rows = [row if tag is not None else None for row, tag in enumerate(roll.tags)]
             mixed.add(array, rows, TOGETHER[array.takes_variants])
@@ -141,7 +141,7 @@ class MixedMembers:
 
     def model_of(self, row: int) -> nn.Module | None:
         """Return the member in a row; None if the row is free."""
-        slot = self.layout.places[row]
+        slot = self.layout.slots[row]
         return None if slot is None else slot[0].members.fused[slot[1]]
 
     def collected(self, of_group: Callable[[ArrayGroup], Tensor], empty: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class MixedMembers:
         if not chosen:
             raise ValueError("rows=[] names nobody: give the rows of one member or more")
         for row in chosen:
-            self.layout.place(row)
+            self.layout.slot_of(row)
         for group in self.groups:
             check_keyword(group.members, "rows")
         check_stacked(arguments, chosen)
@@ -232,9 +232,9 @@ class MixedMembers:
     def stop(self, row: int | Sequence[int]) -> Any:
         single, rows = is_row(row), rows_of(row, self.size)
         check_once(rows)
-        places = [self.layout.place(member_row) for member_row in rows]
+        slots = [self.layout.slot_of(member_row) for member_row in rows]
         models = []
-        for group, local in places:
+        for group, local in slots:
             models.append(group.members.stop(local))
             group.rows[local] = None
         self.changed()
@@ -272,7 +272,7 @@ class MixedMembers:
         for new_row, name, member in zip(rows, names, joining, strict=True):
             member._roll = Roll.of(1, [name])
             new.append(self.add(member, [new_row], ""))
-            self.lineage.append(Event(self.steps, name, What.START))
+            self.lineage.append(Event(self.steps, name, EventKind.START))
         settle(self, new)
         return rows[0] if row is None or is_row(row) else rows
 
@@ -280,11 +280,11 @@ class MixedMembers:
         """Return the names of members that start in ``rows``. Raises ValueError, as for an array."""
         nobody = torch.zeros(max(self.size, *(row + 1 for row in rows)), dtype=torch.int64, device="cpu")
         row_tags = [*self.layout.tags, *[None] * (len(nobody) - self.size)]
-        roll = Roll(row_tags, nobody, nobody.bool(), nobody.clone(), made=self.made)
+        roll = Roll(row_tags, nobody, nobody.bool(), nobody.clone(), tag_number=self.tag_number)
         roll.check_start(rows, tags, models)
         for row, tag in zip(rows, tags, strict=True):
             roll.enter(row, tag)
-        self.made = roll.made
+        self.tag_number = roll.tag_number
         return [roll.tag(row) for row in rows]
 
     @in_turn
@@ -298,21 +298,21 @@ class MixedMembers:
             return
         self.check_between()
         for source_row, _ in moves:
-            group, local = self.layout.place(source_row)
+            group, local = self.layout.slot_of(source_row)
             if bool(group.members._roll.frozen[local]):
                 tag = group.members._roll.tag(local)
                 raise ValueError(f"{tag!r} in row {source_row} went bad and is frozen: copy a healthy member")
         within: dict[int, tuple[PlacedGroup, list[int], list[int]]] = {}
         across: list[tuple[int, MemberState]] = []
         for source_row, target_row in moves:
-            group, local = self.layout.place(source_row)
-            target = self.layout.places[target_row]
+            group, local = self.layout.slot_of(source_row)
+            target = self.layout.slots[target_row]
             if target is not None and target[0] is group:
                 _, sources, targets = within.setdefault(group.number, (group, [], []))
                 sources.append(local)
                 targets.append(target[1])
             else:
-                across.append((target_row, taken(group.members, local)))
+                across.append((target_row, copy_member_state(group.members, local)))
         records = dict(self.best)
         for group, sources, targets in within.values():
             group.members._roll.step = self.steps
@@ -328,7 +328,7 @@ class MixedMembers:
         free = [row for row, _ in copies if names[row] is None]
         names |= dict(zip(free, self.names_of(free, [None] * len(free), len(free)), strict=True)) if free else {}
         for row, _ in copies:
-            slot = self.layout.places[row]
+            slot = self.layout.slots[row]
             if slot is not None:
                 slot[0].members._roll.tags[slot[1]] = None
                 slot[0].members._roll._alive = None
@@ -345,13 +345,13 @@ class MixedMembers:
             self.best.pop(name, None)
             if state.tag in records:
                 self.best[name] = records[state.tag]
-            self.lineage.append(Event(self.steps, name, What.COPY, state.tag))
+            self.lineage.append(Event(self.steps, name, EventKind.COPY, state.tag))
         settle(self, new)
 
     @in_turn
     def thaw(self, row: int | Sequence[int]) -> None:
         for member_row in rows_of(row, self.size):
-            group, local = self.layout.place(member_row)
+            group, local = self.layout.slot_of(member_row)
             group.members._roll.step = self.steps
             group.members.thaw(local)
 

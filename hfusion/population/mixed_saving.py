@@ -18,7 +18,7 @@ from hfusion.checkpoint.save_contents import SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.population.group_options import GroupOptions
 from hfusion.population.grouping import TOGETHER, Candidates, grouped, shared_frozen
-from hfusion.population.members import Event, What
+from hfusion.population.members import Event, EventKind
 from hfusion.population.mixed import MixedMembers
 from hfusion.population.plain_module import PlainModule
 from hfusion.population.saving import gathered, restore
@@ -74,7 +74,7 @@ def gathered_mixed(mixed: MixedMembers, loader: Any, extra: Any) -> SaveWriter:
             "why": [group.why for group in mixed.groups],
             "apart": apart,
             "step": mixed.steps,
-            "made": mixed.made,
+            "made": mixed.tag_number,
             "lineage": [[event.step, event.tag, event.what.value, event.source] for event in mixed.lineage],
         },
     }
@@ -168,10 +168,10 @@ def load_mixed(
         holders = list(dict.fromkeys(where[name] for name in names))
         reader = SaveReader.of([holder.saved for holder in holders], names)
         restore(members, reader, names, None, False, counted)
-        members._updates.begun = options.updates.begun
+        members._updates.initial_calls = options.updates.initial_calls
         members.takes_variants |= all(map(holds_variants, holders)) and len(places) > 1
         if not mixed.groups:
-            mixed.options = mixed.options.with_begun(members)
+            mixed.options = mixed.options.with_initial_values(members)
         mixed.add(members, list(places), candidate.why)
     first = SaveReader([(groups[0].saved, [0])])
     with wrap_load_errors(first.path):
@@ -191,9 +191,9 @@ def history(mixed: MixedMembers, saves: Iterable[Saved]) -> None:
     for saved in saves:
         with wrap_load_errors(saved.path):
             body = saved.body["mixed"] if is_mixed(saved) else saved.body["population"]
-            mixed.lineage += [Event(int(s), str(t), What(w), o) for s, t, w, o in body["lineage"]]
+            mixed.lineage += [Event(int(s), str(t), EventKind(w), o) for s, t, w, o in body["lineage"]]
             bodies.append((int(body["step"]), int(body["made"])))
-    mixed.steps, mixed.made = (max(values) for values in zip(*bodies, strict=True))
+    mixed.steps, mixed.tag_number = (max(values) for values in zip(*bodies, strict=True))
     for group in mixed.groups:
         group.members._roll.lineage, group.members._roll.step = mixed.lineage, mixed.steps
 

@@ -153,7 +153,7 @@ class MixedScheduler:
         chosen = rows_of(rows, len(self._mixed))
         makes = [None] * len(chosen) if make is None else one_for_each(make, len(chosen))
         for row, of_row in zip(chosen, makes, strict=True):
-            group, local = self._mixed.layout.place(row)
+            group, local = self._mixed.layout.slot_of(row)
             scheduler = group.members.scheduler
             assert scheduler is not None
             scheduler.restart(local, of_row)

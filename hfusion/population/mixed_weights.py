@@ -87,7 +87,7 @@ class MixedBest:
     def __getitem__(self, row: int) -> nn.Module:
         """Return a copy of the member in ``row`` with its best weights. Raises ValueError if there is no record."""
         (index,) = rows_of(row, len(self._mixed))
-        group, local = self._mixed.layout.place(index)
+        group, local = self._mixed.layout.slot_of(index)
         tag = group.members._roll.tag(local)
         if self._mixed.best.get(tag, BestRecord()).weights is None:
             raise no_best(tag, index)
@@ -95,8 +95,8 @@ class MixedBest:
 
     def _by_group(self, rows: Sequence[int]) -> list[tuple[PlacedGroup, list[int]]]:
         """Return each group of members in ``rows``, with their rows in the group."""
-        places = [slot for row in rows if (slot := self._mixed.layout.places[row]) is not None]
-        groups = [(group, [local for other, local in places if other is group]) for group in self._mixed.groups]
+        slots = [slot for row in rows if (slot := self._mixed.layout.slots[row]) is not None]
+        groups = [(group, [local for other, local in slots if other is group]) for group in self._mixed.groups]
         return [(group, local) for group, local in groups if local]
 
 
@@ -130,21 +130,21 @@ def average_mixed(
             else:
                 means[name] = last.clone()
         if into is None:
-            group, local = mixed.layout.place(sources[0])
+            group, local = mixed.layout.slot_of(sources[0])
             model = apart(group.members.fused, local)
             named = dict(tensors(model))
             for name, mean in means.items():
                 named[name].detach().copy_(mean)
             return model
         for row in targets:
-            group, local = mixed.layout.place(row)
+            group, local = mixed.layout.slot_of(row)
             check_not_underway(group.members._updates, local, row)
         for row in targets:
             for name, mean in means.items():
                 held[row][name].copy_(mean)
         if optimizer == "reset":
             for row in targets:
-                group, local = mixed.layout.place(row)
+                group, local = mixed.layout.slot_of(row)
                 group.members.optimizer.restart([local])
     return None
 
@@ -154,13 +154,13 @@ def _members(mixed: MixedMembers, rows: Any) -> list[int]:
     chosen = mixed.layout.live if rows is None else rows_of(rows, len(mixed))
     check_once(chosen)
     for row in chosen:
-        mixed.layout.place(row)
+        mixed.layout.slot_of(row)
     return list(chosen)
 
 
 def _tensors(mixed: MixedMembers, row: int) -> dict[str, Tensor]:
     """Return a member's tensors by key, as views of its group's tensors, without shared ones; tied ones once."""
-    group, local = mixed.layout.place(row)
+    group, local = mixed.layout.slot_of(row)
     return tensors_of_member(group.members.fused, local)
 
 
@@ -176,14 +176,14 @@ def each_mixed(
     with mixed._lock:
         check_entries((args, kwargs), len(mixed))
         chosen = active_mixed(mixed) if rows is None else _members(mixed, rows)
-        places = [mixed.layout.place(row) for row in chosen]
-        for row, (group, local) in zip(chosen, places, strict=True):
+        slots = [mixed.layout.slot_of(row) for row in chosen]
+        for row, (group, local) in zip(chosen, slots, strict=True):
             if bool(group.members._roll.frozen[local]):
                 raise ValueError(
                     f"{group.members._roll.tag(local)!r} in row {row} went bad and is frozen: thaw it first"
                 )
         for group in mixed.groups:
-            if of_group := [local for other, local in places if other is group]:
+            if of_group := [local for other, local in slots if other is group]:
                 entries = group.entries()
                 arguments = {name: take_entries(value, entries) for name, value in kwargs.items()}
                 group.members.each(fn, *(take_entries(value, entries) for value in args), rows=of_group, **arguments)

@@ -122,7 +122,7 @@ class MovableMember:
         self.stays = True
         _log.info("a %s is computed in this process: %s", type(self._model).__name__, why)
 
-    def holds(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return whether nobody has changed the member, other than by writing into its tensors."""
         try:
             unchanged = all(

@@ -50,7 +50,7 @@ class MemberState:
     updates: Accumulation
 
 
-def taken(group: ArrayGroup, row: int) -> MemberState:
+def copy_member_state(group: ArrayGroup, row: int) -> MemberState:
     """Return a copy of the member in ``row`` of a group, with its training state."""
     roll, optimizer, scheduler = group._roll, group.optimizer, group.scheduler
     state: dict[tuple[str, str], Tensor] = {}
@@ -170,7 +170,7 @@ def group_optimizer(make: Callable[[Any], Any], total: int, rows: Iterable[int] 
     ``rows``. None: for a joining member, which gets the first values; the caller sets those in which members differ.
     """
 
-    def made(parameters: Any) -> Any:
+    def create_optimizer(parameters: Any) -> Any:
         params = list(parameters)
         marks = [membership_of(param) for param in params]
         for param, mark in zip(params, marks, strict=True):
@@ -195,4 +195,4 @@ def group_optimizer(make: Callable[[Any], Any], total: int, rows: Iterable[int] 
                         param_group[hyper.key] = tuple(pair)
         return optimizer
 
-    return made
+    return create_optimizer

@@ -52,7 +52,7 @@ def limit_norms(population: Population, rows: Sequence[int], norms: HyperValue) 
         _limit_array(members, rows, norms)
         return
     for index, row in enumerate(rows):
-        group, local = members.layout.place(row)
+        group, local = members.layout.slot_of(row)
         _limit_array(group.members, [local], value_of("norms", norms, index, len(rows)))
 
 

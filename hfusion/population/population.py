@@ -29,7 +29,7 @@ from hfusion.population.evaluate import evaluate
 from hfusion.population.gradients import weighed, weighted
 from hfusion.population.group_updates import GroupUpdates
 from hfusion.population.hparams import Hparams
-from hfusion.population.members import Enrolled, Roll, What, apart, freeze, listed, population_array
+from hfusion.population.members import EventKind, MembersByRow, Roll, apart, freeze, listed, population_array
 from hfusion.population.placed_models import place_models
 from hfusion.population.plain_module import PlainModule
 from hfusion.population.row_counts import Widths
@@ -43,7 +43,7 @@ from hfusion.step.eager_step import EagerStep
 from hfusion.step.train_step import train_step
 
 
-class ArrayGroup(Saving, Enrolled, MemberWeights):
+class ArrayGroup(Saving, MembersByRow, MemberWeights):
     """B members that train, leave, join and are copied as one array; each exactly as if alone.
 
     Its arguments and methods are those of `hfusion.Population`, for models that share an array.
@@ -89,7 +89,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
         self._best: dict[str, BestRecord] = {}
         self._function, self._compiles, self._memory = loss, compile, memory
         self._common = any(p.requires_grad and not is_per_member(p) for p in self.fused.parameters())
-        if self._common and self._updates.begun is None:
+        if self._common and self._updates.initial_calls is None:
             raise ValueError(f"accumulate={accumulate}: members who train a parameter together make an update together")
         self._prepare(())
 
@@ -339,7 +339,7 @@ class ArrayGroup(Saving, Enrolled, MemberWeights):
             if roll.tags[target] is None:
                 roll.enter(target, None, source)
             else:
-                roll.note(target, What.COPY, name)
+                roll.note(target, EventKind.COPY, name)
             roll.ages[target], roll.keys[target], roll.frozen[target] = age, key, False
         copy_records(self._best, [(name, roll.tag(target)) for target, name, _, _ in names])
 

@@ -12,7 +12,7 @@ from hfusion.capture.python_differences import differing_attributes
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.population.grouping import TWINS, UNIQUE, shared_frozen, shortened
 from hfusion.population.member_layout import PlacedGroup
-from hfusion.population.moving import MemberState, put, taken
+from hfusion.population.moving import MemberState, copy_member_state, put
 from hfusion.population.placed_models import place_models
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ def _fingerprints(group: PlacedGroup) -> list[object]:
 def _unite(mixed: MixedMembers, target: PlacedGroup, groups: Sequence[PlacedGroup]) -> None:
     """Make one array of a group and plain members. If that fails, they stay separate, with the reason in ``why``."""
     rows = [group.live[0] for group in groups]
-    states = [taken(group.members, 0) for group in groups]
+    states = [copy_member_state(group.members, 0) for group in groups]
     try:
         if target.is_plain:
             index = mixed.groups.index(target)
-            members = mixed.options.group_of([taken(target.members, 0), *states], ())
+            members = mixed.options.group_of([copy_member_state(target.members, 0), *states], ())
             united = mixed.add(members, [target.live[0], *rows], TWINS, index)
             _inherit(mixed, target, united)
             target.rows = [None]
@@ -122,7 +122,7 @@ def part(
         raise error
     index, old_rows = mixed.groups.index(group), list(group.rows)
     reasons = _reasons(group, parts, error, chosen)
-    states = [[taken(group.members, local) for local in rows] for rows in parts]
+    states = [[copy_member_state(group.members, local) for local in rows] for rows in parts]
     shared = shared_frozen([state.model for of_part in states for state in of_part])
     new_groups: list[PlacedGroup] = []
     for number, (rows, of_part, why) in enumerate(zip(parts, states, reasons, strict=True)):

@@ -38,7 +38,7 @@ def save_updates(writer: SaveWriter, pop: ArrayGroup) -> None:
         writer.store_rows(_SUM + name, value)
         writer.store_rows(_ABSENT + name, torch.zeros_like(updates.spoilt) if absent is None else absent)
     if updates.buffers is not None:
-        for name, value in updates.buffers.before.items():
+        for name, value in updates.buffers.saved_values.items():
             writer.store_rows(_BEFORE + name, value)
 
 
@@ -51,8 +51,8 @@ def load_updates(wide: SaveReader, pop: ArrayGroup, free: Sequence[int], has_acc
         CheckpointError: ``accumulate`` differs from the save for a member whose update is unfinished.
     """
     calls = pop._updates.calls
-    done = _own(wide, _DONE, torch.zeros_like(calls))
-    saved = _own(wide, _CALLS, calls)
+    done = _saved_rows(wide, _DONE, torch.zeros_like(calls))
+    saved = _saved_rows(wide, _CALLS, calls)
     if has_accumulate and bool(((done > 0) & (saved != calls)).any()):
         row = int(((done > 0) & (saved != calls)).nonzero()[0])
         raise CheckpointError(
@@ -60,14 +60,14 @@ def load_updates(wide: SaveReader, pop: ArrayGroup, free: Sequence[int], has_acc
             f"{int(saved[row])} calls: leave accumulate out"
         )
     updates = Accumulation.of(calls if has_accumulate else saved, len(calls))
-    if pop._common and updates.begun is None:
+    if pop._common and updates.initial_calls is None:
         raise CheckpointError(f"accumulate={updates.calls.tolist()}: members train a parameter together, and so update")
-    updates.done, updates.spoilt = done, _own(wide, _SPOILT, updates.spoilt)
+    updates.done, updates.spoilt = done, _saved_rows(wide, _SPOILT, updates.spoilt)
     if updates.underway:
         updates.sums = _sums(wide, pop, len(calls))
         updates.buffers = Buffers(pop.fused)
-        for name, value in updates.buffers.before.items():
-            value.copy_(_own(wide, _BEFORE + name, value))
+        for name, value in updates.buffers.saved_values.items():
+            value.copy_(_saved_rows(wide, _BEFORE + name, value))
         updates.clear(free)
     return updates
 
@@ -77,12 +77,12 @@ def _sums(wide: SaveReader, pop: ArrayGroup, members: int) -> GradientSums:
     for name, param in pop.fused.named_parameters():
         if any(OWN + _SUM + name in saved.tensors for saved, _ in wide.parts):
             like = torch.zeros_like(member_rows(param.detach(), membership_of(param)))
-            sums.sums[name] = _own(wide, _SUM + name, like).to(param.device)
-            sums.absent[name] = _own(wide, _ABSENT + name, torch.ones(members, dtype=torch.bool, device="cpu"))
+            sums.sums[name] = _saved_rows(wide, _SUM + name, like).to(param.device)
+            sums.absent[name] = _saved_rows(wide, _ABSENT + name, torch.ones(members, dtype=torch.bool, device="cpu"))
     return sums
 
 
-def _own(wide: SaveReader, key: str, otherwise: Tensor) -> Tensor:
+def _saved_rows(wide: SaveReader, key: str, otherwise: Tensor) -> Tensor:
     """Return the members' rows of a saved tensor; for saves that do not hold it, the rows of ``otherwise``."""
     rows, start = [], 0
     for saved, places in wide.parts:

@@ -25,7 +25,7 @@ from hfusion.core.copies import module_copy
 from hfusion.core.errors import CheckpointError
 from hfusion.optim.lr_scheduler import Make
 from hfusion.population.best import read_records, write_records
-from hfusion.population.members import Event, Roll, What, key_of
+from hfusion.population.members import Event, EventKind, Roll, key_of
 from hfusion.population.row_counts import Widths
 from hfusion.population.saved_updates import load_updates, save_updates
 from hfusion.population.update_guard import Limit
@@ -116,16 +116,18 @@ def gathered(pop: ArrayGroup, loader: Any, extra: Any) -> SaveWriter:
             writer.store_rows(f"population/clip_{name}", limit.values)
     write_records(writer, pop._best, roll)
     save_updates(writer, pop)
-    limits_begun = {name: limit.begun for name in ("norm", "value") if (limit := getattr(limits, name)) is not None}
-    writer.body["limits begun"] = encode(limits_begun, {}, "limits begun")
+    initial_limits = {
+        name: limit.initial_value for name in ("norm", "value") if (limit := getattr(limits, name)) is not None
+    }
+    writer.body["limits begun"] = encode(initial_limits, {}, "limits begun")
     writer.body["population"] = {
         "rows": roll.tags,
         "variants": pop.takes_variants,
-        "accumulate": pop._updates.begun,
+        "accumulate": pop._updates.initial_calls,
         "on_nonfinite": pop._on_nonfinite,
         "first": pop._widths.first,
         "step": roll.step,
-        "made": roll.made,
+        "made": roll.tag_number,
         "lineage": [[event.step, event.tag, event.what.value, event.source] for event in roll.lineage],
         "known": sorted(pop._step.known_calls),
     }
@@ -223,12 +225,12 @@ def restore(
 
 
 def _limit(reader: SaveReader, name: str, default: Limit | None) -> Limit:
-    """Return a saved limit. Saves of older versions lack ``begun``: it is that of ``default``, or of the members."""
+    """Return a saved limit. Older saves lack ``initial_value``: it is that of ``default``, or of the members."""
     saved = Limit.of(f"clip_{name}", reader.member_rows(f"population/clip_{name}"), len(reader.tags))
-    begun = reader.initial_hyperparameters("limits begun")
-    if name in begun:
-        return replace(saved, begun=begun[name])
-    return saved if default is None else replace(saved, begun=default.begun)
+    initial_limits = reader.initial_hyperparameters("limits begun")
+    if name in initial_limits:
+        return replace(saved, initial_value=initial_limits[name])
+    return saved if default is None else replace(saved, initial_value=default.initial_value)
 
 
 def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Roll:
@@ -238,7 +240,7 @@ def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> R
         raise CheckpointError(f"{reader.path}: ages and frozen members are {ages.dtype} and {frozen.dtype}")
     keys = _keys(wide, reader, rows)
     bodies = [saved.body["population"] for saved, _ in reader.parts]
-    lineage = [Event(int(s), str(t), What(w), o) for body in bodies for s, t, w, o in body["lineage"]]
+    lineage = [Event(int(s), str(t), EventKind(w), o) for body in bodies for s, t, w, o in body["lineage"]]
     step, created = (max(int(body[key]) for body in bodies) for key in ("step", "made"))
     return Roll(list(rows), torch.where(free, 0, ages), frozen & ~free, keys, step, lineage, created)
 

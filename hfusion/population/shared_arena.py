@@ -23,18 +23,18 @@ class SharedArena:
         self.size = max(size, _LINE)
         self._memory = mmap.mmap(-1, self.size)
         self._first = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
-        self._used = 0
+        self._used_bytes = 0
 
     def clear(self) -> None:
         """Allocate from the beginning again."""
-        self._used = 0
+        self._used_bytes = 0
 
-    def place(self, tensor: Tensor) -> int:
+    def allocate(self, tensor: Tensor) -> int:
         """Allocate room for a tensor like ``tensor``, aligned like it, and return its offset. Raises MemoryError."""
-        start = -(-(self._first + self._used) // _LINE) * _LINE + tensor.data_ptr() % _LINE - self._first
-        self._used = start + _extent(tensor) * tensor.itemsize
-        if self._used > self.size:
-            raise MemoryError(f"{self._used} bytes do not fit into {self.size}")
+        start = -(-(self._first + self._used_bytes) // _LINE) * _LINE + tensor.data_ptr() % _LINE - self._first
+        self._used_bytes = start + _extent(tensor) * tensor.itemsize
+        if self._used_bytes > self.size:
+            raise MemoryError(f"{self._used_bytes} bytes do not fit into {self.size}")
         return start
 
     def at(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
@@ -46,7 +46,7 @@ class SharedArena:
 
     def put(self, tensor: Tensor) -> int:
         """Copy ``tensor`` to newly allocated room, and return its offset. Raises MemoryError."""
-        start, count = self.place(tensor), _extent(tensor)
+        start, count = self.allocate(tensor), _extent(tensor)
         if count:
             # Copy memory rather than elements: those of an expanded tensor share memory.
             self.at(start, tensor.dtype, (count,), (1,)).copy_(tensor.detach().as_strided((count,), (1,)))

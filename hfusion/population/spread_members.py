@@ -98,9 +98,9 @@ class MemberSpread:
         self._most = cores() if most is None else most
         self._loss = loss
         # Whether processes were measured to be slower. Members keep one thread, so that results do not depend on time.
-        self._alone = False
+        self._processes_are_slower = False
         self._began = False
-        self._known: weakref.WeakKeyDictionary[PlainMember, MovableMember] = weakref.WeakKeyDictionary()
+        self._movable_members: weakref.WeakKeyDictionary[PlainMember, MovableMember] = weakref.WeakKeyDictionary()
         self._forks: _Forks | None = None
         self._finalizer: Callable[[], object] = partial(_end, [])
         # Seconds of each group's last steps, in any process, by number.
@@ -108,7 +108,7 @@ class MemberSpread:
         # Seconds of the last steps without other processes, by size of the arguments.
         self._walls: dict[int, deque[float]] = {}
         # Seconds of the last steps, without the time of movable members.
-        self._rest: deque[float] = deque(maxlen=_STEPS)
+        self._seconds_without_movable: deque[float] = deque(maxlen=_STEPS)
         # Seconds that a fork costs; None: not measured since the last fork.
         self._cost: float | None = None
         # Seconds that this process spent on members that a new fork could compute, since the last fork.
@@ -130,7 +130,7 @@ class MemberSpread:
             spread = SpreadStep(movable, draws)
             try:
                 if movable:
-                    self._begin(spread, arguments)
+                    self._start_step(spread, arguments)
                 yield spread
             except BaseException:
                 try:
@@ -157,22 +157,22 @@ class MemberSpread:
         movable = {}
         for group in plain:
             member = cast(PlainMember, group.members)
-            if member.makes_plain_steps and not self._knowledge(member).why_not:
+            if member.makes_plain_steps and not self._movable_member(member).why_not:
                 movable[group.number] = group
         return movable if len(movable) > 1 and 2 * len(movable) > self._most else {}
 
-    def _knowledge(self, member: PlainMember) -> MovableMember:
-        movable = self._known.get(member)
-        if movable is None or not (movable.why_not or movable.holds()):
+    def _movable_member(self, member: PlainMember) -> MovableMember:
+        movable = self._movable_members.get(member)
+        if movable is None or not (movable.why_not or movable.is_unchanged()):
             # A change does not tell that a fork could compute it now: many members change at each forward.
             stays = movable is not None and movable.stays
-            movable = self._known[member] = MovableMember(member)
+            movable = self._movable_members[member] = MovableMember(member)
             movable.stays = stays
             if movable.why_not:
                 _log.info("%s is computed in this process: %s", member._roll.tags[0], movable.why_not)
         return movable
 
-    def _begin(self, spread: SpreadStep, arguments: Any) -> None:
+    def _start_step(self, spread: SpreadStep, arguments: Any) -> None:
         """Let processes begin the step, if there are any; start them first if that pays now."""
         if self._pays(spread.movable):
             self._fork(spread.movable, arguments)
@@ -191,13 +191,13 @@ class MemberSpread:
 
     def _is_known(self, group: PlacedGroup) -> bool:
         """Return whether the forks know the present state of a member, or it stays in this process anyway."""
-        movable = self._known[cast(PlainMember, group.members)]
+        movable = self._movable_members[cast(PlainMember, group.members)]
         held = None if self._forks is None else self._forks.members.get(group.number)
         return movable.stays if held is None else held[0] is movable and not movable.stays
 
     def _pays(self, movable: dict[int, PlacedGroup]) -> bool:
         """Return whether a fork after the last change would have saved more time than it costs."""
-        if self._alone or not self._spent:
+        if self._processes_are_slower or not self._spent:
             return False
         if self._cost is None:
             self._cost = start_seconds()
@@ -214,7 +214,7 @@ class MemberSpread:
             _log.info(_STAY, why)
             return
         began = time.perf_counter()
-        movable_members = {n: self._known[cast(PlainMember, group.members)] for n, group in movable.items()}
+        movable_members = {n: self._movable_members[cast(PlainMember, group.members)] for n, group in movable.items()}
         remote = _remote(movable, movable_members)
         members = {n: (movable_members[n], member, movable_members[n].versions) for n, member in remote.items()}
         forks = _Forks([], members, SharedArena(2 * argument_bytes(arguments)), self._setting())
@@ -233,7 +233,7 @@ class MemberSpread:
         """Divide members among this process and others, the longest first."""
         seconds = {number: median(self._seconds[number]) for number in forks.members if number in self._seconds}
         # This process also takes over results, and makes the steps of all other groups.
-        loads = [median(self._rest), *[0.0] * len(forks.shares)]
+        loads = [median(self._seconds_without_movable), *[0.0] * len(forks.shares)]
         shares: list[list[int]] = [[] for _ in loads]
         # Members that have just joined are left out: how long they take is not known.
         for number in sorted(seconds, key=lambda n: -seconds[n]):
@@ -246,12 +246,12 @@ class MemberSpread:
     def _learn(self, spread: SpreadStep, size: int, wall: float) -> None:
         """Note what the step took, with arguments of ``size`` bytes."""
         self._seconds = {number: seconds for number, seconds in self._seconds.items() if number in spread.movable}
-        for number, value in (spread.here | spread.elsewhere).items():
+        for number, value in (spread.local_seconds | spread.remote_seconds).items():
             self._seconds.setdefault(number, deque(maxlen=_STEPS)).append(value)
-        self._rest.append(wall - spread.waited - sum(spread.here.values()))
-        self._spent += sum(value for n, value in spread.here.items() if not self._is_known(spread.movable[n]))
+        self._seconds_without_movable.append(wall - spread.waited - sum(spread.local_seconds.values()))
+        self._spent += sum(value for n, value in spread.local_seconds.items() if not self._is_known(spread.movable[n]))
         for number in spread.failed:
-            self._known[cast(PlainMember, spread.movable[number].members)].stay("a fork could not compute it")
+            self._movable_members[cast(PlainMember, spread.movable[number].members)].stay("a fork could not compute it")
         if spread.ended:
             self.close()
         elif self._forks is None:
@@ -268,7 +268,7 @@ class MemberSpread:
         if len(walls) == _STEPS and local_walls and median(walls) > median(local_walls):
             _log.info(_STAY, f"a step took {median(walls):.2g} s in processes, {median(local_walls):.2g} s in this one")
             self.close()
-            self._alone = True
+            self._processes_are_slower = True
 
 
 def _is_observed() -> bool:

@@ -26,19 +26,19 @@ class SpreadStep:
 
     Attributes:
         movable: the groups that other processes may compute, by number.
-        here: seconds of each of these groups that this process computed, by number.
-        elsewhere: seconds of each group that another process computed, by number.
+        local_seconds: seconds of each of these groups that this process computed, by number.
+        remote_seconds: seconds of each group that another process computed, by number.
         waited: seconds in which this process waited for others.
         failed: numbers of the groups that a process could not compute.
     """
 
     def __init__(self, movable: dict[int, PlacedGroup], draws: GroupDraws) -> None:
         self.movable, self.draws = movable, draws
-        self.here: dict[int, float] = {}
-        self.elsewhere: dict[int, float] = {}
+        self.local_seconds: dict[int, float] = {}
+        self.remote_seconds: dict[int, float] = {}
         self.waited = 0.0
         self.failed: list[int] = []
-        self._gone: set[ForkedProcess] = set()
+        self._ended_processes: set[ForkedProcess] = set()
         self._sent: dict[int, tuple[ForkedProcess, RemoteMember]] = {}
         self._computed: dict[int, ComputedStep | None] = {}
         self._waiting: dict[ForkedProcess, deque[int]] = {}
@@ -70,7 +70,7 @@ class SpreadStep:
     def settle(self) -> None:
         """Wait for the processes. For members that the step did not reach, count a made update or restore buffers."""
         for process, waiting in self._waiting.items():
-            while waiting and process not in self._gone:
+            while waiting and process not in self._ended_processes:
                 self._receive(process, waiting)
         for number, before in self._buffers.items():
             computed = self._computed.get(number)
@@ -84,7 +84,7 @@ class SpreadStep:
         try:
             self._computed[waiting.popleft()] = process.answer()
         except EndedProcess as error:
-            self._gone.add(process)
+            self._ended_processes.add(process)
             unanswered = [self._sent[number] for number in self._sent if number not in self._computed]
             lost = [remote for other, remote in unanswered if other is process and int(remote.progress)]
             if names := ", ".join(repr(remote.member._roll.tags[0]) for remote in lost):
@@ -97,7 +97,7 @@ class SpreadStep:
     @property
     def ended(self) -> bool:
         """Whether a process has ended."""
-        return bool(self._gone)
+        return bool(self._ended_processes)
 
     def ordered(self, groups: Sequence[PlacedGroup]) -> deque[PlacedGroup]:
         """Return the groups, those that other processes compute last; in given order if there are gradient hooks."""
@@ -113,35 +113,35 @@ class SpreadStep:
             with self.draws.of_group(group.key):
                 yield
             return
-        computed, began = self._taken(group), time.perf_counter()
+        computed, began = self._apply_result(group), time.perf_counter()
         with self.draws.of_group(group.key), torch_threads(1):
             if computed is not None and computed.random_state is not None:
                 # Hooks of gradients may draw, too.
                 torch.set_rng_state(torch.frombuffer(bytearray(computed.random_state), dtype=torch.uint8))
             yield
         if computed is None:
-            self.here[group.number] = time.perf_counter() - began
+            self.local_seconds[group.number] = time.perf_counter() - began
 
-    def _taken(self, group: PlacedGroup) -> ComputedStep | None:
+    def _apply_result(self, group: PlacedGroup) -> ComputedStep | None:
         """Write a process's result to the step of a group, and return it; None if there is none."""
         if group.number not in self._sent:
             return None
         step = cast(PlainStep, group.members._step)
         process, remote = self._sent[group.number]
         waiting, began = self._waiting[process], time.perf_counter()
-        while group.number not in self._computed and process not in self._gone:
+        while group.number not in self._computed and process not in self._ended_processes:
             self._receive(process, waiting)
         self.waited += time.perf_counter() - began
         computed, before = self._computed.get(group.number), self._buffers.pop(group.number)
         if computed is None:
             _put_back(before)
-            self.failed += [] if process in self._gone else [group.number]
+            self.failed += [] if process in self._ended_processes else [group.number]
             return None
         for parameter, gradient, has in zip(step.parameters, remote.gradients, computed.has_gradient, strict=True):
             parameter.grad = gradient.clone() if has else None
         step.computed = torch.tensor([computed.loss], dtype=computed.dtype, device="cpu")
         step.is_updated = computed.is_updated
-        self.elsewhere[group.number] = computed.seconds
+        self.remote_seconds[group.number] = computed.seconds
         return computed
 
 

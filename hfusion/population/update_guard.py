@@ -34,11 +34,11 @@ class Limit:
 
     Attributes:
         values: float64 ``[rows]``.
-        begun: the bound that all members began with, the default for joining members; None if they differed.
+        initial_value: the bound that all members began with, the default for joining members; None if they differed.
     """
 
     values: Tensor
-    begun: float | None
+    initial_value: float | None
 
     @staticmethod
     def of(name: str, value: HyperValue, rows: int) -> Limit:
@@ -48,13 +48,13 @@ class Limit:
 
     def with_rows(self, name: str, rows: Sequence[int], value: HyperValue | None) -> Limit:
         """Return it with the bounds of members that start in ``rows``. Raises ValueError."""
-        if value is None and self.begun is None:
+        if value is None and self.initial_value is None:
             raise ValueError(
                 f"{name} differs between the members: say what it is for those that join, {name}=...; "
                 'float("inf") clips nothing'
             )
         values = self.values.clone()
-        values[list(rows)] = _checked(name, self.begun if value is None else value, len(rows))
+        values[list(rows)] = _checked(name, self.initial_value if value is None else value, len(rows))
         return replace(self, values=values)
 
 
@@ -161,7 +161,7 @@ class Buffers:
 
     def __init__(self, fused: FusedModule) -> None:
         self._fused = fused
-        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        self._snapshots: dict[str, tuple[Tensor, Tensor]] = {}
         self._keep(fused.named_buffers())
         self._keep_written(written_keys(fused))
         held = weakref.ref(self)
@@ -174,7 +174,7 @@ class Buffers:
         fused._on_program = on_program
 
     def _keep_written(self, keys: frozenset[str]) -> None:
-        if further := keys - self._before.keys():
+        if further := keys - self._snapshots.keys():
             self._keep((name, tensor) for name, tensor in tensors(self._fused) if name in further)
 
     def _keep(self, named: Iterable[tuple[str, Tensor]]) -> None:
@@ -182,38 +182,38 @@ class Buffers:
         for name, tensor in named:
             if (mark := membership(tensor)) is not None and mark.is_own:
                 rows = member_rows(tensor.detach(), mark)
-                self._before[name] = rows, rows.clone()
+                self._snapshots[name] = rows, rows.clone()
 
     @property
-    def before(self) -> dict[str, Tensor]:
+    def saved_values(self) -> dict[str, Tensor]:
         """The saved values, by key."""
-        return {name: before for name, (_, before) in self._before.items()}
+        return {name: saved for name, (_, saved) in self._snapshots.items()}
 
     def renew(self, rows: Tensor) -> None:
         """Save the present values of members ``rows``, bool ``[rows]``."""
-        for tensor, before in self._before.values():
+        for tensor, before in self._snapshots.values():
             places = rows.nonzero().reshape(-1).to(tensor.device)
             before[places] = tensor[places]
 
     def of_rows(self, rows: Sequence[int], part: FusedModule) -> Buffers:
         """Return the saved values of members ``rows``, for an array ``part`` of them."""
         buffers = Buffers(part)
-        for name, (_, before) in self._before.items():
-            if name in buffers._before:
-                held = buffers._before[name][1]
+        for name, (_, before) in self._snapshots.items():
+            if name in buffers._snapshots:
+                held = buffers._snapshots[name][1]
                 held.copy_(padded_rows(before[list(rows)], held.shape[1:]))
         return buffers
 
     def put_rows(self, rows: Sequence[int], part: Buffers) -> None:
         """Replace the saved values of members ``rows`` by those of the first members of ``part``."""
         named = dict(tensors(self._fused))
-        self._keep((name, named[name]) for name in part._before.keys() - self._before.keys())
-        for name, (_, before) in part._before.items():
-            write_rows(self._before[name][1], rows, before[: len(rows)])
+        self._keep((name, named[name]) for name in part._snapshots.keys() - self._snapshots.keys())
+        for name, (_, before) in part._snapshots.items():
+            write_rows(self._snapshots[name][1], rows, before[: len(rows)])
 
     @torch.no_grad()
     def put_back(self, rows: Tensor) -> None:
         """Restore the buffers of members ``rows``, bool ``[rows]``."""
-        for tensor, before in self._before.values():
+        for tensor, before in self._snapshots.values():
             places = rows.nonzero().reshape(-1).to(tensor.device)
             tensor[places] = before[places]

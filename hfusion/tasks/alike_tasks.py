@@ -25,7 +25,7 @@ class AlikeTasks:
 
     def __init__(self, room: Room) -> None:
         self._room = room
-        self._known: dict[Any, list[tuple[tuple[int, ...], ArrayCost]]] = {}
+        self._planned_arrays: dict[Any, list[tuple[tuple[int, ...], ArrayCost]]] = {}
 
     def arrays(self, task: Task) -> list[tuple[tuple[int, ...], ArrayCost]]:
         """Return the members and the cost of each array of a task. Raises as `arrays_of`."""
@@ -35,13 +35,13 @@ class AlikeTasks:
         except Exception as error:
             error.add_note(f"in the task {task.name!r}")
             raise
-        if key not in self._known:
+        if key not in self._planned_arrays:
             # Keep the members and costs only: the arrays fused for planning are not needed any more.
             planned = [(arrangement.members, arrangement.cost) for arrangement in arrays_of(task, self._room, first)]
             if key is None:
                 return planned
-            self._known[key] = planned
-        return [(members, _of(task, cost)) for members, cost in self._known[key]]
+            self._planned_arrays[key] = planned
+        return [(members, _of(task, cost)) for members, cost in self._planned_arrays[key]]
 
 
 def _key(task: Task, first: First) -> Any:

@@ -184,13 +184,13 @@ def arrays_of(task: Task, room: Room, first: First | None = None) -> list[Arrang
     ``first``: the minibatches to plan for, if they were read already.
     """
     try:
-        return _made(task, room, first or first_minibatches(task))
+        return _plan_arrays(task, room, first or first_minibatches(task))
     except Exception as error:
         error.add_note(f"in the task {task.name!r}")
         raise
 
 
-def _made(task: Task, room: Room, first: First) -> list[Arrangement]:
+def _plan_arrays(task: Task, room: Room, first: First) -> list[Arrangement]:
     if isinstance(task.models, FusedModule):
         check_alike(task.models, "hf.train")
         return [_arranged(task, task.models, range(len(task.models)), first, room, task.name)]
@@ -323,11 +323,13 @@ def _evaluated_samples(task: Task, first: First, members: Sequence[int]) -> int:
 def first_minibatches(task: Task) -> First:
     """Read minibatches to plan with from a task's loaders. Restore the random states of torch and the loaders."""
     with random_states_kept(), _undrawn(task.loader), _undrawn(task.eval_loader):
-        trained = _begin(task, "loader", task.loader)
-        return First(trained, None if task.eval_loader is None else _begin(task, "eval_loader", task.eval_loader))
+        trained = _planning_minibatch(task, "loader", task.loader)
+        return First(
+            trained, None if task.eval_loader is None else _planning_minibatch(task, "eval_loader", task.eval_loader)
+        )
 
 
-def _begin(task: Task, role: str, loader: Iterable[Any]) -> Any:
+def _planning_minibatch(task: Task, role: str, loader: Iterable[Any]) -> Any:
     """Return the minibatch of a loader that memory is planned for: the largest of a list, otherwise the first."""
     with reading(loader) as items:
         if items is loader:

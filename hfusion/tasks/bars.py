@@ -32,9 +32,9 @@ class TaskBars:
         self._start = perf_counter()
         self._lock = Lock()
         columns = (plain("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._screen = ProgressBars(self._console, *columns)
-        self._bars = self._screen.progress
-        self._lines = None if self._screen.draws else Tenths(sum(begun), sum(self._totals))
+        self._progress_bars = ProgressBars(self._console, *columns)
+        self._bars = self._progress_bars.progress
+        self._lines = None if self._progress_bars.draws else Tenths(sum(begun), sum(self._totals))
         self._many = len(tasks) > _MAX_BARS
         self._all = self._bars.add_task(
             f"{len(tasks)} tasks", total=sum(self._totals), completed=sum(begun), visible=self._many
@@ -46,11 +46,11 @@ class TaskBars:
         self._shown = 0
 
     def __enter__(self) -> TaskBars:
-        self._screen.__enter__()
+        self._progress_bars.__enter__()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._screen.__exit__()
+        self._progress_bars.__exit__()
 
     def advance(self, index: int, *, over: bool = False) -> None:
         """Advance a task by one minibatch. ``over``: do not advance, but end the task where it is."""
@@ -83,4 +83,4 @@ class TaskBars:
             self._shown += visible - self._bars.tasks[row].visible
         self._bars.update(row, completed=self._done[index], total=self._totals[index], visible=visible)
         self._bars.update(self._all, completed=done, total=sum(self._totals))
-        self._screen.draw()
+        self._progress_bars.draw()

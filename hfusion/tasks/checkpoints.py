@@ -235,7 +235,7 @@ def _shape(plan: TaskPlan) -> dict[str, int | bool | None]:
 def _progress(border: Border) -> dict[str, Any]:
     training, positions = border.training, [stream.position for stream in border.streams]
     return {
-        "name": border.one.task.name,
+        "name": border.setup.task.name,
         "shape": _shape(border.plan),
         "steps": len(training.losses),
         "losses": torch.stack(training.losses),

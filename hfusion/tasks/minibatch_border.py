@@ -44,7 +44,7 @@ class Border:
         leaves: Callable[[], bool],
         listen: Callable[[ArrayEvent], None] | None,
     ) -> None:
-        self.one, self.plan, self.training, self.streams = arrangement, plan, training, streams
+        self.setup, self.plan, self.training, self.streams = arrangement, plan, training, streams
         self.scheduler, self.stopped = scheduler, stopped
         self._on_result, self._asking, self._leaves, self._listen = on_result, asking, leaves, listen
         # Number of minibatches that have ended, and how many of their losses were passed to callbacks.
@@ -71,7 +71,7 @@ class Border:
             return
         for step in range(len(self.training.losses)):
             self._on_result(self._step(step))
-            epoch, rest = divmod(step + 1, self.one.task.epoch)
+            epoch, rest = divmod(step + 1, self.setup.task.epoch)
             if not rest and epoch * self.plan.evaluated <= len(self.training.evaluations) and self.plan.evaluated:
                 self._on_result(self._evaluation(epoch - 1))
 
@@ -107,11 +107,11 @@ class Border:
         while self._heard < min(self._ended, len(losses)):
             step, self._heard = self._heard, self._heard + 1
             losses[step] = self.stopped.hide(losses[step])
-            if self.one.task.callbacks or self._listen is not None:
+            if self.setup.task.callbacks or self._listen is not None:
                 self._tell(self._step(step))
 
     def _trained(self, step: int, broken: Callable[[], bool]) -> None:
-        epoch = self.one.task.epoch
+        epoch = self.setup.task.epoch
         if self.scheduler is not None and self.plan.closes(step):
             self.scheduler.stepped(lambda: self._losses(step, step + 1), self.stopped.rows)
         if self.scheduler is not None and not (step + 1) % epoch and not self.plan.evaluated:
@@ -135,16 +135,16 @@ class Border:
         return torch.stack(self.training.losses[start:end])
 
     def _step(self, step: int) -> Step:
-        epoch, minibatch = divmod(step, self.one.task.epoch)
-        return Step(self.one.task.name, epoch, minibatch, self.one.members, self.training.losses[step])
+        epoch, minibatch = divmod(step, self.setup.task.epoch)
+        return Step(self.setup.task.name, epoch, minibatch, self.setup.members, self.training.losses[step])
 
     def _evaluation(self, epoch: int) -> Evaluation:
         count = self.plan.evaluated
         losses = torch.stack(self.training.evaluations[epoch * count : (epoch + 1) * count])
-        return Evaluation(self.one.task.name, epoch, self.one.members, losses)
+        return Evaluation(self.setup.task.name, epoch, self.setup.members, losses)
 
     def _tell(self, heard: Step | Evaluation) -> None:
-        for callback in self.one.task.callbacks:
+        for callback in self.setup.task.callbacks:
             callback(heard)
         self.note(heard)
 
@@ -162,7 +162,7 @@ class Border:
         self.training.state.settle()
         if not broken():
             best.keep(improved)
-        return [self.one.members[row] for row in over]
+        return [self.setup.members[row] for row in over]
 
     def _ask(self, result: Step | Evaluation) -> list[int]:
         """Call `on_result`, if there is one, and return the members that it stops."""
@@ -184,7 +184,7 @@ class Border:
 
     def _note_stopped(self) -> None:
         self.training.over = self.stopped.all
-        self.training.mark_idle(frozenset(range(len(self.one.members))).difference(self.stopped.rows))
+        self.training.mark_idle(frozenset(range(len(self.setup.members))).difference(self.stopped.rows))
 
 
 @contextmanager

@@ -40,14 +40,14 @@ class Position:
         return Position(0, 0, None, states, states, None)
 
     @staticmethod
-    def begin(epoch: int, loader: Iterable[Any]) -> Position:
+    def at_epoch_start(epoch: int, loader: Iterable[Any]) -> Position:
         """Return the position at the start of an epoch."""
         states = [generator.get_state() for generator in generators(loader)]
         return Position(epoch, 0, torch.get_rng_state(), states, states, None)
 
     def at(self, count: int, loader: Any) -> Position:
         """Return the position after ``count`` minibatches of this epoch."""
-        state = loader.state_dict() if _tells(loader) else None
+        state = loader.state_dict() if _has_state_dict(loader) else None
         return replace(self, given=count, own=[generator.get_state() for generator in generators(loader)], state=state)
 
     def restore(self, loader: Any) -> None:
@@ -56,7 +56,7 @@ class Position:
             generator.set_state(state)
 
 
-def _tells(loader: Any) -> bool:
+def _has_state_dict(loader: Any) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -72,7 +72,7 @@ def rereading(loader: Any, position: Position) -> Iterator[Iterator[Any]]:
     torch.set_rng_state(position.random)
     for generator, state in zip(generators(loader), position.begun, strict=True):
         generator.set_state(state)
-    has_state = position.state is not None and _tells(loader)
+    has_state = position.state is not None and _has_state_dict(loader)
     if has_state:
         loader.load_state_dict(position.state)
     with reading(loader) as minibatches:

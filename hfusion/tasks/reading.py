@@ -103,7 +103,7 @@ class Reader(Generic[T]):
                 self._thread = Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
             awaited = self._awaited = Future()
-            self._jobs.put((awaited, _here(self._items, within or nullcontext())))
+            self._jobs.put((awaited, _next_in_caller_context(self._items, within or nullcontext())))
         try:
             return awaited.result()
         finally:
@@ -159,7 +159,7 @@ def _answer(awaited: Future[T], read: Callable[[], T]) -> None:
         answer()
 
 
-def _here(items: Iterator[T], within: AbstractContextManager[Any]) -> Callable[[], T]:
+def _next_in_caller_context(items: Iterator[T], within: AbstractContextManager[Any]) -> Callable[[], T]:
     """Return a function that advances ``items`` with the calling thread's number of threads and device queue."""
     threads = torch.get_num_threads()
     queued = current_queue()

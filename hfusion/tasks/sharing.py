@@ -22,8 +22,8 @@ from hfusion.tasks.reading import generators
 from hfusion.tasks.task import Task
 
 # The tensors that runs of this process train in place, by id, with the task of each.
-_claimed: dict[int, str] = {}
-_claims = Lock()
+_tensor_owners: dict[int, str] = {}
+_reservation_lock = Lock()
 
 
 def listed(tasks: Any) -> list[Task]:
@@ -76,25 +76,25 @@ def check_tensors(tasks: Sequence[Task]) -> None:
 
 
 @contextmanager
-def claimed(tasks: Sequence[Task]) -> Iterator[None]:
+def reserve_tensors(tasks: Sequence[Task]) -> Iterator[None]:
     """Context manager: reserve the tensors that tasks train in place. Raises PlanError if another run uses them."""
-    with _claims:
+    with _reservation_lock:
         for task in tasks:
             for name, tensor in _reached(task):
-                if id(tensor) in _claimed:
+                if id(tensor) in _tensor_owners:
                     raise PlanError(
-                        f"task {task.name!r} shares {name!r} with the task {_claimed[id(tensor)]!r} of another "
+                        f"task {task.name!r} shares {name!r} with the task {_tensor_owners[id(tensor)]!r} of another "
                         "hf.train, which trains it and has not ended: train one after the other, or give one of them "
                         "a copy (copy.deepcopy, array.unfuse())"
                     )
         task_names = {id(tensor): task.name for task in tasks for _, tensor in _written(task)}
-        _claimed.update(task_names)
+        _tensor_owners.update(task_names)
     try:
         yield
     finally:
-        with _claims:
+        with _reservation_lock:
             for key in task_names:
-                del _claimed[key]
+                del _tensor_owners[key]
 
 
 def _written(task: Task) -> Iterator[tuple[str, Tensor]]:

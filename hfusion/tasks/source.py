@@ -133,7 +133,7 @@ class Stream:
         self._open: Iterator[Any] | None = None
         self._resumed: Position | None = None
         self._began: Position | None = None
-        self._given = 0
+        self._yielded_count = 0
         self._stopped = False
         self._items = self._read()
         self._reader = Reader(self._items, f"{task.name} reads", lambda: end_workers(self._open))
@@ -154,7 +154,7 @@ class Stream:
         key = minibatch.key
         if self._pins:
             # Pin once, for all units that copy these tensors.
-            minibatch = Minibatch(minibatch.arguments.mapped(_pinned), _each(minibatch.target, _pinned))
+            minibatch = Minibatch(minibatch.arguments.mapped(_pinned), _map_tensors(minibatch.target, _pinned))
         return Batch(tuple(_detached(value) for value in minibatch.arguments.values), minibatch.target, key, minibatch)
 
     @property
@@ -163,7 +163,7 @@ class Stream:
         if self._began is None:
             # Nothing was read in this run, but maybe in the run that it resumes.
             return self._resumed or Position.unread(self._loader)
-        return self._began.at(self._given, self._loader)
+        return self._began.at(self._yielded_count, self._loader)
 
     def resume(self, position: Position) -> None:
         """Start reading at ``position``. Call it before the first `next`."""
@@ -234,16 +234,16 @@ class Stream:
             resumed.restore(self._loader)
             resumed = None
         for epoch in range(0 if resumed is None else resumed.epoch, self._task.epochs):
-            self._began = Position.begin(epoch, self._loader) if resumed is None else resumed
+            self._began = Position.at_epoch_start(epoch, self._loader) if resumed is None else resumed
             # Read to the very end, like a plain loop: a loader may draw random numbers there.
             with reading(self._loader) if resumed is None else rereading(self._loader, resumed) as self._open:
-                read_count = self._given = 0 if resumed is None else resumed.given
+                read_count = self._yielded_count = 0 if resumed is None else resumed.given
                 resumed = None
                 for item in self._open:
                     read_count += 1
                     if read_count > loader_length:
                         break
-                    self._given = read_count
+                    self._yielded_count = read_count
                     yield Minibatch.of(self._task, item, self._members)
             if read_count != loader_length:
                 count = "more" if read_count > loader_length else str(read_count)
@@ -275,7 +275,7 @@ class Stream:
         device = next(leaf.device for leaf in pytree.tree_leaves(list(outputs)) if isinstance(leaf, Tensor))
         results = program.joined(outputs)
         value = results[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(results, program.out_spec)
-        losses = self._loss(value, _each(target, lambda tensor: tensor.to(device, non_blocking=True)))
+        losses = self._loss(value, _map_tensors(target, lambda tensor: tensor.to(device, non_blocking=True)))
         if not isinstance(losses, Tensor) or losses.shape != (len(self._members),):
             form = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise PlanError(
@@ -297,19 +297,19 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``change`` to all tensors of a nested value, including those in stacked inputs."""
     if isinstance(value, Tensor):
         return change(value)
 
-    def one(leaf: Any) -> Any:
+    def map_leaf(leaf: Any) -> Any:
         if is_stacked(leaf):
             return StackedInput(change(leaf.tensor))
         if isinstance(leaf, Ragged):
             return leaf.map(change)
         return change(leaf) if isinstance(leaf, Tensor) else leaf
 
-    return pytree.tree_map(one, value, is_leaf=is_stacked)
+    return pytree.tree_map(map_leaf, value, is_leaf=is_stacked)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

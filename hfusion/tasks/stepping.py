@@ -30,13 +30,13 @@ class ArrayStep:
         # Whether compiling pays was decided before, see `hfusion.tasks.compile_choice`.
         compile = True if task.compile is None else task.compile
         self._step = train_step(arrangement.array, task.loss, arrangement.optimizer, compile=compile, parts=task.parts)
-        self._asked = task.compile is not None
+        self._is_compile_set = task.compile is not None
         self._step.tell = self._tell
         # The kinds of calls, for any number of samples, that were compiled in the run that this one resumes.
-        self._before: set[str] = set()
+        self._resumed_calls: set[str] = set()
 
     def _tell(self, call: str, why: str) -> None:
-        if not self._asked:
+        if not self._is_compile_set:
             # No warning is needed: the report gives the reason.
             return
         warnings.warn(eagerly(self._name, f"with ({call}), {why}"), stacklevel=2)
@@ -44,10 +44,10 @@ class ArrayStep:
     def prepare(self, batch: Batch, device: torch.device) -> PreparedStep:
         """As `hfusion.runtime.recipe.WholeStep`."""
         inputs, target = _on(batch.call, device)
-        if self._before:
+        if self._resumed_calls:
             # The program of a kind serves minibatches with another number of samples, too.
             text = StepCall(batch.call.arguments, Arguments.of((target,), {})).text
-            if any_samples(text) in self._before:
+            if any_samples(text) in self._resumed_calls:
                 self._step.expected_calls.add(text)
         return self._step.prepare(inputs, target)
 
@@ -60,11 +60,11 @@ class ArrayStep:
     @property
     def known_calls(self) -> list[str]:
         """As `hfusion.runtime.recipe.WholeStep`."""
-        return sorted({*map(any_samples, self._step.known_calls), *self._before})
+        return sorted({*map(any_samples, self._step.known_calls), *self._resumed_calls})
 
     def expect(self, calls: Sequence[str]) -> None:
         """As `hfusion.runtime.recipe.WholeStep`."""
-        self._before = set(calls)
+        self._resumed_calls = set(calls)
 
     def mark_idle(self, rows: frozenset[int]) -> None:
         """As `hfusion.runtime.recipe.WholeStep`."""

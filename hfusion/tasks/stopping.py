@@ -79,7 +79,7 @@ class StoppedMembers:
         self._optimizer = optimizer
         self._epochs = task.epochs
         self.best = BestWeights(task, array) if task.patience is not None or task.restore_best else None
-        self._kept: list[tuple[list[int], dict[str, Tensor]]] = []
+        self._stopped_copies: list[tuple[list[int], dict[str, Tensor]]] = []
 
     @property
     def rows(self) -> list[int]:
@@ -104,7 +104,7 @@ class StoppedMembers:
             self._check_apart(list(fresh))
         rows = [self._members.index(member) for member in fresh]
         copies = {key: stack[rows].to("cpu", copy=True) for key, stack in self._stacks().items()}
-        self._kept.append((rows, copies))
+        self._stopped_copies.append((rows, copies))
 
     def resume(self, steps: Mapping[int, int]) -> None:
         """Stop members that had stopped in the resumed run. The array must hold their final state."""
@@ -121,13 +121,13 @@ class StoppedMembers:
 
     def write(self, stacks: Mapping[str, Tensor]) -> None:
         """Write the copies of stopped members into their rows of ``stacks``, which may hold other keys, too."""
-        for rows, copies in self._kept:
+        for rows, copies in self._stopped_copies:
             for key, values in copies.items():
                 stacks[key][rows] = values.to(stacks[key])
 
     def put_back(self) -> None:
         """Write stopped members back into the array and optimizer and, once training is over, all best weights."""
-        if self._kept:
+        if self._stopped_copies:
             self.write(self._stacks())
             self._optimizer.forget()
         if self.best is not None and (self.all or self.best.evaluated == self._epochs):

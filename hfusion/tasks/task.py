@@ -294,7 +294,7 @@ def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> Fuse
     if isinstance(task.optimizer, FusedOptimizer):
         optimizer = task.optimizer
     elif len(members) == task.members:
-        optimizer = _made(task, task.optimizer, list(array.parameters()))
+        optimizer = _create_optimizer(task, task.optimizer, list(array.parameters()))
     else:
         optimizer = _sliced(task, task.optimizer, array, members)
     array_ids = {id(param) for param in array.parameters()}
@@ -309,7 +309,7 @@ def optimizer_of(task: Task, array: FusedModule, members: Sequence[int]) -> Fuse
     return optimizer
 
 
-def _made(task: Task, make: Factory, params: list[nn.Parameter]) -> FusedOptimizer:
+def _create_optimizer(task: Task, make: Factory, params: list[nn.Parameter]) -> FusedOptimizer:
     """Call the task's function. Raises PlanError if the result is no fused optimizer."""
     optimizer = make(params)
     if not isinstance(optimizer, FusedOptimizer):
@@ -330,7 +330,7 @@ def _sliced(task: Task, make: Factory, array: FusedModule, members: Sequence[int
         mark(stand_in, Membership(param_mark.name, task.members, param_mark.stacked, param_mark.padded))
         real[id(stand_in)] = param
         stand_ins.append(stand_in)
-    whole = _made(task, make, stand_ins)
+    whole = _create_optimizer(task, make, stand_ins)
     groups = []
     for group in whole.param_groups:
         options = {key: _rows(value, members) for key, value in group.items()}

@@ -308,13 +308,13 @@ class _TrainRun:
     def run(self, policy: Policy, bars: TaskBars | None) -> Report:
         devices = [(name, self._devices[name]) for name in self.plan.devices]
 
-        def after(index: int, unit: Unit) -> None:
-            self._after(index, unit, bars, worker)
+        def on_unit_end(index: int, unit: Unit) -> None:
+            self._handle_unit_end(index, unit, bars, worker)
 
         worker = DeviceWorker(devices, self.trainings, lambda index, unit: self.trainings[index].ran(unit), self._save)
         self._computing = worker.computing
         for index, training in enumerate(self.trainings):
-            training.ended, training.save = partial(after, index), partial(worker.save, index)
+            training.ended, training.save = partial(on_unit_end, index), partial(worker.save, index)
         first = [border.units for border in self.borders]
         scheduled = replace(self.plan, tasks=tuple(training.scheduled for training in self.trainings))
         engine = Engine(scheduled, policy, worker, lambda index: self.borders[index].training.over, first)
@@ -338,7 +338,7 @@ class _TrainRun:
             ) from cause
         return self._report(engine, worker, list(range(len(self.trainings))))
 
-    def _after(self, index: int, unit: Unit, bars: TaskBars | None, worker: DeviceWorker) -> None:
+    def _handle_unit_end(self, index: int, unit: Unit, bars: TaskBars | None, worker: DeviceWorker) -> None:
         """Handle the end of a unit, and save arrays that have stopped."""
         border = self.borders[index]
         if self.saves is not None and border.plan.trained(unit):
@@ -379,17 +379,17 @@ class _TrainRun:
 
     def _task_report(self, task: Task, indices: Sequence[int]) -> TaskReport:
         borders = [self.borders[index] for index in indices]
-        losses = in_order([(item.one.members, item.training.losses) for item in borders])
+        losses = in_order([(item.setup.members, item.training.losses) for item in borders])
         evaluated = None
         if task.eval_loader is not None:
-            rows = in_order([(item.one.members, item.training.evaluations) for item in borders]).to(losses.dtype)
+            rows = in_order([(item.setup.members, item.training.evaluations) for item in borders]).to(losses.dtype)
             evaluated = rows.unflatten(0, (len(rows) // task.evaluated, task.evaluated))
-        arrays = tuple((item.one.members, item.one.array) for item in borders)
+        arrays = tuple((item.setup.members, item.setup.array) for item in borders)
         stopped = {member: steps for item in borders for member, steps in item.stopped.steps.items()}
         array_reports = tuple(map(self._array_report, indices))
         epochs = None
         if task.restores_best:
-            best = [(item.one.members, item.stopped.best.epochs) for item in borders if item.stopped.best is not None]
+            best = [(item.setup.members, item.stopped.best.epochs) for item in borders if item.stopped.best is not None]
             epochs = epochs_in_order(best)
         return TaskReport(losses, evaluated, dict(sorted(stopped.items())), arrays, array_reports, epochs)
 

@@ -21,7 +21,7 @@ __all__ = ["at_once"]
 
 def knowledge(pop: Any) -> list[MovableMember]:
     assert isinstance(pop._members, MixedMembers)
-    return [pop._members.spread._known[group.members] for group in pop._members.groups]  # type: ignore[index]
+    return [pop._members.spread._movable_members[group.members] for group in pop._members.groups]  # type: ignore[index]
 
 
 class Counting(Dense):

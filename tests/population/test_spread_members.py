@@ -318,7 +318,7 @@ def test_processes_that_are_slower_end(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(7):
         pop.step(*batch(step))
     assert spread._forks is None
-    assert spread._alone
+    assert spread._processes_are_slower
 
 
 class Threaded(Dense):
