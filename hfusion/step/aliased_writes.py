@@ -31,10 +31,10 @@ class CopiesOfOverlaps(CustomGraphPass):
     """Runs the passes that are already set, then makes scatters with overlapping operands write into a copy."""
 
     def __init__(self) -> None:
-        self._before = passes_already_set()
+        self._earlier_passes = passes_already_set()
 
     def __call__(self, graph: fx.Graph) -> None:
-        for graph_pass in self._before:
+        for graph_pass in self._earlier_passes:
             graph_pass(graph)
         for node in list(graph.nodes):
             if node.target in _PUT_INTO and _overlaps(node):
@@ -44,7 +44,7 @@ class CopiesOfOverlaps(CustomGraphPass):
                 node.args = (copy, *node.args[1:])
 
     def uuid(self) -> Any:
-        names = [graph_pass.uuid() for graph_pass in self._before]
+        names = [graph_pass.uuid() for graph_pass in self._earlier_passes]
         # With None, torch caches no program.
         return None if None in names else (get_hash_for_files((__file__,)), *names)
 

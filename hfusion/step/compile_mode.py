@@ -76,7 +76,7 @@ class CompileMode:
             return "None" if self.judged else "False"
         return '"background"' if self.background else "True"
 
-    def left(self, steps: int) -> int | None:
+    def remaining_steps(self, steps: int) -> int | None:
         """Return how many steps to expect after ``steps`` steps of a kind.
 
         If the user gave no number, as many as have run. None between powers of two, to decide again only rarely.

@@ -46,7 +46,17 @@ from hfusion.step.compiled_step import (
 from hfusion.step.eager_comparison import EagerProgram, check_faster, known_times, not_slower_than_eager
 from hfusion.step.pending_program import PendingProgram, Rival
 from hfusion.step.program_cache import NoProgram, StepPrograms
-from hfusion.step.program_lifecycle import Compiling, Deferred, Due, Eager, Ended, Failed, Made, Postponed, Requested
+from hfusion.step.program_lifecycle import (
+    Compiling,
+    Deferred,
+    Due,
+    Eager,
+    Ended,
+    Failed,
+    Postponed,
+    ProgramReady,
+    Requested,
+)
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.step_signatures import StepVariant
 from hfusion.torch_private.cpp_block_entry import Unparted
@@ -78,53 +88,53 @@ class MakeRequest:
 
 
 class ProgramMaker:
-    """Finds or compiles the programs of a step. ``ways``: the variants of the step."""
+    """Finds or compiles the programs of a step. ``variants_by_kind``: the variants of the step."""
 
     def __init__(
-        self, mode: CompileMode, ways: Mapping[Any, list[StepVariant]], eager: Callable[[Any], EagerProgram]
+        self, mode: CompileMode, variants_by_kind: Mapping[Any, list[StepVariant]], eager: Callable[[Any], EagerProgram]
     ) -> None:
         self.mode = mode
         self._eager = eager
         self.library = Library()
-        self._ways = ways
+        self._variants_by_kind = variants_by_kind
 
-    def prepare(self, way: StepVariant, call: StepCall, size: int | None, autocast: Any) -> None:
-        """Advance ``way`` before a step: find, request, compile or take its program, or note why there is none.
+    def prepare(self, variant: StepVariant, call: StepCall, size: int | None, autocast: Any) -> None:
+        """Advance ``variant`` before a step: find, request, compile or take its program, or note why there is none.
 
         Raises ProgramMismatch if the captured programs do not hold for the sizes of ``call``.
         """
-        steps, way.steps = way.steps, way.steps + 1
+        steps, variant.steps = variant.steps, variant.steps + 1
         request = MakeRequest(call, size, autocast, self.mode.background, wait=self.mode.due(steps))
         if self.mode.eager(steps):
             # Start compiling early: the first step after the eager ones will wait for the program.
-            if isinstance(way.state, Eager) and not any(o.pending and o.like(way) for o in self._variants()):
-                self._make(way, replace(request, due=False, wait=False))
+            if isinstance(variant.state, Eager) and not any(o.pending and o.like(variant) for o in self._variants()):
+                self._make(variant, replace(request, due=False, wait=False))
             return
-        if isinstance(way.state, Deferred):
-            way.note(Due())
+        if isinstance(variant.state, Deferred):
+            variant.note(Due())
             return
-        if self._take_fitting(way, call) or self._waits(way, call, steps):
+        if self._take_fitting(variant, call) or self._waits(variant, call, steps):
             return
-        if isinstance(way.state, Compiling):
-            if (request.wait and not way.state.behind) or way.state.pending.ready():
-                self._guarded(way, request, self._take)
+        if isinstance(variant.state, Compiling):
+            if (request.wait and not variant.state.behind) or variant.state.pending.ready():
+                self._guarded(variant, request, self._take)
             return
-        if not self.mode.judged or self._pays(way, request, steps):
-            self._make(way, replace(request, behind=request.behind or way.clock.behind))
+        if not self.mode.judged or self._pays(variant, request, steps):
+            self._make(variant, replace(request, behind=request.behind or variant.clock.behind))
 
     def _pays(self, variant: StepVariant, request: MakeRequest, steps: int) -> bool:
         """Return whether compiling ``variant`` pays after ``steps`` steps of its kind; always True on an accelerator.
 
         Before the first timed step, only a cached program is taken.
         """
-        if any(holder[name].device.type != "cpu" for holder, name in variant.places):
+        if any(holder[name].device.type != "cpu" for holder, name in variant.tensor_refs):
             # On an accelerator, calls return before the work is done, so they cannot be timed here.
             return True
         if not variant.clock.eager:
             # A cached program costs nothing.
             self._make(variant, replace(request, wait=False, find_only=True))
             return False
-        remaining = self.mode.left(steps)
+        remaining = self.mode.remaining_steps(steps)
         if remaining is None:
             return False
         operators, looped = variant.extent
@@ -134,29 +144,29 @@ class ProgramMaker:
         variant.note(Failed(decision.why, by_choice=True) if final else Postponed(decision.why))
         return not decision.why
 
-    def eager_threads(self, way: StepVariant) -> AbstractContextManager[None]:
-        """Context manager: run an eager step of ``way`` with one torch thread fewer if a compilation needs the core.
+    def eager_threads(self, variant: StepVariant) -> AbstractContextManager[None]:
+        """Context manager: run an eager step of ``variant`` with one torch thread fewer if a compilation needs a core.
 
         This applies if the compiling process has no core of its own, and once it has run for longer than the
         compilation would take with one. Until then, steps keep all threads.
         """
         count = torch.get_num_threads()
-        pending = way.pending
+        pending = variant.pending
         if pending is None or self.mode.eager_steps is not None or count == 1 or spare_core():
             return nullcontext()
-        if way.clock.expected is None:
-            way.clock.expected = compile_seconds(*way.extent, read_records(), behind=False)
-        return torch_threads(count - 1) if pending.age > way.clock.expected else nullcontext()
+        if variant.clock.expected is None:
+            variant.clock.expected = compile_seconds(*variant.extent, read_records(), behind=False)
+        return torch_threads(count - 1) if pending.age > variant.clock.expected else nullcontext()
 
-    def remember(self, way: StepVariant) -> None:
-        """Store the measured times of ``way`` for later decisions."""
-        clock = way.clock
+    def remember(self, variant: StepVariant) -> None:
+        """Store the measured times of ``variant`` for later decisions."""
+        clock = variant.clock
         if clock.compilation is not None:
             behind = clock.behind or self.mode.background
-            add_record(CompileRecord(*way.extent, behind, clock.compilation, clock.speedup))
+            add_record(CompileRecord(*variant.extent, behind, clock.compilation, clock.speedup))
 
     def _variants(self) -> Iterator[StepVariant]:
-        return (variant for variants in self._ways.values() for variant in variants)
+        return (variant for variants in self._variants_by_kind.values() for variant in variants)
 
     def programs(self) -> list[StepProgram]:
         return list(dict.fromkeys(variant.program for variant in self._variants() if variant.program is not None))
@@ -173,7 +183,7 @@ class ProgramMaker:
                 if variant.pending is not None:
                     variant.pending.cancel()
                     variant.note(Ended())
-                variant.note(Made(other.program))
+                variant.note(ProgramReady(other.program))
                 return True
         return False
 
@@ -233,7 +243,7 @@ class ProgramMaker:
                 return
             else:
                 rival = self._rival(variant, request.call, order, request.autocast)
-        programs = self._known(variant, request, order)
+        programs = self._load_or_compile(variant, request, order)
         if programs is not None and (rival is None or not request.behind):
             self._use(variant, request.call, order, programs, rival, request.due)
             if variant.clock.compilation is not None:
@@ -245,7 +255,7 @@ class ProgramMaker:
             if request.wait and not variant.clock.behind:
                 self._take(variant)
 
-    def _known(
+    def _load_or_compile(
         self, variant: StepVariant, request: MakeRequest, order: Order | None
     ) -> StepPrograms | NoProgram | None:
         """Return cached programs, or compile them here; None if another process must, or nothing may be compiled."""
@@ -331,9 +341,9 @@ class ProgramMaker:
             program = self._faster(variant, call, program, parts, rival_programs, rival.parts)
         if variant.parting.times is not None:
             program = NotedProgram(program, f"chosen: {variant.parting.times}")
-        if self.mode.judged and all(holder[name].device.type == "cpu" for holder, name in variant.places):
+        if self.mode.judged and all(holder[name].device.type == "cpu" for holder, name in variant.tensor_refs):
             program = not_slower_than_eager(variant, call, order, program, self._eager)
-        variant.note(Made(program, due))
+        variant.note(ProgramReady(program, due))
 
     def _faster(
         self,
@@ -352,13 +362,13 @@ class ProgramMaker:
             ONE_PART: variant.parting.applied(single_block),
             PARTS: replace(parting, measured=False).applied(parts),
         }
-        times = keep_times(order, measure(steps, call, variant.places), parting.threads, (ONE_PART, PARTS))
+        times = keep_times(order, measure(steps, call, variant.tensor_refs), parting.threads, (ONE_PART, PARTS))
         variant.parting = parting if times is None else parting.chosen(times)
         return steps[ONE_PART] if times is not None and times.fastest == ONE_PART else applied
 
     def _step(self, variant: StepVariant, call: StepCall, programs: StepPrograms) -> FusedStep | PerMemberStep:
         assert variant.sources is not None
-        return step_of(programs, *variant.sources, call, variant.places, self.library, _kind(variant, call))
+        return step_of(programs, *variant.sources, call, variant.tensor_refs, self.library, _kind(variant, call))
 
     @cached_property
     def _folder(self) -> Path:

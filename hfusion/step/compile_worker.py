@@ -40,7 +40,7 @@ class BackgroundJob:
 
     def __init__(self, order: Order, folder: Path, owner: object) -> None:
         self.folder = folder
-        self._told = ""
+        self._outcome_text = ""
         self._began = time.time()
         self.seconds = 0.0
         """Seconds until the program was ready; 0 until `result` was called."""
@@ -64,7 +64,7 @@ class BackgroundJob:
 
     def ready(self) -> bool:
         """Return immediately whether the job has ended, successfully or not."""
-        if self._told or not self._finalizer.alive:
+        if self._outcome_text or not self._finalizer.alive:
             return True
         return self._process.poll() is not None
 
@@ -73,14 +73,14 @@ class BackgroundJob:
 
         If it was cancelled or its owner freed before that, ``cancelled`` is True afterwards.
         """
-        if not self._finalizer.alive and not self._told:
+        if not self._finalizer.alive and not self._outcome_text:
             self.cancelled = True
             return "cancelled"
-        if not self._told:
+        if not self._outcome_text:
             self._process.wait()
-            self._told = self._outcome()
+            self._outcome_text = self._outcome()
             self._finalizer()
-        return "" if self._told == "done" else self._told
+        return "" if self._outcome_text == "done" else self._outcome_text
 
     def _outcome(self) -> str:
         assert self._process.stdout is not None

@@ -253,7 +253,7 @@ def _compile(
         size = 1
     try:
         if size is not None:
-            return each(forward, loss, call, tensors, library, kind, min(size, members))
+            return compile_blocks(forward, loss, call, tensors, library, kind, min(size, members))
         graph = trace(forward, loss, call)
         check_open(graph, forward, loss, call)
         check_operators(graph)
@@ -261,7 +261,7 @@ def _compile(
         # Some calls are many operators, such as a recurrent layer's.
         if not looped or size == 1:
             raise
-        return each(forward, loss, call, tensors, library, kind, 1)
+        return compile_blocks(forward, loss, call, tensors, library, kind, 1)
     library.count += 1
     return StepPrograms((graph,), (build(graph, tensors.all(), call.batch()),))
 
@@ -289,7 +289,7 @@ def step_of(
     return PerMemberStep(programs.graphs, programs.runs, programs.kinds, programs.size, tensors, params)
 
 
-def each(
+def compile_blocks(
     forward: BoundProgram,
     loss: BoundProgram,
     call: StepCall,

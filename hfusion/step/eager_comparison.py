@@ -99,7 +99,7 @@ def _measured(
     assert variant.parting is not None
     modules = eager.fused.modules()
     buffers: list[Location] = [(m._buffers, name) for m in modules for name, b in m._buffers.items() if b is not None]
-    times = measure({COMPILED: program, EAGER: eager}, call, [*variant.places, *buffers])
+    times = measure({COMPILED: program, EAGER: eager}, call, [*variant.tensor_refs, *buffers])
     if times is not None and times.eager_wins and variant.clock.compilation is not None:
         speedup = times.seconds[EAGER] / times.seconds[COMPILED]
         add_record(CompileRecord(*variant.extent, variant.clock.behind, variant.clock.compilation, speedup))

@@ -61,13 +61,13 @@ def build(graph: StepGraph, tensors: Sequence[Tensor], batch: Sequence[Tensor]) 
         if entry is None:
             return run
 
-        def again(call: Callable[..., Sequence[Tensor]]) -> list[Tensor]:
+        def rerun_program(call: Callable[..., Sequence[Tensor]]) -> list[Tensor]:
             with random_states_kept():
                 return _results(call, fresh(), batch)
 
         # Without torch's wrappers, the program must give the same bits.
-        difference = _difference(graph, again(entry), results)
-        repeats = not difference or not _difference(graph, again(run), results)
+        difference = _difference(graph, rerun_program(entry), results)
+        repeats = not difference or not _difference(graph, rerun_program(run), results)
     if not difference:
         return entry
     warnings.warn(_fallback(difference, repeats), stacklevel=2)

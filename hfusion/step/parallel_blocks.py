@@ -236,25 +236,29 @@ class ThreadTrial:
     All turns of a candidate are consecutive, so that its threads are still awake.
     """
 
-    ways: tuple[str, ...]
-    taken: list[float] = field(default_factory=list)
+    candidates: tuple[str, ...]
+    measured_seconds: list[float] = field(default_factory=list)
 
     @property
     def next(self) -> str:
         """The candidate whose turn it is."""
-        return self.ways[len(self.taken) // TURNS]
+        return self.candidates[len(self.measured_seconds) // TURNS]
 
-    def note(self, way: str, seconds: float) -> None:
-        """Note the seconds of ``way``, whose turn it was."""
-        assert way == self.next
-        self.taken.append(seconds)
+    def note(self, candidate: str, seconds: float) -> None:
+        """Note the seconds of ``candidate``, whose turn it was."""
+        assert candidate == self.next
+        self.measured_seconds.append(seconds)
 
-    def seconds(self, way: str) -> float:
-        """Return the minimum time of ``way``, without its first turn, which warms up."""
-        first = self.ways.index(way) * TURNS
-        return min(self.taken[first + 1 : first + TURNS])
+    def seconds(self, candidate: str) -> float:
+        """Return the minimum time of ``candidate``, without its first turn, which warms up."""
+        first = self.candidates.index(candidate) * TURNS
+        return min(self.measured_seconds[first + 1 : first + TURNS])
 
     @property
     def best(self) -> str | None:
         """The fastest candidate; None until each has had all its turns."""
-        return min(self.ways, key=self.seconds) if len(self.taken) >= TURNS * len(self.ways) else None
+        return (
+            min(self.candidates, key=self.seconds)
+            if len(self.measured_seconds) >= TURNS * len(self.candidates)
+            else None
+        )

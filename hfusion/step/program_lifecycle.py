@@ -70,7 +70,7 @@ class Ended:
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class ProgramReady:
     """The program is ready; ``due``: whether the next step may use it."""
 
     program: StepProgram
@@ -90,7 +90,7 @@ class Failed:
     by_choice: bool = False
 
 
-Event: TypeAlias = Postponed | Requested | Ended | Made | Due | Failed
+Event: TypeAlias = Postponed | Requested | Ended | ProgramReady | Due | Failed
 
 
 def next_state(state: ProgramState, event: Event) -> ProgramState:
@@ -100,7 +100,7 @@ def next_state(state: ProgramState, event: Event) -> ProgramState:
             return Eager(why)
         case Eager(), Requested(pending, behind):
             return Compiling(pending, behind)
-        case Eager(), Made(program, due):
+        case Eager(), ProgramReady(program, due):
             return InUse(program) if due else Deferred(program)
         case Eager(), Failed(why, by_choice):
             return Refused(why, by_choice)

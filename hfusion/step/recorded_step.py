@@ -46,7 +46,7 @@ class RecordedStep:
         self._recorded = Recordings[_RecordedBatch](record if isinstance(record, str) else _obstacle(program))
         self._addresses: list[int] = []
         # Kinds of batches that have run once: some kernels must run before they can be recorded.
-        self._seen: set[Any] = set()
+        self._warmed_up_kinds: set[Any] = set()
         # The device of the last batch, if it differs from that of the array; such calls are not recorded.
         self._batch_device: torch.device | None = None
 
@@ -73,11 +73,11 @@ class RecordedStep:
         self._look()
         kind = tuple((tensor.shape, tensor.dtype) for tensor in batch)
         recording = self._recorded.get(kind)
-        if recording is None and kind in self._seen and not (self._recorded.full or self._recorded.why):
+        if recording is None and kind in self._warmed_up_kinds and not (self._recorded.full or self._recorded.why):
             recording = self._recorded.add(kind, lambda: self._recording(call, batch))
         if recording is None:
-            if len(self._seen) < MAX_RECORDED:
-                self._seen.add(kind)
+            if len(self._warmed_up_kinds) < MAX_RECORDED:
+                self._warmed_up_kinds.add(kind)
             return self._program.step(call)
         for static_input, new_input in zip(recording.batch, batch, strict=True):
             static_input.copy_(new_input, non_blocking=True)

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 from hfusion.array.module import FusedModule
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import check_whole_stack
-from hfusion.step.step_signatures import Seen
+from hfusion.step.step_signatures import GuardedTensors
 
 
 class TrainedParameters:
@@ -18,18 +18,18 @@ class TrainedParameters:
 
     def __init__(self, fused: FusedModule, optimizer: Optimizer) -> None:
         self._fused, self._optimizer = fused, optimizer
-        self._seen: Seen | None = None
+        self._checked_tensors: GuardedTensors | None = None
 
     def check_backward(self) -> None:
         """Check after a backward that started without gradients: only parameters of the array can have one now."""
         if all(param.grad is None for group in self._optimizer.param_groups for param in group["params"]):
             self._check()
 
-    def check_program(self, seen: Seen | None) -> None:
-        """Check before a compiled step with the tensors ``seen``. Does nothing if they passed at the previous step."""
-        if seen is None or seen is not self._seen:
+    def check_program(self, tensors: GuardedTensors | None) -> None:
+        """Check before a compiled step with ``tensors``. Does nothing if they passed at the previous step."""
+        if tensors is None or tensors is not self._checked_tensors:
             self._check()
-            self._seen = seen
+            self._checked_tensors = tensors
 
     def _check(self) -> None:
         parameters = {id(param): param for param in self._fused.parameters()}

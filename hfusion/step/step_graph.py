@@ -65,10 +65,10 @@ class StepCall:
     def of_rows(self, rows: range) -> StepCall:
         """Return the call for an array of the members ``rows`` only."""
 
-        def one(leaf: Any) -> Any:
+        def slice_leaf(leaf: Any) -> Any:
             return StackedInput(leaf.tensor[rows.start : rows.stop]) if isinstance(leaf, StackedInput) else leaf
 
-        return self.mapped(one)
+        return self.mapped(slice_leaf)
 
     def wants(self, blocks: Sequence[range]) -> list[bool]:
         """Return which blocks have members that are not idle; all blocks if none has."""
@@ -102,19 +102,19 @@ class StepGraph:
         module: takes the tensors of the array, then contiguous ones of inputs and target, then seeds. Returns the
             losses ``[B]`` and the gradients of the tensors ``trained``, contiguous and without shared memory.
         trained: indices of the array's tensors that get a gradient.
-        own, batch: fake tensors of the array, and of inputs and target.
+        array_tensors, batch: fake tensors of the array, and of inputs and target.
         seeds: a fake tensor of an integer per member, if the step draws random numbers on a CPU.
     """
 
     module: fx.GraphModule
     trained: tuple[int, ...]
-    own: tuple[Tensor, ...]
+    array_tensors: tuple[Tensor, ...]
     batch: tuple[Tensor, ...]
     seeds: Tensor | None = None
 
     @property
     def examples(self) -> tuple[Tensor, ...]:
-        return (*self.own, *self.batch, *self.drawn)
+        return (*self.array_tensors, *self.batch, *self.drawn)
 
     @property
     def drawn(self) -> tuple[Tensor, ...]:
@@ -153,7 +153,7 @@ class Tensors:
     If forward or the loss has assertions, the last tensor holds one bool per member: whether any of them failed.
     """
 
-    places: tuple[Location, ...]
+    tensor_refs: tuple[Location, ...]
     stacked: tuple[bool, ...]
 
     @staticmethod
@@ -174,12 +174,12 @@ class Tensors:
 
     def all(self) -> list[Tensor]:
         """Return the current tensors."""
-        return [holder[name] for holder, name in self.places]
+        return [holder[name] for holder, name in self.tensor_refs]
 
     @property
     def members(self) -> int:
         """Number of members of the array."""
-        return next(len(h[n]) for (h, n), stacked in zip(self.places, self.stacked, strict=True) if stacked)
+        return next(len(h[n]) for (h, n), stacked in zip(self.tensor_refs, self.stacked, strict=True) if stacked)
 
     def of_rows(self, rows: range) -> list[Tensor]:
         """Return the tensors of the members ``rows``: detached rows of stacked tensors, and whole shared tensors."""
@@ -231,7 +231,7 @@ def _trace(
     ]
     _check(forward, refilled(call, batch).inputs.shapes)
     trained = [k for k, fake in enumerate(fake_tensors) if fake.requires_grad]
-    ids = [id(holder[name]) for holder, name in tensors.places]
+    ids = [id(holder[name]) for holder, name in tensors.tensor_refs]
     rows, seeds = forward.compiled.program.members, []
     if all(tensor.device.type == "cpu" for tensor in traced_tensors) and draws(forward, loss):
         seeds = [mode.from_tensor(torch.zeros(rows, dtype=torch.int64, device="cpu"), static_shapes=True)]
@@ -323,12 +323,12 @@ def refilled(call: StepCall, tensors: Sequence[Tensor]) -> StepCall:
     """Return the call with its tensors replaced, in order, by ``tensors``."""
     fresh = iter(tensors)
 
-    def other(leaf: Any) -> Any:
+    def replace_leaf(leaf: Any) -> Any:
         if isinstance(leaf, StackedInput):
             return StackedInput(next(fresh))
         return next(fresh) if isinstance(leaf, Tensor) else leaf
 
-    return call.mapped(other)
+    return call.mapped(replace_leaf)
 
 
 def _losses(

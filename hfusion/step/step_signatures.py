@@ -47,21 +47,25 @@ class CallReport:
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class GuardedTensors:
     """Tensors with torch's guards of their dtypes, shapes and strides, five times as fast as checks in Python."""
 
     tensors: list[Tensor]
-    once: list[Tensor]
+    unique_tensors: list[Tensor]
     guards: TensorGuards
 
     @staticmethod
-    def of(tensors: list[Tensor]) -> Seen:
+    def of(tensors: list[Tensor]) -> GuardedTensors:
         unique = list({id(tensor): tensor for tensor in tensors}.values())
-        return Seen(tensors, unique, tensor_guards(unique))
+        return GuardedTensors(tensors, unique, tensor_guards(unique))
 
-    def again(self, tensors: list[Tensor]) -> bool:
+    def matches(self, tensors: list[Tensor]) -> bool:
         """Return True only for the same, unchanged tensors without hooks. Another autocast may give False for these."""
-        return all(map(is_, tensors, self.tensors)) and self.guards.check(*self.once) and not any_hooks(self.once)
+        return (
+            all(map(is_, tensors, self.tensors))
+            and self.guards.check(*self.unique_tensors)
+            and not any_hooks(self.unique_tensors)
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,11 +91,11 @@ class StepReport:
 
 @dataclass(eq=False)
 class StepVariant:
-    """How the calls of one signature run, as long as the tensors at ``places`` have the properties ``traits``."""
+    """How the calls of one signature run, as long as the tensors at ``tensor_refs`` have the properties ``traits``."""
 
     call: str
     situation: Any
-    places: list[Location]
+    tensor_refs: list[Location]
     traits: Any
     sources: tuple[BoundProgram, BoundProgram] | None = None
     state: ProgramState = field(default_factory=Eager)
@@ -100,8 +104,8 @@ class StepVariant:
     steps: int = 1
     """Number of its calls so far."""
     clock: StepClock = field(default_factory=StepClock)
-    seen: Seen | None = None
-    """The tensors at ``places``, as they were at the last call."""
+    guarded_tensors: GuardedTensors | None = None
+    """The tensors at ``tensor_refs``, as they were at the last call."""
 
     def note(self, event: Event) -> None:
         """Let ``event`` change the state of the program."""
@@ -140,18 +144,18 @@ class StepVariant:
         """Whether members draw from one generator in turn, so that all of them must be computed."""
         return any(next(drawing(source.compiled.graph), None) for source in self.sources or ())
 
-    def holds(self) -> bool:
-        tensors = [holder[name] for holder, name in self.places]
-        if self.seen is not None and self.seen.again(tensors):
+    def is_valid(self) -> bool:
+        tensors = [holder[name] for holder, name in self.tensor_refs]
+        if self.guarded_tensors is not None and self.guarded_tensors.matches(tensors):
             return True
-        if traits_of(self.places) != self.traits:
+        if traits_of(self.tensor_refs) != self.traits:
             return False
-        self.seen = Seen.of(tensors)
+        self.guarded_tensors = GuardedTensors.of(tensors)
         return True
 
     def release(self) -> None:
         """Hold no tensors until the next step."""
-        self.seen = None
+        self.guarded_tensors = None
         if isinstance(self.program, RecordedStep):
             self.program.release()
 
@@ -177,11 +181,11 @@ class StepVariant:
 
 # The variants of each array, which all of its steps with an equal loss share. Variants whose loss holds tensors are
 # left out, since the tensors belong to one step.
-_found: WeakKeyDictionary[nn.Module, dict[Any, list[StepVariant]]] = WeakKeyDictionary()
+_shared_variants: WeakKeyDictionary[nn.Module, dict[Any, list[StepVariant]]] = WeakKeyDictionary()
 
 
 def shared_variants(fused: FusedModule) -> dict[Any, list[StepVariant]]:
-    return _found.setdefault(fused, {})
+    return _shared_variants.setdefault(fused, {})
 
 
 def family(call: StepCall, situation: Any) -> Any:

@@ -53,7 +53,7 @@ class PreparedStep(NamedTuple):
     """The arguments of a step, and how it will run.
 
     Attributes:
-        way: the variant that it runs by; None: it runs eagerly, which determines the variant of later calls.
+        variant: the variant that it runs by; None: it runs eagerly, which determines the variant of later calls.
         block: members per block within the memory budget; None for all.
     """
 
@@ -62,7 +62,7 @@ class PreparedStep(NamedTuple):
     target: Any
     call: StepCall | None = None
     situation: Any = None
-    way: StepVariant | None = None
+    variant: StepVariant | None = None
     block: int | None = None
 
 
@@ -94,13 +94,13 @@ class TrainStep:
         self.idle: frozenset[int] = frozenset()
         # Members that one call of a compiled program computes; None for all.
         self.at_once: int | None = None
-        self._ways: dict[Any, list[StepVariant]] = {}
-        self._known: dict[Any, StepVariant] = {}
+        self._variants: dict[Any, list[StepVariant]] = {}
+        self._cached_variants: dict[Any, StepVariant] = {}
         self._uncompiled: dict[str, CallReport] = {}
         self._memory: dict[str, StepPlans] = {}
         self._warned: set[str] = set()
         self._trained = TrainedParameters(fused, opt)
-        self._maker = ProgramMaker(mode, self._ways, self._eager_program)
+        self._maker = ProgramMaker(mode, self._variants, self._eager_program)
         self._turn = RLock()  # One step at a time uses gradients and parameters.
 
     def __call__(self, inputs: Any, target: Any, **keywords: Any) -> Tensor:
@@ -153,7 +153,7 @@ class TrainStep:
                 losses = self._eager(prepared)[0]
             variant.clock.note_eager(perf_counter() - began)
             return losses
-        self._trained.check_program(variant.seen)
+        self._trained.check_program(variant.guarded_tensors)
         if self.idle and not variant.draws_together:
             call = replace(call, idle=self.idle)
         with without_autocast(situation[2]):
@@ -177,7 +177,7 @@ class TrainStep:
     @property
     def known_calls(self) -> set[str]:
         """The kinds of calls that need no further eager step to determine how they run."""
-        return {entry.call for group in self._ways.values() for entry in group if not entry.why} | self.expected_calls
+        return {item.call for group in self._variants.values() for item in group if not item.why} | self.expected_calls
 
     def _foreseen(self, prepared: PreparedStep) -> StepVariant | None:
         """Determine how such a call runs, by a forward without side effects."""
@@ -210,7 +210,7 @@ class TrainStep:
         """Return which calls run compiled, which eagerly, and why."""
         if not self._mode.compile and self.budget is None:
             return StepReport((CallReport("every call", "eager", "compile=False"),))
-        rows = [*(variant.row() for group in self._ways.values() for variant in group), *self._uncompiled.values()]
+        rows = [*(variant.row() for group in self._variants.values() for variant in group), *self._uncompiled.values()]
         plans = self._memory
         return StepReport(tuple(plans[row.call].described(row) if row.call in plans else row for row in rows))
 
@@ -236,19 +236,19 @@ class TrainStep:
     def _find(self, call: StepCall, situation: Any) -> StepVariant | None:
         """Return the variant of such a call; None if an eager step must determine it first."""
         exact = (call.inputs.key, call.target.key, situation)
-        cached = self._known.get(exact)
-        if cached is not None and cached.holds():
+        cached = self._cached_variants.get(exact)
+        if cached is not None and cached.is_valid():
             return cached
         kind = family(call, situation)
-        variants = self._ways.setdefault(kind, [])
+        variants = self._variants.setdefault(kind, [])
         variants += [variant for variant in self._shared().get(kind, ()) if variant not in variants]
         # Variants with a program come first, then later ones, which are more general.
         ordered = sorted(enumerate(variants), key=lambda pair: (pair[1].program is None, -pair[0]))
-        chosen = next((variant for _, variant in ordered if variant.holds() and self._serves(variant, call)), None)
+        chosen = next((variant for _, variant in ordered if variant.is_valid() and self._serves(variant, call)), None)
         if chosen is not None and (chosen.program is not None or chosen.why):
-            if len(self._known) == MAX_KEYS:
-                self._known.clear()
-            self._known[exact] = chosen
+            if len(self._cached_variants) == MAX_KEYS:
+                self._cached_variants.clear()
+            self._cached_variants[exact] = chosen
         return chosen
 
     def _shared(self) -> dict[Any, list[StepVariant]]:
@@ -276,16 +276,16 @@ class TrainStep:
         """After an eager step, store the variant by which later calls of its kind run."""
         if block is not None:
             self._loss.prepare(outputs, target)
-        variant = self._way(situation, call, self._loss.find_program(outputs, target))
-        variants = self._ways.setdefault(family(call, situation), [])
+        variant = self._create_variant(situation, call, self._loss.find_program(outputs, target))
+        variants = self._variants.setdefault(family(call, situation), [])
         if not any(other.program is None and other.why == variant.why and other.like(variant) for other in variants):
             variants.append(variant)
             if variant.sources is not None and not variant.sources[1].locations:
                 self._shared().setdefault(family(call, situation), []).append(variant)
         if variant.why:
-            self._known[call.inputs.key, call.target.key, situation] = variant
+            self._cached_variants[call.inputs.key, call.target.key, situation] = variant
 
-    def _way(self, situation: Any, call: StepCall, loss: BoundProgram | str) -> StepVariant:
+    def _create_variant(self, situation: Any, call: StepCall, loss: BoundProgram | str) -> StepVariant:
         """Return the variant for the next call of this kind, after an eager one; ``loss``: how its loss ran."""
         modules = list(self._fused.modules())
         refs: list[Location] = [(m._parameters, n) for m in modules for n, p in m._parameters.items() if p is not None]

@@ -31,13 +31,13 @@ class AsynchronousConductor(Conductor):
     def run(self) -> None:
         """Train until every trial has finished."""
         self._order = ReportOrder(None if self._folder is None else self._folder.root, self._reported)
-        if not self.rooms.arrays:
+        if not self.placement.arrays:
             self._refill()
             self.save()
-        while self.rooms.arrays:
+        while self.placement.arrays:
             began = time.monotonic()
             array = self._next_ready()
-            self._order.note(array.name, sorted(seat.number for seat in array.seats.values()))
+            self._order.note(array.name, sorted(slot.number for slot in array.slots.values()))
             self._reported, self._replays = self._order.count, bool(self._order.replayed)
             assert array.round is not None
             self._round, array.training = array.round, False
@@ -52,7 +52,7 @@ class AsynchronousConductor(Conductor):
     def _next_ready(self) -> ShapeArray:
         """Wait for the array that reports next: the first that is ready, or in a resumed sweep the recorded one."""
         while True:
-            arrays = {array.name: array for array in self.rooms.arrays}
+            arrays = {array.name: array for array in self.placement.arrays}
             self._order.skip_missing(arrays)
             next_name = self._order.replayed[0] if self._order.replayed else next(iter(self._results), None)
             if next_name is not None and next_name in self._results:
@@ -63,10 +63,10 @@ class AsynchronousConductor(Conductor):
     def _start(self, preferred: str | None) -> None:
         """Start an epoch of one array on each idle device, preferably of the array named ``preferred``."""
         by_device: dict[int, list[ShapeArray]] = {}
-        for array in self.rooms.arrays:
+        for array in self.placement.arrays:
             by_device.setdefault(array.device, []).append(array)
         for device, arrays in by_device.items():
-            idle = [array for array in arrays if array.seats and not array.training]
+            idle = [array for array in arrays if array.slots and not array.training]
             if device in self._workers.busy or not idle or self._unheard(arrays):
                 continue
             chosen = min(idle, key=lambda array: (array.name != preferred, array.round))

@@ -71,7 +71,7 @@ def optimizer_with(
     needs momentum. Missing values keep the optimizer's defaults.
     """
 
-    def made(params: Any) -> FusedOptimizer:
+    def make_optimizer(params: Any) -> FusedOptimizer:
         created = optimizer(params)
         if isinstance(created, FusedOptimizer):
             keys = dict.fromkeys(key for member in hypers for key in member)
@@ -80,7 +80,7 @@ def optimizer_with(
                 group.update({key: _values(group[key], [member.get(key) for member in hypers]) for key in keys})
         return created
 
-    return made
+    return make_optimizer
 
 
 def _values(defaults: Any, values: Sequence[Any]) -> Any:

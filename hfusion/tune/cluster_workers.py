@@ -41,20 +41,20 @@ class RowsJob:
     """The next job of a process. It returns the result of the last call of each array.
 
     Attributes:
-        kept: the reference by which the process gets the recipe and the maker.
+        recipe_ref: the reference by which the process gets the recipe and the maker.
         calls: the pickled calls of each array.
         dropped: the names of arrays that have ended.
         collect: whether to collect garbage first.
     """
 
-    kept: Any
+    recipe_ref: Any
     calls: dict[str, tuple[bytes, ...]]
     dropped: tuple[str, ...]
     collect: bool
 
     def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> dict[str, Any]:
         if "recipe" not in trainer.call_state:
-            recipe, maker = unpack(part(self.kept))
+            recipe, maker = unpack(part(self.recipe_ref))
             device = trainer.device.physical
             trainer.call_state |= {"recipe": replace(recipe, device=device), _MAKER: replace(maker, device=device)}
         for name in self.dropped:
@@ -94,23 +94,23 @@ class ClusterWorkers:
     """Workers in the processes of ``executor``.
 
     Attributes:
-        kept: the reference by which processes get the recipe and the maker.
-        place: returns a new device for an array whose device is gone. Set by the owner.
+        recipe_ref: the reference by which processes get the recipe and the maker.
+        choose_device: returns a new device for an array whose device is lost. Set by the owner.
         lost: called with the name of each array whose process was lost, and the reason. Set by the owner.
     """
 
     def __init__(self, executor: Executor, recipe: SweepRecipe, maker: ModelMaker, max_failures: int) -> None:
         self._executor, self._maker, self._max_failures = executor, maker, max_failures
-        self.kept = executor.put(pack(SWEEP_PARCEL, (recipe, maker), {}))
-        self._told: dict[str, _SentCalls] = {}
+        self.recipe_ref = executor.put(pack(SWEEP_PARCEL, (recipe, maker), {}))
+        self._sent_calls: dict[str, _SentCalls] = {}
         self._dropped: dict[int, list[str]] = {}
         self._collect: set[int] = set()
-        self.gone: set[int] = set()
+        self.lost_devices: set[int] = set()
         # For each busy device: its arrays, and how many calls of each will be done when it answers.
         self._running: dict[int, dict[str, int]] = {}
         self._results: dict[str, Any] = {}
         self._started: dict[str, None] = {}
-        self.place: Callable[[str], int] = lambda name: 0
+        self.choose_device: Callable[[str], int] = lambda name: 0
         self.lost: Callable[[str, str], None] = lambda name, reason: None
 
     @property
@@ -126,11 +126,11 @@ class ClusterWorkers:
         return self._executor.devices
 
     def open(self, name: str, device: int, choices: ArrayChoices, plain: bool = False) -> None:
-        self._told[name] = _SentCalls(device)
+        self._sent_calls[name] = _SentCalls(device)
         self.send(name, "open", choices, plain)
 
     def send(self, name: str, method: str, *args: Any) -> None:
-        self._told[name].calls.append(self._packed((method, args)))
+        self._sent_calls[name].calls.append(self._packed((method, args)))
 
     def _packed(self, call: RowsCall) -> bytes:
         return pack(f"what is told to {call[0]}", call, {id(self._maker): _MAKER})
@@ -149,7 +149,7 @@ class ClusterWorkers:
         while True:
             # A device trains one array at a time, so that its other arrays may change in between.
             training = [name for name in self._started if name not in self._results]
-            self._begin_idle({self._told[name].device: [name] for name in reversed(training)})
+            self._start_idle({self._sent_calls[name].device: [name] for name in reversed(training)})
             for name in self._results:
                 if name in self._started:
                     del self._started[name]
@@ -161,57 +161,57 @@ class ClusterWorkers:
         while missing := [name for name in names if name not in self._results]:
             devices: dict[int, list[str]] = {}
             for name in missing:
-                devices.setdefault(self._told[name].device, []).append(name)
-            self._begin_idle(devices)
+                devices.setdefault(self._sent_calls[name].device, []).append(name)
+            self._start_idle(devices)
             self._listen()
         return {name: self._results.pop(name) for name in names}
 
-    def _begin_idle(self, names: Mapping[int, Sequence[str]]) -> None:
+    def _start_idle(self, names: Mapping[int, Sequence[str]]) -> None:
         """Start the pending calls of the arrays in ``names``, by device, on devices that are idle."""
         for device in names.keys() - self._running.keys():
-            self._begin(device, names[device])
+            self._start_calls(device, names[device])
 
     def _listen(self) -> None:
         """Wait for messages of processes: store results, raise errors of calls, and restart arrays of lost devices."""
         for device, message in self._executor.wait(GLANCE):
             if isinstance(message, Answered):
                 for name, count in self._running.pop(device).items():
-                    self._told[name].done = count
+                    self._sent_calls[name].done = count
                 self._results |= message.value
             elif isinstance(message, Raised):
                 raise message.error
             elif isinstance(message, Lost):
                 self._lose(device, self._running.pop(device, {}), message.reason)
 
-    def _begin(self, device: int, names: Sequence[str]) -> None:
-        calls = {name: tuple(self._told[name].calls[self._told[name].done :]) for name in names}
-        self._running[device] = {name: len(self._told[name].calls) for name in names}
+    def _start_calls(self, device: int, names: Sequence[str]) -> None:
+        calls = {name: tuple(self._sent_calls[name].calls[self._sent_calls[name].done :]) for name in names}
+        self._running[device] = {name: len(self._sent_calls[name].calls) for name in names}
         dropped, collect = tuple(self._dropped.pop(device, ())), device in self._collect
         self._collect.discard(device)
-        self._executor.start_job(device, RowsJob(self.kept, calls, dropped, collect))
+        self._executor.start_job(device, RowsJob(self.recipe_ref, calls, dropped, collect))
 
     def _lose(self, device: int, running: Collection[str], reason: str) -> None:
         """Schedule all calls of a lost device's arrays again, there or on other devices."""
         if not self._executor.revive(device):
-            self.gone.add(device)
+            self.lost_devices.add(device)
             self._wait_for_device(reason)
         self._dropped.pop(device, None)
-        for name, sent in self._told.items():
+        for name, sent in self._sent_calls.items():
             if sent.device != device:
                 continue
             sent.done, sent.lost = 0, sent.lost + (name in running)
             self.lost(name, reason)
             if sent.lost > self._max_failures:
                 raise DeviceLost(f"the device of {name} was lost {sent.lost} times: {reason}")
-            if device in self.gone:
-                sent.device = self.place(name)
+            if device in self.lost_devices:
+                sent.device = self.choose_device(name)
 
     def _wait_for_device(self, reason: str) -> None:
         """Wait until a device joins, if all are lost."""
         executor, end = self._executor, time.monotonic() + self._executor.timeout
-        if len(self.gone) == len(self.devices):
+        if len(self.lost_devices) == len(self.devices):
             _log.warning("the trials wait for a device; lost was the last one: %s", reason)
-        while len(self.gone) == len(self.devices) and (executor.starting or time.monotonic() < end):
+        while len(self.lost_devices) == len(self.devices) and (executor.starting or time.monotonic() < end):
             # All devices are lost: messages that still arrive are dropped.
             executor.wait(GLANCE)
 
@@ -224,7 +224,7 @@ class ClusterWorkers:
     def save(self, folders: Mapping[str, Path], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, Path]:
         paths: dict[str, Path] = self.ask({name: ("save", (folder,)) for name, folder in folders.items()})
         for name, path in paths.items():
-            sent = self._told[name]
+            sent = self._sent_calls[name]
             # A process may have been lost after its save, while other arrays were saved.
             is_done = sent.done == len(sent.calls)
             sent.calls = [sent.calls[0], self._packed(("restore", (path, list(members[name]))))]
@@ -233,20 +233,20 @@ class ClusterWorkers:
 
     def move(self, devices: Mapping[str, int], members: Mapping[str, Sequence[TrialModel]]) -> dict[str, int]:
         """Move arrays to other devices. The state of trained arrays is copied through this process."""
-        trained = {name: ("packed", ()) for name in devices if len(self._told[name].calls) > _UNTRAINED}
+        trained = {name: ("packed", ()) for name in devices if len(self._sent_calls[name].calls) > _UNTRAINED}
         for name, state in self.ask(trained).items():
-            sent = self._told[name]
+            sent = self._sent_calls[name]
             sent.calls = [sent.calls[0], self._packed(("restore", (state, list(members[name]))))]
         for name, device in devices.items():
-            sent = self._told[name]
-            if device not in self.gone and device != sent.device:
+            sent = self._sent_calls[name]
+            if device not in self.lost_devices and device != sent.device:
                 self._dropped.setdefault(sent.device, []).append(name)
                 sent.device, sent.done = device, 0
         self._done(devices)
-        return {name: self._told[name].device for name in devices}
+        return {name: self._sent_calls[name].device for name in devices}
 
     def drop(self, name: str, *, collect: bool) -> None:
-        device = self._told.pop(name).device
+        device = self._sent_calls.pop(name).device
         self._dropped.setdefault(device, []).append(name)
         if collect:
             self._collect.add(device)

@@ -98,7 +98,7 @@ class _OperatorCalls(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noted: list[Any] = []
-        self._met: dict[int, tuple[int, Tensor]] = {}
+        self._numbered_tensors: dict[int, tuple[int, Tensor]] = {}
         self.shape_of([tensor for _, tensor in tensors(model)])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,7 +112,7 @@ class _OperatorCalls(TorchDispatchMode):
         """Return ``nest`` with an index in place of each tensor, and None in place of other leaves."""
         if isinstance(nest, Tensor):
             # Keep the tensor alive, so that no other tensor gets its id.
-            return self._met.setdefault(id(nest), (len(self._met), nest))[0]
+            return self._numbered_tensors.setdefault(id(nest), (len(self._numbered_tensors), nest))[0]
         if isinstance(nest, list | tuple):
             return tuple(self.shape_of(part) for part in nest)
         if isinstance(nest, dict):

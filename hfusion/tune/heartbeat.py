@@ -20,21 +20,21 @@ _PREFIX = "hfusion:sweep:"
 _EVERY, _SILENT, _ROUNDS = 30.0, 600.0, 10
 
 
-class Beats:
+class Heartbeat:
     """Writes heartbeats of the sweep ``run`` as a user attribute of its study."""
 
     def __init__(self, study: Study, run: str, directory: Path | None) -> None:
         self._study, self._key = study, _PREFIX + run
         self._directory = None if directory is None else os.fspath(directory.absolute())
-        self._last = self._before = time.time()
-        self._write(self._last + _SILENT)
+        self._last_write = self._last_round = time.time()
+        self._write(self._last_write + _SILENT)
 
     def beat(self) -> None:
         """Write a heartbeat, unless the last one is recent. Called after every round."""
         now = time.time()
-        took, self._before = now - self._before, now
-        if now - self._last > _EVERY:
-            self._last = now
+        took, self._last_round = now - self._last_round, now
+        if now - self._last_write > _EVERY:
+            self._last_write = now
             self._write(now + max(_SILENT, _ROUNDS * took))
 
     def end(self) -> None:

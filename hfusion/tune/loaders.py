@@ -23,7 +23,7 @@ class Loaders:
 
     def __init__(self, loader: Iterable[Any] | Callable[..., Iterable[Any]], seed: int = 0) -> None:
         self._source, self._seed = loader, seed
-        self._made: list[tuple[Mapping[str, Any], Iterable[Any]]] = []
+        self._created_loaders: list[tuple[Mapping[str, Any], Iterable[Any]]] = []
 
     @property
     def function(self) -> Callable[..., Iterable[Any]] | None:
@@ -32,16 +32,16 @@ class Loaders:
         return None if isinstance(source, Iterable) or not callable(source) else source
 
     @property
-    def made(self) -> list[Any]:
-        """The loaders made so far, or the given one."""
-        return [loader for _, loader in self._made] if self.function is not None else [self._source]
+    def created_loaders(self) -> list[Any]:
+        """The loaders created so far, or the given one."""
+        return [loader for _, loader in self._created_loaders] if self.function is not None else [self._source]
 
     def loader(self, values: Mapping[str, Any]) -> Iterable[Any]:
         """Return the loader for these arguments of the function. Raises PlanError if it returns no loader."""
         function = self.function
         if function is None:
             return cast("Iterable[Any]", self._source)
-        for cached_values, loader in self._made:
+        for cached_values, loader in self._created_loaders:
             if same_values(cached_values, values):
                 return loader
         with draws_kept():
@@ -54,22 +54,22 @@ class Loaders:
                 "every epoch, such as a DataLoader"
             )
         loader = created
-        self._made.append((dict(values), loader))
+        self._created_loaders.append((dict(values), loader))
         return loader
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for other processes, which create their own loaders."""
-        return {**vars(self), "_made": []}
+        return {**vars(self), "_created_loaders": []}
 
 
 def same_values(first: Any, second: Any) -> bool:
     """Return whether two nested values are equal, including types and tensors."""
     leaves, spec = pytree.tree_flatten(first)
     others, other_spec = pytree.tree_flatten(second)
-    return spec == other_spec and all(map(_same, leaves, others))
+    return spec == other_spec and all(map(_equal_leaves, leaves, others))
 
 
-def _same(first: Any, second: Any) -> bool:
+def _equal_leaves(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.dtype == second.dtype and torch.equal(first, second)
     return first is second or (type(first) is type(second) and bool(first == second))

@@ -122,10 +122,10 @@ class TrialSpread:
         self._workers: list[TrialProcess] = []
         self._arrays: dict[str, SpreadTrials] = {}
         self._seconds: dict[str, float] = {}
-        self._here: dict[str, float] = {}
+        self._local_seconds: dict[str, float] = {}
         self._stuck: set[str] = set()
         # True if workers were measured to be slower. Trials still use one thread: rounding must not depend on time.
-        self._alone = False
+        self._workers_are_slower = False
         self._sent: list[TrialProcess] = []
         if self._most > 1:
             self._refuse(why_no_fork(recipe.device) or _why_no_readers(recipe))
@@ -147,7 +147,7 @@ class TrialSpread:
 
     def forget(self, tag: str) -> None:
         """Drop the measured times of a trial that has ended."""
-        for times in (self._seconds, self._here):
+        for times in (self._seconds, self._local_seconds):
             times.pop(tag, None)
 
     @property
@@ -165,9 +165,9 @@ class TrialSpread:
     @property
     def side_by_side(self) -> int:
         """Number of trials trained at the same time, if there are enough trials."""
-        return 1 if self._alone else max(1, self._most)
+        return 1 if self._workers_are_slower else max(1, self._most)
 
-    def begin(self, calls: Mapping[str, tuple[int, bool]]) -> None:
+    def start_epoch(self, calls: Mapping[str, tuple[int, bool]]) -> None:
         """Start an epoch in the workers. ``calls``: the seed of each array, and whether to evaluate its trials."""
         if not self._together:
             self._close()
@@ -198,7 +198,7 @@ class TrialSpread:
             array, tag = local_trials.pop(0)
             with torch_threads(1 if self._together else torch.get_num_threads()):
                 trained[array.name, tag] = result = array.home.train(tag, *calls[array.name])
-            self._here[tag] = result.seconds
+            self._local_seconds[tag] = result.seconds
         worker_results: dict[tuple[str, str], TrainedEpoch] = {}
         for process in self._sent:
             worker_results |= process.answer()
@@ -215,26 +215,30 @@ class TrialSpread:
 
     def _judge(self, worker_results: Mapping[tuple[str, str], TrainedEpoch]) -> None:
         """End workers that are measured to be slower than this process alone."""
-        pairs = [(result.seconds, self._here[tag]) for (_, tag), result in worker_results.items() if tag in self._here]
+        pairs = [
+            (result.seconds, self._local_seconds[tag])
+            for (_, tag), result in worker_results.items()
+            if tag in self._local_seconds
+        ]
         if not pairs:
             return
         slower = sum(away_seconds for away_seconds, _ in pairs) / sum(home_seconds for _, home_seconds in pairs)
-        ends: Counter[TrialProcess] = Counter()
+        worker_seconds: Counter[TrialProcess] = Counter()
         for (name, tag), result in worker_results.items():
-            ends[self._arrays[name].away[tag]] += result.seconds  # type: ignore[assignment]
-        if sum(ends.values()) / max(ends.values()) < slower:
+            worker_seconds[self._arrays[name].away[tag]] += result.seconds  # type: ignore[assignment]
+        if sum(worker_seconds.values()) / max(worker_seconds.values()) < slower:
             self._close()
-            self._alone = True
+            self._workers_are_slower = True
             _log.info(
                 "plain trials are trained one after another: in %d processes each took %.1f times as long",
-                len(ends),
+                len(worker_seconds),
                 slower,
             )
 
     def _pays(self, trials: Sequence[tuple[SpreadTrials, str]]) -> bool:
         """Return whether workers save more than they cost, by the remaining epochs of live trials."""
-        times = self._here or self._seconds
-        if self._alone or not self._together or self._workers or not times:
+        times = self._local_seconds or self._seconds
+        if self._workers_are_slower or not self._together or self._workers or not times:
             return False
         movable = self._movable(trials)
         count = min(self._most, len(movable))
@@ -327,6 +331,6 @@ class TrialSpread:
 
 def _why_no_readers(recipe: SweepRecipe) -> str:
     """Return why loaders cannot be read in a worker; an empty string if they can."""
-    loaders = (*recipe.loaders.made, recipe.eval_loader)
+    loaders = (*recipe.loaders.created_loaders, recipe.eval_loader)
     reads = any(isinstance(loader, DataLoader) and loader.num_workers for loader in loaders)
     return "a DataLoader has processes of its own" if reads else ""

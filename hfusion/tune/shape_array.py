@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Seat:
+class TrialSlot:
     """A trial in an array.
 
     Attributes:
@@ -216,7 +216,7 @@ class ShapeArray:
 
     def __init__(self, name: str, shape: Shape, device: int) -> None:
         self.name, self.shape, self.device = name, shape, device
-        self.seats: dict[str, Seat] = {}
+        self.slots: dict[str, TrialSlot] = {}
         self.joining: list[TrialModel] = []
         self.widths: Widths | None = None
         self.width = 0
@@ -228,51 +228,51 @@ class ShapeArray:
 
     @property
     def round(self) -> int | None:
-        """The round that it trains next, counted as `Seat.began`; None without trials."""
-        return next((seat.began + seat.epochs for seat in self.seats.values()), None)
+        """The round that it trains next, counted as `TrialSlot.began`; None without trials."""
+        return next((slot.began + slot.epochs for slot in self.slots.values()), None)
 
     def promote(self, name: str) -> None:
         """Turn plain trials into an array with a new name."""
         self.name, self.plain, self.measured, self.save = name, False, False, ""
-        self.widths, self.width = Widths(len(self.seats)), len(self.seats)
+        self.widths, self.width = Widths(len(self.slots)), len(self.slots)
 
     @property
-    def taken(self) -> int:
+    def trial_count(self) -> int:
         """Number of trials that have a row or wait for one."""
-        return len(self.seats) + len(self.joining)
+        return len(self.slots) + len(self.joining)
 
     @property
     def any_ends(self) -> bool:
         """Whether the next epoch is the last one of a trial."""
-        return any(seat.is_last for seat in self.seats.values())
+        return any(slot.is_last for slot in self.slots.values())
 
     def least(self, more: int = 0) -> int:
         """Return the number of rows with ``more`` members, after free rows are released."""
-        members = self.taken + more
+        members = self.trial_count + more
         return members if self.widths is None else self.widths.of(members) if members else 0
 
     def rows(self, more: int = 0) -> int:
         """Return the number of rows with ``more`` members."""
-        members = self.taken + more
+        members = self.trial_count + more
         if self.widths is None:
             return members
         return self.width if members <= self.width else self.widths.of(members)
 
-    def seated(self, round_: int) -> Sequence[TrialModel]:
+    def assign_slots(self, round_: int) -> Sequence[TrialModel]:
         """Give rows to waiting trials, and return them. Their first round is the array's next one, else ``round_``."""
         self.width, self.save = self.rows(), ""
         began = round_ if self.round is None else self.round
         new, self.joining = self.joining, []
         if not self.plain:
             self.widths = self.widths or Widths(len(new))
-        self.seats |= {member.tag: Seat(member.number, member.suggestion, began) for member in new}
+        self.slots |= {member.tag: TrialSlot(member.number, member.suggestion, began) for member in new}
         return new
 
     def compacts(self) -> bool:
         """Release free rows; return whether there were any."""
         if self.widths is None:
-            self.width = len(self.seats)
+            self.width = len(self.slots)
             return False
-        least = self.widths.of(len(self.seats))
+        least = self.widths.of(len(self.slots))
         any_free, self.width = least < self.width, min(least, self.width)
         return any_free

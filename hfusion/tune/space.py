@@ -77,7 +77,7 @@ class Suggestion:
     Attributes:
         hypers: hyper-parameters of the optimizer for this trial.
         choices: the choices that all trials of its array share.
-        rest: arguments of make_model.
+        model_arguments: arguments of make_model.
         scheduler: arguments of the function that makes its scheduler.
         epochs: the number of epochs to train.
         clip_norm: the maximum norm of its gradients; None if its array does not clip.
@@ -85,7 +85,7 @@ class Suggestion:
 
     hypers: dict[str, Any]
     choices: ArrayChoices
-    rest: dict[str, Any]
+    model_arguments: dict[str, Any]
     epochs: int
     scheduler: dict[str, Any] = field(default_factory=dict)
     clip_norm: float | None = None
@@ -93,7 +93,7 @@ class Suggestion:
     def same_but_for_numbers(self, other: Suggestion) -> bool:
         """Return whether ``other`` is equal except for the optimizer's hyper-parameters and ``clip_norm``."""
         values, other_values = (
-            (suggestion.rest, suggestion.scheduler, suggestion.epochs) for suggestion in (self, other)
+            (suggestion.model_arguments, suggestion.scheduler, suggestion.epochs) for suggestion in (self, other)
         )
         return self.choices.matches(other.choices) and same_values(values, other_values)
 
@@ -109,7 +109,7 @@ class ModelMaker:
         """Make a trial's model after ``torch.manual_seed(number)``. Raises FusionError if it cannot be fused."""
         with draws_kept():
             torch.manual_seed(number)
-            model = self.make_model(**suggestion.rest)
+            model = self.make_model(**suggestion.model_arguments)
         if not isinstance(model, nn.Module):
             raise ValueError(f"make_model gave a {type(model).__name__} for trial {number}: return an nn.Module")
         if not any(param.requires_grad for param in model.parameters()):

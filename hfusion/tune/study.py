@@ -136,14 +136,14 @@ class _AllEnded:
     """A view of a study and its storage in which running trials are failed. It records calls of `stop`."""
 
     def __init__(self, study: Study) -> None:
-        self._own, self._storage, self._study_id = study._storage, self, study._study_id
+        self._original_storage, self._storage, self._study_id = study._storage, self, study._study_id
         self.stopped = False
 
     def stop(self) -> None:
         self.stopped = True
 
     def get_all_trials(self, study_id: int, deepcopy: bool = False, states: Any = None) -> list[FrozenTrial]:
-        trials = self._own.get_all_trials(study_id, deepcopy=False)
+        trials = self._original_storage.get_all_trials(study_id, deepcopy=False)
         return [trial for trial in map(_ended, trials) if states is None or trial.state in states]
 
 
@@ -178,7 +178,7 @@ class Draws:
             )
         return 0
 
-    def begin(self, asked: int) -> None:
+    def seed_next_trial(self, asked: int) -> None:
         """Seed the sampler's generators for the next trial, after ``asked`` trials."""
         generators = list(generators_of(self._study.sampler))
         for generator, seed in zip(

@@ -25,7 +25,7 @@ from hfusion.optim import AdamW
 from hfusion.step.compile_mode import Compile, check_compile
 from hfusion.tune.asynchronous_runner import AsynchronousConductor
 from hfusion.tune.chosen_optimizer import MakeOptimizer
-from hfusion.tune.heartbeat import Beats, dead_runs
+from hfusion.tune.heartbeat import Heartbeat, dead_runs
 from hfusion.tune.loaders import Loaders
 from hfusion.tune.objectives import check_objectives
 from hfusion.tune.population_based_training import PBT
@@ -206,16 +206,16 @@ def sweep(
         _check_same(body, extent, rounds)
         stack.enter_context(listening(opened_study))
         sweep_trials = _trials(opened_study, body, callbacks, alone=is_private)
-        beats = Beats(opened_study, sweep_trials.run, root)
+        heartbeat = Heartbeat(opened_study, sweep_trials.run, root)
         local_objects, saved_count = [space, opened_study, *callbacks], body.get("processes")
         workers, recipe, chosen = _workers(machine, recipe, maker, extent, local_objects, saved_count, processes, stack)
         extent = replace(extent, processes=1 if chosen is None else chosen.count)
         bar = SweepProgress(opened_study, trials, shown=progress)
         stack.callback(bar.close)
         log = stack.enter_context(EventLog(root, "sweep", trials=trials, epochs=epochs))
-        conductor = _CONDUCTORS[rounds](sweep_trials, maker, recipe, extent, workers, folder, beats, bar, log)
+        conductor = _CONDUCTORS[rounds](sweep_trials, maker, recipe, extent, workers, folder, heartbeat, bar, log)
         if not isinstance(workers, LocalWorkers):
-            workers.place, workers.lost = conductor.take_over, conductor.lost
+            workers.choose_device, workers.lost = conductor.take_over, conductor.lost
         if saved is None:
             conductor.save()
         else:
@@ -227,10 +227,10 @@ def sweep(
                 # Without a folder the sweep cannot be resumed.
                 for number in sweep_trials.live:
                     sweep_trials.end(number, Verdict.FAILED)
-                beats.end()
+                heartbeat.end()
             raise
-        beats.end()
-        return SweepResult(opened_study, tuple(sweep_trials.asked), conductor.best.all, chosen)
+        heartbeat.end()
+        return SweepResult(opened_study, tuple(sweep_trials.asked_numbers), conductor.best.all, chosen)
 
 
 def _check_numbers(clip_norm: float | None, accumulate: int, processes: int | None) -> None:
@@ -300,12 +300,12 @@ def _trials(study: Any, body: Mapping[str, Any], callbacks: Iterable[Callback], 
         study,
         body.get("run") or uuid.uuid4().hex,
         Draws(study, body.get("base")),
-        asked=body.get("asked", ()),
+        asked_numbers=body.get("asked", ()),
         attributes={number: names for array in body.get("arrays", ()) for number, _, _, names, *_ in array["seats"]},
         alone=alone,
         callbacks=callbacks,
     )
-    trials.bury(dead_runs(study))
+    trials.fail_stale_trials(dead_runs(study))
     return trials
 
 

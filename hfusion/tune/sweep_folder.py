@@ -77,7 +77,7 @@ class SweepFolder:
         """Return the absolute path of the folder of an array's saves."""
         return self.root.absolute() / ARRAYS / name
 
-    def found(self, save: Path) -> str:
+    def relative_path(self, save: Path) -> str:
         """Return the path of a save relative to the folder, so that the folder can be moved."""
         return os.fspath(save.relative_to(self.root.absolute()))
 

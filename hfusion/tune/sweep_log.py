@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from hfusion.core.event_log import EventLog, first_line
 from hfusion.tune.epoch_result import EpochResult
-from hfusion.tune.shape_array import Seat, ShapeArray
+from hfusion.tune.shape_array import ShapeArray, TrialSlot
 from hfusion.tune.sweep_workers import SweepWorkers
 from hfusion.tune.trials import Verdict
 
@@ -22,24 +22,24 @@ class SweepLog:
 
     def _array(self, array: ShapeArray, event: str, **values: object) -> None:
         location = self._workers.devices[array.device].log_fields
-        self._log.array(array.name, event, {**location, "trials": len(array.seats), **values})
+        self._log.array(array.name, event, {**location, "trials": len(array.slots), **values})
 
-    def _trial(self, array: ShapeArray, seat: Seat, event: str, **values: object) -> None:
-        location, epochs = self._workers.devices[array.device].log_fields, f"{seat.epochs}/{seat.suggestion.epochs}"
-        self._log.trial(seat.number, event, {**location, "array": array.name, "epoch": epochs, **values})
+    def _trial(self, array: ShapeArray, slot: TrialSlot, event: str, **values: object) -> None:
+        location, epochs = self._workers.devices[array.device].log_fields, f"{slot.epochs}/{slot.suggestion.epochs}"
+        self._log.trial(slot.number, event, {**location, "array": array.name, "epoch": epochs, **values})
 
-    def seated(self, array: ShapeArray, seats: Iterable[Seat], event: str) -> None:
+    def placed(self, array: ShapeArray, slots: Iterable[TrialSlot], event: str) -> None:
         """Log that trials were started, resumed or moved in an array, and the start of the array if it is new."""
         if array.name not in self._open:
             self._open[array.name] = array
             self._array(array, "resumed" if event == "resumed" else "started", plain=array.plain)
-        for seat in seats:
-            self._trial(array, seat, event)
+        for slot in slots:
+            self._trial(array, slot, event)
 
     def moved(self, array: ShapeArray) -> None:
         """Log that an array and its trials have moved to another device."""
         self._array(array, "moved")
-        self.seated(array, array.seats.values(), "moved")
+        self.placed(array, array.slots.values(), "moved")
 
     def lost(self, array: ShapeArray, reason: str) -> None:
         """Log that the process of an array was lost. The array will be restored."""
@@ -49,15 +49,15 @@ class SweepLog:
         """Log that an array has trained an epoch."""
         self._array(array, "trained", round=number, seconds=f"{result.seconds + result.startup:.3f}")
 
-    def trained(self, array: ShapeArray, seat: Seat, values: Sequence[float], verdict: Verdict) -> None:
+    def trained(self, array: ShapeArray, slot: TrialSlot, values: Sequence[float], verdict: Verdict) -> None:
         """Log that a trial has trained an epoch, or ended after it."""
         event = _ENDS.get(verdict, "evaluated" if values else "trained")
         error = "NaN in a loss, a gradient or a value" if verdict is Verdict.FAILED else None
-        self._trial(array, seat, event, value=" ".join(f"{value:.6g}" for value in values) or None, error=error)
+        self._trial(array, slot, event, value=" ".join(f"{value:.6g}" for value in values) or None, error=error)
 
-    def copied(self, array: ShapeArray, seat: Seat, source: int) -> None:
+    def copied(self, array: ShapeArray, slot: TrialSlot, source: int) -> None:
         """Log that a trial continues as a copy of trial ``source``."""
-        self._trial(array, seat, "copied", source=source)
+        self._trial(array, slot, "copied", source=source)
 
     def ended(self, number: int, verdict: Verdict, error: BaseException) -> None:
         """Log that a trial ended by an exception before it was trained."""

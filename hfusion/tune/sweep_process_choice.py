@@ -101,11 +101,11 @@ def _trial_seconds(sample: TrialModel, shapes: Shapes, device: DeviceInfo, exten
 class FirstForward:
     """Calls the model of a trial in another process, to check that all its code and data are available there."""
 
-    kept: Any
+    recipe_ref: Any
     sample: bytes
 
     def call(self, trainer: ArrayTrainer, part: Callable[[Any], Any]) -> None:
-        recipe, _ = unpack(part(self.kept))
+        recipe, _ = unpack(part(self.recipe_ref))
         sample: TrialModel = unpack(self.sample)
         cpu, suggestion = torch.device("cpu"), sample.suggestion
         model = replace(sample.maker, device=cpu).model(sample.number, suggestion)
@@ -141,7 +141,7 @@ def several_devices(
                 opened.callback(executor.close)
                 workers = ClusterWorkers(executor, recipe, maker.models, MAX_FAILURES)
                 if sample is not None:
-                    _check_first(executor, FirstForward(workers.kept, pack("a trial", sample, {})))
+                    _check_first(executor, FirstForward(workers.recipe_ref, pack("a trial", sample, {})))
                 stack.push(opened.pop_all())
         except Exception as error:
             trouble = f"processes could not begin: {type(error).__name__}: {error}"

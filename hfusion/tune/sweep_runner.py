@@ -14,9 +14,9 @@ from torch import Tensor
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog
 from hfusion.tune.epoch_result import EpochResult
-from hfusion.tune.heartbeat import Beats
+from hfusion.tune.heartbeat import Heartbeat
 from hfusion.tune.objectives import Best, BestTrials
-from hfusion.tune.shape_array import Seat, Shape, ShapeArray
+from hfusion.tune.shape_array import Shape, ShapeArray, TrialSlot
 from hfusion.tune.shape_groups import Shapes
 from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
 from hfusion.tune.sweep_folder import SweepFolder
@@ -25,7 +25,7 @@ from hfusion.tune.sweep_options import Extent
 from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.sweep_workers import RowsCall, SweepWorkers
 from hfusion.tune.training_setup import SweepRecipe
-from hfusion.tune.trial_placement import Rooms
+from hfusion.tune.trial_placement import TrialPlacement
 from hfusion.tune.trials import COPIES, Trials, Verdict
 
 T = TypeVar("T")
@@ -52,14 +52,14 @@ class Conductor:
         extent: Extent,
         workers: SweepWorkers,
         folder: SweepFolder | None,
-        beats: Beats,
+        heartbeat: Heartbeat,
         progress: SweepProgress,
         log: EventLog,
     ) -> None:
         self.trials, self._maker, self._recipe, self._extent = trials, maker, recipe, extent
-        self._workers, self._folder, self._beats, self._progress = workers, folder, beats, progress
+        self._workers, self._folder, self._heartbeat, self._progress = workers, folder, heartbeat, progress
         self._events = SweepLog(log, workers)
-        self.rooms = Rooms(workers, extent.trials, extent.rows, together=extent.pbt is not None)
+        self.placement = TrialPlacement(workers, extent.trials, extent.rows, together=extent.pbt is not None)
         self._waiting: tuple[TrialModel, Shape] | None = None
         # The round of the array that reported last, and how many times arrays have reported.
         self._round = self._reported = 0
@@ -69,25 +69,25 @@ class Conductor:
 
     def run(self) -> None:
         """Train until every trial has finished."""
-        resumed = bool(self.rooms.arrays)
+        resumed = bool(self.placement.arrays)
         if not resumed:
             self._refill()
-        while self.rooms.arrays:
+        while self.placement.arrays:
             if not resumed:
                 self.save()
             resumed = False
             began = time.monotonic()
             self._move()
             self._train()
-            self._end_round(sum(bool(array.seats) for array in self.rooms.arrays), time.monotonic() - began)
+            self._end_round(sum(bool(array.slots) for array in self.placement.arrays), time.monotonic() - began)
         self.save()
 
     def _end_round(self, training: int, seconds: float) -> None:
         """Log a round of ``training`` arrays, and give free rows to new trials."""
         live = len(self.trials.live)
-        self._progress.round(self._round, len(self.trials.asked) - live, live, training, seconds)
+        self._progress.round(self._round, len(self.trials.asked_numbers) - live, live, training, seconds)
         self._round += 1
-        self._beats.beat()
+        self._heartbeat.beat()
         if not self._replays:
             self.trials.caught_up()
         self._promote()
@@ -95,7 +95,7 @@ class Conductor:
 
     def _train(self) -> None:
         """Train all arrays for an epoch, and report the values of their trials."""
-        arrays = self.rooms.arrays
+        arrays = self.placement.arrays
         self._report(self._workers.ask({array.name: self._epoch(array) for array in arrays}), arrays)
 
     def _epoch(self, array: ShapeArray) -> RowsCall:
@@ -109,31 +109,31 @@ class Conductor:
         """Report the values of an epoch to the study, in the order of trial numbers, and remove trials that end."""
         for array in arrays:
             array.save = ""
-            self.rooms.note(array, results[array.name])
+            self.placement.note(array, results[array.name])
             self._events.round(array, self._round, results[array.name])
         values = {array.name: results[array.name].values for array in arrays}
-        seats = [(array, array.seats[tag], scores) for array in arrays for tag, scores in values[array.name].items()]
+        slots = [(array, array.slots[tag], scores) for array in arrays for tag, scores in values[array.name].items()]
         freed_devices: set[int] = set()
-        for array, seat, scores in sorted(seats, key=lambda entry: entry[1].number):
-            last, seat.epochs = seat.is_last, seat.epochs + 1
-            verdict = self.trials.report(seat.number, scores, seat.epochs - 1, last=last)
-            self._events.trained(array, seat, scores, verdict)
+        for array, slot, scores in sorted(slots, key=lambda entry: entry[1].number):
+            last, slot.epochs = slot.is_last, slot.epochs + 1
+            verdict = self.trials.report(slot.number, scores, slot.epochs - 1, last=last)
+            self._events.trained(array, slot, scores, verdict)
             if verdict is not Verdict.GO_ON:
-                best = verdict is Verdict.COMPLETE and self.best.takes(seat.number, scores)
-                self._leave(array, seat, scores if best else None)
+                best = verdict is Verdict.COMPLETE and self.best.takes(slot.number, scores)
+                self._leave(array, slot, scores if best else None)
                 freed_devices.add(array.device)
         for array in arrays:
             self._exploit(array, values[array.name])
         for array in arrays:
-            if array.device in freed_devices and self.rooms.crowded(array.device):
+            if array.device in freed_devices and self.placement.crowded(array.device):
                 freed_devices.remove(array.device)
                 self._workers.send(array.name, "collect")
 
     def _move(self) -> None:
         """Move arrays to devices where rounds end sooner. Results do not change."""
-        arrays = {array.name: array for array in self.rooms.arrays}
-        targets = self.rooms.moves(
-            lambda array: max(seat.suggestion.epochs - seat.epochs for seat in array.seats.values())
+        arrays = {array.name: array for array in self.placement.arrays}
+        targets = self.placement.moves(
+            lambda array: max(slot.suggestion.epochs - slot.epochs for slot in array.slots.values())
         )
         if not targets:
             return
@@ -142,77 +142,77 @@ class Conductor:
         for name, device in self._workers.move(targets, members).items():
             arrays[name].device = device
             self._events.moved(arrays[name])
-        self.rooms.seconds.note_move(time.monotonic() - began)
+        self.placement.seconds.note_move(time.monotonic() - began)
 
     def lost(self, name: str, reason: str) -> None:
         """Note that the process of an array was lost."""
-        self._events.lost(next(array for array in self.rooms.arrays if array.name == name), reason)
+        self._events.lost(next(array for array in self.placement.arrays if array.name == name), reason)
 
     def take_over(self, name: str) -> int:
         """Return the device that takes over a lost array. Raises DeviceLost if none has room for it."""
-        device = self.rooms.moved(name)
-        self._events.moved(next(array for array in self.rooms.arrays if array.name == name))
+        device = self.placement.moved(name)
+        self._events.moved(next(array for array in self.placement.arrays if array.name == name))
         return device
 
     def _promote(self) -> None:
         """Continue plain trials as arrays if that is faster by now. The choice is saved before the array trains."""
-        for old, array in self.rooms.promoted():
+        for old, array in self.placement.promoted():
             state = self._workers.ask({old: ("packed", ())})[old]
             self._workers.open(array.name, array.device, array.shape.first.suggestion.choices)
             self._workers.send(array.name, "adopt", state, self._members(array))
             self._workers.drop(old, collect=False)
-            self._events.seated(array, array.seats.values(), "moved")
-            _log.info("%d trials of one shape go on as an array", len(array.seats))
+            self._events.placed(array, array.slots.values(), "moved")
+            _log.info("%d trials of one shape go on as an array", len(array.slots))
 
-    def _leave(self, array: ShapeArray, seat: Seat, best: tuple[float, ...] | None) -> None:
+    def _leave(self, array: ShapeArray, slot: TrialSlot, best: tuple[float, ...] | None) -> None:
         """Free the row of a trial. Keep its model if it is among the best trials, whose values are then ``best``."""
-        del array.seats[seat.tag]
+        del array.slots[slot.tag]
         if best is None:
-            self._workers.send(array.name, "discard", seat.tag)
+            self._workers.send(array.name, "discard", slot.tag)
         else:
-            self.best.add(Best(seat.number, best, self._workers.leave(array.name, self._member(seat))))
+            self.best.add(Best(slot.number, best, self._workers.leave(array.name, self._member(slot))))
 
-    def _member(self, seat: Seat) -> TrialModel:
-        return TrialModel(seat.number, seat.suggestion, self._maker.models)
+    def _member(self, slot: TrialSlot) -> TrialModel:
+        return TrialModel(slot.number, slot.suggestion, self._maker.models)
 
     def _members(self, array: ShapeArray) -> list[TrialModel]:
-        return [self._member(seat) for seat in array.seats.values()]
+        return [self._member(slot) for slot in array.slots.values()]
 
     def _exploit(self, array: ShapeArray, values: Mapping[str, tuple[float, ...]]) -> None:
         """Apply population based training to the remaining trials of an array, after their reports."""
         pbt = self._extent.pbt
         if pbt is None:
             return
-        (sign,), tags = self.trials.signs, [tag for tag, seat in array.seats.items() if not seat.epochs % pbt.interval]
+        (sign,), tags = self.trials.signs, [tag for tag, slot in array.slots.items() if not slot.epochs % pbt.interval]
         due = {tag: sign * values[tag][0] for tag in tags}
         draw = random.Random(f"{self.trials.base} {self._round} {array.name}")
         pairs = pbt.pairs(due, draw)
         if not pairs:
             return
-        explored = [self._explored(array.seats[source], draw) for source, _ in pairs]
+        explored = [self._explored(array.slots[source], draw) for source, _ in pairs]
         self._workers.send(array.name, "exploit", pairs, [suggestion for _, suggestion in explored])
         for (source, tag), (params, suggestion) in zip(pairs, explored, strict=True):
-            seat, copied = array.seats[tag], array.seats[source]
+            slot, copied = array.slots[tag], array.slots[source]
             origin = copied.number if copied.origin is None else copied.origin
-            seat.params, seat.suggestion, seat.origin = params, suggestion, origin
-            self.trials.copied(seat.number, copied.number, seat.epochs, params, origin)
-            self._events.copied(array, seat, copied.number)
+            slot.params, slot.suggestion, slot.origin = params, suggestion, origin
+            self.trials.copied(slot.number, copied.number, slot.epochs, params, origin)
+            self._events.copied(array, slot, copied.number)
 
-    def _explored(self, seat: Seat, draw: random.Random) -> tuple[dict[str, Any], Suggestion]:
-        """Return perturbed params and their suggestion, with the same model and array as the trial in ``seat``."""
+    def _explored(self, slot: TrialSlot, draw: random.Random) -> tuple[dict[str, Any], Suggestion]:
+        """Return perturbed params and their suggestion, with the same model and array as the trial in ``slot``."""
         assert self._extent.pbt is not None
 
         def allowed(params: dict[str, Any]) -> bool:
             try:
-                suggestion = self._fixed(params, seat.number)
+                suggestion = self._fixed(params, slot.number)
             except (ValueError, self.trials.optuna.TrialPruned):
                 # Another branch of the space, or a value that the optimizer rejects.
                 return False
-            return suggestion.same_but_for_numbers(seat.suggestion)
+            return suggestion.same_but_for_numbers(slot.suggestion)
 
-        params, distributions = self.trials.suggested(seat.number if seat.origin is None else seat.origin)
-        perturbed = self._extent.pbt.explored(seat.params or params, distributions, allowed, draw)
-        return perturbed, self._fixed(perturbed, seat.number)
+        params, distributions = self.trials.suggested(slot.number if slot.origin is None else slot.origin)
+        perturbed = self._extent.pbt.explored(slot.params or params, distributions, allowed, draw)
+        return perturbed, self._fixed(perturbed, slot.number)
 
     def _fixed(self, params: dict[str, Any], number: int) -> Suggestion:
         """Evaluate the search space on fixed values."""
@@ -220,30 +220,30 @@ class Conductor:
 
     def _refill(self) -> None:
         """Ask the study for trials while there is room for them, and let them join arrays."""
-        while not self.rooms.full and (next_trial := self._next()) is not None:
+        while not self.placement.full and (next_trial := self._next()) is not None:
             self._waiting = next_trial
             candidate, shape = next_trial
-            array = self.rooms.room_for(shape)
+            array = self.placement.room_for(shape)
             if array is None:
                 break
-            self.rooms.join(array, candidate)
+            self.placement.join(array, candidate)
             self._waiting = None
-        for array in self.rooms.arrays:
+        for array in self.placement.arrays:
             if array.joining:
-                if not array.seats:
-                    self.rooms.open(array)
-                new = array.seated(self._round)
+                if not array.slots:
+                    self.placement.open(array)
+                new = array.assign_slots(self._round)
                 self._workers.send(array.name, "join", new)
                 for member in new:
-                    self.trials.place(member.number, array.seats[member.tag].began)
-                self._events.seated(array, [array.seats[member.tag] for member in new], "started")
-        self.rooms.give_back()
-        self._events.close_all_but(self.rooms.arrays)
+                    self.trials.record_start_round(member.number, array.slots[member.tag].began)
+                self._events.placed(array, [array.slots[member.tag] for member in new], "started")
+        self.placement.give_back()
+        self._events.close_all_but(self.placement.arrays)
 
     def _next(self) -> tuple[TrialModel, Shape] | None:
         """Return the next trial and its shape; None if no more trials start."""
         next_trial, self._waiting = self._waiting, None
-        while next_trial is None and len(self.trials.asked) < self._extent.trials and not self._late():
+        while next_trial is None and len(self.trials.asked_numbers) < self._extent.trials and not self._late():
             if self.trials.over:
                 break
             trial = self.trials.ask()
@@ -276,8 +276,8 @@ class Conductor:
         if self._folder is not None:
             check_choices(trial)
         candidate = self._maker.candidate(trial.number, suggestion)
-        shape = self._shapes.shape(candidate, self.rooms.arrays)
-        self.rooms.check(shape, f"trial {candidate.number} with {trial.params}")
+        shape = self._shapes.shape(candidate, self.placement.arrays)
+        self.placement.check(shape, f"trial {candidate.number} with {trial.params}")
         return candidate, shape
 
     def save(self) -> None:
@@ -285,13 +285,13 @@ class Conductor:
         if self._folder is None:
             return
         attributes = self.trials.attributes()
-        changed = [array for array in self.rooms.arrays if not array.save]
+        changed = [array for array in self.placement.arrays if not array.save]
         saves = self._workers.save(
             {array.name: self._folder.of_array(array.name) for array in changed},
             {array.name: self._members(array) for array in changed},
         )
         for array in changed:
-            array.save = self._folder.found(saves[array.name])
+            array.save = self._folder.relative_path(saves[array.name])
         arrays = [
             {
                 "name": array.name,
@@ -299,17 +299,17 @@ class Conductor:
                 "save": array.save,
                 "seats": [
                     [
-                        seat.number,
-                        seat.began,
-                        seat.epochs,
-                        attributes.get(seat.number, []),
-                        seat.params,
-                        seat.origin,
+                        slot.number,
+                        slot.began,
+                        slot.epochs,
+                        attributes.get(slot.number, []),
+                        slot.params,
+                        slot.origin,
                     ]
-                    for seat in array.seats.values()
+                    for slot in array.slots.values()
                 ],
             }
-            for array in self.rooms.arrays
+            for array in self.placement.arrays
         ]
         tensors: dict[str, Tensor] = {}
         for best in self.best.all:
@@ -324,8 +324,8 @@ class Conductor:
             "rounds": self.rounds,
             "round": self._round,
             "reported": self._reported,
-            "opened": self.rooms.opened,
-            "asked": self.trials.asked,
+            "opened": self.placement.opened,
+            "asked": self.trials.asked_numbers,
             "stopped": self._extent.trials if self.trials.stopped else None,
             "waiting": None if self._waiting is None else self._waiting[0].number,
             "arrays": arrays,
@@ -337,7 +337,7 @@ class Conductor:
     def resume(self, body: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Restore a saved state."""
         assert self._folder is not None
-        self._round, self.rooms.opened = body["round"], body["opened"]
+        self._round, self.placement.opened = body["round"], body["opened"]
         if self._extent.trials <= (body.get("stopped") or -1):
             self.trials.study.stop()
         epochs = {number: done for record in body["arrays"] for number, _, done, *_ in record["seats"]}
@@ -345,24 +345,24 @@ class Conductor:
             epochs[body["waiting"]] = 0
         trials = self.trials.resume(epochs)
         # Trials keep their suggested values: nothing is sampled again.
-        suggestions = {number: self._known(trial.params, number) for number, trial in trials.items()}
+        suggestions = {number: self._restore_suggestion(trial.params, number) for number, trial in trials.items()}
         for record in body["arrays"]:
-            seats = [
-                Seat(number, self._copied(number, params) or suggestions[number], began, done, params, *origin)
+            slots = [
+                TrialSlot(number, self._copied(number, params) or suggestions[number], began, done, params, *origin)
                 for number, began, done, _, params, *origin in record["seats"]
             ]
-            self._restore(record["name"], record["save"], seats, plain=record["plain"])
+            self._restore(record["name"], record["save"], slots, plain=record["plain"])
         if body["waiting"] is not None:
             candidate = self._maker.candidate(body["waiting"], suggestions[body["waiting"]])
-            self._waiting = candidate, self._shapes.shape(candidate, self.rooms.arrays)
+            self._waiting = candidate, self._shapes.shape(candidate, self.placement.arrays)
         for number, values in body["best"]:
-            self.best.add(self._kept(number, tuple(values), tensors))
+            self.best.add(self._restore_best(number, tuple(values), tensors))
 
     def _copied(self, number: int, params: dict[str, Any] | None) -> Suggestion | None:
         """Return the suggestion of a trial that became a copy of another."""
-        return None if params is None else self._known(params, number)
+        return None if params is None else self._restore_suggestion(params, number)
 
-    def _known(self, params: dict[str, Any], number: int) -> Suggestion:
+    def _restore_suggestion(self, params: dict[str, Any], number: int) -> Suggestion:
         """Evaluate the search space on saved values. Raises CheckpointError if the space has changed."""
         try:
             return self._fixed(params, number)
@@ -376,19 +376,19 @@ class Conductor:
             "those that it was, or a new directory"
         )
 
-    def _restore(self, name: str, save: str, seats: list[Seat], *, plain: bool) -> None:
+    def _restore(self, name: str, save: str, slots: list[TrialSlot], *, plain: bool) -> None:
         assert self._folder is not None
-        path, members = self._folder.root / save, [self._member(seat) for seat in seats]
-        array = self.rooms.restored(name, self._shapes.shape(members[0], self.rooms.arrays), seats, plain=plain)
+        path, members = self._folder.root / save, [self._member(slot) for slot in slots]
+        array = self.placement.restored(name, self._shapes.shape(members[0], self.placement.arrays), slots, plain=plain)
         results = self._workers.ask({name: ("restore", (path.absolute(), members))})
         (array.widths, array.width), array.save = results[name], save
-        self._events.seated(array, seats, "resumed")
+        self._events.placed(array, slots, "resumed")
 
-    def _kept(self, number: int, values: tuple[float, ...], tensors: Mapping[str, Tensor]) -> Best:
+    def _restore_best(self, number: int, values: tuple[float, ...], tensors: Mapping[str, Tensor]) -> Best:
         """Return a best trial of the saved sweep. Its model is made again, and its saved tensors are loaded."""
         trial = next(frozen for frozen in self.trials.study.get_trials(deepcopy=False) if frozen.number == number)
         copies = trial.user_attrs.get(COPIES)
-        suggestion = self._known(copies[-1]["params"] if copies else trial.params, number)
+        suggestion = self._restore_suggestion(copies[-1]["params"] if copies else trial.params, number)
         model = self._maker.models.model(number, suggestion).cpu()
         try:
             state = {key: value for key, value in tensors.items() if key.startswith(f"{number}.")}

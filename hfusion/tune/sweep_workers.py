@@ -29,7 +29,7 @@ class SweepWorkers(Protocol):
     def devices(self) -> Sequence[DeviceInfo]: ...
 
     @property
-    def gone(self) -> Collection[int]:
+    def lost_devices(self) -> Collection[int]:
         """Indices of lost devices."""
 
     @property
@@ -75,7 +75,7 @@ class LocalWorkers:
         device = largest(machine)
         rates = machine.calibrate()[device.name]
         self.devices: Sequence[DeviceInfo] = [DeviceInfo(device.name, device.physical, device.memory, rates, 0.0)]
-        self.gone: Collection[int] = ()
+        self.lost_devices: Collection[int] = ()
         self.busy: Collection[int] = ()
         self._started: dict[str, RowsCall] = {}
         self._results: dict[str, Any] = {}
@@ -105,7 +105,7 @@ class LocalWorkers:
             for name, (method, args) in calls.items()
             if method == "epoch" and isinstance(self._rows[name], SpreadTrials)
         }
-        self._spread.begin(plain)
+        self._spread.start_epoch(plain)
         others = {name: call for name, call in calls.items() if name not in plain}
         results = {name: getattr(self._rows[name], method)(*args) for name, (method, args) in others.items()}
         return results | self._spread.finish(plain)

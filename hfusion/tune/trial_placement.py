@@ -15,12 +15,12 @@ from hfusion.tune.array_costs import ArrayCosts
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.minibatch_seconds import EpochSeconds
 from hfusion.tune.plain_trial_footprint import fits
-from hfusion.tune.shape_array import Seat, Shape, ShapeArray
+from hfusion.tune.shape_array import Shape, ShapeArray, TrialSlot
 from hfusion.tune.space import TrialModel
 from hfusion.tune.sweep_workers import SweepWorkers
 
 
-class Rooms:
+class TrialPlacement:
     """The arrays of a sweep on its devices, at most one of a shape on each.
 
     Args:
@@ -71,8 +71,8 @@ class Rooms:
         """Turn plain trials into arrays where measured times favour it. Return each array after its old name."""
         promoted = []
         for array in self.arrays:
-            if array.plain and array.seats and not array.joining and self._rests(array):
-                epochs = [seat.suggestion.epochs - seat.epochs for seat in array.seats.values()]
+            if array.plain and array.slots and not array.joining and self._rests(array):
+                epochs = [slot.suggestion.epochs - slot.epochs for slot in array.slots.values()]
                 if not self._is_plain(array, (), epochs):
                     promoted.append((array.name, array))
                     array.promote(f"array-{self.opened}")
@@ -84,11 +84,11 @@ class Rooms:
         self.seconds.note(array, result)
         array.shape.note(array, result, self._workers.devices[array.device], self.costs)
 
-    def restored(self, name: str, shape: Shape, seats: Sequence[Seat], *, plain: bool) -> ShapeArray:
+    def restored(self, name: str, shape: Shape, slots: Sequence[TrialSlot], *, plain: bool) -> ShapeArray:
         """Place a saved array on the device whose round ends first, among those with memory for it if there are any."""
-        arrays = [ShapeArray(name, shape, device) for device in self._there]
+        arrays = [ShapeArray(name, shape, device) for device in self._live_devices]
         for array in arrays:
-            array.seats, array.plain = {seat.tag: seat for seat in seats}, plain
+            array.slots, array.plain = {slot.tag: slot for slot in slots}, plain
         order = sorted(arrays, key=lambda option: self._end(option.device, option))
         chosen = next(
             (array for array in order if self._fits(array.device, [array, *self._on(array.device)])), order[0]
@@ -102,12 +102,12 @@ class Rooms:
         """Drop arrays without trials, and release free rows."""
         crowded = {array.device for array in self.arrays if self.crowded(array.device)}
         for array in self.arrays:
-            if not array.taken:
+            if not array.trial_count:
                 self._workers.drop(array.name, collect=array.device in crowded)
-            elif array.seats and self._rests(array) and array.compacts():
+            elif array.slots and self._rests(array) and array.compacts():
                 array.save = ""
                 self._workers.send(array.name, "compact")
-        self.arrays = [array for array in self.arrays if array.taken]
+        self.arrays = [array for array in self.arrays if array.trial_count]
         self.seconds.keep(self.arrays)
 
     def _rests(self, array: ShapeArray) -> bool:
@@ -134,12 +134,12 @@ class Rooms:
     @property
     def full(self) -> bool:
         """Return whether the limit on concurrent rows is reached."""
-        return self._rows is not None and sum(array.taken for array in self.arrays) >= self._rows
+        return self._rows is not None and sum(array.trial_count for array in self.arrays) >= self._rows
 
     @property
-    def _there(self) -> list[int]:
+    def _live_devices(self) -> list[int]:
         """The devices that are not lost."""
-        return [device for device in range(len(self._workers.devices)) if device not in self._workers.gone]
+        return [device for device in range(len(self._workers.devices)) if device not in self._workers.lost_devices]
 
     def room_for(self, shape: Shape) -> ShapeArray | None:
         """Return the array for one more trial, on the device with memory whose round then ends first; or None."""
@@ -150,7 +150,7 @@ class Rooms:
         if not shape_arrays or not self._together:
             # With ``together``, trials are compared and copied, so all of a shape must be in one array.
             occupied = {array.device for array in shape_arrays} | set(self._workers.busy)
-            new = [device for device in self._there if device not in occupied]
+            new = [device for device in self._live_devices if device not in occupied]
             choices += [ShapeArray(f"array-{self.opened}", shape, device) for device in new]
         for array in sorted(choices, key=lambda choice: (self._end(choice.device, choice, 1), choice.device)):
             if self._has_room(array):
@@ -163,8 +163,8 @@ class Rooms:
             return True
         counts = Counter({shape: 1})
         for array in self.arrays:
-            counts[array.shape] += array.taken
-        devices = [self._workers.devices[device] for device in self._there]
+            counts[array.shape] += array.trial_count
+        devices = [self._workers.devices[device] for device in self._live_devices]
         most = {group: sum(group.fastest(device, self._trials) for device in devices) for group in counts}
         return sum(Fraction(count, most[group]) for group, count in counts.items()) <= 1
 
@@ -177,7 +177,7 @@ class Rooms:
 
     def _has_room(self, array: ShapeArray) -> bool:
         """Return whether a device has memory for one more member of an array."""
-        if not any(placed.taken for placed in self._on(array.device)):
+        if not any(placed.trial_count for placed in self._on(array.device)):
             if array not in self.arrays:
                 self.give_back()
             return self._fits(array.device, [array], array)
@@ -205,7 +205,7 @@ class Rooms:
 
     def _move(self, moved: Collection[str], remaining: Callable[[ShapeArray], int]) -> tuple[ShapeArray, int] | None:
         """Return an array to move from the slowest device, and its target. Arrays named in ``moved`` stay."""
-        ends = {device: self._end(device) for device in self._there}
+        ends = {device: self._end(device) for device in self._live_devices}
         source = max(ends, key=ends.__getitem__)
         last = nlargest(3, ends, key=ends.__getitem__)
         candidates: list[tuple[float, int, ShapeArray]] = []
@@ -228,12 +228,12 @@ class Rooms:
     def moved(self, name: str) -> int:
         """Move an array of a lost device, and return its new device. Raises DeviceLost if none has room for it."""
         array = next(candidate for candidate in self.arrays if candidate.name == name)
-        for device in sorted(self._there, key=lambda index: (self._end(index, array), index)):
+        for device in sorted(self._live_devices, key=lambda index: (self._end(index, array), index)):
             if self._fits(device, [array, *self._on(device)]):
                 array.device = device
                 return device
         devices = self._workers.devices
         raise DeviceLost(
-            f"{len(devices) - len(self._there)} of {len(devices)} devices are lost, and no other has room for the "
-            f"{len(array.seats)} trials of {name}: with a directory the same call goes on when there are more"
+            f"{len(devices) - len(self._live_devices)} of {len(devices)} devices are lost, and no other has room for "
+            f"the {len(array.slots)} trials of {name}: with a directory the same call goes on when there are more"
         )

@@ -44,7 +44,7 @@ class Trials:
 
     Args:
         run: the sweep's name in the study.
-        asked: the numbers of the trials that had been asked when the sweep was saved.
+        asked_numbers: the numbers of the trials that had been asked when the sweep was saved.
         attributes: for each trial in training then, the names of its system attributes, where pruners keep notes.
         alone: no other process asks for trials of this study.
         callbacks: functions that are called with the study and each finished trial.
@@ -56,14 +56,14 @@ class Trials:
         run: str,
         draws: Draws,
         *,
-        asked: Iterable[int] = (),
+        asked_numbers: Iterable[int] = (),
         attributes: Mapping[int, Iterable[str]] | None = None,
         alone: bool = False,
         callbacks: Iterable[Callback] = (),
     ) -> None:
         self._callbacks = tuple(callbacks)
         self.optuna = import_optuna()
-        self.study, self.run, self.asked = study, run, list(asked)
+        self.study, self.run, self.asked_numbers = study, run, list(asked_numbers)
         self._draws = draws
         self._live: dict[int, Trial] = {}
         self._attributes = {number: set(names) for number, names in (attributes or {}).items()}
@@ -75,7 +75,7 @@ class Trials:
     def _look_ahead(self, alone: bool) -> None:
         """Find trials and reports that are in the study, but not in the saved sweep."""
         states = self.optuna.trial.TrialState
-        saved_numbers = set(self.asked)
+        saved_numbers = set(self.asked_numbers)
         trials = self.study.get_trials(deepcopy=True)
         present = {trial.number for trial in trials if trial.user_attrs.get(RUN) == self.run}
         if missing := saved_numbers - present:
@@ -89,7 +89,7 @@ class Trials:
         self._adopted = deque(sorted(adopted, key=lambda trial: (trial.datetime_start, trial.number)))
         self._ahead = {trial.number: trial for trial in trials if trial.number in self._attributes}
 
-    def bury(self, dead: set[str]) -> None:
+    def fail_stale_trials(self, dead: set[str]) -> None:
         """Mark running trials of the sweeps named in ``dead`` as failed."""
         states = self.optuna.trial.TrialState
         for trial in self.study.get_trials(deepcopy=False, states=(states.RUNNING,)):
@@ -123,17 +123,17 @@ class Trials:
 
     def ask(self) -> Trial | None:
         """Return the next trial; None if it is one that had finished before the sweep was killed."""
-        self._draws.begin(len(self.asked))
+        self._draws.seed_next_trial(len(self.asked_numbers))
         if not self._adopted:
             trial = self.study.ask()
             trial.set_user_attr(RUN, self.run)
         else:
             frozen = self._adopted.popleft()
             if frozen.state.is_finished():
-                self.asked.append(frozen.number)
+                self.asked_numbers.append(frozen.number)
                 return None
             trial = self._take_over(frozen)
-        self.asked.append(trial.number)
+        self.asked_numbers.append(trial.number)
         self._live[trial.number] = trial
         return trial
 
@@ -167,7 +167,7 @@ class Trials:
         self._attributes.clear()
         self._reports = 0
 
-    def place(self, number: int, at: int) -> None:
+    def record_start_round(self, number: int, at: int) -> None:
         """Record the round of the sweep in which a trial began."""
         trial = self._live[number]
         if trial.user_attrs.get(ROUND) != at:
@@ -209,7 +209,7 @@ class Trials:
         """Return the pruner's decision, replayed from its state before it may have been asked."""
         view = copy.copy(self.study)
         trial_id = self._live[number]._trial_id
-        storage: Any = _Before(self.study._storage, trial_id, self._attributes[number])
+        storage: Any = _EarlierStorage(self.study._storage, trial_id, self._attributes[number])
         view._storage = storage
         return bool(self.study.pruner.prune(view, storage.get_trial(trial_id)))
 
@@ -217,11 +217,11 @@ class Trials:
         if verdict is Verdict.GO_ON:
             return
         if verdict is Verdict.COMPLETE:
-            self._told(number, self.study.tell(number, list(values), skip_if_finished=True))
+            self._note_finished(number, self.study.tell(number, list(values), skip_if_finished=True))
         else:
             self.end(number, verdict)
 
-    def _told(self, number: int, trial: FrozenTrial) -> None:
+    def _note_finished(self, number: int, trial: FrozenTrial) -> None:
         self._live.pop(number, None)
         frozen = self._ahead.get(number)
         if frozen is None or not frozen.state.is_finished():
@@ -247,7 +247,7 @@ class Trials:
         """Tell the study that a trial was pruned or failed."""
         states = self.optuna.trial.TrialState
         state = states.PRUNED if verdict is Verdict.PRUNED else states.FAIL
-        self._told(number, self.study.tell(number, state=state, skip_if_finished=True))
+        self._note_finished(number, self.study.tell(number, state=state, skip_if_finished=True))
 
     def attributes(self) -> dict[int, list[str]]:
         """Return the names of the system attributes of each unfinished trial."""
@@ -286,20 +286,20 @@ def _is_ours(trial: FrozenTrial, run: str, alone: bool, states: Any) -> bool:
     return alone and trial.state == states.RUNNING
 
 
-class _Before:
+class _EarlierStorage:
     """A view of a storage in which one trial has only the system attributes in ``names``."""
 
     def __init__(self, storage: Any, trial_id: int, names: set[str]) -> None:
-        self._own, self._trial_id, self._names = storage, trial_id, names
+        self._original_storage, self._trial_id, self._names = storage, trial_id, names
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._original_storage, name)
 
     def get_trial(self, trial_id: int) -> FrozenTrial:
-        return self._cut(self._own.get_trial(trial_id))
+        return self._cut(self._original_storage.get_trial(trial_id))
 
     def get_all_trials(self, *args: Any, **kwargs: Any) -> list[FrozenTrial]:
-        return [self._cut(trial) for trial in self._own.get_all_trials(*args, **kwargs)]
+        return [self._cut(trial) for trial in self._original_storage.get_all_trials(*args, **kwargs)]
 
     def _cut(self, trial: FrozenTrial) -> FrozenTrial:
         if trial._trial_id != self._trial_id:

@@ -18,7 +18,7 @@ from tests.zoo import Model
 
 def described(graph: StepGraph) -> tuple[object, ...]:
     shapes = [[getattr(node.meta.get("val"), "dtype", None) for node in graph.module.graph.nodes]]
-    batch = [[(list(map(str, fake.shape)), fake.stride()[-1:]) for fake in graph.own]]
+    batch = [[(list(map(str, fake.shape)), fake.stride()[-1:]) for fake in graph.array_tensors]]
     return str(graph.module.graph), graph.trained, graph.dims, shapes, batch
 
 

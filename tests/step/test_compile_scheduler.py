@@ -124,7 +124,7 @@ def gone(process: int) -> bool:
 
 
 def worker_of(step: TrainStep) -> int:
-    (pending,) = (way.pending for ways in step._ways.values() for way in ways)
+    (pending,) = (way.pending for ways in step._variants.values() for way in ways)
     assert pending is not None
     return int(pending.job._process.pid)
 
@@ -151,7 +151,7 @@ def test_it_ends_with_the_step() -> None:
     del step, one
     gc.collect()
     assert gone(workers[0])
-    assert not other._ways[next(iter(other._ways))][0].pending.ready()
+    assert not other._variants[next(iter(other._variants))][0].pending.ready()
     # Another step of the same array asks anew.
     again = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), compile="background")
     advance(again, 4)

@@ -98,7 +98,7 @@ def test_threads_show_in_no_bit(stacked: bool) -> None:
         step = classifier(8, parts=4)
         step.at_once = 2
         advance(step, *given, times=2)
-        way = next(way for ways in step._ways.values() for way in ways)
+        way = next(way for ways in step._variants.values() for way in ways)
         assert "for 2 members, called once per 2, on 4 threads" in way.program.how
         if threads:
             way.program._threads = threads
@@ -145,7 +145,7 @@ def test_threads_show_in_no_bit_of_kernels_that_divide_their_work(make: Any, sha
         step = hf.train_step(fused, F.cross_entropy, adam(fused), parts=2 if threads == 1 else threads, compile=True)
         given = torch.randn(shape), torch.randint(3, shape[:1])
         advance(step, *given, times=2)
-        (way,) = (way for ways in step._ways.values() for way in ways)
+        (way,) = (way for ways in step._variants.values() for way in ways)
         assert "on 2 threads" in way.program.how
         if threads == 1:
             way.program._threads = 1

@@ -15,8 +15,8 @@ from hfusion.step.program_lifecycle import (
     Event,
     Failed,
     InUse,
-    Made,
     Postponed,
+    ProgramReady,
     ProgramState,
     Refused,
     Requested,
@@ -38,8 +38,8 @@ EVENTS: tuple[Event, ...] = (
     Postponed("later"),
     Requested(PENDING, True),
     Ended(),
-    Made(OTHER),
-    Made(OTHER, due=False),
+    ProgramReady(OTHER),
+    ProgramReady(OTHER, due=False),
     Due(),
     Failed("broken"),
     Failed("too slow", by_choice=True),
@@ -47,14 +47,14 @@ EVENTS: tuple[Event, ...] = (
 TABLE = """
 Eager() + Postponed(later): Eager(later)
 Eager() + Requested(pending, True): Compiling(pending, True)
-Eager() + Made(another program, True): InUse(another program)
-Eager() + Made(another program, False): Deferred(another program)
+Eager() + ProgramReady(another program, True): InUse(another program)
+Eager() + ProgramReady(another program, False): Deferred(another program)
 Eager() + Failed(broken, False): Refused(broken, False)
 Eager() + Failed(too slow, True): Refused(too slow, True)
 Eager(not yet) + Postponed(later): Eager(later)
 Eager(not yet) + Requested(pending, True): Compiling(pending, True)
-Eager(not yet) + Made(another program, True): InUse(another program)
-Eager(not yet) + Made(another program, False): Deferred(another program)
+Eager(not yet) + ProgramReady(another program, True): InUse(another program)
+Eager(not yet) + ProgramReady(another program, False): Deferred(another program)
 Eager(not yet) + Failed(broken, False): Refused(broken, False)
 Eager(not yet) + Failed(too slow, True): Refused(too slow, True)
 Compiling(pending, False) + Ended(): Eager()
@@ -80,7 +80,9 @@ def test_every_event_in_every_state() -> None:
     assert lines == TABLE.strip().splitlines()
 
 
-@pytest.mark.parametrize(("state", "event"), [(InUse(PROGRAM), Made(OTHER)), (Refused("never"), Made(OTHER))])
+@pytest.mark.parametrize(
+    ("state", "event"), [(InUse(PROGRAM), ProgramReady(OTHER)), (Refused("never"), ProgramReady(OTHER))]
+)
 def test_an_event_that_cannot_come(state: ProgramState, event: Event) -> None:
-    with pytest.raises(ValueError, match=f"Made cannot come in the state {type(state).__name__}"):
+    with pytest.raises(ValueError, match=f"ProgramReady cannot come in the state {type(state).__name__}"):
         next_state(state, event)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.step.step_signatures import Seen
+from hfusion.step.step_signatures import GuardedTensors
 from tests.step.test_step_graph import TRACED, adam, arrays, close, compare, eager, loss_of
 from tests.zoo import MODELS, Model, normal
 
@@ -425,11 +425,11 @@ def test_tensors_are_seen_again_until_something_about_them_changes() -> None:
     ]
     for change in changes:
         tied, other = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3, 4))
-        seen = Seen.of([tied, other, tied])
-        assert seen.again([tied, other, tied])
-        assert not seen.again([tied, other, other])
+        seen = GuardedTensors.of([tied, other, tied])
+        assert seen.matches([tied, other, tied])
+        assert not seen.matches([tied, other, other])
         change(tied)
-        assert not seen.again([tied, other, tied])
+        assert not seen.matches([tied, other, tied])
 
 
 def sequences(sequence: nn.Module) -> Pair:

@@ -93,7 +93,7 @@ def watched(rounds: Rounds, *, measured: bool) -> Any:
 
     def note(seconds: EpochSeconds, array: ShapeArray, result: EpochResult) -> None:
         trials, before = rounds[-1].get(array.device, (0, 0.0))
-        rounds[-1][array.device] = trials + len(array.seats), before + result.seconds + result.startup
+        rounds[-1][array.device] = trials + len(array.slots), before + result.seconds + result.startup
         if measured:
             own(seconds, array, result)
 

@@ -137,8 +137,8 @@ def test_an_order_that_was_begun_is_kept_to(tmp_path: Path, monkeypatch: pytest.
 
     def other_first(conductor: Any, body: Any, tensors: Any) -> None:
         resume(conductor, body, tensors)
-        assert len(conductor.rooms.arrays) == 2
-        conductor.rooms.arrays.reverse()
+        assert len(conductor.placement.arrays) == 2
+        conductor.placement.arrays.reverse()
 
     resume = AsynchronousConductor.resume
     with pytest.raises(Killed):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import hfusion as hf
 from hfusion.core.event_log import read_events
-from hfusion.tune.trial_placement import Rooms
+from hfusion.tune.trial_placement import TrialPlacement
 from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
 from tests.tune.cases import EPOCHS, MACHINE, accuracy, alone, loaders, make_model, space
 
@@ -144,12 +144,12 @@ def test_arrays_that_move_at_random_train_as_alone(
     wanted = sweep(MACHINE, **options) if options else whole
     before, draw, moves = shared_memory(), random.Random(0), list[str]()
 
-    def anywhere(rooms: Rooms, left: Any) -> dict[str, int]:
+    def anywhere(rooms: TrialPlacement, left: Any) -> dict[str, int]:
         found = {array.name: draw.randrange(2) for array in rooms.arrays if draw.random() < 0.5}
         moves.extend(found)
         return found
 
-    monkeypatch.setattr(Rooms, "moves", anywhere)
+    monkeypatch.setattr(TrialPlacement, "moves", anywhere)
     given = {"directory": tmp_path / "sweep"} if saved else {}
     metric = Judge(5, tmp_path / "mark") if killed else accuracy
     assert_same_sweep(sweep(processes(2, max_failures=1), metric=metric, **given, **options), wanted)

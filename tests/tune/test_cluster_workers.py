@@ -137,13 +137,13 @@ def test_an_array_stays_whose_target_is_gone() -> None:
 def test_trials_wait_for_a_device_that_joins_while_all_are_lost() -> None:
     arrays, alone = Arrays(), Arrays(alone=True)
     first = arrays.epoch(0)
-    arrays.workers.place = lambda name: next(n for n in range(3) if n not in arrays.workers.gone)
+    arrays.workers.choose_device = lambda name: next(n for n in range(3) if n not in arrays.workers.lost_devices)
     arrays.here.revives, arrays.here.timeout = False, 60.0
     arrays.here.lose = 0
     second = arrays.epoch(1)
     assert len(arrays.here.devices) == 2
     arrays.here.lose = 1
     third, fourth = arrays.epoch(2), arrays.epoch(3)
-    assert arrays.workers.gone == {0, 1}
+    assert arrays.workers.lost_devices == {0, 1}
     assert [first, second, third, fourth] == [alone.epoch(seed) for seed in range(4)]
     assert set(arrays.here.trainers[2].call_state) >= set(arrays.members)

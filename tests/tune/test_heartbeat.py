@@ -14,7 +14,7 @@ import pytest
 import torch.nn.functional as F
 
 import hfusion as hf
-from hfusion.tune.heartbeat import Beats, dead_runs
+from hfusion.tune.heartbeat import Heartbeat, dead_runs
 from tests.tune.cases import MACHINE, loaders, make_model
 
 optuna = pytest.importorskip("optuna")
@@ -64,7 +64,7 @@ def test_what_died_is_buried(tmp_path: Path) -> None:
 def test_signs_are_written_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     study, times = optuna.create_study(), [1000.0]
     monkeypatch.setattr(time, "time", lambda: times[-1])
-    beats = Beats(study, "a", None)
+    beats = Heartbeat(study, "a", None)
     found = []
     for seconds in (1010.0, 1029.0, 1031.0, 1400.0):
         times.append(seconds)

@@ -117,7 +117,7 @@ def slower_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = TrialSpread._judge
 
     def slower(spread: TrialSpread, elsewhere: Any) -> None:
-        spread._here = dict.fromkeys(spread._here, 1e-9)
+        spread._local_seconds = dict.fromkeys(spread._local_seconds, 1e-9)
         judge(spread, elsewhere)
 
     monkeypatch.setattr(TrialSpread, "_judge", slower)

@@ -16,8 +16,8 @@ import torch
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.device.calibrate import Rates
 from hfusion.tune.epoch_result import EpochResult
-from hfusion.tune.shape_array import Seat, Shape, ShapeArray
-from hfusion.tune.trial_placement import Rooms
+from hfusion.tune.shape_array import Shape, ShapeArray, TrialSlot
+from hfusion.tune.trial_placement import TrialPlacement
 
 EPOCHS, ROUNDS, STEPS = 6, 40, 10
 FIRST: Any = SimpleNamespace(suggestion=SimpleNamespace(choices=None))
@@ -46,7 +46,7 @@ class Nowhere:
     """Workers that do nothing."""
 
     devices: Sequence[DeviceInfo]
-    gone: Sequence[int] = ()
+    lost_devices: Sequence[int] = ()
     busy: Sequence[int] = ()
 
     def open(self, name: str, device: int, choices: Any) -> None: ...
@@ -86,7 +86,7 @@ class Sweep:
     def run(self, seed: int = 0) -> Sweep:
         self.draw = random.Random(seed)
         self.shapes = [Shape(FIRST, partial(_estimates, 1e-3 + 1e-4 * number), SAME) for number in range(len(self.odd))]
-        self.rooms = Rooms(nowhere(len(self.slow)), 1000, self.rows, together=self.together)
+        self.rooms = TrialPlacement(nowhere(len(self.slow)), 1000, self.rows, together=self.together)
         self.count, self.waiting = 0, self.draw.randrange(len(self.shapes))
         for now in range(ROUNDS):
             self._refill(now)
@@ -104,7 +104,7 @@ class Sweep:
         self.began.append(asked)
         for array in self.rooms.arrays:
             if array.joining:
-                array.seated(now)
+                array.assign_slots(now)
         self.rooms.give_back()
 
     def _true(self, array: ShapeArray, now: int) -> float:
@@ -115,18 +115,18 @@ class Sweep:
 
     def _epoch(self, now: int) -> None:
         busy = [0.0] * len(self.slow)
-        seats: list[tuple[ShapeArray, Seat]] = []
+        slots: list[tuple[ShapeArray, TrialSlot]] = []
         for array in self.rooms.arrays:
             taken = self._true(array, now)
             busy[array.device] += taken
             if self.measured:
                 self.rooms.seconds.note(array, EpochResult({}, taken, 0.0, STEPS))
-            seats += [(array, seat) for seat in array.seats.values()]
+            slots += [(array, slot) for slot in array.slots.values()]
         self.seconds.append(max(busy))
-        for array, seat in sorted(seats, key=lambda pair: pair[1].number):
-            seat.epochs += 1
-            if seat.epochs == EPOCHS or self.draw.random() < 1 / 3:
-                del array.seats[seat.tag]
+        for array, slot in sorted(slots, key=lambda pair: pair[1].number):
+            slot.epochs += 1
+            if slot.epochs == EPOCHS or self.draw.random() < 1 / 3:
+                del array.slots[slot.tag]
 
 
 def both(seed: int = 0, **given: Any) -> tuple[Sweep, Sweep]:
@@ -195,10 +195,10 @@ def test_an_array_goes_where_that_saves_more_than_it_costs(
 ) -> None:
     """Two arrays on the second of two devices, and one as long as these on the first."""
     shapes = [Shape(FIRST, lambda _: Estimates(0, 0.1), SAME), Shape(FIRST, lambda _: Estimates(0, 0.05), SAME)]
-    rooms = Rooms(nowhere(2), 1000, 8, together=False)
+    rooms = TrialPlacement(nowhere(2), 1000, 8, together=False)
     for number, (shape, device) in enumerate([(0, 0), (1, 1), (1, 1)]):
         array = ShapeArray(f"array-{number}", shapes[shape], device)
-        array.seats, array.width = {"trial": Seat(0, FIRST.suggestion, 0)}, 1
+        array.slots, array.width = {"trial": TrialSlot(0, FIRST.suggestion, 0)}, 1
         rooms.arrays.append(array)
     for factor in taken:
         for array in rooms.arrays:

@@ -57,12 +57,14 @@ def play(storage: Any, saved: dict[str, Any], sampler: Any, pruner: Any) -> None
     draws = Draws(study, saved.get("base"))
     saved.setdefault("base", draws.base)
     seats: dict[int, int] = dict(saved.get("seats", {}))
-    trials = Trials(study, "run", draws, asked=saved.get("asked", ()), attributes=saved.get("attributes"), alone=True)
+    trials = Trials(
+        study, "run", draws, asked_numbers=saved.get("asked", ()), attributes=saved.get("attributes"), alone=True
+    )
     trials.resume(seats)
     resumed = bool(seats)
     while True:
         if not resumed:
-            while len(seats) < ROWS and len(trials.asked) < TRIALS:
+            while len(seats) < ROWS and len(trials.asked_numbers) < TRIALS:
                 trial = trials.ask()
                 if trial is None:
                     continue
@@ -71,7 +73,7 @@ def play(storage: Any, saved: dict[str, Any], sampler: Any, pruner: Any) -> None
                     continue
                 trial.suggest_categorical("z", [1, 2, 3])
                 seats[trial.number] = 0
-            saved.update(seats=dict(seats), asked=list(trials.asked), attributes=trials.attributes())
+            saved.update(seats=dict(seats), asked=list(trials.asked_numbers), attributes=trials.attributes())
         resumed = False
         if not seats:
             return
