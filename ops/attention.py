@@ -49,7 +49,7 @@ def _weights_twice(sizes: Sizes) -> int:
     return 2 * scores(sizes) * sizes.width
 
 
-WRITTEN_OUT_KEEPS = Saves(KeptOperands.FACTORS, result=True, beside=_weights_thrice, workspace=_weights_twice)
+WRITTEN_OUT_KEEPS = Saves(KeptOperands.FACTORS, result=True, extra_bytes=_weights_thrice, workspace=_weights_twice)
 
 
 def attention(

@@ -152,7 +152,7 @@ class Noise:
     keys: Keys | None
     seed: int = 0
 
-    def kept(self, weights: Tensor, first: int, queries: int, keep: float | Tensor) -> Tensor:
+    def draw_mask(self, weights: Tensor, first: int, queries: int, keep: float | Tensor) -> Tensor:
         """Draw 1 with probability ``keep``, else 0, for the ``weights [B, *, t, S]`` of queries from ``first`` on."""
         if self.keys is None:
             generator = torch.Generator(weights.device).manual_seed((self.seed + first) % (1 << 63))
@@ -205,7 +205,7 @@ class QueryBlocks:
             k, v = each_head(q, k, v) if self.gqa else (k, v)
             weights = attention_weights(q, k, mask, self.causal, self.scale, first)
             keep = 1 - self.p if isinstance(self.p, float) else 1 - column(self.p, weights)
-            noise = self.noise.kept(weights.detach(), first, queries, keep)
+            noise = self.noise.draw_mask(weights.detach(), first, queries, keep)
             if is_recording():
                 noises.append(noise.clone())
             return torch.matmul(dropped(weights, noise, self.p, False), v)

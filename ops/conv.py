@@ -20,7 +20,7 @@ from hfusion.core.layout import Layout, lift
 from hfusion.device import layer_times
 from hfusion.ops.fold import folded
 from hfusion.ops.lowering import Efficiency
-from hfusion.ops.rule import Answer, Call, Memberwise, RuleTable, Site, Value, each, has_per_member, loop
+from hfusion.ops.rule import Answer, Call, Memberwise, RuleTable, Site, Value, call_per_member, has_per_member, loop
 
 aten = torch.ops.aten
 
@@ -125,7 +125,7 @@ class Convolution:
         if self.dims == 1 and x.rank == 3 and self.pointwise(weight, options):
             return site.call(product_each, args, Layout.LISTED, "loop, product", efficiency=PRODUCT_EACH, loops=True)
         args = (site.target, site.members, operands, options)
-        return site.call(each, args, Layout.LISTED, "loop over members", efficiency=EACH, loops=True)
+        return site.call(call_per_member, args, Layout.LISTED, "loop over members", efficiency=EACH, loops=True)
 
 
 def side_by_side(convolve: OpOverload, x: Tensor, *rest: Any, **options: Any) -> Tensor:

@@ -68,7 +68,7 @@ def stack(site: Site, *, tensors: Sequence[Value], dim: int) -> Call | None:
     return site.call(aten.stack.default, (stacked, wrapped_dim + 1), Layout.STACKED, "stacked")
 
 
-def beside(dim: int, least: int) -> Rule:
+def cat_along(dim: int, least: int) -> Rule:
     """Return the rule of ``hstack``, ``vstack`` or ``dstack``: `cat` along ``dim`` if members have ``least`` dims."""
 
     def rule(site: Site, *, tensors: Sequence[Value]) -> Call | None:
@@ -84,7 +84,7 @@ RULES: RuleTable = {
     aten.repeat_interleave.self_int: repeat_interleave,
     **table((aten.cat.default, aten.concat.default, aten.concatenate.default), cat),
     aten.stack.default: stack,
-    aten.hstack.default: beside(1, 2),
-    aten.vstack.default: beside(0, 2),
-    aten.dstack.default: beside(2, 3),
+    aten.hstack.default: cat_along(1, 2),
+    aten.vstack.default: cat_along(0, 2),
+    aten.dstack.default: cat_along(2, 3),
 }

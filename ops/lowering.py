@@ -48,13 +48,13 @@ class KeptOperands(enum.Enum):
 class Saves:
     """The memory that autograd keeps for the backward of a call.
 
-    ``operands``, ``result``: whether these are kept. ``beside``: further bytes that are kept. ``workspace``: bytes that
-    the call allocates and frees while it runs.
+    ``operands``, ``result``: whether these are kept. ``extra_bytes``: further bytes that are kept. ``workspace``: bytes
+    that the call allocates and frees while it runs.
     """
 
     operands: KeptOperands = KeptOperands.ALL
     result: bool = False
-    beside: Count | None = None
+    extra_bytes: Count | None = None
     workspace: Count | None = None
 
 

@@ -26,7 +26,7 @@ from hfusion.ops.rule import (
     RuleTable,
     Site,
     Value,
-    each,
+    call_per_member,
     has_per_member,
     hint,
     in_order,
@@ -295,7 +295,7 @@ def _rows_and_result(sizes: Sizes) -> int:
 
 
 # The normalised values, in addition to what their norm keeps.
-SCALED_KEEPS = Saves(beside=_rows_and_result)
+SCALED_KEEPS = Saves(extra_bytes=_rows_and_result)
 
 
 def scaled(norm: OpOverload, x: Tensor, weight: Maybe, bias: Maybe, **options: Any) -> Tensor:
@@ -305,7 +305,7 @@ def scaled(norm: OpOverload, x: Tensor, weight: Maybe, bias: Maybe, **options: A
 
 def rows(norm: OpOverload, members: int, *args: Any) -> Tensor:
     """``norm`` once per member, stacked."""
-    return torch.stack(each(norm, members, args, {}))
+    return torch.stack(call_per_member(norm, members, args, {}))
 
 
 def rows_batched(norm: OpOverload, members: int, x: Tensor, shape: list[int], *args: Any) -> Tensor:

@@ -206,11 +206,11 @@ def contiguous(site: Site, *, self: Value, memory_format: Any = torch.contiguous
     """Return ``self`` unchanged if a member's tensor is contiguous already: the strides of the array are free."""
     plain = memory_format not in _CHANNELS_LAST
     if plain and self.layout is not Layout.LISTED and self.example.is_contiguous():
-        return site.call(same, (self,), self.layout, self.layout.value, view=View.ALWAYS)
+        return site.call(identity, (self,), self.layout, self.layout.value, view=View.ALWAYS)
     return cast(site, self=self, memory_format=memory_format)
 
 
-def same(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x
 
 

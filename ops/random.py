@@ -51,8 +51,8 @@ def bernoulli(like: Tensor, keep: float | Tensor) -> Tensor:
     return torch.empty_like(like, requires_grad=False).bernoulli_(keep)
 
 
-def same(x: Any) -> Any:
-    """The value itself: a dropout that is off."""
+def dropout_off(x: Any) -> Any:
+    """Return ``x`` unchanged: a dropout that is off."""
     return x
 
 
@@ -64,7 +64,7 @@ def dropout(feature: bool, alpha: bool) -> Rule:
             call = loop(site, {"input": input, "p": p, "train": train})
             return replace(call, lowering=replace(call.lowering, view=View.PERHAPS))
         if not train or p == 0:
-            return site.call(same, (input,), input.layout, "off", saves=NOTHING, view=View.ALWAYS)
+            return site.call(dropout_off, (input,), input.layout, "off", saves=NOTHING, view=View.ALWAYS)
         if isinstance(p, MemberScalars):
             x = input if input.layout is Layout.LISTED else input.to(STACKED)
             number: Probability = tuple(map(float, p.values))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfusion.core.layout import Listed
 from hfusion.ops.random import dropout_stacked
-from hfusion.ops.rule import each
+from hfusion.ops.rule import call_per_member
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def run_per_member(
     params = [Listed(weight.unbind()) for weight in weights]
     member_x, *member_states = (tensor if tensor.dim() == 3 else Listed(tensor.unbind()) for tensor in (x, *states))
     target = getattr(aten, kind).input
-    rows = each(
+    rows = call_per_member(
         target,
         members,
         (member_x, member_states if kind == "lstm" else member_states[0], params, *options.values()),

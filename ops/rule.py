@@ -195,7 +195,7 @@ def in_order(site: Site, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...],
     return tuple(positional), keywords
 
 
-def each(fn: Callable[..., Any], members: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Listed:
+def call_per_member(fn: Callable[..., Any], members: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Listed:
     """Call ``fn`` once per member: a `Listed` argument gives member b its own entry."""
     return Listed(fn(*_row(args, b), **_row(kwargs, b)) for b in range(members))
 
@@ -208,7 +208,7 @@ class Memberwise:
         functools.update_wrapper(self, member)
 
     def __call__(self, members: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Listed:
-        return each(self.member, members, args, kwargs)
+        return call_per_member(self.member, members, args, kwargs)
 
 
 def _row(arguments: Any, member: int) -> Any:
@@ -226,7 +226,7 @@ def loop(site: Site, arguments: Mapping[str, Any], efficiency: Efficiency = PLAI
     args, kwargs = in_order(site, arguments)
     listed = map_values((args, kwargs), lambda v: v if v.shared else v.to(Layout.LISTED))
     whole = (site.target, site.members, *listed)
-    return site.call(each, whole, Layout.LISTED, "loop over members", efficiency=efficiency, loops=True)
+    return site.call(call_per_member, whole, Layout.LISTED, "loop over members", efficiency=efficiency, loops=True)
 
 
 def pointwise(site: Site, **arguments: Any) -> Call | None:

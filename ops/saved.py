@@ -89,11 +89,11 @@ def gates_twice(sizes: Sizes) -> int:
 NOTHING = Saves(KeptOperands.NONE)
 RESULT = Saves(KeptOperands.NONE, result=True)
 FACTORS = Saves(KeptOperands.FACTORS)
-MASK = Saves(KeptOperands.NONE, beside=result_bytes)
-ROWS = Saves(beside=row_statistics)
-FUSED_ATTENTION = Saves(KeptOperands.FACTORS, result=True, beside=queries)
-GATES = Saves(beside=gates, workspace=gates)
-GATES_TWICE = Saves(beside=gates_twice, workspace=gates_twice)
+MASK = Saves(KeptOperands.NONE, extra_bytes=result_bytes)
+ROWS = Saves(extra_bytes=row_statistics)
+FUSED_ATTENTION = Saves(KeptOperands.FACTORS, result=True, extra_bytes=queries)
+GATES = Saves(extra_bytes=gates, workspace=gates)
+GATES_TWICE = Saves(extra_bytes=gates_twice, workspace=gates_twice)
 
 _KEPT = {
     # The gradient needs no operand, only sizes.
@@ -113,9 +113,9 @@ _KEPT = {
     """,
     MASK: "dropout feature_dropout alpha_dropout feature_alpha_dropout native_dropout",
     ROWS: "layer_norm rms_norm",
-    Saves(KeptOperands.FACTORS, beside=broadcast_copies, workspace=broadcast_copies): "matmul",
-    Saves(beside=first_operand_bytes): "cross_entropy_loss",
-    Saves(beside=_indices): "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d",
+    Saves(KeptOperands.FACTORS, extra_bytes=broadcast_copies, workspace=broadcast_copies): "matmul",
+    Saves(extra_bytes=first_operand_bytes): "cross_entropy_loss",
+    Saves(extra_bytes=_indices): "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d",
     FUSED_ATTENTION: "scaled_dot_product_attention",
     GATES: "gru rnn_tanh rnn_relu",
     GATES_TWICE: "lstm opaque",

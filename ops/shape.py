@@ -15,7 +15,7 @@ from torch import Tensor
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import Layout
 from hfusion.ops.lowering import View
-from hfusion.ops.pointwise import first_member, like, same
+from hfusion.ops.pointwise import first_member, identity, like
 from hfusion.ops.rule import (
     Answer,
     Call,
@@ -64,7 +64,7 @@ def along(*names: str, packed: frozenset[int], extra: int = 0) -> Rule:
             return loop(site, arguments)
         dims = {normal(d, rank) for name in names for d in _several(arguments[name])}
         if rank >= 2 and not dims & packed and all(v.layout is Layout.PACKED for v in operands):
-            fixed = {name: _each(arguments[name], lambda d: normal(d, rank)) for name in names}
+            fixed = {name: _map_dims(arguments[name], lambda d: normal(d, rank)) for name in names}
             return same_call(site, {**arguments, **fixed}, Layout.PACKED)
         moved = {name: shifted(arguments[name], rank) for name in names}
         return same_call(site, {**arguments, **moved}, Layout.STACKED)
@@ -82,7 +82,7 @@ def _several(dim: Any) -> Sequence[int]:
     return dim if isinstance(dim, list | tuple) else (dim,)
 
 
-def _each(dim: Any, change: Callable[[int], int]) -> Any:
+def _map_dims(dim: Any, change: Callable[[int], int]) -> Any:
     return [change(d) for d in dim] if isinstance(dim, list | tuple) else change(dim)
 
 
@@ -192,7 +192,7 @@ def squeeze(site: Site, *, self: Value) -> Answer:
         return (
             None
             if self.layout is Layout.LISTED
-            else site.call(same, (self,), self.layout, self.layout.value, view=View.ALWAYS)
+            else site.call(identity, (self,), self.layout, self.layout.value, view=View.ALWAYS)
         )
     return RULES[aten.squeeze.dims](of_operator(site, aten.squeeze.dims), self=self, dim=ones)
 
@@ -259,13 +259,13 @@ def slices(site: Site, *, self: Value, dim: int, start: Any, end: Any, step: Any
     whole = start in (None, 0) and end in (None, _TO_THE_END) and step == 1
     if whole and self.layout is Layout.LISTED:
         args: tuple[Any, ...] = (site.members, (self,), {})
-        return site.call(same_rows, args, self.layout, self.layout.value, view=View.ALWAYS, loops=True)
+        return site.call(listed_identity, args, self.layout, self.layout.value, view=View.ALWAYS, loops=True)
     if whole:
-        return site.call(same, (self,), self.layout, self.layout.value, view=View.ALWAYS)
+        return site.call(identity, (self,), self.layout, self.layout.value, view=View.ALWAYS)
     return _SLICE(site, self=self, dim=dim, start=start, end=end, step=step)
 
 
-same_rows = Memberwise(same)
+listed_identity = Memberwise(identity)
 _SLICE = along("dim", packed=NEEDS_1)
 _TO_THE_END = 2**63 - 1
 

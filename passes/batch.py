@@ -139,7 +139,7 @@ def _rewrite(
     emitter: Emitter, node: fx.Node, env: dict[fx.Node, Result], rules: RuleTable, choice: Choice | None
 ) -> Result:
     calls = candidates(node, env, emitter.members, rules)
-    call = calls[0] if choice is None else calls[choice.place]
+    call = calls[0] if choice is None else calls[choice.index]
     if emitter.rows is not None and draws_random(node.target):
         call = replace(call, lowering=replace(call.lowering, fn=drawn_by(call.fn)), args=(emitter.rows, *call.args))
     new = emitter.call(call.fn, call.args, call.kwargs)

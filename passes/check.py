@@ -102,7 +102,7 @@ def check_code(program: Program) -> None:
                 outputs = module(*_inputs(program.module.graph, program.members))
             except _UNTOLD:
                 return
-        shapes.append([_told(x) for x in leaves(outputs, Tensor)])
+        shapes.append([_describe(x) for x in leaves(outputs, Tensor)])
     if shapes[0] != shapes[1]:
         raise BrokenProgram(f"the code gives {shapes[1]}, the program {shapes[0]}")
 
@@ -113,10 +113,10 @@ def check_rewritten(before: fx.Graph, after: fx.Graph) -> None:
     for node in after.nodes:
         if node.op == "call_function" and isinstance(node.target, OpOverload) and node.users:
             _need("val" in node.meta, node, "has no example of its value")
-    kinds = [[_told(node.meta.get("val")) for node in g.nodes if node.op == "placeholder"] for g in (before, after)]
+    kinds = [[_describe(node.meta.get("val")) for node in g.nodes if node.op == "placeholder"] for g in (before, after)]
     if kinds[0] != kinds[1]:
         raise BrokenProgram(f"it takes {kinds[1]}, before {kinds[0]}")
-    results = [[_told(node.meta.get("val")) for node in _results(graph)] for graph in (before, after)]
+    results = [[_describe(node.meta.get("val")) for node in _results(graph)] for graph in (before, after)]
     if results[0] != results[1]:
         raise BrokenProgram(f"it gives {results[1]}, before {results[0]}")
 
@@ -212,7 +212,7 @@ class _Fake(fx.Interpreter):
         members = width(node, self.members)
         expected = list(leaves(_like(example, layout, members), Tensor))
         values = list(leaves(value, Tensor))
-        expected_metadata, actual_metadata = [_told(x) for x in expected], [_told(x) for x in values]
+        expected_metadata, actual_metadata = [_describe(x) for x in expected], [_describe(x) for x in values]
         matches = actual_metadata == expected_metadata
         if layout is Layout.LISTED:
             # Members may be nested in parts, or parts in members; and their numbers, as the k of topk, decide on sizes.
@@ -253,7 +253,7 @@ def _sized(example: Any) -> bool:
     return all(hint(size) is not None for x in leaves(example, Tensor) for size in x.shape)
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 

@@ -39,13 +39,13 @@ def fill(graph: fx.Graph, changes: Changes) -> tuple[fx.Graph, dict[str, tuple[T
     result = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     constants: dict[str, tuple[Tensor, Tensor]] = {}
-    places = _Places(changes)
+    tracker = _ChangeTracker(changes)
     for node in graph.nodes:
         new = env[node] = result.node_copy(node, env.__getitem__)
-        if places.of(node):
-            named = places.change(node, _arguments(new)[1], constants)
+        if tracker.covers(node):
+            named = tracker.apply_changes(node, _arguments(new)[1], constants)
             new.args, new.kwargs = (), named
-    places.check()
+    tracker.check()
     return result, constants
 
 
@@ -66,24 +66,24 @@ def fill_rows(
     result = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     constants: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
-    places = {member: _Places(member_changes) for member, member_changes in changes.items()}
+    trackers = {member: _ChangeTracker(member_changes) for member, member_changes in changes.items()}
     for node in graph.nodes:
         new = env[node] = result.node_copy(node, env.__getitem__)
-        changing = [member for member, member_changes in places.items() if member_changes.of(node)]
+        changing = [member for member, tracker in trackers.items() if tracker.covers(node)]
         if "arguments" not in node.meta and not changing:
             continue
         every = node.meta.get("members", node.meta.get("arguments")) or _arguments(node)
         nests = [_of_row(every, row, env) for row in rows]
         for member in changing:
             replaced: dict[str, tuple[Tensor, Tensor]] = {}
-            nests[member] = ((), places[member].change(node, nests[member][1], replaced))
+            nests[member] = ((), trackers[member].apply_changes(node, nests[member][1], replaced))
             for name, pair in replaced.items():
                 constants.setdefault(name, {})[member] = pair
         varying = contains(every, MemberScalars) or changing
         new.meta["members"] = _merged(every, nests, env) if varying else nests[0]
         new.meta["arguments"] = map_aggregate(new.meta["members"], plain)
-    for member_changes in places.values():
-        member_changes.check()
+    for tracker in trackers.values():
+        tracker.check()
     return result, constants
 
 
@@ -121,23 +121,23 @@ def _merged(every: Any, nests: Sequence[Any], env: Mapping[fx.Node, fx.Node]) ->
     return nests[0] if all(same_number(nest, nests[0]) for nest in nests) else MemberScalars(tuple(nests))
 
 
-class _Places:
+class _ChangeTracker:
     """The changes of one member, and which of them were found in the graph."""
 
     def __init__(self, changes: Changes) -> None:
         self._changes = changes
-        self._met: set[int] = set()
+        self._visited_calls: set[int] = set()
         self._changed: set[tuple[int, Path]] = set()
 
-    def of(self, node: fx.Node) -> bool:
+    def covers(self, node: fx.Node) -> bool:
         return node.meta.get("call") in self._changes and node.op == "call_function"
 
-    def change(
+    def apply_changes(
         self, node: fx.Node, named: dict[str, Any], constants: dict[str, tuple[Tensor, Tensor]]
     ) -> dict[str, Any]:
         """Return the arguments with their changed numbers filled in."""
         call = node.meta["call"]
-        self._met.add(call)
+        self._visited_calls.add(call)
         result = dict(named)
         for path, (old, new) in self._changes[call].items():
             if path[0] in named and _replaces(named[path[0]], path[1:], old):
@@ -153,7 +153,7 @@ class _Places:
         for call, paths in self._changes.items():
             for path in paths:
                 # An operator without nodes had a result that is not used.
-                if call in self._met and (call, path) not in self._changed:
+                if call in self._visited_calls and (call, path) not in self._changed:
                     raise Unexplained(f"argument {path[0]} of operator {call} is not as the code gave it")
 
 

@@ -118,7 +118,7 @@ def gather_listed(sources: Sequence[Listed | Tensor], shared: tuple[bool, ...], 
     return Listed(sources[source] if shared[source] else sources[source][row] for source, row in pairs)
 
 
-def same(x: Tensor) -> Tensor:
+def gather_shared(x: Tensor) -> Tensor:
     """Return ``x``, which is the same for whichever members."""
     return x
 
@@ -138,7 +138,7 @@ def gather(
         operands = (sources[0].to(Layout.STACKED), tuple(picks))
         return (site.call(gather_copied, operands, Layout.STACKED, "rows to write to", saves=NOTHING),)
     if len(sources) == 1 and sources[0].shared:
-        return (site.call(same, (sources[0],), Layout.SHARED, "shared", saves=NOTHING, view=View.ALWAYS),)
+        return (site.call(gather_shared, (sources[0],), Layout.SHARED, "shared", saves=NOTHING, view=View.ALWAYS),)
     shared, places = tuple(x.shared for x in sources), tuple(picks)
 
     def moved(layout: Layout) -> list[object]:

@@ -72,7 +72,7 @@ class _OwnCall:
         count = len(self.sources)
         return self.sources[position] if position < count else self.results.get(position - count)
 
-    def seen(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+    def observed_aliases(self) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Results with the sources whose memory they shared."""
         for result, position in self.links:
             result_node, source_node = self.results.get(result), self.source(position)
@@ -93,7 +93,7 @@ class _Memory:
 
     position: Mapping[fx.Node, int]
     views: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
-    seen: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
+    observed: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
     possible: dict[fx.Node, set[fx.Node]] = field(default_factory=lambda: defaultdict(set))
 
     def read_after(self, node: fx.Node, write: _Write) -> bool:
@@ -132,7 +132,7 @@ def checked(graph: fx.Graph, viewed: Viewed, statistics: frozenset[Any]) -> dict
     surely, maybe = _writes(graph, calls, statistics)
     for call in calls:
         _check_written(call, memory)
-        _check_seen(call, memory, surely)
+        _check_observed(call, memory, surely)
     return {call.node: Watched(_apart(call, memory, [*surely, *maybe]), _alive(call, memory)) for call in calls}
 
 
@@ -142,11 +142,11 @@ def _memory(graph: fx.Graph, calls: Sequence[_OwnCall], viewed: Viewed) -> _Memo
         source = _written(node) if _in_place(node) else viewed(node)
         if source is not None:
             _join(memory.views, node, source)
-    for edges in (memory.seen, memory.possible):
+    for edges in (memory.observed, memory.possible):
         edges.update({node: set(others) for node, others in memory.views.items()})
     for call in calls:
-        for result, other in call.seen():
-            _join(memory.seen, result, other)
+        for result, other in call.observed_aliases():
+            _join(memory.observed, result, other)
         for _, _, result, other in call.possible():
             _join(memory.possible, result, other)
     return memory
@@ -203,7 +203,7 @@ def _check_written(call: _OwnCall, memory: _Memory) -> None:
     for position in call.written:
         if position < len(call.inputs):
             write = _Write(call.node, call.inputs[position])
-            around = _reached(memory.seen, write.target, lambda a, b: b in results)
+            around = _reached(memory.observed, write.target, lambda a, b: b in results)
             if any(memory.read_after(node, write) for node in around):
                 raise FusionError(
                     f"{_where(call.node)}: a call that runs in a loop over members writes into its input, which is "
@@ -211,7 +211,7 @@ def _check_written(call: _OwnCall, memory: _Memory) -> None:
                 )
         else:
             write = _Write(call.node, call.changing[position - len(call.inputs)])
-            around = _reached(memory.seen, write.target, lambda a, b: b in results)
+            around = _reached(memory.observed, write.target, lambda a, b: b in results)
             if any(_reads(write, node) for node in around):
                 raise FusionError(
                     f"{_where(call.node)}: a call that runs in a loop over members is given a tensor of its own and "
@@ -219,9 +219,9 @@ def _check_written(call: _OwnCall, memory: _Memory) -> None:
                 )
 
 
-def _check_seen(call: _OwnCall, memory: _Memory, writes: Sequence[_Write]) -> None:
-    for result, other in call.seen():
-        if _matters(memory, memory.seen, call.node, result, other, writes):
+def _check_observed(call: _OwnCall, memory: _Memory, writes: Sequence[_Write]) -> None:
+    for result, other in call.observed_aliases():
+        if _matters(memory, memory.observed, call.node, result, other, writes):
             raise FusionError(
                 f"{_where(call.node)}: a call that runs in a loop over members gives back memory that is changed in "
                 "place later (its input, a view of it, a tensor of its own, or one tensor twice); give back a copy"
@@ -269,7 +269,7 @@ def _alive(call: _OwnCall, memory: _Memory) -> list[int]:
             positions.append(position)
     for position, node in enumerate(call.changing, start=len(call.inputs)):
         views = _reached(memory.views, node, lambda a, b: False)
-        others = _reached(memory.seen, node, lambda a, b: b in results) - views
+        others = _reached(memory.observed, node, lambda a, b: b in results) - views
         if position not in call.written and any(memory.read_after(n, _Write(call.node, node)) for n in others):
             positions.append(position)
     return positions

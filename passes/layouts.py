@@ -43,9 +43,9 @@ class Price:
 
 @dataclass(frozen=True)
 class Choice:
-    """The candidate that a node takes: its ``place`` among them, its price; ``lost``: the others."""
+    """The candidate that a node takes: its ``index`` among them, its price; ``lost``: the others."""
 
-    place: int
+    index: int
     price: Price
     lost: tuple[tuple[Lowering, Price], ...] = ()
 
@@ -68,7 +68,7 @@ class Held:
     """
 
     layout: Layout
-    made: frozenset[Layout]
+    converted: frozenset[Layout]
 
 
 @cache
@@ -82,7 +82,7 @@ class Path:
 
     cost: float
     decision: tuple[fx.Node, Choice] | None = None
-    before: Path | None = None
+    previous: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def cheapest_path(
             states = {(*state, *first): path for state, path in states.items()}
             alive += new
         if node.op == "call_function":
-            states = _advance(node, alive, states, _Asked(node, members, rules, price))
+            states = _advance(node, alive, states, _NodeOptions(node, members, rules, price))
         elif node.op == "output":
             return min(_finished(node, alive, states, price), key=lambda path: path.cost)
         else:
@@ -189,22 +189,22 @@ def _cheapest(states: dict[State, Path], width: int) -> dict[State, Path]:
     return dict(sorted(states.items(), key=lambda item: item[1].cost)[:width])
 
 
-class _Asked:
+class _NodeOptions:
     """The options of one node, computed once for each combination of its operands' layouts."""
 
     def __init__(self, node: fx.Node, members: int, rules: RuleTable, price: Pricing) -> None:
         self.node = node
         self.inputs = node.all_input_nodes
         self.members, self.rules, self.price = members, rules, price
-        self.known: dict[tuple[Layout, ...], Sequence[Option] | FusionError] = {}
+        self.cached_options: dict[tuple[Layout, ...], Sequence[Option] | FusionError] = {}
 
     def options(self, layouts: tuple[Layout, ...]) -> Sequence[Option] | FusionError:
-        if layouts not in self.known:
+        if layouts not in self.cached_options:
             try:
-                self.known[layouts] = self._options(layouts)
+                self.cached_options[layouts] = self._options(layouts)
             except FusionError as error:
-                self.known[layouts] = error
-        return self.known[layouts]
+                self.cached_options[layouts] = error
+        return self.cached_options[layouts]
 
     def _options(self, layouts: tuple[Layout, ...]) -> Sequence[Option]:
         inputs = zip(self.inputs, layouts, strict=True)
@@ -231,7 +231,7 @@ class _Asked:
 
 
 def _advance(
-    node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Path], node_options: _Asked
+    node: fx.Node, alive: Sequence[fx.Node], states: Mapping[State, Path], node_options: _NodeOptions
 ) -> dict[State, Path]:
     """Return the states after ``node``; the last entry of each is the value of ``node``."""
     index_of = {value: k for k, value in enumerate(alive)}
@@ -261,8 +261,8 @@ def _converted(
     cost, after = 0.0, list(state)
     for node, layout, seconds in needs:
         held_value = after[index_of[node]]
-        if layout not in held_value.made:
-            after[index_of[node]] = held(held_value.layout, held_value.made | {layout})
+        if layout not in held_value.converted:
+            after[index_of[node]] = held(held_value.layout, held_value.converted | {layout})
             cost += seconds
     return tuple(after), cost
 
@@ -287,5 +287,5 @@ def _decisions(path: Path | None) -> dict[fx.Node, Choice]:
         if path.decision is not None:
             node, choice = path.decision
             decisions[node] = choice
-        path = path.before
+        path = path.previous
     return decisions

@@ -331,8 +331,8 @@ class _Merge:
             if kind != _result(column[0])[0]:
                 first_member, other = self.variants[0].members[0], self.variants[number].members[0]
                 raise FusionError(
-                    f"forward returns {_told(column[0])} in model {first_member} and {_told(item)} in model {other} as "
-                    f"result {index}, which an array cannot stack"
+                    f"forward returns {_describe_result(column[0])} in model {first_member} and "
+                    f"{_describe_result(item)} in model {other} as result {index}, which an array cannot stack"
                 )
         first = column[0]
         if not isinstance(first, fx.Node):
@@ -354,8 +354,8 @@ def _result(item: Any) -> tuple[Any, Any]:
     return (value.dtype, value.device), tuple(map(size_of, value.shape))
 
 
-def _told(item: Any) -> str:
-    """A result in words."""
+def _describe_result(item: Any) -> str:
+    """Return a text with the dtype and shape of a result, or its kind."""
     value = item.meta.get("val") if isinstance(item, fx.Node) else None
     if not isinstance(value, Tensor):
         return str(_result(item)[0])

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from hfusion.core.layout import Layout, Listed
 from hfusion.core.member_random import draws_random
 from hfusion.ops.lowering import View
-from hfusion.ops.rule import Memberwise, each
+from hfusion.ops.rule import Memberwise, call_per_member
 from hfusion.passes.candidates import pick
 from hfusion.passes.gather import GATHER, rows_of, width
 from hfusion.passes.side_effects import has_effect
@@ -106,7 +106,7 @@ def _effect(node: fx.Node) -> bool:
 
 
 def _memberwise(node: fx.Node) -> bool:
-    return node.target is each or node.target is pick or isinstance(node.target, Memberwise)
+    return node.target is call_per_member or node.target is pick or isinstance(node.target, Memberwise)
 
 
 def _loop_rows(node: fx.Node) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ def _one_member(body: fx.Graph, member_env: dict[fx.Node, fx.Node], node: fx.Nod
         source, index = node.args
         return body.call_function(operator.getitem, (member_env[source], index))  # type: ignore[index]
     fn: Any
-    if node.target is each:
+    if node.target is call_per_member:
         fn, _, args, kwargs = node.args
     else:
         assert isinstance(node.target, Memberwise)

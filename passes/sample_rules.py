@@ -45,14 +45,14 @@ def broadcast(call: SampledCall, operands: Sequence[fx.Node] = ()) -> SampleDim:
     return SampleDim(len(call.result) - from_end, outer, inner)
 
 
-def same(call: SampledCall) -> SampleDim:
+def same_dim(call: SampledCall) -> SampleDim:
     return call.only("self" if "self" in call else "input")
 
 
 def without_draws(call: SampledCall) -> SampleDim:
     drawn = call["train"] and call["p"] != 0
     check(not drawn, "it draws random numbers")
-    return same(call)
+    return same_dim(call)
 
 
 def prelu(call: SampledCall) -> SampleDim:
@@ -279,7 +279,7 @@ def _pointwise() -> Iterator[OpOverload]:
 
 
 _NAMES: tuple[tuple[Rule, str], ...] = (
-    (same, "zeros_like ones_like full_like"),
+    (same_dim, "zeros_like ones_like full_like"),
     (without_draws, "dropout feature_dropout alpha_dropout"),
     (prelu, "prelu"),
     (linear, "linear"),

@@ -259,8 +259,8 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.list:
         print_names(out)
         return 0
-    if parsed.kept:
-        plot.draw(parsed.kept, parsed.plot)
+    if parsed.earlier_rows:
+        plot.draw(parsed.earlier_rows, parsed.plot)
         return 0
     torch.set_num_threads(parsed.threads)
     before = gpu_state(parsed.device)

@@ -155,7 +155,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _or_error(option_parser, lambda: check_name("sub-benchmark", parsed.benchmark, SUB_BENCHMARKS))
     _check_belonging(option_parser, parsed)
     _check_paths(option_parser, parsed)
-    parsed.kept = _or_error(option_parser, lambda: [row for path in parsed.earlier or [] for row in kept_rows(path)])
+    parsed.earlier_rows = _or_error(
+        option_parser, lambda: [row for path in parsed.earlier or [] for row in kept_rows(path)]
+    )
     if parsed.plot is not None and importlib.util.find_spec("matplotlib") is None:
         option_parser.error(
             "--plot needs matplotlib: pip install matplotlib (extra: hfusion[plot]), or leave --plot out"

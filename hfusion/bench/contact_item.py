@@ -70,14 +70,14 @@ class ContactItem:
         run: makes the check on a device.
         need: the kind of device that it needs.
         limit: seconds until its process is killed.
-        alone: whether it is timed, so that nothing else may run at the same time.
+        exclusive: whether it is timed, so that nothing else may run at the same time.
     """
 
     name: str
     run: Callable[[torch.device], CheckResult]
     need: Need = Need.NOTHING
     limit: float = 120.0
-    alone: bool = False
+    exclusive: bool = False
 
     def missing(self, device: torch.device) -> str:
         """Return the requirement of the check that ``device`` does not meet; empty if it meets all."""

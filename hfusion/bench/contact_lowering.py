@@ -80,7 +80,7 @@ LAYERS = (
 def lowering_items(quick: bool) -> Iterator[ContactItem]:
     """Yield the times of each layer."""
     for layer in named(LAYERS, QUICK) if quick else LAYERS:
-        yield ContactItem(f"lowering {layer.name}", partial(time_layer, layer), limit=90.0, alone=True)
+        yield ContactItem(f"lowering {layer.name}", partial(time_layer, layer), limit=90.0, exclusive=True)
 
 
 def time_layer(layer: LayerCase, device: torch.device) -> CheckResult:

@@ -69,8 +69,8 @@ def run_all(
     chosen: Sequence[ContactItem], run: ContactRun, jobs: int, runner: Runner = run_item
 ) -> Iterator[ContactRow]:
     """Yield a row as each check ends: ``jobs`` at a time, one by one those that are timed."""
-    for alone, group in groupby(chosen, key=lambda item: item.alone):
-        with ThreadPoolExecutor(1 if alone else jobs) as pool:
+    for exclusive, group in groupby(chosen, key=lambda item: item.exclusive):
+        with ThreadPoolExecutor(1 if exclusive else jobs) as pool:
             pending: set[Future[ContactRow]] = {pool.submit(runner, item, run) for item in group}
             try:
                 while pending:

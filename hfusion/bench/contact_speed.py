@@ -28,7 +28,9 @@ ROUNDS, SLOT = 5, 0.05
 def speed_items(quick: bool) -> Iterator[ContactItem]:
     """Yield the times of each model and number of members, first of all models with 16."""
     for model, members in QUICK if quick else [(model, members) for members in MEMBERS for model in MODELS]:
-        yield ContactItem(f"speed {model} B={members}", partial(time_steps, model, members), limit=200.0, alone=True)
+        yield ContactItem(
+            f"speed {model} B={members}", partial(time_steps, model, members), limit=200.0, exclusive=True
+        )
 
 
 def time_steps(model: str, members: int, device: torch.device) -> CheckResult:

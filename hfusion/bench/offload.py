@@ -33,7 +33,7 @@ class _Clock:
     device: torch.device
     steps: list[dict[str, float]] = field(default_factory=list)
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         self.steps.append({"compute": 0.0, "into": 0.0, "out": 0.0})
 
     @contextmanager
@@ -68,7 +68,7 @@ class LoadComputeEvict:
             name: param.data.pin_memory() if self._pinned else param.data for name, param in self._params.items()
         }
         self._device = device
-        self._kept: Part | None = None
+        self._resident_part: Part | None = None
         self._clock = _Clock(device)
         self._moved = 0
 
@@ -76,12 +76,12 @@ class LoadComputeEvict:
         """Run all steps of the plan."""
         ends, losses = [], []
         for _ in range(self._plan.steps):
-            self._clock.begin()
+            self._clock.begin_step()
             losses.append(self._step(self._stream.next()).cpu())
             ends.append(time.perf_counter())
         plan, moved = self._plan, self._moved / self._plan.steps
-        if self._kept is not None:
-            self._write_back(self._kept, changed=True)
+        if self._resident_part is not None:
+            self._write_back(self._resident_part, changed=True)
         return Sample(
             steady(ends), torch.stack(losses), self._clock.lanes, plan.device_bytes, moved, shards=len(plan.shards)
         )
@@ -118,7 +118,7 @@ class LoadComputeEvict:
                 if roots:
                     self._backward(part, roots, leaves, grads)
             if part is parts[-1] and self._plan.keeps_last_shard:
-                self._kept = part
+                self._resident_part = part
             else:
                 self._evict(part, changed=True)
         return losses.detach()
@@ -145,15 +145,15 @@ class LoadComputeEvict:
     def _load(self, part: Part, host: dict[str, Any], *, state: bool) -> tuple[list[Tensor], list[Any]]:
         """The part's own tensors and its inputs, on the device."""
         with self._clock.during("into"):
-            if part is not self._kept:
+            if part is not self._resident_part:
                 for slot in part.keys:
                     if slot.kind is Kind.PARAMETER:
                         self._params[slot.name].data = self._copied(self._home[slot.name], self._device)
                 if state:
                     self._move_state(part, self._device)
-            return [self._own(slot) for slot in part.keys], [self._copied(host[n], self._device) for n in part.takes]
+            return [self._tensor(slot) for slot in part.keys], [self._copied(host[n], self._device) for n in part.takes]
 
-    def _own(self, slot: Slot) -> Tensor:
+    def _tensor(self, slot: Slot) -> Tensor:
         if slot.kind is Kind.BUFFER:
             raise Unavailable("this loop moves parameters only, and the model has buffers")
         return self._params[slot.name] if slot.kind is Kind.PARAMETER else self._constants[slot.name].to(self._device)
@@ -212,8 +212,8 @@ class ComputeOnly(LoadComputeEvict):
 
 
 @dataclass(frozen=True)
-class Alone:
-    """Members to be trained by torch alone; ``units(model)`` are the modules that FSDP gathers one at a time."""
+class FsdpWorkload:
+    """Members to be trained by FSDP2; ``units(model)`` are the modules that it gathers one at a time."""
 
     models: Sequence[nn.Module]
     units: Callable[[nn.Module], Sequence[nn.Module]]
@@ -222,7 +222,7 @@ class Alone:
     batch: tuple[Tensor, Tensor]
 
 
-def fsdp_offload(alone: Alone, steps: int, device: torch.device) -> Sample:
+def fsdp_offload(workload: FsdpWorkload, steps: int, device: torch.device) -> Sample:
     """Members one after the other in FSDP2 with parameters, gradients and optimizer on the host.
 
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; one process, so that nothing is sharded
@@ -240,27 +240,27 @@ def fsdp_offload(alone: Alone, steps: int, device: torch.device) -> Sample:
             with warnings.catch_warnings():
                 # Views that models return may not be written to from outside, which no code here does.
                 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-                return _fsdp_run(alone, steps, device, CPUOffloadPolicy(pin_memory=backend(device).pins))
+                return _fsdp_run(workload, steps, device, CPUOffloadPolicy(pin_memory=backend(device).pins))
         finally:
             dist.destroy_process_group()
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise Unavailable(f"FSDP2: {str(error).splitlines()[0]}") from error
 
 
-def _fsdp_run(alone: Alone, steps: int, device: torch.device, policy: CPUOffloadPolicy) -> Sample:
+def _fsdp_run(workload: FsdpWorkload, steps: int, device: torch.device, policy: CPUOffloadPolicy) -> Sample:
     mesh = init_device_mesh(device.type, (1,))
-    models = [copy.deepcopy(model) for model in alone.models]
+    models = [copy.deepcopy(model) for model in workload.models]
     for model in models:
-        for unit in (*alone.units(model), model):
+        for unit in (*workload.units(model), model):
             fully_shard(unit, mesh=mesh, offload_policy=policy)
-    optimizers = [torch.optim.Adam(model.parameters(), lr=lr) for model, lr in zip(models, alone.rates, strict=True)]
-    inputs, target = (tensor.to(device) for tensor in alone.batch)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=lr) for model, lr in zip(models, workload.rates, strict=True)]
+    inputs, target = (tensor.to(device) for tensor in workload.batch)
     ends, losses = [], []
     for _ in range(steps):
         row = []
         for model, optimizer in zip(models, optimizers, strict=True):
             optimizer.zero_grad()
-            loss = alone.loss(model(inputs), target)
+            loss = workload.loss(model(inputs), target)
             loss.backward()
             optimizer.step()
             row.append(loss.detach().cpu())

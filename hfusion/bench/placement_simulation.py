@@ -38,21 +38,22 @@ class RealCluster:
     """The real times of arrays: ``seconds[array][device]``.
 
     ``startup``: seconds until an array trains, on each device on which it begins; ``leaving``: seconds from the request
-    to leave a device until it has left. ``told``: seconds between two progress messages of an array, None without them.
+    to leave a device until it has left. ``progress_interval``: seconds between two progress messages of an array, None
+    without them.
     """
 
     seconds: Sequence[Sequence[float]]
     startup: float = 0.0
     leaving: float = 0.0
-    told: float | None = None
+    progress_interval: float | None = None
 
 
 @dataclass(eq=False)
 class _Visitor:
-    """An array on a device: from ``first`` of its minibatches, at ``begun``."""
+    """An array on a device: from ``first`` of its minibatches, at ``start_time``."""
 
     number: int
-    begun: float
+    start_time: float
     first: float
 
 
@@ -62,27 +63,27 @@ class SimulatedRun:
     def __init__(self, placement: Placement, clock: VirtualClock, real: RealCluster) -> None:
         self._placement, self._clock, self._real = placement, clock, real
         self._steps = [0.0] * len(real.seconds)
-        self._now: dict[int, _Visitor] = {}
+        self._visitors: dict[int, _Visitor] = {}
         self._events: list[tuple[float, int, str, int, _Visitor]] = []
         self.done: list[int] = []
         self.moved, self.messages, self.deciding = 0, 0, 0.0
         # Events at one time come in the order in which they were made.
-        self._told = 0
+        self._event_count = 0
 
     def run(self) -> float:
         """Seconds until all has ended."""
         while True:
             for device in self._decide(self._placement.moves):
-                self._tell(self._clock.now + self._real.leaving, device, "left")
+                self._add_event(self._clock.now + self._real.leaving, device, "left")
             for device in self._decide(self._placement.to_ask):
                 number = self._decide(self._placement.start_next, device)
                 if number is not None:
-                    self._begin(device, number)
+                    self._start_array(device, number)
             if not self._events:
                 return self._clock.now
             now, _, event, device, run = heappop(self._events)
             # Nothing else comes of what has left or ended.
-            if self._now.get(device) is run:
+            if self._visitors.get(device) is run:
                 self._clock.now = now
                 self.messages += 1
                 self._hear(event, device, run)
@@ -93,31 +94,33 @@ class SimulatedRun:
         self.deciding += time.process_time() - begun
         return decision
 
-    def _tell(self, at: float, device: int, event: str) -> None:
-        self._told += 1
-        heappush(self._events, (at, self._told, event, device, self._now[device]))
+    def _add_event(self, at: float, device: int, event: str) -> None:
+        self._event_count += 1
+        heappush(self._events, (at, self._event_count, event, device, self._visitors[device]))
 
-    def _begin(self, device: int, number: int) -> None:
-        run = self._now[device] = _Visitor(number, self._clock.now + self._real.startup, self._steps[number])
+    def _start_array(self, device: int, number: int) -> None:
+        run = self._visitors[device] = _Visitor(number, self._clock.now + self._real.startup, self._steps[number])
         remaining = 1 - run.first / _STEPS
-        self._tell(run.begun + remaining * self._real.seconds[number][device], device, "end")
-        if self._real.told is not None:
-            self._tell(run.begun, device, "told")
+        self._add_event(run.start_time + remaining * self._real.seconds[number][device], device, "end")
+        if self._real.progress_interval is not None:
+            self._add_event(run.start_time, device, "progress")
 
     def _hear(self, event: str, device: int, run: _Visitor) -> None:
         if event == "end":
             self.done.append(self._placement.end(device))
-            del self._now[device]
+            del self._visitors[device]
             return
         step_seconds = self._real.seconds[run.number][device] / _STEPS
-        steps = min(_STEPS - 1.0, run.first + max(0.0, self._clock.now - run.begun) / step_seconds)
-        self._decide(self._placement.reach, device, int(steps), run.begun + (int(steps) - run.first) * step_seconds)
-        if event == "told" and self._real.told is not None:
-            self._tell(self._clock.now + self._real.told, device, "told")
+        steps = min(_STEPS - 1.0, run.first + max(0.0, self._clock.now - run.start_time) / step_seconds)
+        self._decide(
+            self._placement.reach, device, int(steps), run.start_time + (int(steps) - run.first) * step_seconds
+        )
+        if event == "progress" and self._real.progress_interval is not None:
+            self._add_event(self._clock.now + self._real.progress_interval, device, "progress")
         elif event == "left":
             self._steps[run.number] = int(steps)
             self._placement.queue_moved_array(device)
-            del self._now[device]
+            del self._visitors[device]
             self.moved += 1
 
 
@@ -134,7 +137,7 @@ def placed(arrays: int, devices: int, *, alike: bool, seed: int = 0) -> Placed:
     placement = Placement(estimated, kinds, 0, clock, range(arrays))
     placing = time.process_time() - begun
     # Each array is heard of twice at least.
-    real = RealCluster([[seconds[kind] for kind in kinds] for seconds in took], told=100.0)
+    real = RealCluster([[seconds[kind] for kind in kinds] for seconds in took], progress_interval=100.0)
     run = SimulatedRun(placement, clock, real)
     makespan = run.run()
     bound = lower_bound([loaded(number, seconds) for number, seconds in enumerate(took)], kinds)

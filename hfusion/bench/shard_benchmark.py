@@ -20,7 +20,7 @@ from hfusion import optim
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
-from hfusion.bench.offload import Alone, ComputeOnly, LoadComputeEvict, fsdp_offload
+from hfusion.bench.offload import ComputeOnly, FsdpWorkload, LoadComputeEvict, fsdp_offload
 from hfusion.bench.progress import Meter
 from hfusion.bench.shard_cases import ShardCase
 from hfusion.bench.shard_results import (
@@ -147,7 +147,7 @@ class ShardWorkload:
             losses.append(row.detach().cpu())
         return Sample(steady(ends), torch.stack(losses), peak=need, moved=0.0, shards=1)
 
-    def ours(self, budget: int, *, prefetch: bool) -> Sample:
+    def run_hfusion(self, budget: int, *, prefetch: bool) -> Sample:
         """hf.train; without ``prefetch`` on a device that holds no more than the largest shard with its unit."""
         training_plan = self.plan(budget)
         if not prefetch:
@@ -168,17 +168,17 @@ class ShardWorkload:
         return replace(ComputeOnly(arrangement, training_plan.tasks[0], self.device).run(), peak=None, moved=None)
 
     def fsdp(self) -> Sample:
-        alone = Alone(self.models, self.case.units, self.rates, self.case.loss, self.batch)
-        return fsdp_offload(alone, self.steps, self.device)
+        workload = FsdpWorkload(self.models, self.case.units, self.rates, self.case.loss, self.batch)
+        return fsdp_offload(workload, self.steps, self.device)
 
     def entries(self) -> list[Entry]:
         """Return the contenders; the plain loop is first, since its losses are the reference."""
         entries = [Entry("1/1", PLAIN, self.plain, equal=True)]
         for part in self.case.parts:
             name, budget = f"1/{part}", self.need // part
-            entries.append(Entry(name, OURS, partial(self.ours, budget, prefetch=True), equal=True))
+            entries.append(Entry(name, OURS, partial(self.run_hfusion, budget, prefetch=True), equal=True))
             if part > 1:
-                entries.append(Entry(name, ALONE, partial(self.ours, budget, prefetch=False), equal=True))
+                entries.append(Entry(name, ALONE, partial(self.run_hfusion, budget, prefetch=False), equal=True))
                 entries.append(Entry(name, BY_HAND, partial(self.by_hand, budget)))
                 entries.append(Entry(name, STILL, partial(self.still, budget)))
         return [*entries, Entry("-", FSDP, self.fsdp)]

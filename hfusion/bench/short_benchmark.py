@@ -42,15 +42,15 @@ short_job.main(sys.argv[1:], began)
 
 @dataclass(frozen=True)
 class ShortContender:
-    """``way``: of `short_job`. ``warm``: with caches that are full."""
+    """``variant``: the last argument of `short_job`. ``warm``: with caches that are full."""
 
     name: str
     about: str
-    way: str
+    variant: str
     warm: bool = False
 
 
-_WAYS = {
+_VARIANTS = {
     "eager": "hf.train_step(compile=False)",
     "compiled": "hf.train_step(compile=True)",
     "background": 'hf.train_step(compile="background")',
@@ -61,9 +61,9 @@ CONTENDERS = (
     ShortContender(BASELINE, "the loop over members, each with an Adam of torch", BASELINE),
     *(
         ShortContender(
-            f"{way}-{'warm' if warm else 'cold'}", f"{call}, {'full' if warm else 'empty'} caches", way, warm
+            f"{variant}-{'warm' if warm else 'cold'}", f"{call}, {'full' if warm else 'empty'} caches", variant, warm
         )
-        for way, call in _WAYS.items()
+        for variant, call in _VARIANTS.items()
         for warm in (False, True)
     ),
 )
@@ -145,7 +145,7 @@ def _round(settings: ShortSettings, model: str, members: int) -> dict[str, JobTi
             if name not in times:
                 with tempfile.TemporaryDirectory() as empty:
                     folder = filled if contender.warm else empty
-                    times[name] = _job(model, members, settings.threads, contender.way, folder)
+                    times[name] = _job(model, members, settings.threads, contender.variant, folder)
     return times
 
 

@@ -24,7 +24,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: Sequence[str], began: tuple[float, float]) -> None:
-    """Train: MODEL MEMBERS STEPS THREADS WAY. ``began``: when hfusion was imported, by both clocks.
+    """Train: MODEL MEMBERS STEPS THREADS VARIANT. ``began``: when hfusion was imported, by both clocks.
 
     Prints the last losses; then the processor time of this process alone, and the parts of the wall and the processor
     time that do not count: members that are trained one by one need no hfusion.

@@ -68,15 +68,15 @@ def run(settings: FuseSettings, meter: Meter) -> Iterator[StartupRow]:
     """One row for each model and number of members, after a warm-up."""
     with fresh_cache():
         meter.say("warming up")
-        once(Workload(WARM_UP, 2, settings.device, settings.amp))
+        measure_startup(Workload(WARM_UP, 2, settings.device, settings.amp))
         for case in settings.cases:
             for members in settings.members:
                 meter.say(f"{case.name} x {members}")
-                yield once(Workload(case, members, settings.device, settings.amp))
+                yield measure_startup(Workload(case, members, settings.device, settings.amp))
                 meter.advance(1)
 
 
-def once(workload: Workload) -> StartupRow:
+def measure_startup(workload: Workload) -> StartupRow:
     """The stages of one array, each counted once."""
     torch.compiler.reset()
     gc.collect()

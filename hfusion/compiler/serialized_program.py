@@ -29,7 +29,7 @@ def write_compiled(compiled: Compiled) -> dict[str, Any]:
         raise Unwritable(f"{compiled.opaque[0].path or 'forward'}, which runs as the members' own code")
     program, graph = compiled.program, compiled.graph
     names: dict[str, str] = {}
-    chosen = {n.meta["origin"]: n.meta["choice"].place for n in program.module.graph.nodes if "choice" in n.meta}
+    chosen = {n.meta["origin"]: n.meta["choice"].index for n in program.module.graph.nodes if "choice" in n.meta}
     return {
         "name": program.name,
         "members": program.members,

@@ -106,10 +106,10 @@ def _new_plan(
             clipped=task.clip_norm is not None,
             evaluated=task.evaluated,
             growth=larger,
-            keeps_last_shard=cut.kept,
+            keeps_last_shard=cut.keeps_last,
         )
 
-    whole = Sharding(shards_at(program, (), trained, room.rates, stacks), kept=False)
+    whole = Sharding(shards_at(program, (), trained, room.rates, stacks), keeps_last=False)
     resident = planned(whole, resident=True)
     if resident.device_bytes <= room.budget:
         return resident

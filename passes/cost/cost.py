@@ -202,10 +202,10 @@ class _Tracing:
         for saved in saves(node, self.tracked):
             if self.roots[saved].saved is None:
                 self.roots[saved].saved = index
-        beside, workspace = self._beside(node)
+        extra_bytes, workspace = self._saved_and_workspace_bytes(node)
         tracked = node in self.tracked
         durations = self._seconds(node, is_view=any(self.roots[source] is root for source in node.all_input_nodes))
-        self.steps.append(OperatorCost(_where(node), *durations, beside if tracked else 0, workspace))
+        self.steps.append(OperatorCost(_where(node), *durations, extra_bytes if tracked else 0, workspace))
 
     def _root(self, index: int, node: fx.Node) -> _Root:
         source = viewed(node, self.batch)
@@ -242,15 +242,17 @@ class _Tracing:
         size = bytes_of(example, self.batch) * members
         return conversion_seconds(convert, size, members, self.rates, tracked=node in self.tracked, image=image)
 
-    def _beside(self, node: fx.Node) -> tuple[int, int]:
+    def _saved_and_workspace_bytes(self, node: fx.Node) -> tuple[int, int]:
         """Return the bytes saved in addition to operands and result, and the bytes of temporaries."""
         saves = lowering(node).saves
-        if saves.beside is None and saves.workspace is None:
+        if saves.extra_bytes is None and saves.workspace is None:
             return 0, 0
         sizes = sizes_of(node.meta["origin"], self.batch)
-        counts = (0 if count is None else count(sizes) * self.copies(node) for count in (saves.beside, saves.workspace))
-        beside, workspace = counts
-        return beside, workspace
+        counts = (
+            0 if count is None else count(sizes) * self.copies(node) for count in (saves.extra_bytes, saves.workspace)
+        )
+        extra_bytes, workspace = counts
+        return extra_bytes, workspace
 
     def line(self, count: int) -> Line:
         unique = list({id(root): root for root in self.roots.values()}.values())

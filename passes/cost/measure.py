@@ -71,7 +71,7 @@ class Measured:
                 return estimates
             missing = [trial for trial in trials if self.times.get(trial.key) is None]
             new_times = measure(missing, self.model.device)
-            self.times.found.update({trial.key: seconds for trial, seconds in zip(missing, new_times, strict=True)})
+            self.times.measured.update({trial.key: seconds for trial, seconds in zip(missing, new_times, strict=True)})
         return [Price(e.estimate, self.times.get(t.key)) for e, t in zip(estimates, trials, strict=True)]
 
     def _trial(self, node: fx.Node, call: Call) -> TimedCall:

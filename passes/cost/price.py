@@ -62,7 +62,7 @@ class Model:
         if call.layout is Layout.SHARED:
             return Price(0.0)
         estimate = seconds(call.lowering, self._work(node, call), self.rates)
-        return Price(estimate.both + self._unfolding(node, call))
+        return Price(estimate.total + self._unfolding(node, call))
 
     def _work(self, node: fx.Node, call: Call) -> Work:
         members = width(node, self.members)
@@ -81,7 +81,7 @@ class Model:
         estimate = conversion_seconds(
             convert, self._size(value.node), width(value.node, self.members), self.rates, tracked=tracked, image=image
         )
-        return estimate.both * (CAUTION if convert in PACKING else 1.0)
+        return estimate.total * (CAUTION if convert in PACKING else 1.0)
 
     def _size(self, node: fx.Node) -> int:
         """Return the bytes of a value for all members that compute it."""
@@ -92,7 +92,7 @@ class Model:
         loops = call.lowering.view.likely and call.layout is Layout.LISTED and reorders(self.rates)
         if not loops or _is_image(node) or not any(map(_is_image, node.all_input_nodes)):
             return 0.0
-        return passes_seconds(0, REORDERED, self._size(node), self.rates, node in self.tracked).both
+        return passes_seconds(0, REORDERED, self._size(node), self.rates, node in self.tracked).total
 
     def _traffic(self, node: fx.Node, call: Call) -> int:
         """Return the bytes of operands and result for all members; a loop reads shared operands once per member."""

@@ -71,7 +71,7 @@ class Seconds(NamedTuple):
     backward: float
 
     @property
-    def both(self) -> float:
+    def total(self) -> float:
         return self.forward + self.backward
 
 

@@ -19,13 +19,13 @@ _PLAUSIBLE = (1e-12, 1e6)
 
 @dataclass
 class Times:
-    """Seconds by key: those ``known`` from the file, and those ``found`` since."""
+    """Seconds by key: those ``cached`` in the file, and those ``measured`` since."""
 
-    known: dict[str, float] = field(default_factory=dict)
-    found: dict[str, float] = field(default_factory=dict)
+    cached: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
 
     def get(self, key: str) -> float | None:
-        return self.found.get(key, self.known.get(key))
+        return self.measured.get(key, self.cached.get(key))
 
 
 @contextmanager
@@ -39,10 +39,10 @@ def times_on(device: torch.device) -> Iterator[Times]:
     cached, trouble = _read(path, machine)
     times = Times(cached)
     yield times
-    if times.found:
+    if times.measured:
         latest, _ = _read(path, machine)
         try:
-            write_json(path, {"machine": machine, "seconds": {**latest, **times.found}})
+            write_json(path, {"machine": machine, "seconds": {**latest, **times.measured}})
         except OSError as error:
             trouble = trouble or f"cannot be written: {error.strerror}"
     if trouble:

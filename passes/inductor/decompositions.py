@@ -49,18 +49,18 @@ def batch_norm_in_two_passes(
     x = x.to(running_mean.dtype)
     dims, shape = [0, *range(2, x.dim())], [1, -1, *(1,) * (x.dim() - 2)]
     count = x.numel() // x.shape[1]
-    mean = _kept(x.sum(dims) / count)
+    mean = _realize(x.sum(dims) / count)
     centred = x - mean.view(shape)
-    variance = _kept((centred * centred).sum(dims) / count)
-    inverse = _kept(torch.rsqrt(variance + eps))
-    y = centred * _kept(inverse if weight is None else inverse * weight).view(shape)
+    variance = _realize((centred * centred).sum(dims) / count)
+    inverse = _realize(torch.rsqrt(variance + eps))
+    y = centred * _realize(inverse if weight is None else inverse * weight).view(shape)
     y = y if bias is None else y + bias.view(shape)
     running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
     running_var.copy_(running_var * (1 - momentum) + variance * (count / (count - 1) * momentum))
     return y.to(dtype), mean, inverse
 
 
-def _kept(vector: Tensor) -> Tensor:
+def _realize(vector: Tensor) -> Tensor:
     """Store ``vector [C]`` in memory: inductor would recompute it for every element it is combined with."""
     return vector.as_strided(vector.shape, (1,))
 

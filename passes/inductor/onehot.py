@@ -50,9 +50,9 @@ def _one_per_row(node: fx.Node) -> bool:
     if not isinstance(sizes[dim], int):
         return False
     sizes[dim] = 1
-    return _same(index, sizes) and _same(source, sizes)
+    return _has_sizes(index, sizes) and _has_sizes(source, sizes)
 
 
-def _same(node: Any, sizes: list[Any]) -> bool:
+def _has_sizes(node: Any, sizes: list[Any]) -> bool:
     shape = node.meta["val"].shape
     return len(shape) == len(sizes) and all(equal(a, b) for a, b in zip(shape, sizes, strict=True))

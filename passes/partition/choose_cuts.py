@@ -40,7 +40,7 @@ class Partition(NamedTuple):
     """The positions of the cuts, ascending, and whether the last shard is kept on the device."""
 
     cuts: tuple[int, ...]
-    kept: bool
+    keeps_last: bool
 
 
 _Shards = Callable[[Sequence[int]], tuple[Shard, ...]]
@@ -50,7 +50,7 @@ def choose_cuts(segments: Segments, budget: int, rates: Rates, shards: _Shards, 
     """Return the best cuts, None if none fit. ``shards`` makes shards from cuts; ``keep``: the last may be kept."""
 
     def seconds(partition: Partition) -> float:
-        return _seconds(shards(partition.cuts), partition.kept, budget, rates, carried=segments.carried)
+        return _seconds(shards(partition.cuts), partition.keeps_last, budget, rates, carried=segments.carried)
 
     cost = {partition: seconds(partition) for partition in dict.fromkeys(_partitions(segments, budget, shards, keep))}
     if not cost or min(cost.values()) == math.inf:
@@ -60,7 +60,7 @@ def choose_cuts(segments: Segments, budget: int, rates: Rates, shards: _Shards, 
     more = _fewest(segments, range(1, segments.count), _MAX_MORE)
     for _ in range(_ROUNDS):
         before = best
-        cost |= {partition: seconds(partition) for partition in _beside(best, more) if partition not in cost}
+        cost |= {partition: seconds(partition) for partition in _neighbours(best, more) if partition not in cost}
         best = min(cost, key=cost.__getitem__)
         if best == before:
             break
@@ -94,13 +94,13 @@ def _partitions(segments: Segments, budget: int, shards: _Shards, keep: bool) ->
             yield Partition((*cuts, start), True)
 
 
-def _beside(partition: Partition, more: Sequence[int]) -> Iterator[Partition]:
+def _neighbours(partition: Partition, more: Sequence[int]) -> Iterator[Partition]:
     """Yield variations of ``partition`` with one more cut, at a position in ``more``, or with one cut less."""
     for position in more:
         if position not in partition.cuts:
-            yield Partition(tuple(sorted((*partition.cuts, position))), partition.kept)
+            yield Partition(tuple(sorted((*partition.cuts, position))), partition.keeps_last)
     for position in partition.cuts:
-        yield Partition(tuple(other for other in partition.cuts if other != position), partition.kept)
+        yield Partition(tuple(other for other in partition.cuts if other != position), partition.keeps_last)
 
 
 def _running(segments: Segments, budget: int) -> Callable[[int], Iterator[tuple[int, int]]]:

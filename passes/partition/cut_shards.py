@@ -25,10 +25,10 @@ from hfusion.schedule.plan import Shard
 
 @dataclass(frozen=True)
 class Sharding:
-    """The shards of a program, in order; ``kept``: the last one best stays on the device, there is room for it."""
+    """The shards of a program, in order; ``keeps_last``: the last one stays on the device, which has room for it."""
 
     shards: tuple[Shard, ...]
-    kept: bool
+    keeps_last: bool
 
 
 def sharding(
@@ -60,7 +60,7 @@ def sharding(
     partition = choose_cuts(segments, budget, rates, partial(_between, segments, rates=rates), keep=keep)
     if partition is None:
         raise PlanError(_infeasible(program.name, segments, budget))
-    return Sharding(_between(segments, partition.cuts, rates), partition.kept)
+    return Sharding(_between(segments, partition.cuts, rates), partition.keeps_last)
 
 
 def shards_at(
@@ -108,7 +108,7 @@ def _between(segments: Segments, cuts: Sequence[int], rates: Rates) -> tuple[Sha
 
 def tightest(segments: Segments) -> tuple[int, int, int]:
     """The smallest budget that some cut fits, and the run ``[first, last)`` that needs it."""
-    bound = max(map(segments.alone, range(segments.count)))
+    bound = max(map(segments.single_step_bytes, range(segments.count)))
     best = [0, *[bound] * segments.count]
     came = [0, *range(segments.count)]
     for first in range(segments.count):
@@ -145,7 +145,7 @@ def _borrowed(segments: Segments, places: Sequence[int]) -> list[tuple[int, ...]
 
 def _infeasible(name: str, segments: Segments, budget: int) -> str:
     smallest, first, last = tightest(segments)
-    node = max(range(first, last), key=segments.alone)
+    node = max(range(first, last), key=segments.single_step_bytes)
     run = _segment(segments, first, last)
     cuts = segments.alive[first] + segments.alive[last]
     return (

@@ -71,7 +71,7 @@ class Segments:
         return tuple(_levels(spans, self.count + 1))
 
     @cached_property
-    def _made(self) -> tuple[int, ...]:
+    def _result_bytes(self) -> tuple[int, ...]:
         """For each step, the bytes of its results that later steps use."""
         sizes = [0] * self.count
         for storage in self.line.storages:
@@ -79,7 +79,7 @@ class Segments:
         return tuple(sizes)
 
     @cached_property
-    def _ends(self) -> tuple[tuple[Storage, ...], ...]:
+    def _ending_storages(self) -> tuple[tuple[Storage, ...], ...]:
         """For each step, the storages whose last use it is."""
         ending: list[list[Storage]] = [[] for _ in range(self.count)]
         for storage in self.line.storages:
@@ -104,17 +104,17 @@ class Segments:
         through = self.alive[first]
         growing = _Growing(first, self.count)
         for index in range(first, self.count):
-            growing.begin(self.line.steps[index], self._during[index], self._made[index])
+            growing.add_step(self.line.steps[index], self._during[index], self._result_bytes[index])
             for before, weight in self._uses[index]:
                 if before < first:
                     weights += weight.size
                     gradients += weight.size if weight.trained else 0
                     frozen += 0 if weight.written else weight.size
                 if weight.trained:
-                    growing.earns(before + 1, weight.size)
-            for storage in self._ends[index]:
+                    growing.add_gradient(before + 1, weight.size)
+            for storage in self._ending_storages[index]:
                 if storage.born >= first:
-                    growing.ends(storage)
+                    growing.free_storage(storage)
                 elif storage.last == index:
                     through -= storage.size
             state = round(gradients * self.optimizer_state)
@@ -144,7 +144,7 @@ class Segments:
         forward = run.workspace + (state + run.activations if run.last == self.count else 0)
         return run.weights + self.alive[first] + self.alive[run.last] + max(state + run.peak, forward)
 
-    def alone(self, step: int) -> int:
+    def single_step_bytes(self, step: int) -> int:
         """Bytes to train one step as a shard of its own."""
         return self.need(step, next(self.starting(step)))
 
@@ -161,7 +161,7 @@ class _Growing:
         self.activations = 0
         self._first = first
         self._size = 0
-        self._backward, self._forward, self._beside = np.zeros((3, count - first), dtype=np.int64)
+        self._backward, self._forward, self._temporaries = np.zeros((3, count - first), dtype=np.int64)
 
     @property
     def peak(self) -> int:
@@ -170,28 +170,28 @@ class _Growing:
 
     def workspace(self, *, keeps: bool) -> int:
         """Return the peak bytes of the forward, without the activations if it ``keeps`` them."""
-        return int((self._beside if keeps else self._forward)[: self._size].max())
+        return int((self._temporaries if keeps else self._forward)[: self._size].max())
 
-    def begin(self, step: OperatorCost, during: int, result_bytes: int) -> None:
+    def add_step(self, step: OperatorCost, during: int, result_bytes: int) -> None:
         """Add a step. ``during``: the bytes alive while it runs. ``result_bytes``: of results that later steps use."""
         self._backward[: self._size] += result_bytes
         self.activations += step.saved
         self._backward[self._size] = during + self.activations
-        self._forward[self._size] = self._beside[self._size] = step.workspace
+        self._forward[self._size] = self._temporaries[self._size] = step.workspace
         self._size += 1
 
-    def earns(self, first: int, size: int) -> None:
+    def add_gradient(self, first: int, size: int) -> None:
         """Count a weight's gradient in the backward of all steps from ``first`` to the latest, which creates it."""
         self._backward[max(0, first - self._first) : self._size] += size
 
-    def ends(self, storage: Storage) -> None:
+    def free_storage(self, storage: Storage) -> None:
         """Free ``storage``, created in the run and last used by the latest step."""
         born = storage.born - self._first
         self._forward[born : self._size] += storage.size
         if storage.last > storage.born:
             self._backward[:born] -= storage.size
         if storage.saved is None:
-            self._beside[born : self._size] += storage.size
+            self._temporaries[born : self._size] += storage.size
         else:
             self.activations += storage.size
             self._backward[storage.saved - self._first : self._size] += storage.size

@@ -97,10 +97,10 @@ class _Cutting:
         self.nodes = nodes
         self.slots = slots(program)
         self.output = next(node for node in program.module.graph.nodes if node.op == "output")
-        self.place = {node: index for index, node in enumerate((*nodes, self.output))}
+        self.position = {node: index for index, node in enumerate((*nodes, self.output))}
         self.views = weight_views(program, batch)
 
-    def _own(self, node: fx.Node) -> bool:
+    def _is_weight(self, node: fx.Node) -> bool:
         return node in self.slots and self.slots[node].kind is not Kind.INPUT
 
     def part(self, first: int, last: int, *, ends: bool) -> Part:
@@ -109,9 +109,9 @@ class _Cutting:
         inside = [node for node in self.nodes[first:last] if node not in self.views]
         nodes = self._with_views([*inside, *outputs])
         outside = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in nodes)
-        keys = [node for node in outside if self._own(node)]
-        takes = [node for node in outside if not self._own(node)]
-        gives = [node for node in inside if not ends and any(self.place[user] >= last for user in node.users)]
+        keys = [node for node in outside if self._is_weight(node)]
+        takes = [node for node in outside if not self._is_weight(node)]
+        gives = [node for node in inside if not ends and any(self.position[user] >= last for user in node.users)]
         graph, env = fx.Graph(), {}
         for node in (*keys, *takes):
             env[node] = graph.placeholder(node.name)

@@ -200,7 +200,7 @@ def test_timed_checks_run_one_by_one() -> None:
         running[0] -= 1
         return row(item, CheckResult(), 0.0)
 
-    timed = [ContactItem(f"item {index}", succeed, alone=True) for index in range(4)]
+    timed = [ContactItem(f"item {index}", succeed, exclusive=True) for index in range(4)]
     rows = list(run_all(timed, run(), 4, runner))
     assert [line.item for line in rows] == [item.name for item in timed]
     assert most == [1]

@@ -17,7 +17,7 @@ from hfusion.bench import shard_benchmark, shard_cases
 from hfusion.bench.__main__ import console, main
 from hfusion.bench.cases import classified, tokens
 from hfusion.bench.models import TransformerLM, mlp
-from hfusion.bench.offload import Alone, fsdp_offload
+from hfusion.bench.offload import FsdpWorkload, fsdp_offload
 from hfusion.bench.progress import Meter
 from hfusion.bench.shard_benchmark import Entry, ShardSettings, ShardWorkload, compare, read
 from hfusion.bench.shard_cases import ShardCase, adapters, blocks, children, linears, seeded
@@ -138,7 +138,7 @@ def test_a_frozen_base_is_copied_once_for_all_members() -> None:
     for members in (1, 3):
         case = replace(LORA, make_models=partial(adapters, members, 256, 4, 2), make_batch=partial(classified, 6, 256))
         chosen = workload(case)
-        sample = chosen.ours(chosen.need // 2, prefetch=True)
+        sample = chosen.run_hfusion(chosen.need // 2, prefetch=True)
         assert sample.moved is not None
         moved[members] = sample.moved
     # What is trained and what crosses the cuts is three times as much, the base is not.
@@ -178,7 +178,7 @@ def test_fsdp_says_why_it_cannot_run() -> None:
     def broken(output: Tensor, target: Tensor) -> Tensor:
         raise RuntimeError("no such loss\nand a second line")
 
-    alone = Alone(TINY.make_models(), linears, [1e-3, 1e-3], broken, TINY.make_batch())
+    alone = FsdpWorkload(TINY.make_models(), linears, [1e-3, 1e-3], broken, TINY.make_batch())
     with pytest.raises(Unavailable, match=r"^FSDP2: no such loss$"):
         fsdp_offload(alone, 3, CPU)
     # Nothing of it is left that would be in the way of the next one.

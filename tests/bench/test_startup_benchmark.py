@@ -9,14 +9,14 @@ from tests.step.test_train_step import needs_compiler
 
 @needs_compiler
 def test_stages() -> None:
-    row = startup_benchmark.once(workload(TINY))
+    row = startup_benchmark.measure_startup(workload(TINY))
     assert (row.model, row.members, row.note) == ("tiny", 3, "")
     for name in startup_benchmark.STAGES:
         assert getattr(row, name) > 0
 
 
 def test_what_is_not_compiled_is_told() -> None:
-    row = startup_benchmark.once(workload(TINY_BRANCHING))
+    row = startup_benchmark.measure_startup(workload(TINY_BRANCHING))
     assert row.compiled_ms is None
     assert row.next_ms is None
     assert row.note.startswith("eager: forward runs in a loop over members")

@@ -26,7 +26,7 @@ def estimated(known: dict[str, KindFit]) -> dict[str, float]:
         lowering = Lowering(torch.add, Layout.STACKED, "", Efficiency(gpu=Efficiency(kind=kind)))
         # A third of operations and traffic is forward.
         work = Work(layer.calls, layer.flops / 3, 2, 0, layer.traffic / 3, tracked=True)
-        found[name] = 1 / seconds(lowering, work, rates).both
+        found[name] = 1 / seconds(lowering, work, rates).total
     return found
 
 

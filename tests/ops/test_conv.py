@@ -7,7 +7,7 @@ import torch
 
 from hfusion.core.layout import Layout
 from hfusion.ops.conv import channels_last, product, product_each, side_by_side
-from hfusion.ops.rule import each
+from hfusion.ops.rule import call_per_member
 from tests.oracle import Case, check, draws, lowerings, member_graph, t
 
 aten = torch.ops.aten
@@ -66,7 +66,7 @@ def test_convolution(case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "functions"),
     [
-        (CONVOLUTIONS[0], [side_by_side, each]),
+        (CONVOLUTIONS[0], [side_by_side, call_per_member]),
         (CONVOLUTIONS[2], [product, side_by_side, product_each]),
         (CONVOLUTIONS[6], [side_by_side, channels_last]),
         (CONVOLUTIONS[10], [side_by_side, channels_last, product]),

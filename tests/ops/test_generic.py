@@ -8,7 +8,7 @@ import torch
 
 from hfusion.core.layout import Layout
 from hfusion.ops.generic import vmapped
-from hfusion.ops.rule import each
+from hfusion.ops.rule import call_per_member
 from hfusion.passes.batch import batch
 from tests.oracle import Case, check, member_graph, t
 
@@ -31,7 +31,7 @@ def test_generic(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize(("case", "function"), [(CASES[0], vmapped), (CASES[2], each)], ids=["vmap", "loop"])
+@pytest.mark.parametrize(("case", "function"), [(CASES[0], vmapped), (CASES[2], call_per_member)], ids=["vmap", "loop"])
 def test_vmap_only_by_a_true_batching_rule(case: Case, function: Callable[..., Any]) -> None:
     graph = batch(member_graph(case, [torch.zeros(3, 4)]), [Layout.STACKED], 2).graph
     assert [n.target for n in graph.nodes if "origin" in n.meta and n.op == "call_function"] == [function]

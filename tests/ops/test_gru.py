@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.core.layout import Layout
 from hfusion.ops import gru, rnn
-from hfusion.ops.rule import each
+from hfusion.ops.rule import call_per_member
 from hfusion.passes.batch import batch
 from tests.oracle import Case, Draw, check, member_graph, t
 
@@ -59,7 +59,7 @@ def test_large_layers_and_those_without_kernels_run_per_member(
     native_code: str, monkeypatch: pytest.MonkeyPatch, kernels: None
 ) -> None:
     monkeypatch.setenv("HFUSION_NATIVE", native_code)
-    for size, expected in ((4, gru.gru_stacked if native_code == "1" else each), (512, each)):
+    for size, expected in ((4, gru.gru_stacked if native_code == "1" else call_per_member), (512, call_per_member)):
         given = case(features=size, size=size, biases=False, first=True)
         operands = [torch.zeros(2, 5, size), torch.zeros(1, 2, size)]
         operands += [torch.zeros(3 * size, size), torch.zeros(3 * size, size)]

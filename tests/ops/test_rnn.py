@@ -17,7 +17,7 @@ from hfusion.core.layout import Layout
 from hfusion.core.tree import leaves
 from hfusion.device import native
 from hfusion.ops import rnn
-from hfusion.ops.rule import each
+from hfusion.ops.rule import call_per_member
 from hfusion.passes.batch import batch
 from tests.oracle import Case, Draw, check, member_graph, t
 
@@ -81,15 +81,15 @@ def lowered(features: int, size: int, *, train: bool = True, members: int = MEMB
 
 
 def test_where_there_are_no_kernels_torchs_own_runs_per_member(form: str) -> None:
-    assert lowered(3, 4) is {"kernels": rnn.lstm_stacked, "torch": each}[form]
+    assert lowered(3, 4) is {"kernels": rnn.lstm_stacked, "torch": call_per_member}[form]
 
 
 @pytest.mark.usefixtures("kernels")
 def test_where_torchs_own_is_faster_it_runs_per_member() -> None:
     assert lowered(3, 4, train=False) is rnn.lstm_stacked
     assert lowered(64, 128) is rnn.lstm_stacked
-    assert lowered(64, 128, train=False) is each
-    assert lowered(256, 512) is each
+    assert lowered(64, 128, train=False) is call_per_member
+    assert lowered(256, 512) is call_per_member
     assert lowered(3, 4, members=1) is rnn.lstm_stacked
 
 

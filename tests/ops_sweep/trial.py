@@ -17,7 +17,7 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import RULES, Compiled
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind
-from hfusion.ops.rule import each, is_random
+from hfusion.ops.rule import call_per_member, is_random
 from hfusion.passes.batch import batch
 from hfusion.passes.candidates import by_name
 from hfusion.passes.cost.price import Model
@@ -180,7 +180,7 @@ def _looped(made: Compiled | None) -> str:
     if made.opaque:
         return _short(made.opaque[0].why)
     nodes = made.program.module.graph.nodes
-    origins = [n.meta["origin"] for n in nodes if n.target is each]
+    origins = [n.meta["origin"] for n in nodes if n.target is call_per_member]
     return ", ".join(dict.fromkeys(str(origin.target) for origin in origins if not _empty(origin)))
 
 

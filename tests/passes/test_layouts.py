@@ -110,7 +110,7 @@ def every_choice(graph: fx.Graph) -> Iterator[dict[fx.Node, int]]:
 
 
 def places(choices: Mapping[fx.Node, Choice]) -> dict[fx.Node, int]:
-    return {node: choice.place for node, choice in choices.items()}
+    return {node: choice.index for node, choice in choices.items()}
 
 
 PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4)
@@ -155,7 +155,7 @@ def test_the_choice_tells_what_lost() -> None:
     case = Case(aten.conv2d.default, (t(2, 4, 6, 6), t(4, 4, 3, 3), t(4)))
     graph = member_graph(case, [torch.zeros(2, 4, 6, 6), torch.zeros(4, 4, 3, 3), torch.zeros(4)])
     (choice,) = choose(graph, [Layout.STACKED] * 3, MEMBERS, RULES, Model.of(graph, MEMBERS)).values()
-    assert choice.place == 0
+    assert choice.index == 0
     assert [lowering.fn for lowering, _ in choice.lost] == [channels_last]
 
 

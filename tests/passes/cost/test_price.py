@@ -34,7 +34,7 @@ def convolution(device: str, samples: int, channels: int, size: int, of: Layout)
         weight.meta["val"] = torch.empty(channels, channels, 3, 3, device=device, requires_grad=True)
         y.meta["val"] = torch.empty(samples, channels, size, size, device=device)
     choice = choose(graph, [of, Layout.STACKED], MEMBERS, RULES, Model.of(graph, MEMBERS))[y]
-    return ["grouped", "loop"][choice.place]
+    return ["grouped", "loop"][choice.index]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def chosen(segments: Segments, budget: int, *, keep: bool = True) -> Partition |
 
 
 def seconds(segments: Segments, way: Partition, budget: int) -> float:
-    return _seconds(shards(segments, way.cuts), way.kept, budget, RATES, carried=segments.carried)
+    return _seconds(shards(segments, way.cuts), way.keeps_last, budget, RATES, carried=segments.carried)
 
 
 @given(lines(), st.integers(0, 200), st.sampled_from([0, 2]), st.booleans(), st.booleans())
@@ -42,9 +42,9 @@ def test_what_is_chosen_fits_and_beats_the_fewest_bytes(
     if way is None:
         assert fewest is None
         return
-    plan = TaskPlan("t", shards(segments, way.cuts), 2, False, accumulate=1 + carried, keeps_last_shard=way.kept)
+    plan = TaskPlan("t", shards(segments, way.cuts), 2, False, accumulate=1 + carried, keeps_last_shard=way.keeps_last)
     assert plan.device_bytes <= budget
-    assert keep or not way.kept
+    assert keep or not way.keeps_last
     if fewest is not None:
         assert seconds(segments, way, budget) <= seconds(segments, Partition(fewest, False), budget)
 
@@ -93,7 +93,7 @@ def test_where_there_is_room_the_last_layers_are_kept() -> None:
     """Copies take most of the time."""
     found = chosen(layers(8, 100, 1.0), 706 + 3 * 300)
     assert found is not None
-    assert found.kept
+    assert found.keeps_last
     assert found.cuts[-1] <= 5
 
 
