@@ -23,7 +23,7 @@ from hfusion.compiler.bound_program import Location
 from hfusion.device.backend import random_states_kept
 from hfusion.device.cache import cache_folder, number, read_sealed, write_sealed_once
 from hfusion.device.team import Team
-from hfusion.step.compile_request import Order
+from hfusion.step.compile_request import CompileRequest
 from hfusion.step.compiled_step import StepProgram
 from hfusion.step.program_cache import circumstances
 from hfusion.step.step_graph import StepCall
@@ -47,7 +47,7 @@ _PLAUSIBLE = (1e-9, 1e6)
 
 
 @dataclass(frozen=True)
-class WayTimes:
+class VariantTimes:
     """Seconds per step of each program, by the name of the program."""
 
     seconds: Mapping[str, float]
@@ -91,7 +91,7 @@ class NotedProgram:
         return self.program.step(call)
 
 
-def measure(programs: Mapping[str, StepProgram], call: StepCall, places: Sequence[Location]) -> WayTimes | None:
+def measure(programs: Mapping[str, StepProgram], call: StepCall, places: Sequence[Location]) -> VariantTimes | None:
     """Time steps of each program, and restore the tensors at ``places`` afterwards. Return None if times are unsteady.
 
     The result is the minimum, not the median: it is cached, and must not depend on other load during the measurement.
@@ -110,7 +110,7 @@ def measure(programs: Mapping[str, StepProgram], call: StepCall, places: Sequenc
                 durations[candidate] += _row(program, call)
     if any(median(seconds) > _STEADY * min(seconds) for seconds in durations.values()):
         return None
-    return WayTimes({candidate: min(seconds) for candidate, seconds in durations.items()})
+    return VariantTimes({candidate: min(seconds) for candidate, seconds in durations.items()})
 
 
 def _rows(shortest: Sequence[float]) -> int:
@@ -135,28 +135,34 @@ def _row(program: StepProgram, call: StepCall) -> list[float]:
     return durations[1:]
 
 
-def find_times(order: Order, threads: int, names: tuple[str, str]) -> WayTimes | None:
+def find_times(compile_request: CompileRequest, threads: int, names: tuple[str, str]) -> VariantTimes | None:
     """Return earlier measurements of a step that may run in parts on several threads, by its request."""
     try:
-        seconds: Mapping[str, Any] = json.loads(read_sealed(_path(order, threads, names)))["seconds"]
-        return WayTimes({name: number(seconds[name], *_PLAUSIBLE) for name in names})
+        seconds: Mapping[str, Any] = json.loads(read_sealed(_path(compile_request, threads, names)))["seconds"]
+        return VariantTimes({name: number(seconds[name], *_PLAUSIBLE) for name in names})
     except (OSError, LookupError, ValueError, TypeError, AttributeError):
         return None
 
 
-def keep_times(order: Order, times: WayTimes | None, threads: int, names: tuple[str, str]) -> WayTimes | None:
+def keep_times(
+    compile_request: CompileRequest, times: VariantTimes | None, threads: int, names: tuple[str, str]
+) -> VariantTimes | None:
     """Cache ``times``. Return the cached times, which another process may have stored first; None if there are none."""
     if times is None:
-        return find_times(order, threads, names)
+        return find_times(compile_request, threads, names)
     content = json.dumps({"seconds": dict(times.seconds)}).encode()
     try:
-        return times if write_sealed_once(_path(order, threads, names), content) else find_times(order, threads, names)
+        return (
+            times
+            if write_sealed_once(_path(compile_request, threads, names), content)
+            else find_times(compile_request, threads, names)
+        )
     except OSError:
         return None
 
 
-def _path(order: Order, threads: int, names: tuple[str, str]) -> Path:
+def _path(compile_request: CompileRequest, threads: int, names: tuple[str, str]) -> Path:
     """Return the cache file; ``threads``: blocks that run in parallel. The order holds the threads of each block."""
-    description = json.dumps([order.key(circumstances()), threads])
+    description = json.dumps([compile_request.key(circumstances()), threads])
     name = "choice" if names == (ONE_PART, PARTS) else "eager"
     return cache_folder() / f"step-{hashlib.sha256(description.encode()).hexdigest()[:32]}-{name}.json"

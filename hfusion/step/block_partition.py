@@ -20,19 +20,19 @@ from hfusion.ops.random import seedable
 from hfusion.ops.rule import is_random
 from hfusion.passes.candidates import by_name
 from hfusion.passes.cost.price import Model
-from hfusion.step.autotune import ONE_PART, NotedProgram, WayTimes
+from hfusion.step.autotune import ONE_PART, NotedProgram, VariantTimes
 from hfusion.step.compile_mode import AUTO
 from hfusion.step.compiled_step import MAX_LOOPED_CALLS, FusedStep, PerMemberStep, StepProgram, too_many_kinds
-from hfusion.step.parallel_blocks import PartedStep
+from hfusion.step.parallel_blocks import ParallelBlocksStep
 from hfusion.step.recorded_step import recorded
-from hfusion.torch_private.cpp_block_entry import Unparted
+from hfusion.torch_private.cpp_block_entry import CannotPartition
 
 # With 8 members of MobileNetV2 per thread, blocks of 4 took as long as one block of 8, blocks of 2 1.25 times as long.
 LEAST_BLOCK = 4
 
 
 @dataclass(frozen=True)
-class Parting:
+class BlockPartition:
     """The division of a step into blocks of members.
 
     Attributes:
@@ -52,13 +52,13 @@ class Parting:
     measured: bool = False
     why: str = ""
     rival: bool = False
-    times: WayTimes | None = None
+    times: VariantTimes | None = None
     direct: bool = False
 
     @staticmethod
     def of(
         parts: int | str, forward: BoundProgram, loss: BoundProgram, size: int | None, most: int | None = None
-    ) -> Parting:
+    ) -> BlockPartition:
         """Divide a step into ``parts`` parallel blocks; ``"auto"``: one per torch thread.
 
         ``size``: members per block, None to choose it here. ``most``: the most members that all threads together may
@@ -75,39 +75,41 @@ class Parting:
             if size is None and cores == 1 and direct and not _without_threads():
                 block = block_size(forward, 1)
                 size = None if block >= members or too_many_kinds(forward, loss, block) else block
-            return Parting(_limited(size, most), inner=cores, direct=direct)
+            return BlockPartition(_limited(size, most), inner=cores, direct=direct)
         block = block_size(forward, threads) if size is None else size
         if most is not None:
             block = min(block, most // threads)
         why = obstacle(forward, loss) or too_many_kinds(forward, loss, block)
         if why:
-            return Parting(_limited(size, most), why=why)
+            return BlockPartition(_limited(size, most), why=why)
         auto = parts == AUTO
         even = members % threads == 0 and cores % threads == 0
         rival = auto and size is None and most is None and not (even and forward.looped_calls > MAX_LOOPED_CALLS)
-        return Parting(block, threads, max(1, cores // threads), auto, rival=rival)
+        return BlockPartition(block, threads, max(1, cores // threads), auto, rival=rival)
 
-    def chosen(self, times: WayTimes) -> Parting:
+    def chosen(self, times: VariantTimes) -> BlockPartition:
         """Return the faster division according to ``times``: this one, or all members in one block."""
-        return Parting(None, times=times) if times.fastest == ONE_PART else replace(self, rival=False, times=times)
+        return (
+            BlockPartition(None, times=times) if times.fastest == ONE_PART else replace(self, rival=False, times=times)
+        )
 
     def set_threads(self) -> AbstractContextManager[None]:
         """Context manager: compile programs for ``inner`` threads. Inductor generates code for the current number."""
         return torch_threads(self.inner) if self.threads > 1 else nullcontext()
 
     def applied(self, program: FusedStep | PerMemberStep) -> StepProgram:
-        """Return the step that runs ``program`` in these blocks. Raises Unparted if threads cannot call it."""
+        """Return the step that runs ``program`` in these blocks. Raises CannotPartition if threads cannot call it."""
         if self.why:
             return NotedProgram(recorded(program), f"in one part: {self.why}")
         if self.threads == 1:
             return self._in_turn(program)
         assert isinstance(program, PerMemberStep), program
-        return PartedStep(program, self.threads, self.inner, self.measured)
+        return ParallelBlocksStep(program, self.threads, self.inner, self.measured)
 
     def _in_turn(self, program: FusedStep | PerMemberStep) -> StepProgram:
         if self.direct and isinstance(program, PerMemberStep) and len(program.blocks) > 1 and not _without_threads():
-            with suppress(Unparted):
-                return PartedStep(program, 1, self.inner, measured=False)
+            with suppress(CannotPartition):
+                return ParallelBlocksStep(program, 1, self.inner, measured=False)
         return recorded(program)
 
 

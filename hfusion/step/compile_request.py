@@ -29,8 +29,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
-    """A request to compile a step. ``content`` holds plain values only, see `read_order`."""
+class CompileRequest:
+    """A request to compile a step. ``content`` holds plain values only, see `read_request`."""
 
     content: Mapping[str, Any]
 
@@ -44,7 +44,9 @@ class Order:
         return hashlib.sha256(content.encode()).hexdigest()
 
 
-def write_order(forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any) -> Order:
+def write_request(
+    forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any
+) -> CompileRequest:
     """Return the request for calls like ``call``. Raises Unwritable if it cannot be written as plain values."""
     tensors = Tensors.of(forward, loss)
     places = {id(tensor): index for index, tensor in enumerate(tensors.all())}
@@ -52,7 +54,7 @@ def write_order(forward: BoundProgram, loss: BoundProgram, call: StepCall, size:
     def source(bound: BoundProgram) -> dict[str, Any]:
         return {**write_compiled(bound.compiled), "places": [places[id(h[n])] for h, n in bound.locations]}
 
-    return Order(
+    return CompileRequest(
         {
             "forward": source(forward),
             "loss": source(loss),
@@ -67,7 +69,7 @@ def write_order(forward: BoundProgram, loss: BoundProgram, call: StepCall, size:
 
 
 @dataclass(frozen=True, eq=False)
-class Ordered:
+class CompileArguments:
     """The arguments of `hfusion.step.compiled_step.compile_programs`, with placeholder tensors of zeros."""
 
     forward: BoundProgram
@@ -77,7 +79,7 @@ class Ordered:
 
 
 @contextmanager
-def read_order(content: Mapping[str, Any]) -> Iterator[Ordered]:
+def read_request(content: Mapping[str, Any]) -> Iterator[CompileArguments]:
     """Context manager: restore the settings of the request, and return the arguments to compile it.
 
     Raises the errors of `hfusion.compiler.serialized_program.read_compiled`.
@@ -91,7 +93,7 @@ def read_order(content: Mapping[str, Any]) -> Iterator[Ordered]:
         )
         for kind, dtype in content["autocast"]:
             stack.enter_context(torch.autocast(kind, dtype=getattr(torch, dtype)))
-        yield Ordered(forward, loss, StepCall(inputs, target), content["size"])
+        yield CompileArguments(forward, loss, StepCall(inputs, target), content["size"])
 
 
 def _read_source(written: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> BoundProgram:

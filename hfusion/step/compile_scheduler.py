@@ -28,11 +28,11 @@ from hfusion.step.autotune import (
     keep_times,
     measure,
 )
-from hfusion.step.block_partition import Parting
+from hfusion.step.block_partition import BlockPartition
 from hfusion.step.compile_limits import SlowerThanEager, Unprofitable
 from hfusion.step.compile_mode import CompileMode
 from hfusion.step.compile_payoff import CompileRecord, add_record, compile_seconds, judge, read_records, spare_core
-from hfusion.step.compile_request import Order
+from hfusion.step.compile_request import CompileRequest
 from hfusion.step.compile_worker import BackgroundJob, error_text
 from hfusion.step.compiled_step import (
     FusedStep,
@@ -40,7 +40,7 @@ from hfusion.step.compiled_step import (
     PerMemberStep,
     StepProgram,
     compile_programs,
-    order_for,
+    compile_request_for,
     step_of,
 )
 from hfusion.step.eager_comparison import EagerProgram, check_faster, known_times, not_slower_than_eager
@@ -59,7 +59,7 @@ from hfusion.step.program_lifecycle import (
 )
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.step_signatures import StepVariant
-from hfusion.torch_private.cpp_block_entry import Unparted
+from hfusion.torch_private.cpp_block_entry import CannotPartition
 
 # Compiled programs that are worth their time; a step that would need more runs eagerly from there on.
 MAX_PROGRAMS = 16
@@ -210,8 +210,8 @@ class ProgramMaker:
         """Call ``work(variant)``; if it fails, note the reason in the state of ``variant``."""
         try:
             work(variant)
-        except Unparted as error:
-            variant.parting = Parting(variant.most if request.size is None else request.size, why=str(error))
+        except CannotPartition as error:
+            variant.partition = BlockPartition(variant.most if request.size is None else request.size, why=str(error))
             self._make(variant, request)
         except (ProgramMismatch, BrokenProgram):
             raise
@@ -223,72 +223,74 @@ class ProgramMaker:
 
     def _find_or_compile(self, variant: StepVariant, request: MakeRequest) -> None:
         assert variant.sources is not None
-        if variant.parting is None:
-            variant.parting = Parting.of(self.mode.parts, *variant.sources, request.size, variant.most)
-        parting, began = variant.parting, perf_counter()
-        with parting.set_threads():
-            order = order_for(*variant.sources, request.call, parting.size, request.autocast, always=request.behind)
-        if self.mode.judged and (eager_times := known_times(order, parting.threads)) is not None:
+        if variant.partition is None:
+            variant.partition = BlockPartition.of(self.mode.parts, *variant.sources, request.size, variant.most)
+        partition, began = variant.partition, perf_counter()
+        with partition.set_threads():
+            compile_request = compile_request_for(
+                *variant.sources, request.call, partition.size, request.autocast, always=request.behind
+            )
+        if self.mode.judged and (eager_times := known_times(compile_request, partition.threads)) is not None:
             check_faster(eager_times)
         rival = None
         # The two differ in last bits: time decides once for all, or not at all.
-        if parting.rival and order is not None and program_cache.keeping() and lasts():
-            times = find_times(order, parting.threads, (ONE_PART, PARTS))
+        if partition.rival and compile_request is not None and program_cache.keeping() and lasts():
+            times = find_times(compile_request, partition.threads, (ONE_PART, PARTS))
             if times is not None:
-                variant.parting = parting = parting.chosen(times)
+                variant.partition = partition = partition.chosen(times)
                 if times.fastest == ONE_PART:
                     self._find_or_compile(variant, request)
                     return
             elif request.find_only:
                 return
             else:
-                rival = self._rival(variant, request.call, order, request.autocast)
-        programs = self._load_or_compile(variant, request, order)
+                rival = self._rival(variant, request.call, compile_request, request.autocast)
+        programs = self._load_or_compile(variant, request, compile_request)
         if programs is not None and (rival is None or not request.behind):
-            self._use(variant, request.call, order, programs, rival, request.due)
+            self._use(variant, request.call, compile_request, programs, rival, request.due)
             if variant.clock.compilation is not None:
                 variant.clock.compilation = perf_counter() - began
         elif not request.find_only:
-            assert order is not None
-            job = BackgroundJob(order, self._folder, self) if programs is None else None
-            variant.note(Requested(PendingProgram(job, order, request.call, rival), variant.clock.behind))
+            assert compile_request is not None
+            job = BackgroundJob(compile_request, self._folder, self) if programs is None else None
+            variant.note(Requested(PendingProgram(job, compile_request, request.call, rival), variant.clock.behind))
             if request.wait and not variant.clock.behind:
                 self._take(variant)
 
     def _load_or_compile(
-        self, variant: StepVariant, request: MakeRequest, order: Order | None
+        self, variant: StepVariant, request: MakeRequest, compile_request: CompileRequest | None
     ) -> StepPrograms | NoProgram | None:
         """Return cached programs, or compile them here; None if another process must, or nothing may be compiled."""
         assert variant.sources is not None
-        assert variant.parting is not None
+        assert variant.partition is not None
         began = perf_counter()
-        keep = order if program_cache.keeping() else None
-        with variant.parting.set_threads():
+        keep = compile_request if program_cache.keeping() else None
+        with variant.partition.set_threads():
             with tracing:
                 programs = None if keep is None else program_cache.find(keep)
-            if programs is None and not request.find_only and not (request.behind and order is not None):
+            if programs is None and not request.find_only and not (request.behind and compile_request is not None):
                 with compiling():
-                    kind, size = _kind(variant, request.call), variant.parting.size
+                    kind, size = _kind(variant, request.call), variant.partition.size
                     programs = compile_programs(*variant.sources, request.call, self.library, kind, size, keep)
                     variant.clock.compilation = perf_counter() - began
         return programs
 
-    def _rival(self, variant: StepVariant, call: StepCall, parts: Order, autocast: Any) -> Rival | None:
+    def _rival(self, variant: StepVariant, call: StepCall, parts: CompileRequest, autocast: Any) -> Rival | None:
         """Request the program of all members in one block, to be compared with the blocks of the order ``parts``.
 
         Another process compiles it unless it is cached. None if there can be no such program.
         """
         assert variant.sources is not None
-        order = order_for(*variant.sources, call, None, autocast, always=True)
-        if order is None:
+        compile_request = compile_request_for(*variant.sources, call, None, autocast, always=True)
+        if compile_request is None:
             return None
         with tracing:
-            cached = program_cache.find(order)
+            cached = program_cache.find(compile_request)
         try:
-            job = None if cached is not None else BackgroundJob(order, self._folder, self)
+            job = None if cached is not None else BackgroundJob(compile_request, self._folder, self)
         except OSError:
             return None
-        return Rival(PendingProgram(job, order, call), parts)
+        return Rival(PendingProgram(job, compile_request, call), parts)
 
     def _take(self, variant: StepVariant) -> None:
         """Wait for the program that another process compiles for ``variant``, and use it."""
@@ -306,10 +308,10 @@ class ProgramMaker:
             variant.clock.compilation = pending.job.seconds
             self.library.count += 0 if isinstance(result, NoProgram) else len(result.runs)
         try:
-            self._use(variant, pending.call, pending.order, result, pending.rival)
-        except Unparted as error:
+            self._use(variant, pending.call, pending.compile_request, result, pending.rival)
+        except CannotPartition as error:
             # The next call requests a program that runs in one part.
-            variant.parting = Parting(variant.most, why=str(error))
+            variant.partition = BlockPartition(variant.most, why=str(error))
         except Unprofitable as error:
             variant.note(Failed(str(error), by_choice=isinstance(error, SlowerThanEager)))
 
@@ -318,14 +320,14 @@ class ProgramMaker:
         trouble = "" if pending.job is None else pending.job.result()
         if pending.job is not None and pending.job.cancelled:
             return None
-        programs = None if trouble else program_cache.find(pending.order, self._folder)
+        programs = None if trouble else program_cache.find(pending.compile_request, self._folder)
         return (trouble or "the compiled program cannot be read") if programs is None else programs
 
     def _use(
         self,
         variant: StepVariant,
         call: StepCall,
-        order: Order | None,
+        compile_request: CompileRequest | None,
         programs: StepPrograms | NoProgram,
         rival: Rival | None = None,
         due: bool = True,
@@ -333,16 +335,16 @@ class ProgramMaker:
         """Let ``variant`` use the program. Raises Unprofitable if eager steps are faster, or if there is none."""
         if isinstance(programs, NoProgram):
             raise Unprofitable(programs.why)
-        assert variant.parting is not None
+        assert variant.partition is not None
         parts = self._step(variant, call, programs)
-        program = variant.parting.applied(parts)
+        program = variant.partition.applied(parts)
         rival_programs = None if rival is None else self._result(rival.pending)
         if rival is not None and isinstance(rival_programs, StepPrograms):
             program = self._faster(variant, call, program, parts, rival_programs, rival.parts)
-        if variant.parting.times is not None:
-            program = NotedProgram(program, f"chosen: {variant.parting.times}")
+        if variant.partition.times is not None:
+            program = NotedProgram(program, f"chosen: {variant.partition.times}")
         if self.mode.judged and all(holder[name].device.type == "cpu" for holder, name in variant.tensor_refs):
-            program = not_slower_than_eager(variant, call, order, program, self._eager)
+            program = not_slower_than_eager(variant, call, compile_request, program, self._eager)
         variant.note(ProgramReady(program, due))
 
     def _faster(
@@ -352,18 +354,20 @@ class ProgramMaker:
         applied: StepProgram,
         parts: FusedStep | PerMemberStep,
         rival_programs: StepPrograms,
-        order: Order,
+        compile_request: CompileRequest,
     ) -> StepProgram:
         """Measure the step in blocks and in one block, and return the faster; ``applied``: the step in blocks."""
-        assert variant.parting is not None
-        parting, variant.parting = variant.parting, Parting(None)
+        assert variant.partition is not None
+        partition, variant.partition = variant.partition, BlockPartition(None)
         single_block = self._step(variant, call, rival_programs)
         steps: dict[str, StepProgram] = {
-            ONE_PART: variant.parting.applied(single_block),
-            PARTS: replace(parting, measured=False).applied(parts),
+            ONE_PART: variant.partition.applied(single_block),
+            PARTS: replace(partition, measured=False).applied(parts),
         }
-        times = keep_times(order, measure(steps, call, variant.tensor_refs), parting.threads, (ONE_PART, PARTS))
-        variant.parting = parting if times is None else parting.chosen(times)
+        times = keep_times(
+            compile_request, measure(steps, call, variant.tensor_refs), partition.threads, (ONE_PART, PARTS)
+        )
+        variant.partition = partition if times is None else partition.chosen(times)
         return steps[ONE_PART] if times is not None and times.fastest == ONE_PART else applied
 
     def _step(self, variant: StepVariant, call: StepCall, programs: StepPrograms) -> FusedStep | PerMemberStep:
@@ -389,5 +393,5 @@ class ProgramMaker:
 def _kind(variant: StepVariant, call: StepCall) -> Any:
     """Return what a program depends on in addition to forward and loss, except sizes and the array's arrangement."""
     (*modes, _), *others = variant.situation
-    threads = variant.parting.inner if variant.parting is not None and variant.parting.threads > 1 else None
+    threads = variant.partition.inner if variant.partition is not None and variant.partition.threads > 1 else None
     return (tuple(modes), *others, call.inputs.loose_key, call.target.loose_key, threads)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hfusion.core.claimed_folder import ClaimedFolder, run_folder
-from hfusion.step.compile_request import Order
+from hfusion.step.compile_request import CompileRequest
 
 # The lowest priority: it only uses core time that training leaves. At 5 it displaced one OpenMP thread, for which the
 # others waited: 250 steps of a CNN took twice as long on two cores (Xeon).
@@ -38,7 +38,7 @@ class BackgroundJob:
     Raises OSError if no process can be started.
     """
 
-    def __init__(self, order: Order, folder: Path, owner: object) -> None:
+    def __init__(self, compile_request: CompileRequest, folder: Path, owner: object) -> None:
         self.folder = folder
         self._outcome_text = ""
         self._began = time.time()
@@ -48,7 +48,7 @@ class BackgroundJob:
         files = run_folder()
         written = files.path / "order.json"
         try:
-            written.write_text(order.text)
+            written.write_text(compile_request.text)
             self._process = _started([str(written), str(folder)], self._log)
         except OSError:
             self._log.close()
@@ -155,19 +155,23 @@ def _carried_out(content: dict[str, Any], folder: Path) -> str:
     # Imported late: the process that only starts jobs does not need these modules here.
     from hfusion.step import program_cache
     from hfusion.step.compile_limits import Unprofitable
-    from hfusion.step.compile_request import read_order
+    from hfusion.step.compile_request import read_request
     from hfusion.step.compiled_step import Library, compile_programs
 
-    order = Order(content)
+    compile_request = CompileRequest(content)
     try:
-        with read_order(content) as step:
-            compile_programs(step.forward, step.loss, step.call, Library(), None, step.size, order, folder)
+        with read_request(content) as step:
+            compile_programs(step.forward, step.loss, step.call, Library(), None, step.size, compile_request, folder)
     except Unprofitable:
         # `compile_programs` has cached the decision and its reason.
         pass
     except Exception as error:
         return error_text(error)
-    return "done" if program_cache.find(order, folder) is not None else "what inductor made of it cannot be handed over"
+    return (
+        "done"
+        if program_cache.find(compile_request, folder) is not None
+        else "what inductor made of it cannot be handed over"
+    )
 
 
 def _end_with_parent() -> None:

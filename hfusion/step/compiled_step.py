@@ -23,7 +23,7 @@ from hfusion.passes.align import scalars
 from hfusion.passes.gather import has_variants
 from hfusion.step import program_cache
 from hfusion.step.compile_limits import TooManyOperators, Unprofitable, check_open, check_operators
-from hfusion.step.compile_request import Order, write_order
+from hfusion.step.compile_request import CompileRequest, write_request
 from hfusion.step.inductor_compile import build
 from hfusion.step.program_cache import KeptGraph, NoProgram, StepPrograms
 from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, trace, trace_rows
@@ -193,9 +193,9 @@ def clear(params: Sequence[Location]) -> None:
         holder[name].grad = None
 
 
-def order_for(
+def compile_request_for(
     forward: BoundProgram, loss: BoundProgram, call: StepCall, size: int | None, autocast: Any, always: bool
-) -> Order | None:
+) -> CompileRequest | None:
     """Return the request that identifies a step on disk and in other processes; None if it has none.
 
     ``size``: members per program, which arrays with other numbers of members can share; None for all.
@@ -205,7 +205,7 @@ def order_for(
     if not is_kept or any(tensor.device.type != "cpu" for tensor in Tensors.of(forward, loss).all()):
         return None
     try:
-        return write_order(forward, loss, call, size, autocast)
+        return write_request(forward, loss, call, size, autocast)
     except Unwritable:
         return None
 
@@ -217,12 +217,12 @@ def compile_programs(
     library: Library,
     kind: Any,
     size: int | None,
-    order: Order | None = None,
+    compile_request: CompileRequest | None = None,
     folder: Path | None = None,
 ) -> StepPrograms:
     """Trace and compile the programs for calls like ``call``, and cache them on disk if there is an ``order``.
 
-    ``kind``: what a program depends on in addition to forward and loss. ``size``: see `order_for`.
+    ``kind``: what a program depends on in addition to forward and loss. ``size``: see `compile_request_for`.
 
     Raises:
         Unprofitable: compilation would not pay.
@@ -231,11 +231,11 @@ def compile_programs(
     try:
         programs = _compile(forward, loss, call, library, kind, size)
     except Unprofitable as error:
-        if order is not None:
-            program_cache.keep(order, NoProgram(str(error)), folder)
+        if compile_request is not None:
+            program_cache.keep(compile_request, NoProgram(str(error)), folder)
         raise
-    if order is not None:
-        program_cache.keep(order, programs, folder)
+    if compile_request is not None:
+        program_cache.keep(compile_request, programs, folder)
     return programs
 
 

@@ -14,10 +14,10 @@ from hfusion.array.module import FusedModule
 from hfusion.compiler.bound_program import Location
 from hfusion.device.cache import lasts
 from hfusion.step import program_cache
-from hfusion.step.autotune import COMPILED, EAGER, NotedProgram, WayTimes, find_times, keep_times, measure
+from hfusion.step.autotune import COMPILED, EAGER, NotedProgram, VariantTimes, find_times, keep_times, measure
 from hfusion.step.compile_limits import SlowerThanEager
 from hfusion.step.compile_payoff import CompileRecord, add_record
-from hfusion.step.compile_request import Order
+from hfusion.step.compile_request import CompileRequest
 from hfusion.step.compiled_step import StepProgram
 from hfusion.step.eager_step import EagerStep
 from hfusion.step.step_graph import StepCall
@@ -57,16 +57,16 @@ class EagerProgram:
             return self.eager.run(args, kwargs, target, self.size, self.seeds)[0]
 
 
-def known_times(order: Order | None, threads: int) -> WayTimes | None:
+def known_times(compile_request: CompileRequest | None, threads: int) -> VariantTimes | None:
     """Return the cached times of compiled and eager steps on this processor; None if there are none."""
-    is_cached = order is not None and program_cache.keeping() and lasts()
-    return find_times(order, threads, _WAYS) if order is not None and is_cached else None
+    is_cached = compile_request is not None and program_cache.keeping() and lasts()
+    return find_times(compile_request, threads, _WAYS) if compile_request is not None and is_cached else None
 
 
 def not_slower_than_eager(
     variant: StepVariant,
     call: StepCall,
-    order: Order | None,
+    compile_request: CompileRequest | None,
     program: StepProgram,
     eager: Callable[[Any], EagerProgram],
 ) -> StepProgram:
@@ -75,33 +75,41 @@ def not_slower_than_eager(
     They are measured once per processor, without side effects, and cached. Raises SlowerThanEager if eager steps are
     clearly faster.
     """
-    assert variant.parting is not None
-    times = known_times(order, variant.parting.threads)
+    assert variant.partition is not None
+    times = known_times(compile_request, variant.partition.threads)
     rival = eager(variant.situation)
     # Steps that only measure must not run the user's hooks.
     if times is None and not hooked(rival.fused):
-        times = _measured(variant, call, order, program, rival)
+        times = _measured(variant, call, compile_request, program, rival)
     if times is None:
         return program
     check_faster(times)
     return NotedProgram(program, f"measured: {times}")
 
 
-def check_faster(times: WayTimes) -> None:
+def check_faster(times: VariantTimes) -> None:
     """Raise SlowerThanEager if eager steps are clearly faster than compiled ones."""
     if times.eager_wins:
         raise SlowerThanEager(f"eager steps are faster on this machine: {times}")
 
 
 def _measured(
-    variant: StepVariant, call: StepCall, order: Order | None, program: StepProgram, eager: EagerProgram
-) -> WayTimes | None:
-    assert variant.parting is not None
+    variant: StepVariant,
+    call: StepCall,
+    compile_request: CompileRequest | None,
+    program: StepProgram,
+    eager: EagerProgram,
+) -> VariantTimes | None:
+    assert variant.partition is not None
     modules = eager.fused.modules()
     buffers: list[Location] = [(m._buffers, name) for m in modules for name, b in m._buffers.items() if b is not None]
     times = measure({COMPILED: program, EAGER: eager}, call, [*variant.tensor_refs, *buffers])
     if times is not None and times.eager_wins and variant.clock.compilation is not None:
         speedup = times.seconds[EAGER] / times.seconds[COMPILED]
         add_record(CompileRecord(*variant.extent, variant.clock.behind, variant.clock.compilation, speedup))
-    is_cached = order is not None and program_cache.keeping() and lasts()
-    return keep_times(order, times, variant.parting.threads, _WAYS) if order is not None and is_cached else times
+    is_cached = compile_request is not None and program_cache.keeping() and lasts()
+    return (
+        keep_times(compile_request, times, variant.partition.threads, _WAYS)
+        if compile_request is not None and is_cached
+        else times
+    )

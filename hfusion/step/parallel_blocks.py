@@ -132,7 +132,7 @@ def _array(values: Sequence[int]) -> Any:
     return (ctypes.c_uint64 * len(values))(*values)
 
 
-class PartedStep:
+class ParallelBlocksStep:
     """Runs the blocks of ``program`` on ``threads`` threads, each with ``inner`` torch threads.
 
     The calling thread is one of them, unless operators may use oneDNN's caches. ``measured``: whether the first steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hfusion.step.compile_request import Order
+from hfusion.step.compile_request import CompileRequest
 from hfusion.step.compile_worker import BackgroundJob
 from hfusion.step.step_graph import StepCall
 
@@ -14,7 +14,7 @@ class PendingProgram:
     """A program that another process compiles for calls like ``call``; without ``job`` it is in the cache already."""
 
     job: BackgroundJob | None
-    order: Order
+    compile_request: CompileRequest
     call: StepCall
     rival: Rival | None = None
 
@@ -38,4 +38,4 @@ class Rival:
     """A program of all members in one block, to be compared with the program of the order ``parts``."""
 
     pending: PendingProgram
-    parts: Order
+    parts: CompileRequest

@@ -29,7 +29,7 @@ from hfusion.core import errors
 from hfusion.core.guards import Assumptions
 from hfusion.device.cache import cache_folder, read_sealed, write_sealed
 from hfusion.device.native import load_copy, processor
-from hfusion.step.compile_request import Order
+from hfusion.step.compile_request import CompileRequest
 from hfusion.step.step_graph import StepGraph
 from hfusion.torch_private.cpp_entry import NativeEntry, load_function
 
@@ -77,9 +77,9 @@ def keeping() -> bool:
     return enabled and os.environ.get("HFUSION_CHECK") != "1" and not os.environ.get("HFUSION_DUMP")
 
 
-def find(order: Order, folder: Path | None = None) -> StepPrograms | NoProgram | None:
+def find(compile_request: CompileRequest, folder: Path | None = None) -> StepPrograms | NoProgram | None:
     """Return the cached result of a request; None if there is none, or, with a UserWarning, if it is unusable."""
-    path = _path(order, folder or cache_folder())
+    path = _path(compile_request, folder or cache_folder())
     try:
         description = json.loads(read_sealed(path))
         return _read(description, path)
@@ -91,9 +91,9 @@ def find(order: Order, folder: Path | None = None) -> StepPrograms | NoProgram |
         return None
 
 
-def keep(order: Order, result: StepPrograms | NoProgram, folder: Path | None = None) -> bool:
+def keep(compile_request: CompileRequest, result: StepPrograms | NoProgram, folder: Path | None = None) -> bool:
     """Cache the result of a request; return whether it is cached. Warns if the folder cannot be written."""
-    path = _path(order, folder or cache_folder())
+    path = _path(compile_request, folder or cache_folder())
     try:
         description = {"refused": result.why} if isinstance(result, NoProgram) else _write(result, path)
         if description is None:
@@ -110,8 +110,8 @@ def keep(order: Order, result: StepPrograms | NoProgram, folder: Path | None = N
     return True
 
 
-def _path(order: Order, folder: Path) -> Path:
-    return folder / f"{_PREFIX}{order.key(circumstances())[:32]}.json"
+def _path(compile_request: CompileRequest, folder: Path) -> Path:
+    return folder / f"{_PREFIX}{compile_request.key(circumstances())[:32]}.json"
 
 
 def _write(programs: StepPrograms, path: Path) -> dict[str, Any] | None:

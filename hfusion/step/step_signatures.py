@@ -15,7 +15,7 @@ from hfusion.array.module import FusedModule
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram, Location
 from hfusion.core import html
-from hfusion.step.block_partition import Parting, drawing
+from hfusion.step.block_partition import BlockPartition, drawing
 from hfusion.step.compile_payoff import StepClock
 from hfusion.step.compiled_step import MAX_LOOPED_CALLS, StepProgram
 from hfusion.step.pending_program import PendingProgram
@@ -99,7 +99,7 @@ class StepVariant:
     traits: Any
     sources: tuple[BoundProgram, BoundProgram] | None = None
     state: ProgramState = field(default_factory=Eager)
-    parting: Parting | None = None
+    partition: BlockPartition | None = None
     """How its program is divided into blocks, once that is decided."""
     steps: int = 1
     """Number of its calls so far."""

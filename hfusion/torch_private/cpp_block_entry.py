@@ -172,16 +172,16 @@ def with_row_entries() -> Iterator[None]:
             CppWrapperCodeCache.load_pybinding = original  # type: ignore[method-assign]
 
 
-class Unparted(Exception):
+class CannotPartition(Exception):
     """A program cannot be called by other threads; the message says why."""
 
 
 def row_entry(run: Callable[..., Any]) -> int:
-    """Return the address of `hfusion_rows` in the program ``run``, which must stay alive. Raises Unparted."""
+    """Return the address of `hfusion_rows` in the program ``run``, which must stay alive. Raises CannotPartition."""
     if not isinstance(run, NativeEntry):
-        raise Unparted("its program is more than C++")
+        raise CannotPartition("its program is more than C++")
     # The file may have been deleted: dlopen finds a library that is already loaded by its name.
     library = ctypes.CDLL(run.path)
     if not hasattr(library, "hfusion_rows"):
-        raise Unparted("torch writes programs in another way than expected")
+        raise CannotPartition("torch writes programs in another way than expected")
     return ctypes.cast(library.hfusion_rows, ctypes.c_void_p).value or 0

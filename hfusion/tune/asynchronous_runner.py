@@ -11,11 +11,11 @@ from torch import Tensor
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.report_order import ReportOrder
 from hfusion.tune.shape_array import ShapeArray
-from hfusion.tune.sweep_runner import Conductor
+from hfusion.tune.sweep_runner import SweepRunner
 
 
-class AsynchronousConductor(Conductor):
-    """A `Conductor` that reports, prunes and replaces trials as soon as their own array has trained an epoch.
+class AsynchronousSweepRunner(SweepRunner):
+    """A `SweepRunner` that reports, prunes and replaces trials as soon as their own array has trained an epoch.
 
     A device trains one array at a time: the one in the earliest round. No trial joins or leaves an array while it
     trains, so that all arrays can be saved between any two reports. The array that reports next is recorded before it

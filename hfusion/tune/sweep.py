@@ -23,7 +23,7 @@ from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
 from hfusion.step.compile_mode import Compile, check_compile
-from hfusion.tune.asynchronous_runner import AsynchronousConductor
+from hfusion.tune.asynchronous_runner import AsynchronousSweepRunner
 from hfusion.tune.chosen_optimizer import MakeOptimizer
 from hfusion.tune.heartbeat import Heartbeat, dead_runs
 from hfusion.tune.loaders import Loaders
@@ -35,17 +35,17 @@ from hfusion.tune.sweep_folder import SweepFolder
 from hfusion.tune.sweep_options import Extent
 from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.sweep_result import SweepResult
-from hfusion.tune.sweep_runner import Conductor
+from hfusion.tune.sweep_runner import SweepRunner
 from hfusion.tune.sweep_workers import LocalWorkers, largest
 from hfusion.tune.training_setup import SweepRecipe
-from hfusion.tune.trials import Callback, Trials, Verdict
+from hfusion.tune.trials import Callback, Decision, Trials
 
 if TYPE_CHECKING:
     from hfusion.cluster.cluster import Cluster
     from hfusion.schedule.plan import Processes
     from hfusion.tune.cluster_workers import ClusterWorkers
 
-_CONDUCTORS = {kind.rounds: kind for kind in (Conductor, AsynchronousConductor)}
+_RUNNERS = {kind.rounds: kind for kind in (SweepRunner, AsynchronousSweepRunner)}
 
 
 @renamed_arguments(clip="clip_norm")
@@ -172,7 +172,7 @@ def sweep(
     extent = _extent(trials, epochs, rows, seed, timeout, catch, pbt)
     _check_numbers(clip_norm, accumulate, processes)
     _check_choice("scheduler_interval", scheduler_interval, ("epoch", "step"))
-    _check_choice("rounds", rounds, _CONDUCTORS)
+    _check_choice("rounds", rounds, _RUNNERS)
     if pbt is not None and scheduler is not None:
         raise ValueError("pbt changes the learning rates that a scheduler would write over: leave one of them out")
     if direction is not None and directions is not None:
@@ -213,24 +213,24 @@ def sweep(
         bar = SweepProgress(opened_study, trials, shown=progress)
         stack.callback(bar.close)
         log = stack.enter_context(EventLog(root, "sweep", trials=trials, epochs=epochs))
-        conductor = _CONDUCTORS[rounds](sweep_trials, maker, recipe, extent, workers, folder, heartbeat, bar, log)
+        runner = _RUNNERS[rounds](sweep_trials, maker, recipe, extent, workers, folder, heartbeat, bar, log)
         if not isinstance(workers, LocalWorkers):
-            workers.choose_device, workers.lost = conductor.take_over, conductor.lost
+            workers.choose_device, workers.lost = runner.take_over, runner.lost
         if saved is None:
-            conductor.save()
+            runner.save()
         else:
-            conductor.resume(*saved)
+            runner.resume(*saved)
         try:
-            conductor.run()
+            runner.run()
         except BaseException:
             if folder is None:
                 # Without a folder the sweep cannot be resumed.
                 for number in sweep_trials.live:
-                    sweep_trials.end(number, Verdict.FAILED)
+                    sweep_trials.end(number, Decision.FAILED)
                 heartbeat.end()
             raise
         heartbeat.end()
-        return SweepResult(opened_study, tuple(sweep_trials.asked_numbers), conductor.best.all, chosen)
+        return SweepResult(opened_study, tuple(sweep_trials.asked_numbers), runner.best.all, chosen)
 
 
 def _check_numbers(clip_norm: float | None, accumulate: int, processes: int | None) -> None:

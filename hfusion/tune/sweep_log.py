@@ -8,9 +8,9 @@ from hfusion.core.event_log import EventLog, first_line
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.shape_array import ShapeArray, TrialSlot
 from hfusion.tune.sweep_workers import SweepWorkers
-from hfusion.tune.trials import Verdict
+from hfusion.tune.trials import Decision
 
-_ENDS = {Verdict.COMPLETE: "finished", Verdict.PRUNED: "pruned", Verdict.FAILED: "failed"}
+_ENDS = {Decision.COMPLETE: "finished", Decision.PRUNED: "pruned", Decision.FAILED: "failed"}
 
 
 class SweepLog:
@@ -49,19 +49,19 @@ class SweepLog:
         """Log that an array has trained an epoch."""
         self._array(array, "trained", round=number, seconds=f"{result.seconds + result.startup:.3f}")
 
-    def trained(self, array: ShapeArray, slot: TrialSlot, values: Sequence[float], verdict: Verdict) -> None:
+    def trained(self, array: ShapeArray, slot: TrialSlot, values: Sequence[float], decision: Decision) -> None:
         """Log that a trial has trained an epoch, or ended after it."""
-        event = _ENDS.get(verdict, "evaluated" if values else "trained")
-        error = "NaN in a loss, a gradient or a value" if verdict is Verdict.FAILED else None
+        event = _ENDS.get(decision, "evaluated" if values else "trained")
+        error = "NaN in a loss, a gradient or a value" if decision is Decision.FAILED else None
         self._trial(array, slot, event, value=" ".join(f"{value:.6g}" for value in values) or None, error=error)
 
     def copied(self, array: ShapeArray, slot: TrialSlot, source: int) -> None:
         """Log that a trial continues as a copy of trial ``source``."""
         self._trial(array, slot, "copied", source=source)
 
-    def ended(self, number: int, verdict: Verdict, error: BaseException) -> None:
+    def ended(self, number: int, decision: Decision, error: BaseException) -> None:
         """Log that a trial ended by an exception before it was trained."""
-        self._log.trial(number, _ENDS[verdict], {"error": first_line(error)})
+        self._log.trial(number, _ENDS[decision], {"error": first_line(error)})
 
     def saved(self, arrays: Iterable[ShapeArray], number: int) -> None:
         """Log that these arrays were saved, before round ``number``."""

@@ -26,14 +26,14 @@ from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.sweep_workers import RowsCall, SweepWorkers
 from hfusion.tune.training_setup import SweepRecipe
 from hfusion.tune.trial_placement import TrialPlacement
-from hfusion.tune.trials import COPIES, Trials, Verdict
+from hfusion.tune.trials import COPIES, Decision, Trials
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 
-class Conductor:
+class SweepRunner:
     """Trains the trials of a sweep on devices, and writes what a resumed sweep needs into a folder.
 
     Trials are reported in the order of their numbers, whatever their array, so that decisions do not depend on the
@@ -116,10 +116,10 @@ class Conductor:
         freed_devices: set[int] = set()
         for array, slot, scores in sorted(slots, key=lambda entry: entry[1].number):
             last, slot.epochs = slot.is_last, slot.epochs + 1
-            verdict = self.trials.report(slot.number, scores, slot.epochs - 1, last=last)
-            self._events.trained(array, slot, scores, verdict)
-            if verdict is not Verdict.GO_ON:
-                best = verdict is Verdict.COMPLETE and self.best.takes(slot.number, scores)
+            decision = self.trials.report(slot.number, scores, slot.epochs - 1, last=last)
+            self._events.trained(array, slot, scores, decision)
+            if decision is not Decision.CONTINUE:
+                best = decision is Decision.COMPLETE and self.best.takes(slot.number, scores)
                 self._leave(array, slot, scores if best else None)
                 freed_devices.add(array.device)
         for array in arrays:
@@ -260,9 +260,9 @@ class Conductor:
             return make()
         except Exception as error:
             pruned = isinstance(error, self.trials.optuna.TrialPruned)
-            verdict = Verdict.PRUNED if pruned else Verdict.FAILED
-            self.trials.end(number, verdict)
-            self._events.ended(number, verdict, error)
+            decision = Decision.PRUNED if pruned else Decision.FAILED
+            self.trials.end(number, decision)
+            self._events.ended(number, decision, error)
             if pruned:
                 return None
             if not isinstance(error, self._extent.catch):

@@ -30,10 +30,10 @@ RUN, ROUND, COPIES = "hfusion:run", "hfusion:round", "hfusion:copies"
 SUGGESTED = "hfusion:suggested"
 
 
-class Verdict(StrEnum):
+class Decision(StrEnum):
     """The state of a trial after a report."""
 
-    GO_ON = "go on"
+    CONTINUE = "go on"
     PRUNED = "pruned"
     FAILED = "failed"
     COMPLETE = "complete"
@@ -173,20 +173,20 @@ class Trials:
         if trial.user_attrs.get(ROUND) != at:
             trial.set_user_attr(ROUND, at)
 
-    def report(self, number: int, values: Sequence[float], step: int, *, last: bool) -> Verdict:
+    def report(self, number: int, values: Sequence[float], step: int, *, last: bool) -> Decision:
         """Report the values of a trial after epoch ``step``. Return its state, and tell the study if it ends.
 
         With several objectives trials are only told, after their last epoch: Optuna then supports neither reports nor
         pruning.
         """
         if len(self.signs) > 1:
-            verdict = self._decided(values, last, lambda: False)
+            decision = self._decided(values, last, lambda: False)
         else:
-            verdict = self._reported(number, values[0], step, last)
-        self._tell(number, verdict, values)
-        return verdict
+            decision = self._reported(number, values[0], step, last)
+        self._tell(number, decision, values)
+        return decision
 
-    def _reported(self, number: int, value: float, step: int, last: bool) -> Verdict:
+    def _reported(self, number: int, value: float, step: int, last: bool) -> Decision:
         """Report a value and decide, or return the decision if the study already has the report."""
         frozen = self._ahead.get(number)
         if frozen is None or step not in frozen.intermediate_values:
@@ -194,16 +194,16 @@ class Trials:
             return self._decided((value,), last, self._live[number].should_prune)
         self._reports -= 1
         if frozen.state.is_finished():
-            return _VERDICTS[frozen.state.name]
+            return _DECISIONS[frozen.state.name]
         settled = self._reports > 0
         return self._decided((value,), last, lambda: not settled and self._asked_again(number))
 
-    def _decided(self, values: Sequence[float], last: bool, prune: Callable[[], bool]) -> Verdict:
+    def _decided(self, values: Sequence[float], last: bool, prune: Callable[[], bool]) -> Decision:
         if any_nan(values):
-            return Verdict.FAILED
+            return Decision.FAILED
         if prune():
-            return Verdict.PRUNED
-        return Verdict.COMPLETE if last else Verdict.GO_ON
+            return Decision.PRUNED
+        return Decision.COMPLETE if last else Decision.CONTINUE
 
     def _asked_again(self, number: int) -> bool:
         """Return the pruner's decision, replayed from its state before it may have been asked."""
@@ -213,13 +213,13 @@ class Trials:
         view._storage = storage
         return bool(self.study.pruner.prune(view, storage.get_trial(trial_id)))
 
-    def _tell(self, number: int, verdict: Verdict, values: Sequence[float]) -> None:
-        if verdict is Verdict.GO_ON:
+    def _tell(self, number: int, decision: Decision, values: Sequence[float]) -> None:
+        if decision is Decision.CONTINUE:
             return
-        if verdict is Verdict.COMPLETE:
+        if decision is Decision.COMPLETE:
             self._note_finished(number, self.study.tell(number, list(values), skip_if_finished=True))
         else:
-            self.end(number, verdict)
+            self.end(number, decision)
 
     def _note_finished(self, number: int, trial: FrozenTrial) -> None:
         self._live.pop(number, None)
@@ -243,10 +243,10 @@ class Trials:
         event = {"epoch": epoch, "source": source, "params": dict(params), "origin": origin}
         trial.set_user_attr(COPIES, [*earlier, event])
 
-    def end(self, number: int, verdict: Verdict) -> None:
+    def end(self, number: int, decision: Decision) -> None:
         """Tell the study that a trial was pruned or failed."""
         states = self.optuna.trial.TrialState
-        state = states.PRUNED if verdict is Verdict.PRUNED else states.FAIL
+        state = states.PRUNED if decision is Decision.PRUNED else states.FAIL
         self._note_finished(number, self.study.tell(number, state=state, skip_if_finished=True))
 
     def attributes(self) -> dict[int, list[str]]:
@@ -276,7 +276,7 @@ def _numbered(study: Study, number: int) -> FrozenTrial:
     return next(trial for trial in study.get_trials(deepcopy=False) if trial.number == number)
 
 
-_VERDICTS = {"COMPLETE": Verdict.COMPLETE, "PRUNED": Verdict.PRUNED, "FAIL": Verdict.FAILED}
+_DECISIONS = {"COMPLETE": Decision.COMPLETE, "PRUNED": Decision.PRUNED, "FAIL": Decision.FAILED}
 
 
 def _is_ours(trial: FrozenTrial, run: str, alone: bool, states: Any) -> bool:

@@ -19,7 +19,7 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram
 from hfusion.device.openmp import torch_threads
 from hfusion.step import block_partition
-from hfusion.step.parallel_blocks import PartedStep
+from hfusion.step.parallel_blocks import ParallelBlocksStep
 from hfusion.step.step_graph import StepCall
 from tests.step.test_train_step import needs_compiler
 from tests.tasks.test_stepping import CLOSE, Normed
@@ -132,7 +132,7 @@ def test_ctrl_c_ends_between_steps_and_steps_go_on() -> None:
     given = torch.randn(64, 256), torch.randint(3, (64,))
     expected = [step(*given) for _ in range(4)][-1]
     (program,) = step._maker.programs()
-    assert isinstance(program, PartedStep)
+    assert isinstance(program, ParallelBlocksStep)
 
     def interrupt() -> None:
         time.sleep(0.2)
@@ -182,7 +182,7 @@ def test_blocks_on_one_thread_leave_gradients_where_they_belong() -> None:
         losses.append(step(*given))
         places.append([parameter.grad.data_ptr() for parameter in array.parameters() if parameter.grad is not None])
     (program,) = step._maker.programs()
-    assert isinstance(program, PartedStep)
+    assert isinstance(program, ParallelBlocksStep)
     assert "on 1 thread" not in str(step.report())
     assert "for 2 and 1 members, called once per block" in str(step.report())
     assert len(places[-1]) == 4

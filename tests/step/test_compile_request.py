@@ -10,7 +10,7 @@ import torch
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram
-from hfusion.step.compile_request import read_order, write_order
+from hfusion.step.compile_request import read_request, write_request
 from hfusion.step.step_graph import StepCall, StepGraph, trace
 from tests.step.test_step_graph import TRACED, loss_of
 from tests.zoo import Model
@@ -34,11 +34,11 @@ def test_it_is_traced_to_the_same_graph(model: Model) -> None:
     assert forward is not None
     assert isinstance(its_loss, BoundProgram)
     bound = BoundProgram.of(forward, fused)
-    order = write_order(bound, its_loss, call, None, None)
-    with read_order(json.loads(order.text)) as read:
-        again = write_order(read.forward, read.loss, read.call, read.size, None)
+    compile_request = write_request(bound, its_loss, call, None, None)
+    with read_request(json.loads(compile_request.text)) as read:
+        again = write_request(read.forward, read.loss, read.call, read.size, None)
         assert described(trace(read.forward, read.loss, read.call)) == described(trace(bound, its_loss, call))
         shapes = [*call.inputs.shapes]
         assert read.forward.compiled.guards(shapes)
         assert not read.forward.compiled.guards([(1, *shape[1:]) for shape in shapes])
-    assert again.text == order.text
+    assert again.text == compile_request.text

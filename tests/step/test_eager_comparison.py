@@ -10,7 +10,7 @@ import torch
 
 from hfusion.device.cache import read_sealed, write_sealed
 from hfusion.step import autotune
-from hfusion.step.autotune import COMPILED, EAGER, WayTimes
+from hfusion.step.autotune import COMPILED, EAGER, VariantTimes
 from tests.step.test_autotune import advance, made, same
 from tests.step.test_train_step import needs_compiler
 
@@ -27,7 +27,7 @@ def test_the_faster_way_runs(folder: Path, amp: bool) -> None:
         (path,) = folder.glob("*-eager.json")
         seconds = json.loads(read_sealed(path))["seconds"]
         assert set(seconds) == {COMPILED, EAGER}
-        wins = WayTimes(seconds).eager_wins
+        wins = VariantTimes(seconds).eager_wins
         # In eager steps members draw from seeds of their own where a program may follow.
         assert first.compilations == 0
         assert wins or same(results, compiled)
@@ -79,4 +79,4 @@ def test_hooks_run_once_for_each_step(folder: Path) -> None:
 
 @pytest.mark.parametrize(("compiled", "wins"), [(1.0, False), (1.02, False), (1.1, True)])
 def test_eager_steps_must_be_clearly_faster(compiled: float, wins: bool) -> None:
-    assert WayTimes({COMPILED: compiled, EAGER: 1.0}).eager_wins is wins
+    assert VariantTimes({COMPILED: compiled, EAGER: 1.0}).eager_wins is wins

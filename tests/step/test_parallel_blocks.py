@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.ops import attention_dropout
-from hfusion.step.parallel_blocks import TURNS, PartedStep, ThreadTrial
+from hfusion.step.parallel_blocks import TURNS, ParallelBlocksStep, ThreadTrial
 from hfusion.step.program_lifecycle import InUse
 from tests.step.test_step_graph import arrays, loss_of
 from tests.step.test_train_step import ATTENTION, TINY, Pair, batch, needs_compiler
@@ -200,7 +200,7 @@ def test_the_threads_of_a_trial_stay_until_its_end() -> None:
     for _ in range(2):
         step(*data())
     (program,) = step._maker.programs()
-    assert isinstance(program, PartedStep)
+    assert isinstance(program, ParallelBlocksStep)
     assert program._trial is not None
     while program._trial.best is None:
         step(*data())

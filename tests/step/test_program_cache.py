@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.step import program_cache
-from hfusion.step.compile_request import Order
+from hfusion.step.compile_request import CompileRequest
 from hfusion.step.program_cache import NoProgram, StepPrograms
 from hfusion.step.train_step import TrainStep
 from tests.step.test_train_step import needs_compiler
@@ -62,15 +62,15 @@ def test_a_second_step_finds_what_the_first_has_compiled(folder: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
-def order() -> Order:
-    return Order({"forward": 1})
+def compile_request() -> CompileRequest:
+    return CompileRequest({"forward": 1})
 
 
 @pytest.mark.parametrize("what", ["others write", "not JSON", "code", "a link"])
 def test_a_file_that_is_not_believed(what: str, folder: Path) -> None:
-    assert program_cache.find(order()) is None
-    assert program_cache.keep(order(), NoProgram("too many operators"))
-    assert program_cache.find(order()) == NoProgram("too many operators")
+    assert program_cache.find(compile_request()) is None
+    assert program_cache.keep(compile_request(), NoProgram("too many operators"))
+    assert program_cache.find(compile_request()) == NoProgram("too many operators")
     (path,) = folder.glob("step-*.json")
     if what == "others write":
         path.chmod(0o666)
@@ -83,12 +83,12 @@ def test_a_file_that_is_not_believed(what: str, folder: Path) -> None:
         path.rename(folder / "other")
         path.symlink_to(folder / "other")
     with pytest.warns(UserWarning, match="is made anew"):
-        assert program_cache.find(order()) is None
+        assert program_cache.find(compile_request()) is None
 
 
 def test_nothing_is_kept_of_what_is_no_library(folder: Path) -> None:
     graph = program_cache.KeptGraph((), (), program_cache.Assumptions(()))
-    assert not program_cache.keep(order(), StepPrograms((graph,), (lambda *tensors: [],)))
+    assert not program_cache.keep(compile_request(), StepPrograms((graph,), (lambda *tensors: [],)))
     assert not list(folder.glob("step-*"))
 
 
@@ -102,20 +102,20 @@ def test_looking_at_stages_or_asking_for_it_keeps_nothing(
 
 
 def test_a_key_of_other_circumstances(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {order().key(program_cache.circumstances())}
+    keys = {compile_request().key(program_cache.circumstances())}
     monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
-    keys.add(order().key(program_cache.circumstances()))
+    keys.add(compile_request().key(program_cache.circumstances()))
     monkeypatch.undo()
-    keys.add(order().key(program_cache.circumstances()))
-    keys.add(Order({"forward": 2}).key(program_cache.circumstances()))
+    keys.add(compile_request().key(program_cache.circumstances()))
+    keys.add(CompileRequest({"forward": 2}).key(program_cache.circumstances()))
     assert len(keys) == 3
 
 
 def test_the_oldest_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_cache, "MAX_FOLDER", 150)
     for number in range(3):
-        program_cache.keep(Order({"forward": number}), NoProgram("x" * 20))
+        program_cache.keep(CompileRequest({"forward": number}), NoProgram("x" * 20))
         for path in folder.glob("step-*"):
             os.utime(path, (path.stat().st_mtime - 100,) * 2)
-    assert program_cache.find(Order({"forward": 0})) is None
-    assert program_cache.find(Order({"forward": 2})) == NoProgram("x" * 20)
+    assert program_cache.find(CompileRequest({"forward": 0})) is None
+    assert program_cache.find(CompileRequest({"forward": 2})) == NoProgram("x" * 20)

@@ -26,7 +26,7 @@ import hfusion as hf
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.minibatch_seconds import EpochSeconds
 from hfusion.tune.shape_array import ShapeArray
-from hfusion.tune.sweep_runner import Conductor
+from hfusion.tune.sweep_runner import SweepRunner
 from tests.cluster.test_ray import Nodes, cluster
 
 EPOCHS, TRIALS, ROWS = 8, 48, 16
@@ -89,7 +89,7 @@ def sweep(folder: Path, machine: Any) -> hf.SweepResult:
 
 def watched(rounds: Rounds, *, measured: bool) -> Any:
     """Notes what rounds take; unless ``measured`` the sweep itself is not told."""
-    own, train = EpochSeconds.note, Conductor._train
+    own, train = EpochSeconds.note, SweepRunner._train
 
     def note(seconds: EpochSeconds, array: ShapeArray, result: EpochResult) -> None:
         trials, before = rounds[-1].get(array.device, (0, 0.0))
@@ -97,11 +97,11 @@ def watched(rounds: Rounds, *, measured: bool) -> Any:
         if measured:
             own(seconds, array, result)
 
-    def began(conductor: Conductor) -> None:
+    def began(runner: SweepRunner) -> None:
         rounds.append({})
-        train(conductor)
+        train(runner)
 
-    return patch.multiple(EpochSeconds, note=note), patch.multiple(Conductor, _train=began)
+    return patch.multiple(EpochSeconds, note=note), patch.multiple(SweepRunner, _train=began)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import hfusion as hf
-from hfusion.tune.asynchronous_runner import AsynchronousConductor
+from hfusion.tune.asynchronous_runner import AsynchronousSweepRunner
 from hfusion.tune.report_order import ORDER, ReportOrder
 from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
 from tests.tune.cases import EPOCHS, MACHINE, alone, loaders, make_model, space
@@ -135,16 +135,16 @@ def test_killed_again_and_again(kills: list[tuple[str, int]], tmp_path: Path) ->
 def test_an_order_that_was_begun_is_kept_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while the array reported that was ready first, and resumed where another one is ready first."""
 
-    def other_first(conductor: Any, body: Any, tensors: Any) -> None:
-        resume(conductor, body, tensors)
-        assert len(conductor.placement.arrays) == 2
-        conductor.placement.arrays.reverse()
+    def other_first(runner: Any, body: Any, tensors: Any) -> None:
+        resume(runner, body, tensors)
+        assert len(runner.placement.arrays) == 2
+        runner.placement.arrays.reverse()
 
-    resume = AsynchronousConductor.resume
+    resume = AsynchronousSweepRunner.resume
     with pytest.raises(Killed):
         run(str(tmp_path), at("reported", 2, kill), rounds="asynchronous")
     begun = (tmp_path / ORDER).read_text().splitlines()[0]
-    monkeypatch.setattr(AsynchronousConductor, "resume", other_first)
+    monkeypatch.setattr(AsynchronousSweepRunner, "resume", other_first)
     result = run(str(tmp_path), nothing, rounds="asynchronous")
     names = [line.split()[0] for line in (tmp_path / ORDER).read_text().splitlines()]
     assert begun.split()[0] == "array-0"

@@ -9,7 +9,7 @@ import pytest
 
 optuna = pytest.importorskip("optuna")
 from hfusion.tune.study import Draws  # noqa: E402
-from hfusion.tune.trials import Trials, Verdict  # noqa: E402
+from hfusion.tune.trials import Decision, Trials  # noqa: E402
 
 TRIALS, ROWS, EPOCHS = 10, 4, 4
 WRITES = (
@@ -52,7 +52,7 @@ def value(number: int, step: int) -> float:
 
 
 def play(storage: Any, saved: dict[str, Any], sampler: Any, pruner: Any) -> None:
-    """Rounds as those of `Conductor`, with values from a table; ``saved`` is written after each."""
+    """Rounds as those of `SweepRunner`, with values from a table; ``saved`` is written after each."""
     study = optuna.create_study(study_name="s", storage=storage, sampler=sampler, pruner=pruner, load_if_exists=True)
     draws = Draws(study, saved.get("base"))
     saved.setdefault("base", draws.base)
@@ -69,7 +69,7 @@ def play(storage: Any, saved: dict[str, Any], sampler: Any, pruner: Any) -> None
                 if trial is None:
                     continue
                 if trial.suggest_float("x", 0, 1) + trial.suggest_float("y", 0, 1) < 0.3:
-                    trials.end(trial.number, Verdict.PRUNED)
+                    trials.end(trial.number, Decision.PRUNED)
                     continue
                 trial.suggest_categorical("z", [1, 2, 3])
                 seats[trial.number] = 0
@@ -79,7 +79,7 @@ def play(storage: Any, saved: dict[str, Any], sampler: Any, pruner: Any) -> None
             return
         for number, step in list(seats.items()):
             seats[number] += 1
-            if trials.report(number, (value(number, step),), step, last=step == EPOCHS - 1) is not Verdict.GO_ON:
+            if trials.report(number, (value(number, step),), step, last=step == EPOCHS - 1) is not Decision.CONTINUE:
                 del seats[number]
         trials.caught_up()
 
