@@ -71,14 +71,14 @@ class RayDevices:
         self._waiting: list[ActorDevice] = []
         self._failed: list[str] = []
         self._looked = -_LOOK
-        if options.devices is not None:
-            self._request([self._bundle({})] * options.devices)
 
     def first(self) -> list[ActorDevice]:
-        """Wait for the devices that a run begins with.
+        """Request the devices that a run starts with from the autoscaler, if there is one, and wait for them.
 
-        Raises PlanError where there is none in time.
+        Raises PlanError if there is none in time.
         """
+        if self._options.devices is not None:
+            self._request([self._bundle({})] * self._options.devices)
         begun = since = time.monotonic()
         devices, warned = list[ActorDevice](), False
         while True:
