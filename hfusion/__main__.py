@@ -116,7 +116,7 @@ def _run(parsed: argparse.Namespace, rest: list[str]) -> int:
         print(f"interrupted{resume_hint}", file=sys.stderr)
         return INTERRUPTED
     except Exception:
-        # Who is sent SIGTERM with his processes may see first that these are gone.
+        # If the whole process group gets SIGTERM, this process may see first that its child processes have ended.
         if not signals:
             raise
         traceback.print_exc()

@@ -56,23 +56,23 @@ def configs(config: Config, members: int | Sequence[Config | Change]) -> list[Co
     return [changed(config, member, f"member {index}") for index, member in enumerate(members)]
 
 
-def changed(config: Config, change: Config | Change, who: str) -> Config:
+def changed(config: Config, change: Config | Change, label: str) -> Config:
     """Return ``config`` with the fields of ``change``, or a copy of ``change`` if it is a configuration.
 
     Raises:
         FusionError: it cannot share an array with ``config``.
     """
     if not isinstance(change, Mapping):
-        check(change, who)
-        check_common(config, change, who)
+        check(change, label)
+        check_common(config, change, label)
         return copy.deepcopy(change)
     fields = {field.name for field in dataclasses.fields(config)}
     for name in change:
         if name not in fields:
-            raise ValueError(f"{who}: {name!r} is no field of LoraConfig; those of its own are {sorted(OWN)}")
+            raise ValueError(f"{label}: {name!r} is no field of LoraConfig; those of its own are {sorted(OWN)}")
     new_config = dataclasses.replace(copy.deepcopy(config), **change)
-    check(new_config, who)
-    check_common(config, new_config, who)
+    check(new_config, label)
+    check_common(config, new_config, label)
     return new_config
 
 
@@ -82,30 +82,30 @@ def target_only(config: Config, paths: Collection[str]) -> None:
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
 
 
-def check(config: Config, who: str) -> None:
+def check(config: Config, label: str) -> None:
     """Raise FusionError for a configuration that cannot be fused, ValueError for an object that is no LoraConfig."""
     from peft import LoraConfig
 
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"{who} is a {type(config).__name__}; give a peft.LoraConfig")
+        raise ValueError(f"{label} is a {type(config).__name__}; give a peft.LoraConfig")
     for field in dataclasses.fields(config):
         if field.name in OWN or field.name in COMMON or field.name in _SILENT:
             continue
         value, plain = getattr(config, field.name), _default(field)
         if value and value != plain:
             raise FusionError(
-                f"{who}: LoraConfig.{field.name}={value!r} has no form for many adapters of one base in hf.lora; leave "
-                f"it at {plain!r}, or train these adapters one after another by peft"
+                f"{label}: LoraConfig.{field.name}={value!r} has no form for many adapters of one base in hf.lora; "
+                f"leave it at {plain!r}, or train these adapters one after another by peft"
             )
     if config.init_lora_weights not in _INITS:
         raise FusionError(
-            f"{who}: init_lora_weights={config.init_lora_weights!r} computes the start of an adapter from the weights "
-            "of the base or from data, and most of these change the base, which the members share; take one of "
+            f"{label}: init_lora_weights={config.init_lora_weights!r} computes the start of an adapter from the "
+            "weights of the base or from data, and most of these change the base, which the members share; take one of "
             f"{', '.join(map(repr, _INITS))}, or prepare adapters by peft, save them as plain LoRA "
             "(path_initial_model_for_weight_conversion) and give their folders to Adapters.load"
         )
     if config.inference_mode:
-        raise FusionError(f"{who}: inference_mode=True leaves nothing to train; give inference_mode=False")
+        raise FusionError(f"{label}: inference_mode=True leaves nothing to train; give inference_mode=False")
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -114,7 +114,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
 
 
-def check_common(config: Config, other: Config, who: str) -> None:
+def check_common(config: Config, other: Config, label: str) -> None:
     """Raise a FusionError if members with these two configurations would have different tensors or modules."""
     for name in COMMON:
         array_value, value = getattr(config, name), getattr(other, name)
@@ -125,7 +125,7 @@ def check_common(config: Config, other: Config, who: str) -> None:
                 else "make an array for each kind, by a call of hf.lora each"
             )
             raise FusionError(
-                f"{who} has {name}={value!r}, the array {array_value!r}, and its members have one shape; {remedy}"
+                f"{label} has {name}={value!r}, the array {array_value!r}, and its members have one shape; {remedy}"
             )
 
 

@@ -144,27 +144,27 @@ class Adapters(Sequence[nn.Module]):
         return self._padded(self._frozen.part(model), str(directory))
 
     @torch.no_grad()
-    def _padded(self, model: nn.Module, who: str) -> AdapterMember:
+    def _padded(self, model: nn.Module, label: str) -> AdapterMember:
         """Return a member that computes the same as the peft model ``model``, padded to the ranks of the array."""
         member = cast(AdapterMember, self._frozen.copy_of(self._template))
         padded_layers, source_layers = layers(member), layers(model)
         for path in source_layers:
             if path not in padded_layers:
                 raise FusionError(
-                    f"{who} adapts {path}, which none of the members adapts that the array was made with; make it with "
-                    "a member that does"
+                    f"{label} adapts {path}, which none of the members adapts that the array was made with; make it "
+                    "with a member that does"
                 )
         for path, layer in padded_layers.items():
-            fill(layer, source_layers.get(path), f"{who}, {path}")
+            fill(layer, source_layers.get(path), f"{label}, {path}")
         filled, source_tensors = lora_names(padded_layers), dict(model.named_parameters()) | dict(model.named_buffers())
         for name, tensor in [*member.named_parameters(), *member.named_buffers()]:
             if name not in filled and name in source_tensors and source_tensors[name] is not tensor:
                 tensor.copy_(source_tensors[name])
-        _check_trained(member, model, padded_layers.keys() - source_layers.keys(), who)
+        _check_trained(member, model, padded_layers.keys() - source_layers.keys(), label)
         return member
 
 
-def _check_trained(member: nn.Module, model: nn.Module, absent: set[str], who: str) -> None:
+def _check_trained(member: nn.Module, model: nn.Module, absent: set[str], label: str) -> None:
     """Raise a FusionError if a member would train tensors that ``model`` does not, other than padding."""
     trained_names = {name for name, tensor in model.named_parameters() if tensor.requires_grad}
     for name, tensor in member.named_parameters():
@@ -173,7 +173,7 @@ def _check_trained(member: nn.Module, model: nn.Module, absent: set[str], who: s
         layer = next((path for path in absent if name.startswith(f"{path}.")), None)
         if layer is None or name not in lora_names({layer: None}):
             raise FusionError(
-                f"{who} does not train {name}, which others of the array do: with bias, lora_bias or use_dora all "
+                f"{label} does not train {name}, which others of the array do: with bias, lora_bias or use_dora all "
                 "members adapt the same layers; give them the same target_modules"
             )
 

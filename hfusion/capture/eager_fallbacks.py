@@ -65,35 +65,35 @@ class Fitness:
         return self._unfit_reasons[island]
 
     def _unfit(self, island: Island) -> str | None:
-        who = f"{island} can only run in a loop over members, and"
+        label = f"{island} can only run in a loop over members, and"
         if island in self.records.failed:
-            return f"{who} raises an error, which forward catches; let it check before it calls"
+            return f"{label} raises an error, which forward catches; let it check before it calls"
         for call in self.records.of(island):
             for leaf in pytree.tree_leaves(call.output):
                 if leaf is not None and not isinstance(leaf, (Tensor, *_RESULTS)):
                     return (
-                        f"{who} returns {_describe(leaf)}; let it return tensors only, in tuples, lists, dicts "
+                        f"{label} returns {_describe(leaf)}; let it return tensors only, in tuples, lists, dicts "
                         f"or classes that torch.utils._pytree knows{_registration(leaf)}{_cacheless(self.model)}"
                     )
             if call.addresses and not self._own_only(island, call):
-                return f"{who} uses the address of memory that tensors outside share; use slices, or give it a copy"
+                return f"{label} uses the address of memory that tensors outside share; use slices, or give it a copy"
             if call.altered and island != WHOLE:
-                return f"{who} changes a list, dict or object among its arguments; return what it adds"
+                return f"{label} changes a list, dict or object among its arguments; return what it adds"
             for leaf in pytree.tree_leaves((call.args, call.kwargs)):
                 if island != WHOLE and leaf is not None and not isinstance(leaf, (Tensor, *ARGUMENTS)):
-                    return f"{who} takes {_describe(leaf)}, which may belong to one member; give it tensors and numbers"
+                    return f"{label} takes {_describe(leaf)}, which may belong to one member; pass tensors and numbers"
             if island == WHOLE and call.written:
-                return f"{who} writes into its input, which members may share; let it write into a copy"
+                return f"{label} writes into its input, which members may share; let it write into a copy"
         if island != WHOLE and (shared := self.records.state.shared(island)) is not None:
             return (
-                f"{who} has Python state in its attribute {shared} that changes outside of it, or can be read there, "
+                f"{label} has Python state in its attribute {shared} that changes outside of it, or can be read there, "
                 "while forward runs; give it as an argument, and return it"
             )
         held = next(self._held(island), None)
         if held is None:
             return None
         return (
-            f"{who} holds {held[1]} in its attribute {held[0]}, where the array cannot put its own tensor; "
+            f"{label} holds {held[1]} in its attribute {held[0]}, where the array cannot put its own tensor; "
             "register it as a parameter, buffer or submodule"
         )
 

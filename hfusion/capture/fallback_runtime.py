@@ -187,7 +187,7 @@ def _tell_version(row: Tensor, memory: Tensor) -> None:
 
 
 @contextmanager
-def _unchanged(tensors: Sequence[Tensor], who: str) -> Iterator[None]:
+def _unchanged(tensors: Sequence[Tensor], label: str) -> Iterator[None]:
     """Context manager: restore the values of ``tensors`` and raise FusionError if they have changed in any way."""
     copies = [tensor.detach().clone() for tensor in tensors]
     changed: list[Tensor] = []
@@ -200,12 +200,12 @@ def _unchanged(tensors: Sequence[Tensor], who: str) -> Iterator[None]:
                 with torch.inference_mode(tensor.is_inference()):
                     tensor.data.copy_(before)
     if changed:
-        raise FusionError(_writes(who, changed[0]))
+        raise FusionError(_writes(label, changed[0]))
 
 
-def _writes(who: str, tensor: Tensor) -> str:
+def _writes(label: str, tensor: Tensor) -> str:
     return (
-        f"{who} runs in a loop over members and writes into its input of shape {tuple(tensor.shape)}, which others "
+        f"{label} runs in a loop over members and writes into its input of shape {tuple(tensor.shape)}, which others "
         "see, too (the caller, other members, or what follows); let it write into a copy"
     )
 
@@ -286,29 +286,29 @@ def _results(
     call: OpaqueCall, member: int, output: Any, inputs: Sequence[Tensor], sizes: Sequence[int]
 ) -> list[Tensor]:
     """Return the tensors among the results, checked against those of the capture."""
-    who = f"{call.path} of model {member}"
+    label = f"{call.path} of model {member}"
     leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
     if len(leaves) != len(call.results):
-        raise FusionError(f"{who} gave {len(leaves)} results, and {len(call.results)} when it was captured")
+        raise FusionError(f"{label} gave {len(leaves)} results, and {len(call.results)} when it was captured")
     for leaf, expected in zip(leaves, call.results, strict=True):
         if not isinstance(expected, Result):
             if isinstance(leaf, Tensor) or type(leaf) is not type(expected) or leaf != expected:
                 raise (OtherSizes if call.open_sizes else FusionError)(
-                    f"{who} gave {_describe(leaf)} where it gave {_describe(expected)} when it was captured; "
+                    f"{label} gave {_describe(leaf)} where it gave {_describe(expected)} when it was captured; "
                     "results that depend on values must be tensors"
                 )
         else:
-            _check_shape(call, who, leaf, expected, expected.sizes(inputs, sizes))
+            _check_shape(call, label, leaf, expected, expected.sizes(inputs, sizes))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _check_shape(call: OpaqueCall, who: str, leaf: Any, expected: Result, shape: list[int]) -> None:
+def _check_shape(call: OpaqueCall, label: str, leaf: Any, expected: Result, shape: list[int]) -> None:
     alike = isinstance(leaf, Tensor) and leaf.dim() == len(shape)
     if alike and (expected.free or list(leaf.shape) == shape):
         return
     description = f"a result of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else _describe(leaf)
     raise (OtherSizes if alike and call.open_sizes else FusionError)(
-        f"{who} gave {description}, where it gave {tuple(shape)} when it was captured; shapes that depend on "
+        f"{label} gave {description}, where it gave {tuple(shape)} when it was captured; shapes that depend on "
         f"values cannot be fused. It runs member by member, since {call.why}"
     )
 

@@ -218,7 +218,7 @@ class Writing(Future[Path]):
 
     def __del__(self) -> None:
         if self.done() and not self._retrieved and (error := super().exception()) is not None:
-            warnings.warn(f"nobody asked for the result of a save: {error}", stacklevel=2)
+            warnings.warn(f"a save failed, and its result was never read: {error}", stacklevel=2)
 
 
 def in_thread(write: Callable[[], Path]) -> Writing:

@@ -1,4 +1,4 @@
-"""Early stopping, member by member: who has not got better for too long."""
+"""Early stopping of each member whose value has not improved for too long."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     keeps_members_apart: ClassVar[bool] = True
     leaves_rows_alone: ClassVar[bool] = True
-    # So torch.amp.GradScaler leaves it to the optimizer which gradients to divide and who must not step, and gives it
-    # ``grad_scale`` and ``found_inf`` for the time of a step.
+    # So torch.amp.GradScaler leaves it to the optimizer which gradients to divide and which members must not step, and
+    # gives it ``grad_scale`` and ``found_inf`` for the time of a step.
     _step_supports_amp_scaling: ClassVar[bool] = True
 
     def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:

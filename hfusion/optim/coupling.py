@@ -136,7 +136,7 @@ def _hook() -> Any:
     """Look at optimizers when they take param groups, reset gradients and step, and at norms over gradients.
 
     Some never call their own `step`, such as SAM: `add_param_group`, which every construction calls, sees them. Others,
-    which wrap another optimizer, construct nothing; its `step` sees who called it. torch has a hook for steps only.
+    which wrap another optimizer, construct nothing; its `step` sees its caller. torch has a hook for steps only.
     """
     wrap_optimizer_methods(_add_param_group, _zero_grad)
     wrap_norm(_grouped)

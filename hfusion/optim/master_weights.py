@@ -74,7 +74,7 @@ def restore(param: Tensor, entry: dict[str, Tensor], saved: Mapping[str, Tensor]
 class MasterStepper:
     """Steps of half-precision parameters by ``inner``, which steps their master weights.
 
-    Where a parameter is not what its master weights round to, somebody has written to it: the master weights are then
+    Where a parameter is not what its master weights round to, it has been written to: the master weights are then
     read from it, so that loaded, copied and restarted rows need nothing else.
 
     Args:

@@ -68,7 +68,7 @@ class GradScaler:
         if (members := max(map(len, values.values()))) > 1:
             # Each member's own: they follow its row also before the first use.
             self.begin(members)
-        # Of this iteration, for each optimizer that was unscaled: who overflowed.
+        # The members that overflowed in this iteration, for each optimizer that was unscaled.
         self._overflowed_members: dict[int, Tensor] = {}
         self._stepped: set[int] = set()
 

@@ -70,7 +70,7 @@ class Accumulation:
             self.buffers.renew(begins)
 
     def count(self, training: Tensor) -> Tensor:
-        """Count a call of members ``training``. Return, bool ``[rows]``, who completes an update or does not train."""
+        """Count a call of members ``training``. Return which complete an update or do not train, bool ``[rows]``."""
         self.done = self.done + training
         return (self.done == self.calls) | ~training
 

@@ -98,7 +98,7 @@ def step_rows(pop: ArrayGroup, rows: Any, inputs: Any, target: Any, keywords: di
     chosen = rows_of(rows, len(pop))
     check_once(chosen)
     if not chosen:
-        raise ValueError("rows=[] names nobody: give the rows of one member or more")
+        raise ValueError("rows=[] is empty: give the row of at least one member")
     for row in chosen:
         pop._roll.tag(row)
     arguments = inputs, target, keywords

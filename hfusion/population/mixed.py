@@ -182,8 +182,8 @@ class MixedMembers:
                 except ForwardsDiffer as error:
                     queue.extendleft(reversed(part(self, group, error, None if whole else chosen)))
         like = next(iter(losses.values()))
-        nobody = torch.full((1,), math.nan, dtype=like.dtype, device=like.device)
-        return self.layout.collected([losses.get(g.number, nobody.expand(len(g.rows))) for g in self.groups])
+        no_loss = torch.full((1,), math.nan, dtype=like.dtype, device=like.device)
+        return self.layout.collected([losses.get(g.number, no_loss.expand(len(g.rows))) for g in self.groups])
 
     def _note_memory(self) -> None:
         """Set for each group the bytes that the state of the other groups takes, if memory is limited."""
@@ -200,7 +200,7 @@ class MixedMembers:
         chosen = rows_of(rows, self.size)
         check_once(chosen)
         if not chosen:
-            raise ValueError("rows=[] names nobody: give the rows of one member or more")
+            raise ValueError("rows=[] is empty: give the row of at least one member")
         for row in chosen:
             self.layout.slot_of(row)
         for group in self.groups:
@@ -278,9 +278,9 @@ class MixedMembers:
 
     def names_of(self, rows: Sequence[int], tags: Sequence[str | None], models: int) -> list[str]:
         """Return the names of members that start in ``rows``. Raises ValueError, as for an array."""
-        nobody = torch.zeros(max(self.size, *(row + 1 for row in rows)), dtype=torch.int64, device="cpu")
-        row_tags = [*self.layout.tags, *[None] * (len(nobody) - self.size)]
-        roll = Roll(row_tags, nobody, nobody.bool(), nobody.clone(), tag_number=self.tag_number)
+        ages = torch.zeros(max(self.size, *(row + 1 for row in rows)), dtype=torch.int64, device="cpu")
+        row_tags = [*self.layout.tags, *[None] * (len(ages) - self.size)]
+        roll = Roll(row_tags, ages, ages.bool(), ages.clone(), tag_number=self.tag_number)
         roll.check_start(rows, tags, models)
         for row, tag in zip(rows, tags, strict=True):
             roll.enter(row, tag)

@@ -49,7 +49,7 @@ def save_mixed(
 def gathered_mixed(mixed: MixedMembers, loader: Any, extra: Any) -> SaveWriter:
     """Return copies of all that a save holds. Raises CheckpointError during an update, or if all rows are free."""
     if not mixed.groups:
-        raise CheckpointError("every row of the population is free: there is nobody to save")
+        raise CheckpointError("every row of the population is free: there is no member to save")
     bodies: list[Any] = []
     tensors: dict[str, Tensor] = {}
     names: list[str] = []

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class MixedVector:
-    """A hyper-parameter of all members, ``[rows]``, to read and to write; NaN where nobody has it."""
+    """A hyper-parameter of all members, ``[rows]``, to read and to write; NaN where no member has it."""
 
     def __init__(self, mixed: MixedMembers, label: str, vectors: Sequence[tuple[PlacedGroup, Any]]) -> None:
         self._mixed, self._label, self._vectors = mixed, label, vectors

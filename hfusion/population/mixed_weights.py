@@ -30,15 +30,15 @@ class MixedBest:
     def __init__(self, mixed: MixedMembers) -> None:
         self._mixed = mixed
 
-    def _collected(self, name: str, nobody: float) -> Tensor:
+    def _collected(self, name: str, missing: float) -> Tensor:
         values = [getattr(BestMembers(group.members), name) for group in self._mixed.groups]
         layout = self._mixed.layout
         if not values:
             return torch.full(
-                (len(self._mixed),), nobody, dtype=torch.float64 if name == "scores" else torch.int64, device="cpu"
+                (len(self._mixed),), missing, dtype=torch.float64 if name == "scores" else torch.int64, device="cpu"
             )
         stack = layout.collected(values)
-        stack[layout.free] = nobody
+        stack[layout.free] = missing
         return stack
 
     @property

@@ -108,7 +108,7 @@ class MovableMember:
         held = [*self._parameters, *self._buffers, *state]
         held = [tensor for tensor in held if self._shared.get(id(tensor)) != tensor.data_ptr()]
         if any(map(has_views, held)):
-            self.stay("somebody holds a view of one of its tensors")
+            self.stay("a view of one of its tensors exists")
             return False
         for tensor in held:
             tensor.data = arena.like(tensor)
@@ -123,7 +123,7 @@ class MovableMember:
         _log.info("a %s is computed in this process: %s", type(self._model).__name__, why)
 
     def is_unchanged(self) -> bool:
-        """Return whether nobody has changed the member, other than by writing into its tensors."""
+        """Return whether the member is unchanged, apart from the values of its tensors."""
         try:
             unchanged = all(
                 len(attributes) == n and all(map(is_, read(attributes), recorded))

@@ -34,7 +34,7 @@ class PopulationRows:
         return self._members._widths if isinstance(self._members, ArrayGroup) else Widths(len(self._members))
 
     def clear_gradients(self) -> None:
-        """Give the memory of the gradients of all members back, which nobody needs between updates."""
+        """Free the gradients of all members, which are not needed between updates."""
         members = self._members
         for array in [members] if isinstance(members, ArrayGroup) else [group.members for group in members.groups]:
             array.fused.zero_grad()

@@ -104,7 +104,7 @@ def gathered(pop: ArrayGroup, loader: Any, extra: Any) -> SaveWriter:
     """Return copies of all that a save of ``pop`` holds. Raises CheckpointError if all rows are free."""
     roll, limits = pop._roll, pop._limits
     if not roll.live:
-        raise CheckpointError("every row of the population is free: there is nobody to save")
+        raise CheckpointError("every row of the population is free: there is no member to save")
     tags = [roll.tag(row) for row in roll.live]
     writer = SaveWriter(roll.live, {"members": tags}, {})
     gather(writer, pop.fused, pop.optimizer, pop.scheduler, pop.scaler, loader, extra)

@@ -119,7 +119,7 @@ def select(
     with torch.no_grad():
         order, losses = _greedy(stacks, rows, size, loss)
     if losses[0] == math.inf:
-        raise ValueError(f"the score of every member in rows {rows} is NaN or infinite: there is nobody to choose")
+        raise ValueError(f"the score of every member in rows {rows} is NaN or infinite: there is no member to choose")
     best = losses.index(min(losses)) + 1
     return Selection(tuple(order[:best]), tuple(sign * value for value in losses[:best]), members)
 

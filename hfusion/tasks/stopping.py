@@ -21,8 +21,8 @@ from hfusion.tasks.task import Evaluation, Step, Task
 
 Answer: TypeAlias = "bool | Tensor | Iterable[int] | None"
 OnResult: TypeAlias = Callable[[Step | Evaluation], Answer]
-"""Who stops: None, False or nobody: all go on; True: all members of the result; else these members of the task, or a
-bool tensor with a value for each of ``result.members``."""
+"""The members that stop. None, False or an empty list: none; True: all members of the result; otherwise these members
+of the task, or a bool tensor with a value for each of ``result.members``."""
 
 
 def answered(answer: Any, result: Step | Evaluation) -> list[int]:

@@ -363,7 +363,7 @@ PRIVATE_NAMES = (
         _ALONE,
     ),
     # storages.py
-    PrivateNames("know who uses the memory of a tensor", "torch._C: _storage_Use_Count", "2.11 to 2.14", _AT_USE),
+    PrivateNames("count the users of the memory of a tensor", "torch._C: _storage_Use_Count", "2.11 to 2.14", _AT_USE),
     # Attributes that all files read
     PrivateNames(
         "know writes, hooks and memory of tensors",

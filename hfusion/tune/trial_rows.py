@@ -48,7 +48,7 @@ class TrialRows:
 
     @property
     def population(self) -> Population:
-        assert self._population is not None, "somebody joins first"
+        assert self._population is not None, "a trial joins first"
         return self._population
 
     def _optimizer(self, hypers: Sequence[Mapping[str, Any]]) -> MakeOptimizer:

@@ -176,7 +176,7 @@ WRONG: dict[str, tuple[Callable[[hf.FusedModule], object], str]] = {
     ),
     "shapes": (lambda fused: hf.select(fused, [(BATCHES[0][0], torch.zeros(6))], 1), r"\[6, 3\] for targets \[6\]"),
     "score": (lambda fused: hf.select(fused, BATCHES, 1, lambda p, y: p), "the score gave a tensor of torch.float64"),
-    "nobody": (lambda fused: hf.select(fused, BATCHES, 1, lambda p, y: float("nan")), "there is nobody to choose"),
+    "no score": (lambda fused: hf.select(fused, BATCHES, 1, lambda p, y: float("nan")), "there is no member to choose"),
 }
 
 

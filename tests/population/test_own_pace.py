@@ -263,7 +263,7 @@ def test_who_goes_bad_among_some_rows_is_named_and_nothing_is_changed() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[hf.Population], object], type[Exception], str]] = {
-    "nobody": (lambda pop: pop.step(*batches(1), rows=[]), ValueError, "names nobody"),
+    "no rows": (lambda pop: pop.step(*batches(1), rows=[]), ValueError, "is empty"),
     "twice": (lambda pop: pop.step(*batches(1), rows=[1, 1]), ValueError, "row 1 comes 2 times"),
     "free": (lambda pop: pop.step(*batches(1), rows=[3]), ValueError, "row 3 is free"),
     "no row": (lambda pop: pop.step(*batches(1), rows=[9]), ValueError, "is no row of an array of 4"),
