@@ -152,7 +152,7 @@ def check_common(fused: FusedModule) -> None:
         if param.grad is not None and not is_per_member(param) and not bool(param.grad.isfinite().all()):
             raise FusionError(
                 f"the gradient of {name}, which all members train together, is not finite: one member that diverges "
-                "spoils it for all, so that none can go on as if it were healthy; freeze it, or give each member its own"
+                "spoils it for all, so that none can go on as if healthy; freeze it, or give each member its own"
             )
 
 
