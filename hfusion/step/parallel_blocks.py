@@ -7,6 +7,7 @@ which each block reads its rows (``cpp_block_entry.py``), and of the memory for 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import time
@@ -175,6 +176,12 @@ class ParallelBlocksStep:
 
     def fits(self, call: StepCall) -> bool:
         return self._program.fits(call)
+
+    def on_threads(self) -> ParallelBlocksStep:
+        """Return the same step, which runs its blocks in parallel from its first step on."""
+        step = copy.copy(self)
+        step._trial = None
+        return step
 
     def step(self, call: StepCall) -> Tensor:
         """Write gradients and buffers, and return the losses ``[B]``."""

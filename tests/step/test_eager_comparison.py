@@ -10,7 +10,8 @@ import torch
 
 from hfusion.device.cache import read_sealed, write_sealed
 from hfusion.step import autotune
-from hfusion.step.autotune import COMPILED, EAGER, VariantTimes
+from hfusion.step.autotune import COMPILED, EAGER, PARTS, NotedProgram, VariantTimes
+from hfusion.step.parallel_blocks import ParallelBlocksStep
 from tests.step.test_autotune import advance, made, same
 from tests.step.test_train_step import needs_compiler
 
@@ -65,6 +66,25 @@ def test_times_that_are_unsteady_decide_nothing(folder: Path, monkeypatch: pytes
     assert same(advance(step), compiled)
     assert not list(folder.glob("*-eager.json"))
     assert "measured" not in str(step.report())
+
+
+@needs_compiler
+@pytest.mark.usefixtures("two_threads")
+def test_the_choice_of_threads_is_no_part_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of its steps run on one thread: their times would be those of the program, or be too unsteady to count."""
+    monkeypatch.setattr(VariantTimes, "fastest", PARTS)
+    monkeypatch.setattr(VariantTimes, "eager_wins", False)
+    advance(made(count=4))
+    step = made(count=4, compile=None)
+    advance(step, 2)
+    (noted,) = step._maker.programs()
+    while isinstance(noted, NotedProgram):
+        noted = noted.program
+    assert isinstance(noted, ParallelBlocksStep)
+    assert noted._trial is not None
+    assert len(noted._trial.measured_seconds) < 2
+    assert noted.on_threads()._trial is None
+    assert list(folder.glob("*-eager.json"))
 
 
 @needs_compiler
