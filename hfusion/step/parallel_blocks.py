@@ -30,6 +30,8 @@ from hfusion.torch_private.cpp_entry import handles_of, tensors_of
 
 # How many steps a trial runs by each candidate; other load may disturb some of them.
 TURNS = 5
+# A trial ends early if the last candidate takes longer than the fastest by this factor.
+_FAR = 1.5
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -263,9 +265,12 @@ class ThreadTrial:
 
     @property
     def best(self) -> str | None:
-        """The fastest candidate; None until each has had all its turns."""
-        return (
-            min(self.candidates, key=self.seconds)
-            if len(self.measured_seconds) >= TURNS * len(self.candidates)
-            else None
-        )
+        """The fastest candidate; None until each has had all its turns, or the last one is far slower."""
+        *earlier, last = self.candidates
+        turns = len(self.measured_seconds) - TURNS * len(earlier)
+        # The first turn of the last candidate does not count.
+        if turns < 2:
+            return None
+        fastest = min(self.candidates, key=self.seconds)
+        is_far = self.seconds(last) > _FAR * self.seconds(fastest)
+        return fastest if turns >= TURNS or is_far else None

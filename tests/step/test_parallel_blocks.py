@@ -183,13 +183,23 @@ def test_one_part_of_many_kinds() -> None:
 
 def test_a_trial_keeps_the_fastest() -> None:
     trial = ThreadTrial(("a", "b"))
-    for way, first, others in (("a", 9.0, 1.0), ("b", 0.5, 2.0)):
+    for way, first, others in (("a", 9.0, 1.0), ("b", 0.5, 1.2)):
         for turn in range(TURNS):
             assert trial.best is None
             assert trial.next == way
             trial.note(way, others if turn else first)
     # What a way takes the first time does not count.
-    assert (trial.best, trial.seconds("a"), trial.seconds("b")) == ("a", 1.0, 2.0)
+    assert (trial.best, trial.seconds("a"), trial.seconds("b")) == ("a", 1.0, 1.2)
+
+
+def test_a_trial_ends_early_if_the_last_candidate_is_far_slower() -> None:
+    trial = ThreadTrial(("a", "b"))
+    for _ in range(TURNS):
+        trial.note("a", 1.0)
+    for seconds in (9.0, 1.6):
+        assert trial.best is None
+        trial.note("b", seconds)
+    assert trial.best == "a"
 
 
 @needs_compiler
