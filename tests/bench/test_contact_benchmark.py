@@ -166,7 +166,7 @@ def test_a_check_whose_process_dies() -> None:
 
 def test_a_check_that_crashes() -> None:
     line = run_item(ContactItem("check", crash), run())
-    assert re.fullmatch(r'killed by SIGABRT: File ".*test_contact.py", line \d+ in crash', line.reason)
+    assert re.fullmatch(r'killed by SIGABRT: File ".*test_contact_benchmark.py", line \d+ in crash', line.reason)
 
 
 def test_a_check_that_takes_too_long() -> None:
