@@ -159,7 +159,7 @@ def block_bytes(program: Program, size: int, samples: int, *, is_compiled: bool 
     """Estimate the bytes of forward, loss and backward of ``size`` members, without their weights.
 
     The gradients of the block are included: they exist until they are copied into the gradients of all members.
-    ``is_compiled``: by a compiled program. With the models of the benchmark the estimates were 0.97 to 1.6 times the
+    ``is_compiled``: by a compiled program. With the models of the benchmark the estimates were 0.97 to 1.7 times the
     bytes that compiled steps took.
     """
     costs = line(replace(program, members=size), samples, _rates(), is_compiled=is_compiled)
