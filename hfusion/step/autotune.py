@@ -21,11 +21,11 @@ from torch import Tensor
 
 from hfusion.compiler.bound_program import Location
 from hfusion.device.backend import random_states_kept
-from hfusion.device.cache import cache_folder, number, read_sealed, write_sealed_once
+from hfusion.device.cache import cache_folder, lasts, number, read_sealed, write_sealed_once
 from hfusion.device.team import Team
 from hfusion.step.compile_request import CompileRequest
 from hfusion.step.compiled_step import StepProgram
-from hfusion.step.program_cache import circumstances
+from hfusion.step.program_cache import circumstances, keeping
 from hfusion.step.step_graph import StepCall
 
 ONE_PART, PARTS = "in one part", "in parts"
@@ -40,7 +40,8 @@ TURNS = 5
 ROWS = 2
 _LONG = 0.5
 _ROWS_IF_CLOSE = 3
-_FAR = 1.5
+# A program that takes longer than the fastest by this factor is clearly slower.
+FAR = 1.5
 # The largest ratio of median to minimum of a steady measurement; on a busy machine it is several times as large.
 _STEADY = 1.5
 _PLAUSIBLE = (1e-9, 1e6)
@@ -117,7 +118,7 @@ def _rows(shortest: Sequence[float]) -> int:
     """Return how many rows of each program are timed, from the shortest step of each so far."""
     if max(shortest) <= _LONG / TURNS:
         return ROWS
-    return _ROWS_IF_CLOSE if max(shortest) < _FAR * min(shortest) else 1
+    return _ROWS_IF_CLOSE if max(shortest) < FAR * min(shortest) else 1
 
 
 def _put_back(tensors: Sequence[Tensor], values: Sequence[tuple[Tensor, Tensor | None]]) -> None:
@@ -133,6 +134,11 @@ def _row(program: StepProgram, call: StepCall) -> list[float]:
         program.step(call)
         durations.append(time.perf_counter() - start)
     return durations[1:]
+
+
+def keeps_times() -> bool:
+    """Return whether measured times are kept for later processes."""
+    return keeping() and lasts()
 
 
 def find_times(compile_request: CompileRequest, threads: int, names: tuple[str, str]) -> VariantTimes | None:

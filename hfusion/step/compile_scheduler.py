@@ -17,7 +17,7 @@ import torch
 from hfusion.core.claimed_folder import run_folder
 from hfusion.core.exclusive import compiling, tracing
 from hfusion.core.stages import BrokenProgram
-from hfusion.device.cache import cache_folder, lasts
+from hfusion.device.cache import cache_folder
 from hfusion.device.openmp import torch_threads
 from hfusion.step import program_cache
 from hfusion.step.autotune import (
@@ -26,6 +26,7 @@ from hfusion.step.autotune import (
     NotedProgram,
     find_times,
     keep_times,
+    keeps_times,
     measure,
 )
 from hfusion.step.block_partition import BlockPartition
@@ -234,7 +235,7 @@ class ProgramMaker:
             check_faster(eager_times)
         rival = None
         # The two differ in last bits: time decides once for all, or not at all.
-        if partition.rival and compile_request is not None and program_cache.keeping() and lasts():
+        if partition.rival and compile_request is not None and keeps_times():
             times = find_times(compile_request, partition.threads, (ONE_PART, PARTS))
             if times is not None:
                 variant.partition = partition = partition.chosen(times)

@@ -12,9 +12,16 @@ from torch import Tensor
 
 from hfusion.array.module import FusedModule
 from hfusion.compiler.bound_program import Location
-from hfusion.device.cache import lasts
-from hfusion.step import program_cache
-from hfusion.step.autotune import COMPILED, EAGER, NotedProgram, VariantTimes, find_times, keep_times, measure
+from hfusion.step.autotune import (
+    COMPILED,
+    EAGER,
+    NotedProgram,
+    VariantTimes,
+    find_times,
+    keep_times,
+    keeps_times,
+    measure,
+)
 from hfusion.step.compile_limits import SlowerThanEager
 from hfusion.step.compile_payoff import CompileRecord, add_record
 from hfusion.step.compile_request import CompileRequest
@@ -24,7 +31,7 @@ from hfusion.step.parallel_blocks import ParallelBlocksStep
 from hfusion.step.step_graph import StepCall
 from hfusion.step.step_signatures import StepVariant, hooked
 
-_WAYS = (COMPILED, EAGER)
+_CANDIDATES = (COMPILED, EAGER)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +67,9 @@ class EagerProgram:
 
 def known_times(compile_request: CompileRequest | None, threads: int) -> VariantTimes | None:
     """Return the cached times of compiled and eager steps on this processor; None if there are none."""
-    is_cached = compile_request is not None and program_cache.keeping() and lasts()
-    return find_times(compile_request, threads, _WAYS) if compile_request is not None and is_cached else None
+    if compile_request is None or not keeps_times():
+        return None
+    return find_times(compile_request, threads, _CANDIDATES)
 
 
 def not_slower_than_eager(
@@ -115,9 +123,6 @@ def _measured(
     if times is not None and times.eager_wins and variant.clock.compilation is not None:
         speedup = times.seconds[EAGER] / times.seconds[COMPILED]
         add_record(CompileRecord(*variant.extent, variant.clock.behind, variant.clock.compilation, speedup))
-    is_cached = compile_request is not None and program_cache.keeping() and lasts()
-    return (
-        keep_times(compile_request, times, variant.partition.threads, _WAYS)
-        if compile_request is not None and is_cached
-        else times
-    )
+    if compile_request is None or not keeps_times():
+        return times
+    return keep_times(compile_request, times, variant.partition.threads, _CANDIDATES)

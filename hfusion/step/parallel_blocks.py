@@ -23,6 +23,7 @@ from torch import Tensor
 from hfusion.core.member_random import new_seeds
 from hfusion.device.openmp import torch_threads
 from hfusion.device.team import PieceError, Team, address_of, team
+from hfusion.step.autotune import FAR
 from hfusion.step.compiled_step import PerMemberStep, clear
 from hfusion.step.step_graph import StepCall
 from hfusion.torch_private.cpp_block_entry import row_entry
@@ -30,8 +31,6 @@ from hfusion.torch_private.cpp_entry import handles_of, tensors_of
 
 # How many steps a trial runs by each candidate; other load may disturb some of them.
 TURNS = 5
-# A trial ends early if the last candidate takes longer than the fastest by this factor.
-_FAR = 1.5
 
 _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -272,5 +271,5 @@ class ThreadTrial:
         if turns < 2:
             return None
         fastest = min(self.candidates, key=self.seconds)
-        is_far = self.seconds(last) > _FAR * self.seconds(fastest)
+        is_far = self.seconds(last) > FAR * self.seconds(fastest)
         return fastest if turns >= TURNS or is_far else None
