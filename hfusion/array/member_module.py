@@ -21,15 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.capture.attribute_fingerprint import PLAIN, modeless_fingerprint
+from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.hooks import is_part_of_forward
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.membership import is_own_hook, own_hook
+from hfusion.core.python_values import PLAIN
 from hfusion.torch_private.module_hooks import RegisteredHook, registered_hooks
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STANDARD = frozenset(nn.Module().__dict__)
-_FIXED = (*PLAIN.__args__, float, complex, types.NoneType, types.FunctionType, types.BuiltinFunctionType)
+_FIXED = (*PLAIN, type, types.FunctionType, types.BuiltinFunctionType)
 _MISSING = object()
 _TRAINED = attrgetter("requires_grad")
 _HOOKED, _UNHOOKED = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"), (None, None)

@@ -6,9 +6,9 @@ import hashlib
 import pickle
 import types
 import weakref
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from hfusion.capture.reachable_code import holders_of
 from hfusion.capture.registered_tensors import is_array, tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.parameter_attributes import marks
+from hfusion.core.python_values import Compound, KeyReader, Link, attributes, items, parts
 from hfusion.torch_private.tracer_warnings import noted
 
 # The references of nn.RNNBase to its own parameters are renewed by its forward.
@@ -57,15 +58,15 @@ def modeless_fingerprint(model: nn.Module) -> Any:
 
 def _hooks(model: nn.Module) -> Iterator[Any]:
     """The hooks that are a part of forward, in a comparable form."""
-    reader = _AttributeReader({}, _content, {})
+    reader = _AttributeReader({}, _content)
     for path, module in model.named_modules():
         for hook in hooks_of(module):
-            yield path, reader.read(options(hook), path)
+            yield path, reader.read(options(hook), f"{path}.hook")
 
 
 def _closures(model: nn.Module) -> Iterator[Any]:
     """Yield the closures of functions of classes that are created per instance, in a comparable form."""
-    reader = _AttributeReader({}, _content, {})
+    reader = _AttributeReader({}, _content)
     for path, module in model.named_modules(remove_duplicate=False):
         for name, function in vars(type(module)).items() if "<locals>" in type(module).__qualname__ else ():
             if isinstance(function, types.FunctionType) and name != "__init__":
@@ -82,7 +83,7 @@ def contents(model: nn.Module) -> dict[str, Any]:
 
 def variable_contents(model: nn.Module, names: Collection[str]) -> dict[str, Any]:
     """Return the Python variables ``names`` that code of ``model`` names, as hashable values, if they exist."""
-    reader = _AttributeReader({}, lambda tensor, where: _digest(tensor), {})
+    reader = _AttributeReader({}, lambda tensor, where: _digest(tensor))
     held = {
         f"{holder.title}{name}": holder.read(name)
         for holder in (holders_of(model) if names else ())
@@ -98,37 +99,34 @@ def follows(before: Any, after: Any, first: Any) -> bool:
     """
     if after in (before, first):
         return True
+    if isinstance(after, Compound):
+        if not isinstance(before, Compound) or not isinstance(first, Compound):
+            return False
+        if not before.kind == after.kind == first.kind:
+            return False
+        old, new = dict(before.parts), dict(first.parts)
+        return all(follows(old.get(step), part, new.get(step)) for step, part in after.parts)
     if not (isinstance(before, tuple) and isinstance(after, tuple) and isinstance(first, tuple)):
         return False
-    if before[:1] == after[:1] == first[:1] == ("mapping",):
-        old, new = dict(before[1]), dict(first[1])
-        return all(follows(old.get(key), part, new.get(key)) for key, part in after[1])
-    if not len(before) == len(after) == len(first):
-        return False
-    return all(map(follows, before, after, first))
+    return len(before) == len(after) == len(first) and all(map(follows, before, after, first))
 
 
 def differing(before: Any, after: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the pairs of differing parts of two contents, for parts that both contents have."""
+    """Yield the pairs of differing keys of parts that both contents have."""
     if before is None or after is None or before == after:
         return
-    if not (isinstance(before, tuple) and isinstance(after, tuple)) or len(before) != len(after):
-        yield before, after
-    elif before[:1] == after[:1] == ("mapping",):
-        new = dict(after[1])
-        for key, part in before[1]:
-            yield from differing(part, new.get(key))
-    elif before[0] == after[0] and before[0] in ("tensor", *NUMBERS):
-        yield before, after
+    if isinstance(before, Compound) and isinstance(after, Compound) and before.kind == after.kind:
+        new = dict(after.parts)
+        for step, part in before.parts:
+            yield from differing(part, new.get(step))
     else:
-        for parts in zip(before, after, strict=True):
-            yield from differing(*parts)
+        yield before, after
 
 
 def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> dict[str, Any]:
     registered = {id(tensor): name for name, tensor in tensors(model)}
     registered |= {id(module): path for path, module in model.named_modules()}
-    reader = _AttributeReader(registered, read_tensor, {})
+    reader = _AttributeReader(registered, read_tensor)
     marked = {name: reader.read(value, name) for name, value in parameter_marks(model).items()}
     return marked | {
         f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")
@@ -164,123 +162,121 @@ def same_marks(models: Sequence[nn.Module]) -> frozenset[str]:
     return frozenset(key for key in marked[0] if all(key in other and other[key] == read[0][key] for other in read))
 
 
-# The first item of the content of a Python number.
-NUMBERS = ("number", "int", "bool")
+# The types of Python numbers, with which keys of numbers begin.
+NUMBERS = (int, bool, float, complex)
 
 # The attribute that marks copies of results, which have no history; a deep copy keeps the mark.
 _RESULT = "hfusion_result"
 
-PLAIN = str | bool | int | bytes | torch.dtype | torch.device | torch.Size | type
+# Classes that keep ``object``'s methods are copied by their attributes alone.
+_REDUCE = ("__reduce_ex__", "__reduce__", "__getstate__")
 
 
 @dataclass(frozen=True)
-class _AttributeReader:
-    """Turns Python values into hashable ones.
+class RegisteredKey:
+    """The key of one of the model's own tensors or modules."""
 
-    Attributes:
+    name: str
+
+
+class _AttributeReader(KeyReader):
+    """Reads attributes by value. Raises FusionError for values that copies of the model would share with it.
+
+    Args:
         registered: the names of the model's own tensors and modules, by id.
-        read_tensor: returns the hashable value of a tensor.
-        visited: all objects read so far, which keeps cycles short and ids from being used again. Each has the name
-            under which it was read first, with a number: other objects may come before it in another model.
+        read_tensor: returns the key of a tensor.
     """
 
-    registered: Mapping[int, str]
-    read_tensor: Callable[[Tensor, str], Any]
-    visited: dict[int, tuple[Any, Any]]
-    counts: Counter[str] = field(default_factory=Counter)
+    def __init__(self, registered: Mapping[int, str], read_tensor: Callable[[Tensor, str], Any]) -> None:
+        super().__init__()
+        self._registered, self._read_tensor = registered, read_tensor
 
-    def read(self, value: Any, where: str) -> Any:
-        if id(value) in self.registered and isinstance(value, Tensor | nn.Module):
-            return ("own", self.registered[id(value)])
-        if value is None or isinstance(value, PLAIN):
-            return (type(value).__name__, value)
+    def leaf(self, value: Any, path: str) -> Any:
+        if id(value) in self._registered and isinstance(value, Tensor | nn.Module):
+            return RegisteredKey(self._registered[id(value)])
+        if isinstance(value, type):
+            return "class", value
         if isinstance(value, types.ModuleType):
-            return ("file", value.__name__)
-        if isinstance(value, float | complex):
-            return ("number", repr(value))
+            return "file", value.__name__
         if is_recipe(value):
-            return ("recipe", type(value).__qualname__)
+            return "recipe", type(value).__qualname__
         if type(value) in (weakref.ref, *weakref.ProxyTypes):
-            return self._weak(value, where)
-        if id(value) in self.visited:
-            return ("again", self.visited[id(value)][0])
-        self.visited[id(value)] = ((where, self.counts[where]), value)
-        self.counts[where] += 1
-        return self._read_new(value, where)
+            return self._weak(value, path)
+        return None
 
-    def _weak(self, value: Any, where: str) -> Any:
+    def _weak(self, value: Any, path: str) -> Any:
         held = value() if isinstance(value, weakref.ref) else value.__repr__.__self__
         if isinstance(held, Tensor | nn.Module):
             raise FusionError(
-                f"attribute {where.strip('.')} is a weak reference to a {type(held).__name__}, which a copy of the "
+                f"attribute {path.strip('.')} is a weak reference to a {type(held).__name__}, which a copy of the "
                 "model does not follow; keep the object itself in a list"
             )
-        return ("weak", self.read(held, where))
+        return "weak", self.read(held, path)
 
-    def _read_new(self, value: Any, where: str) -> Any:
+    def read_new(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            return self.read_tensor(value, where)
-        if isinstance(value, nn.Module) and self._holds_registered(value):
-            return (type(value), value.training, self.read(vars(value), where))
+            return self._read_tensor(value, path)
         if isinstance(value, nn.Module):
-            raise FusionError(
-                f"attribute {where.strip('.')} holds a {type(value).__name__} that is not registered as a submodule, "
-                "or is held by a closure, which a copy of the model shares with the model; keep submodules in "
-                "nn.ModuleList or nn.ModuleDict, and closures over a model out of it"
-            )
+            self._check_holds_registered(value, path)
+            return self.compound((type(value), value.training), attributes(value), path)
         if isinstance(value, torch.Generator):
-            return ("generator", value.get_state().numpy().tobytes())
-        if isinstance(value, Mapping):
-            return ("mapping", tuple((repr(k), self.read(v, f"{where}.{k}")) for k, v in value.items()))
-        if isinstance(value, list | tuple):
-            parts = tuple(self.read(v, f"{where}.{k}") for k, v in enumerate(_items(value)))
-            return (type(value).__name__, parts)
-        if isinstance(value, set | frozenset):
-            return ("set", frozenset(self.read(v, where) for v in value))
+            return "generator", value.get_state().numpy().tobytes()
         if isinstance(value, fx.Graph):
             # It may remember a module whose forward it was traced from.
-            return ("graph", str(value))
+            return "graph", str(value)
         if isinstance(value, types.FunctionType):
-            cells = [cell.cell_contents for cell in value.__closure__ or ()]
-            self._check_closed_over([cells, value.__defaults__, value.__kwdefaults__], where)
-            return (
-                "function",
-                value.__code__,
-                self.read([cells, value.__defaults__, value.__kwdefaults__], where),
-            )
+            self._check_closed_over(value, path)
+            return self.compound(("function", value.__code__), attributes(value), path)
         if isinstance(value, types.BuiltinFunctionType | torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-            return ("function", id(value))
+            return "function", id(value)
         if isinstance(value, types.MethodType):
-            return ("method", value.__func__.__qualname__, self.read(value.__self__, where))
-        return self._object(value, where)
+            return self.compound(("method", value.__func__.__qualname__), attributes(value), path)
+        if isinstance(value, Mapping):
+            # The attributes of other mappings than dicts are the mapping itself.
+            held = parts(value) if isinstance(value, dict) else items(value)
+            return self.compound(type(value).__qualname__, held, path)
+        if isinstance(value, list | tuple | deque):
+            return self.compound((type(value).__qualname__, len(items(value))), parts(value), path)
+        if isinstance(value, set | frozenset):
+            return self.compound(type(value).__qualname__, parts(value), path)
+        return self._object(value, path)
 
-    def _holds_registered(self, module: nn.Module) -> bool:
-        """Return whether all tensors of an unregistered module, if it has any, are in registered ones."""
-        return all(
-            id(part) in self.registered or all(t is None for t in (*part._parameters.values(), *part._buffers.values()))
-            for part in module.modules()
-        )
-
-    def _check_closed_over(self, values: Any, where: str) -> None:
-        """Raise FusionError if ``values`` contain a registered tensor: copies of a function would share it."""
-        for leaf in pytree.tree_leaves(values):
-            if isinstance(leaf, Tensor) and id(leaf) in self.registered:
-                name = self.registered[id(leaf)]
+    def _check_holds_registered(self, module: nn.Module, path: str) -> None:
+        """Raise FusionError if an unregistered module has tensors that are not in registered modules."""
+        for part in module.modules():
+            held = (*part._parameters.values(), *part._buffers.values())
+            if id(part) not in self._registered and any(tensor is not None for tensor in held):
                 raise FusionError(
-                    f"attribute {where.strip('.')} is a function that holds {name} in a closure or a "
+                    f"attribute {path.strip('.')} holds a {type(module).__name__} that is not registered as a "
+                    "submodule, or is held by a closure, which a copy of the model shares with the model; keep "
+                    "submodules in nn.ModuleList or nn.ModuleDict, and closures over a model out of it"
+                )
+
+    def _check_closed_over(self, function: types.FunctionType, path: str) -> None:
+        """Raise FusionError if a function holds a registered tensor: copies of the function would share it."""
+        held = [part for link, _, part in attributes(function) if link is not Link.ATTRIBUTE]
+        for leaf in pytree.tree_leaves(held):
+            if isinstance(leaf, Tensor) and id(leaf) in self._registered:
+                name = self._registered[id(leaf)]
+                raise FusionError(
+                    f"attribute {path.strip('.')} is a function that holds {name} in a closure or a "
                     "default, which a copy of the model shares with the model; let a method read it from self"
                 )
 
-    def _object(self, value: Any, where: str) -> Any:
+    def _object(self, value: Any, path: str) -> Any:
         """Read an object by its attributes and its pickled state, or by identity if it has neither."""
-        parts = [vars(value)] if hasattr(value, "__dict__") else []
+        reduced: Any = ()
         try:
             with noted(Warning):
                 reduced = value.__reduce_ex__(4)
         except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError):
-            reduced = ()
-        parts += [list(part) if isinstance(part, Iterator) else part for part in reduced[1:]]
-        return (type(value).__qualname__, self.read(parts, where) if parts else id(value))
+            if not hasattr(value, "__dict__"):
+                return type(value).__qualname__, id(value)
+        held = attributes(value)
+        if any(getattr(type(value), name) is not getattr(object, name) for name in _REDUCE):
+            state = [list(part) if isinstance(part, Iterator) else part for part in reduced[1:]]
+            held += [(Link.ATTRIBUTE, f"__reduce__[{k}]", part) for k, part in enumerate(state)]
+        return self.compound(type(value), held, path)
 
 
 def results(model: nn.Module) -> list[Tensor]:
@@ -295,11 +291,6 @@ def copied_result(tensor: Tensor) -> Tensor:
     copied = tensor.detach().clone().requires_grad_()
     setattr(copied, _RESULT, True)
     return copied
-
-
-def _items(value: list[Any] | tuple[Any, ...]) -> Iterator[Any]:
-    """Iterate as list and tuple do: subclasses may forbid iteration."""
-    return list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value)
 
 
 def _content(value: Tensor, where: str) -> Any:

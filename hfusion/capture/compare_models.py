@@ -13,11 +13,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.capture.attribute_fingerprint import PLAIN, fingerprint
+from hfusion.capture.attribute_fingerprint import fingerprint
 from hfusion.capture.hooks import is_part_of_forward, outdated
 from hfusion.capture.registered_tensors import overlaps, tensors, ties
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import is_own_hook
+from hfusion.core.python_values import PLAIN
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -193,7 +194,7 @@ def _code(value: Any) -> Any:
         return (type(value), _code(value.__func__))
     if isinstance(value, property):
         return tuple(map(_code, (value.fget, value.fset, value.fdel)))
-    return value if isinstance(value, PLAIN | float | complex | None) else type(value)
+    return value if isinstance(value, (*PLAIN, type)) else type(value)
 
 
 def _mode(module: nn.Module) -> str:

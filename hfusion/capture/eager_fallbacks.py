@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.address_access import fills_memory
-from hfusion.capture.attribute_fingerprint import contents
+from hfusion.capture.attribute_fingerprint import RegisteredKey, contents
 from hfusion.capture.export import capture, reason
 from hfusion.capture.fallback_runtime import OpaqueCall
 from hfusion.capture.fallback_tracing import opaque, stand_in
@@ -111,7 +111,10 @@ class Fitness:
         prefix = f"{island.path}." if island.path else ""
         module, ids = self.model.get_submodule(island.path), {name: id(t) for name, t in tensors(self.model)}
         replaced = {
-            (f"{prefix}{reference.path}.{reference.steps[0]}".replace("..", ".").strip("."), ids[f"{prefix}{name}"])
+            (
+                f"{prefix}{reference.path}.{reference.steps[0].name}".replace("..", ".").strip("."),
+                ids[f"{prefix}{name}"],
+            )
             for reference in references(module, self._names_in_code)
             for name in reference.names
         }
@@ -141,12 +144,11 @@ class Fitness:
 
 def _registered_names(value: Any) -> Iterator[str]:
     """Yield the names of the model's registered tensors and modules in a value returned by `contents`."""
-    if isinstance(value, tuple):
-        if len(value) == 2 and value[0] == "own":
-            yield value[1]
-        else:
-            for part in value:
-                yield from _registered_names(part)
+    if isinstance(value, RegisteredKey):
+        yield value.name
+    elif isinstance(value, tuple | frozenset):
+        for part in value:
+            yield from _registered_names(part)
 
 
 def _registration(value: Any) -> str:

@@ -17,13 +17,13 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.method_interception import is_intercepted
-from hfusion.capture.python_state import parts
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies, module_copy
 from hfusion.core.differences import norm, relative_difference
 from hfusion.core.errors import FusionError
 from hfusion.core.program import Capture, Kind
+from hfusion.core.python_values import Compound, Link, parts, put, walk
 from hfusion.device.backend import seed_in_use
 from hfusion.device.generators import draws_kept, python_draws_kept
 from hfusion.passes.side_effects import written_slots
@@ -331,22 +331,16 @@ def spoil_changed(
 
 def _spoiled(value: Any, before: Any, after: Any, number: float, should_overwrite: Callable[..., bool]) -> Any:
     """Return ``value`` with ``number`` in place of numbers whose content differs; tensors are overwritten in place."""
-    if before == after or isinstance(value, torch.Size):
+    if before == after or isinstance(value, torch.Size | FunctionType):
         return value
-    if isinstance(value, dict) and before[0] == after[0] == "mapping":
-        old, new = dict(before[1]), dict(after[1])
-        for key in [key for key in value if repr(key) in old and repr(key) in new]:
-            value[key] = _spoiled(value[key], old[repr(key)], new[repr(key)], number, should_overwrite)
-        return value
-    if isinstance(value, list | tuple) and before[0] == after[0] and len(value) == len(before[1]) == len(after[1]):
-        parts = [_spoiled(*part, number, should_overwrite) for part in zip(value, before[1], after[1], strict=True)]
-        if isinstance(value, list):
-            value[:] = parts
-        return value
-    if isinstance(value, FunctionType):
-        return value
-    if hasattr(value, "__dict__") and before[0] == after[0] == type(value).__qualname__:
-        _spoiled(vars(value), before[1][1][0], after[1][1][0], number, should_overwrite)
+    if isinstance(before, Compound) and isinstance(after, Compound) and before.kind == after.kind:
+        old, new = dict(before.parts), dict(after.parts)
+        for link, name, part in parts(value):
+            step = link, repr(name) if link is Link.KEY else name
+            if step in old and step in new:
+                changed = _spoiled(part, old[step], new[step], number, should_overwrite)
+                if changed is not part and not isinstance(value, tuple):
+                    put(value, link, name, changed)
         return value
     if not should_overwrite(before, after):
         return value
@@ -362,22 +356,18 @@ def _spoiled(value: Any, before: Any, after: Any, number: float, should_overwrit
 
 def spoil(value: Any, number: float) -> None:
     """Overwrite the tensors in ``value``, and the floats in its lists and dicts, with ``number``."""
-    waiting, visited = [value], {}
-    while waiting:
-        item = waiting.pop()
-        if id(item) in visited or isinstance(item, type | nn.Module | FunctionType | MethodType):
-            continue
-        visited[id(item)] = item
+
+    def overwrite(item: Any) -> list[Any]:
+        if isinstance(item, type | nn.Module | FunctionType | MethodType):
+            return []
         if isinstance(item, Tensor):
             whole = item.is_floating_point() or item.is_complex()
             item.detach().data.fill_(number if whole else 0)
-            continue
-        if isinstance(item, dict):
-            item.update({key: number for key, part in item.items() if isinstance(part, float)})
-        elif isinstance(item, list | deque):
-            for k, part in enumerate(list(item)):
-                if isinstance(part, float):
-                    item[k] = number
-        if hasattr(item, "__dict__"):
-            waiting.append(vars(item))
-        waiting += [part for _, part in parts(item)]
+            return []
+        held = parts(item)
+        for link, name, part in held:
+            if isinstance(part, float) and (link is Link.ATTRIBUTE or isinstance(item, dict | list | deque)):
+                put(item, link, name, number)
+        return [part for _, _, part in held]
+
+    walk([value], overwrite)

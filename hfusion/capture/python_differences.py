@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hfusion.capture.attribute_fingerprint import contents, modeless_fingerprint
 from hfusion.capture.dynamic_sizes import SizeUse
 from hfusion.capture.reachable_code import names_of
+from hfusion.core.python_values import Link, parts
 
 # Number of attributes that a message names, and of characters of a value that it shows.
 _MOST, _LETTERS = 3, 60
@@ -64,23 +65,23 @@ def _unlike(
     """Yield the innermost parts in which two values differ, after the expressions that lead there."""
     if value is other:
         return
-    parts, other_parts = parts_of(value), parts_of(other)
-    if depth and parts and type(value) is type(other) and parts.keys() == other_parts.keys():
-        for name, part in parts.items():
+    held, other_parts = parts_of(value), parts_of(other)
+    if depth and held and type(value) is type(other) and held.keys() == other_parts.keys():
+        for name, part in held.items():
             yield from _unlike(part, other_parts[name], depth - 1, (*path, name))
-    elif parts or type(value) is not type(other) or isinstance(value, Tensor | nn.Module) or repr(value) != repr(other):
+    elif held or type(value) is not type(other) or isinstance(value, Tensor | nn.Module) or repr(value) != repr(other):
         yield path, value, other
 
 
 def parts_of(value: Any) -> dict[str, Any]:
     """Return the items and attributes of a value, by the expression that reads them."""
-    if isinstance(value, Mapping):
-        return {f"[{key!r}]": part for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return {f"[{index}]": part for index, part in enumerate(value)}
     if isinstance(value, (Tensor, nn.Module, types.FunctionType, type, *_NUMBERS)):
         return {}
-    return {f".{name}": part for name, part in getattr(value, "__dict__", {}).items()}
+    return {
+        f".{name}" if link is Link.ATTRIBUTE else f"[{name!r}]": part
+        for link, name, part in parts(value)
+        if link in (Link.ATTRIBUTE, Link.KEY, Link.INDEX)
+    }
 
 
 def _shown(value: Any) -> str:

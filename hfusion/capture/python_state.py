@@ -7,7 +7,7 @@ import pickle
 import random
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,20 +16,31 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.method_interception import is_intercepted
-from hfusion.capture.reachable_code import MAX_ITEMS, SCALARS, CodeSearch
+from hfusion.capture.reachable_code import CodeSearch
 from hfusion.capture.registered_tensors import is_array
-from hfusion.capture.variable_scopes import MISSING, Attributes, ContextVariable, Holder, slots
+from hfusion.capture.variable_scopes import MISSING, Attributes, ContextVariable, Holder
 from hfusion.core.errors import FusionError
+from hfusion.core.python_values import (
+    PLAIN,
+    IdentityRef,
+    array_bytes,
+    attributes,
+    container_key,
+    filled_cells,
+    items,
+    plain_key,
+    slots,
+    walk,
+)
 from hfusion.torch_private.tracer_warnings import noted
 
-PLAIN = (*SCALARS, torch.dtype, torch.device, torch.Size)
 MUTABLE_CONTAINERS = (list, dict, set, deque)
 # An OrderedDict is no longer one after methods of dict have changed it.
 _BASES = (OrderedDict, dict, list, set, deque)
 VALUES = (*PLAIN, *MUTABLE_CONTAINERS, Tensor)
 _ATOMS = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
-# Size in bytes up to which arrays are compared by value.
-MAX_BYTES = 65536
+# Nested levels of containers whose items are compared.
+_DEPTH = 3
 # Size in bytes up to which the values of a tensor outside of the model are restored.
 MAX_TENSOR_BYTES = 64 * 2**20
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
@@ -53,8 +64,10 @@ def restored(module: nn.Module, search: CodeSearch | None = None) -> Iterator[Ca
         _remember(part, undo, visited)
     search = search or CodeSearch([module])
     holders = search.holders
+    # Of attributes, the values of tensors are not restored, but those of variables are.
+    visited_variables: dict[int, Any] = {}
     for holder in holders:
-        _remember_variables(holder, search.assigned, undo, visited)
+        _remember_variables(holder, search.assigned, undo, visited_variables)
     filled = _filled(holders)
 
     def back() -> None:
@@ -90,11 +103,10 @@ def variables(search: CodeSearch) -> dict[str, Any]:
 
     The values have the form that `comparable` returns.
     """
-    alive: dict[int, Any] = {}
-    values = dict(compared_variables(search.holders, alive))
+    values = dict(compared_variables(search.holders))
     for holder in search.holders:
         for name in (_table(holder).keys() & search.assigned) - holder.names.keys():
-            values[f"{holder.title}{name}"] = comparable(holder.read(name), alive)
+            values[f"{holder.title}{name}"] = comparable(holder.read(name))
     return values
 
 
@@ -115,63 +127,24 @@ def check_restorable(search: CodeSearch, changed: Collection[str]) -> None:
                 )
 
 
-def compared_variables(holders: Iterable[Holder], alive: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of ``holders`` by full name, as `comparable` values; ``alive`` keeps objects alive."""
+def compared_variables(holders: Iterable[Holder]) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of ``holders`` by full name, as `comparable` values."""
     for holder in holders:
         for name in list(holder.names):
-            yield f"{holder.title}{name}", comparable(holder.read(name), alive)
+            yield f"{holder.title}{name}", comparable(holder.read(name))
 
 
-def parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the values that a value refers to, by name: its items, its attributes, its closure."""
-    if isinstance(value, Mapping):
-        yield from (
-            ((type(key), key if isinstance(key, PLAIN) else id(key)), part) for key, part in list(value.items())
-        )
-    elif isinstance(value, list | tuple | deque):
-        # By list's own method: subclasses may forbid iteration.
-        yield from enumerate(list.__iter__(value) if isinstance(value, list) else tuple(value))
-    elif isinstance(value, set):
-        yield from (("element", part) for part in list(value))
-    elif isinstance(value, types.MethodType):
-        yield "__self__", value.__self__
-    elif isinstance(value, types.FunctionType):
-        yield from enumerate(cell.cell_contents for cell in filled_cells(value))
-    yield from ((name, getattr(value, name)) for name in slots(type(value)) if hasattr(value, name))
-    if hasattr(value, "__dict__"):
-        yield from list(vars(value).items())
-
-
-def identity(value: Any, alive: dict[int, Any]) -> Any:
-    """Return a key that is equal for equal plain values, and otherwise for the same object, or unchanged tensor.
-
-    Args:
-        alive: keeps the objects, so that no id is reused.
-    """
-    if isinstance(value, float | complex):
-        # By repr: 0.0 and -0.0 differ, and NaN equals itself.
-        return type(value), repr(value)
+def identity(value: Any) -> Any:
+    """Return a key that is equal for equal plain values, and otherwise for the same object, or unchanged tensor."""
     if isinstance(value, PLAIN):
-        return type(value), value
-    alive[id(value)] = value
+        return plain_key(value)
     if (held := array_bytes(value)) is not None:
-        return id(value), held
+        return IdentityRef(value), held
     if isinstance(value, Iterator):
-        return id(value), _position(value)
+        return IdentityRef(value), _position(value)
     if isinstance(value, _GENERATORS):
-        return id(value), pickle.dumps(_draws(value))
-    return id(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
-
-
-def array_bytes(value: Any) -> bytes | None:
-    """Return the bytes of a small array, such as one of numpy; None for anything else."""
-    if isinstance(value, PLAIN):
-        return None
-    try:
-        view = memoryview(value)
-    except (TypeError, ValueError, BufferError):
-        return None
-    return view.tobytes() if view.nbytes <= MAX_BYTES else None
+        return IdentityRef(value), pickle.dumps(_draws(value))
+    return IdentityRef(value), value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _change_back(item: Any) -> Callable[[], object] | None:
@@ -228,12 +201,9 @@ def _set_draws(generator: Any, state: Any) -> None:
         (generator.set_state if isinstance(generator, np.random.RandomState) else generator.setstate)(state)
 
 
-def comparable(value: Any, alive: dict[int, Any], depth: int = 3) -> Any:
+def comparable(value: Any) -> Any:
     """Return the `identity` of a value, or of the items of lists and similar containers."""
-    if not isinstance(value, MUTABLE_CONTAINERS) or not depth or len(value) > MAX_ITEMS:
-        return identity(value, alive)
-    items = [(name, comparable(item, alive, depth - 1)) for name, item in parts(value)]
-    return type(value), frozenset(items) if isinstance(value, set) else tuple(items)
+    return container_key(value, identity, _DEPTH)
 
 
 def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, Any], objects: bool = True) -> None:
@@ -241,56 +211,50 @@ def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, A
 
     ``objects``: also restore the contents of objects and closures, not only of lists and similar containers.
     """
-    waiting = [value]
-    while waiting:
-        item = waiting.pop()
+
+    def visit(item: Any) -> list[Any]:
         if isinstance(item, Tensor) and not objects and _is_small(item):
             undo.append(functools.partial(_refill_tensor, item, item._version, item.detach().clone()))
-        # The stand-in of a submodule records its calls, which are no state of the model.
-        if id(item) in visited or isinstance(item, _ATOMS) or is_intercepted(item):
-            continue
-        visited[id(item)] = item
+        # The stand-in of a submodule records its calls, which are no state of the model, as are programs of an array.
+        is_array_module = isinstance(item, nn.Module) and is_array(item)
+        if isinstance(item, _ATOMS) or is_intercepted(item) or is_array_module:
+            return []
         if (change := _change_back(item)) is not None:
             undo.append(change)
-        elif isinstance(item, nn.Module) and is_array(item):
-            # Its programs are no state of a model.
-            continue
-        elif isinstance(item, tuple):
-            waiting += tuple.__iter__(item)
-        elif isinstance(item, types.FunctionType) and objects:
-            for cell in filled_cells(item):
-                undo.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
-                waiting.append(cell.cell_contents)
-        elif objects or isinstance(item, MUTABLE_CONTAINERS):
-            for base in (kind for kind in _BASES if isinstance(item, kind)):
-                items = _items(base, item)
-                undo.append(functools.partial(_refill, base, item, items))
-                waiting += items.values() if isinstance(items, dict) else items
-                break
-            holder = Attributes("", item)
-            held = {name: holder.read(name) for name in slots(type(item))}
-            if held:
-                undo.append(functools.partial(_refill_slots, holder, held))
-                waiting += held.values()
-            if hasattr(item, "__dict__"):
-                waiting.append(vars(item))
+            return []
+        if isinstance(item, tuple):
+            return [part for _, _, part in items(item)]
+        if not objects and not isinstance(item, MUTABLE_CONTAINERS):
+            return []
+        # Other mappings keep their items in attributes.
+        is_container = isinstance(item, MUTABLE_CONTAINERS)
+        held = [*(items(item) if is_container else ()), *attributes(item)]
+        if is_container:
+            base = next(kind for kind in _BASES if isinstance(item, kind))
+            undo.append(functools.partial(_refill, base, item, _items(base, item)))
+        undo.extend(_attributes_back(item))
+        return [part for _, _, part in held]
+
+    walk([value], visit, visited)
+
+
+def _attributes_back(value: Any) -> Iterator[Callable[[], object]]:
+    """Yield functions that restore the closure and the attributes of an object."""
+    if isinstance(value, types.FunctionType):
+        for _, cell in filled_cells(value):
+            yield functools.partial(setattr, cell, "cell_contents", cell.cell_contents)
+    holder = Attributes("", value)
+    held = {name: holder.read(name) for name in slots(type(value))}
+    if held:
+        yield functools.partial(_refill_slots, holder, held)
+    if hasattr(value, "__dict__"):
+        yield functools.partial(_refill, dict, vars(value), dict(vars(value)))
 
 
 def _refill_slots(holder: Holder, held: dict[str, Any]) -> None:
     for name, value in held.items():
         if holder.read(name) is not value:
             holder.write(name, value)
-
-
-def filled_cells(function: types.FunctionType) -> list[Any]:
-    cells = []
-    for cell in function.__closure__ or ():
-        try:
-            cell.cell_contents  # noqa: B018
-        except ValueError:
-            continue
-        cells.append(cell)
-    return cells
 
 
 def _items(base: Any, holder: Any) -> dict[Any, Any] | list[Any]:

@@ -10,7 +10,7 @@ import logging
 import threading
 import types
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -25,19 +25,14 @@ from hfusion.capture.variable_scopes import (
     DefaultArguments,
     GlobalVariables,
     Holder,
-    defaults,
-    slots,
 )
 from hfusion.core.fingerprint import imported_modules, is_user_code, names_in
+from hfusion.core.python_values import CONTAINERS, MAPPINGS, SCALARS, default_arguments, slots
 
-MAPPINGS = (dict, types.MappingProxyType)
-CONTAINERS = (*MAPPINGS, list, tuple, set, frozenset, deque)
-# Largest number of items of a container, and of nested levels of containers and objects, that are searched.
-MAX_ITEMS = 10_000
+# Largest number of nested levels of containers and objects that are searched.
 MAX_DEPTH = 4
 # Largest number of items of a container whose attributes are searched.
 _MAX_OBJECTS = 100
-SCALARS = (str, bool, int, float, complex, bytes, types.NoneType)
 _UNREAD = (Tensor, nn.Module, logging.Logger, types.ModuleType)
 # Locks and queues, and what other threads do with them, are no state of a model.
 _OF_THREADS = frozenset({"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"})
@@ -156,7 +151,7 @@ class CodeSearch:
             if name != "__class__":
                 held = self._note(ClosureVariable(f"{function.__qualname__}.", cell), name, numbered=not of_a_member)
                 yield from self._inside(name, held.read(name), scope)
-        for name, value in defaults(function).items():
+        for name, value in default_arguments(function).items():
             if not isinstance(value, SCALARS):
                 self._note(DefaultArguments(f"{function.__qualname__}.", function), name)
                 yield from self._inside(name, value, scope)
@@ -265,7 +260,7 @@ def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
 def _attributes(value: Any) -> frozenset[str]:
     """Return the names of the attributes of an object itself, without those of its class."""
     attributes = getattr(value, "__dict__", None)
-    return slots(type(value)).union(attributes if isinstance(attributes, dict) else ())
+    return frozenset(slots(type(value))).union(attributes if isinstance(attributes, dict) else ())
 
 
 def _hidden(value: Any) -> frozenset[str]:

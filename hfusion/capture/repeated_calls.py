@@ -86,7 +86,7 @@ class LaterCalls:
             before, current_state = current_state, self._state(member)
             yield LaterCall(outcome, warmed, before, current_state, state)
         # Integers are kept: one may be the smallest size so far, which another number would hide.
-        spoil_changed(member, start, current_state, math.inf, lambda first, _: first[0] not in ("int", "bool"))
+        spoil_changed(member, start, current_state, math.inf, lambda first, _: first[0] not in (int, bool))
         warmed = self._run(member, last_call, True, self.captured is not None)
         end = self._state(member)
         yield LaterCall(expected, warmed, current_state, end, None)
@@ -155,7 +155,7 @@ class LaterCalls:
 
 def _same_kind(first: Any, second: Any) -> bool:
     """Return whether two contents are tensors of one shape and dtype, or floating-point numbers."""
-    return bool(first[0] == second[0] == "number" or (first[0] == "tensor" and first[:3] == second[:3]))
+    return bool(first[0] == second[0] in (float, complex) or (first[0] == "tensor" and first[:3] == second[:3]))
 
 
 def _moved(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -27,9 +27,10 @@ from hfusion.capture.attribute_writes import (
     written_elsewhere,
 )
 from hfusion.capture.method_interception import Island
-from hfusion.capture.python_state import MUTABLE_CONTAINERS, PLAIN, compared_variables, identity, parts
+from hfusion.capture.python_state import MUTABLE_CONTAINERS, compared_variables, identity
 from hfusion.capture.reachable_code import holders_of
 from hfusion.core.errors import FusionError
+from hfusion.core.python_values import PLAIN, Link, parts, walk
 from hfusion.torch_private.dispatch_modes import disable_current_modes
 
 # Types whose contents are no state of a model.
@@ -147,22 +148,20 @@ class StateReader:
 
     def read(self, module: nn.Module) -> State:
         """Return the state within reach of ``module`` and its submodules, and all variables that code names."""
-        variables = compared_variables(self._variables, self._alive)
+        variables = compared_variables(self._variables)
         return {**self.reach(module.modules()), **{name: [(name, value)] for name, value in variables}}
 
     def reach(self, roots: Iterable[Any]) -> State:
         """Return the state within reach of ``roots``: modules without their submodules, objects, containers."""
-        items_of: dict[int | str, Sequence[tuple[Any, Any]]] = {}
-        waiting = list(roots)
-        while waiting:
-            holder = waiting.pop()
-            if id(holder) in items_of:
-                continue
-            self._alive[id(holder)] = holder
-            items = list(_items(holder))
-            items_of[id(holder)] = [(name, self._identity(value)) for name, value in items]
-            waiting += [value for _, value in items if not isinstance(value, _LEAVES)]
-        return items_of
+        state: dict[int | str, Sequence[tuple[Any, Any]]] = {}
+
+        def visit(holder: Any) -> list[Any]:
+            held = list(_named_parts(holder))
+            state[id(holder)] = [(name, identity(value)) for name, value in held]
+            return [value for _, value in held if not isinstance(value, _LEAVES)]
+
+        self._alive |= walk(roots, visit)
+        return state
 
     def assignable(self, state: State) -> Set[Any]:
         """Return the attributes in ``state`` of modules, and of objects whose classes are in files that define modules.
@@ -179,7 +178,7 @@ class StateReader:
             name
             for holder in list(self._alive.values())
             if hasattr(holder, "__dict__") and not isinstance(holder, Tensor)
-            for name, value in _items(holder)
+            for name, value in _named_parts(holder)
             if isinstance(value, MUTABLE_CONTAINERS) and id(value) in state
         }
 
@@ -200,17 +199,18 @@ class StateReader:
             (path, name): value
             for path, part in module.named_modules()
             for name, value in python_attributes(part)
-            if (id(part) in holders and (name, self._identity(value)) not in before[id(part)])
+            if (id(part) in holders and (name, identity(value)) not in before[id(part)])
             or (not isinstance(value, _LEAVES) and holders & self.reach([value]).keys())
         }
 
-    def _identity(self, value: Any) -> Any:
-        return identity(value, self._alive)
 
-
-def _items(holder: Any) -> Iterator[tuple[Any, Any]]:
+def _named_parts(holder: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the attributes and items of a holder by name; for a module, the attributes that its author set."""
-    yield from python_attributes(holder) if isinstance(holder, nn.Module) else parts(holder)
+    if isinstance(holder, nn.Module):
+        yield from python_attributes(holder)
+        return
+    for link, name, value in parts(holder):
+        yield name if link is Link.ATTRIBUTE else (link, identity(name)), value
 
 
 def hide(island: Island, module: nn.Module, assigned: Mapping[tuple[str, str], Any]) -> None:

@@ -7,23 +7,28 @@ held: in lists, dicts, tuples, objects and `functools.partial`.
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hfusion.capture.attribute_fingerprint import python_attributes
-from hfusion.capture.python_state import PLAIN
 from hfusion.capture.registered_tensors import tensors
-from hfusion.capture.variable_scopes import slots
+from hfusion.core.python_values import PLAIN, Link, parts, put
 
 _LEAVES = (*PLAIN, type, nn.Module, torch.Generator)
+# Tensors in these are not replaced one by one.
+_WHOLES = (tuple, functools.partial, types.MethodType)
 
-# The path from a module to a slot: names of attributes as strings, and keys of items as tuples of one element.
-Steps: TypeAlias = tuple[str | tuple[Any], ...]
+
+class PathStep(NamedTuple):
+    """A step from a value to one of its parts: an attribute, or an item of a mapping, list, tuple or deque."""
+
+    link: Link
+    name: Any
 
 
 @dataclass(frozen=True)
@@ -31,21 +36,24 @@ class Reference:
     """A slot that holds a registered tensor: ``steps`` lead there from the submodule at ``path``."""
 
     path: str
-    steps: Steps
+    steps: tuple[PathStep, ...]
     names: frozenset[str]
 
     def put(self, module: nn.Module, substitutes: Mapping[int, Tensor]) -> None:
         """Replace the tensors in this slot of ``module``; ``substitutes`` maps the ids of old tensors to new ones."""
         holder: Any = module.get_submodule(self.path)
         for step in self.steps[:-1]:
-            holder = getattr(holder, step) if isinstance(step, str) else holder[step[0]]
+            holder = _part(holder, step)
         last = self.steps[-1]
-        if isinstance(last, tuple):
-            holder[last[0]] = _replaced(holder[last[0]], substitutes)
-        elif hasattr(holder, "__dict__") and last in vars(holder):
-            vars(holder)[last] = _replaced(vars(holder)[last], substitutes)
-        else:
-            object.__setattr__(holder, last, _replaced(getattr(holder, last), substitutes))
+        put(holder, *last, _replaced(_part(holder, last), substitutes))
+
+
+def _part(holder: Any, step: PathStep) -> Any:
+    if step.link is not Link.ATTRIBUTE:
+        return holder[step.name]
+    # A property of the same name may hide an attribute.
+    attributes = getattr(holder, "__dict__", {})
+    return attributes[step.name] if step.name in attributes else getattr(holder, step.name)
 
 
 def references(module: nn.Module, read_names: frozenset[str]) -> tuple[Reference, ...]:
@@ -60,39 +68,27 @@ def references(module: nn.Module, read_names: frozenset[str]) -> tuple[Reference
         Reference(path, steps, held)
         for path, part in module.named_modules()
         for name, value in python_attributes(part)
-        for steps, held in _slots(value, (name,), names, visited, name in read_names)
+        for steps, held in _slots(value, (PathStep(Link.ATTRIBUTE, name),), names, visited, name in read_names)
     )
 
 
 def _slots(
-    value: Any, steps: Steps, names: Mapping[int, str], visited: dict[int, Any], is_read: bool
-) -> Iterator[tuple[Steps, frozenset[str]]]:
+    value: Any, steps: tuple[PathStep, ...], names: Mapping[int, str], visited: dict[int, Any], is_read: bool
+) -> Iterator[tuple[tuple[PathStep, ...], frozenset[str]]]:
     held = frozenset(_held(value, names))
     if held:
         yield steps, held
     if isinstance(value, (*_LEAVES, Tensor)) or id(value) in visited or (not is_read and is_optimizer(value)):
         return
     visited[id(value)] = value
-    items: list[tuple[str | tuple[Any], Any]] = []
-    if isinstance(value, Mapping):
-        items += [((key,), item) for key, item in list(value.items())]
-    elif isinstance(value, list | deque | tuple):
-        items += [((k,), item) for k, item in enumerate(_elements(value))]
-    items += [(name, getattr(value, name, None)) for name in slots(type(value))]
-    items += list(getattr(value, "__dict__", {}).items())
-    for step, item in items:
-        # A tuple is replaced as a whole: its tensors have no slots of their own.
-        if not isinstance(value, tuple) or not _held(item, names):
-            yield from _slots(item, (*steps, step), names, visited, is_read)
+    for link, name, part in parts(value):
+        has_slot = link in (Link.ATTRIBUTE, Link.KEY, Link.INDEX)
+        if has_slot and not (isinstance(value, _WHOLES) and _held(part, names)):
+            yield from _slots(part, (*steps, PathStep(link, name)), names, visited, is_read)
 
 
 def is_optimizer(value: Any) -> bool:
     return isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler)
-
-
-def _elements(value: list[Any] | deque[Any] | tuple[Any, ...]) -> Sequence[Any]:
-    # By list's own method: subclasses may forbid iteration.
-    return list(list.__iter__(value) if isinstance(value, list) else iter(value))
 
 
 def _held(value: Any, names: Mapping[int, str]) -> set[str]:

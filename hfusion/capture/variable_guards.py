@@ -12,10 +12,18 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from hfusion.capture.python_reads import STRIDE_QUESTIONS
-from hfusion.capture.python_state import array_bytes
-from hfusion.capture.reachable_code import CONTAINERS, MAPPINGS, MAX_DEPTH, MAX_ITEMS, SCALARS, CodeSearch
-from hfusion.capture.variable_scopes import MISSING, Attributes, GlobalVariables, Holder, slots
-from hfusion.core.fingerprint import IdentityRef
+from hfusion.capture.reachable_code import MAX_DEPTH, CodeSearch
+from hfusion.capture.variable_scopes import MISSING, Attributes, GlobalVariables, Holder
+from hfusion.core.python_values import (
+    CONTAINERS,
+    MAPPINGS,
+    MAX_ITEMS,
+    IdentityRef,
+    array_bytes,
+    container_key,
+    items,
+    slots,
+)
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings
 from hfusion.device.backend import AUTOCAST_QUESTIONS
 
@@ -122,7 +130,7 @@ def _items(value: Any, depth: int = MAX_DEPTH) -> Iterator[tuple[Read, Any, tupl
     if not isinstance(value, tuple | frozenset):
         yield _flat, value, _flat(value)
     if len(value) <= MAX_ITEMS:
-        for item in value.values() if isinstance(value, MAPPINGS) else value:
+        for _, _, item in items(value):
             yield from _items(item, depth - 1)
 
 
@@ -143,19 +151,14 @@ def _flat(value: Any) -> tuple[Any, ...]:
     return (*value, *value.values(), _END) if isinstance(value, MAPPINGS) else (*value, _END)
 
 
-def content(value: Any, depth: int = MAX_DEPTH) -> Any:
+def content(value: Any) -> Any:
     """Return a hashable form of a value: plain values, containers and small arrays by value, others by identity."""
-    if isinstance(value, SCALARS):
-        # By repr: 0.0 and -0.0 differ, and NaN equals itself.
-        return (type(value), repr(value) if isinstance(value, float | complex) else value)
-    if (held := array_bytes(value)) is not None:
-        return (type(value), held)
-    if not isinstance(value, CONTAINERS) or depth == 0 or len(value) > MAX_ITEMS:
-        return IdentityRef(value)
-    if isinstance(value, MAPPINGS):
-        return (type(value), tuple((content(k, depth - 1), content(v, depth - 1)) for k, v in value.items()))
-    items = [content(item, depth - 1) for item in value]
-    return (type(value), frozenset(items) if isinstance(value, set | frozenset) else tuple(items))
+    return container_key(value, _array_or_identity, MAX_DEPTH)
+
+
+def _array_or_identity(value: Any) -> Any:
+    held = array_bytes(value)
+    return IdentityRef(value) if held is None else (type(value), held)
 
 
 def within(readers: Mapping[str, frozenset[str]], name: str, places: Sequence[str]) -> bool:

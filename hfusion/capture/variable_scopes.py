@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import types
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
 from hfusion.core.fingerprint import is_user_code
+from hfusion.core.python_values import default_arguments, slots
 
 MISSING = object()
 """The value of a variable that does not exist."""
@@ -62,7 +62,7 @@ class DefaultArguments(Holder):
     """The default arguments of a function. They are never replaced, but may change in place."""
 
     def read(self, name: str) -> Any:
-        return defaults(self.held).get(name, MISSING)
+        return default_arguments(self.held).get(name, MISSING)
 
     def write(self, name: str, value: Any) -> None:
         pass
@@ -97,16 +97,3 @@ class Attributes(Holder):
             remove(self.held, name)
         else:
             put(self.held, name, value)
-
-
-def defaults(function: types.FunctionType) -> dict[str, Any]:
-    code, defaults = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    return {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
-
-
-def slots(kind: type) -> frozenset[str]:
-    """Return the names of the slots of a class and its bases."""
-    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
-    members = types.MemberDescriptorType
-    return frozenset(name for base in bases for name, value in vars(base).items() if isinstance(value, members))

@@ -10,18 +10,18 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hfusion.core.python_values import IdentityRef, KeyReader, Link, attributes, parts
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings, read_settings
 from hfusion.torch_private import module_hooks
 
 MAX_VALUES = 2000
 
-_PLAIN = str | bool | int | float | complex | bytes | type | torch.dtype | torch.device | types.BuiltinFunctionType
 _DATA = (str, bool, int, float, complex, bytes, Tensor, list, tuple, dict)
 _OWN = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -33,19 +33,6 @@ _FIXED = ("torch", "numpy", "math", "functools", "operator", "itertools", "built
 
 class TooMuch(Exception):
     """The state is too large to read on every call, or has a part that cannot be read."""
-
-
-@dataclass(frozen=True, eq=False)
-class IdentityRef:
-    """A strong reference to an object that compares by identity; keeping it alive keeps its id unique."""
-
-    held: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, IdentityRef) and self.held is other.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,54 +106,43 @@ def root(function: Callable[..., Any]) -> Any:
     return function.__code__ if isinstance(function, types.FunctionType) else type(function)
 
 
-@dataclass
-class _ClosureReader:
-    """``visited`` keeps read values, so that no id is used again meanwhile. ``classes``: also what their code reads."""
+class _ClosureReader(KeyReader):
+    """Reads the state of functions. ``classes``: also what the code of classes reads."""
 
-    visited: dict[int, tuple[int, Any]] = field(default_factory=dict)
-    classes: bool = False
+    def __init__(self, classes: bool = False) -> None:
+        super().__init__()
+        self._classes = classes
 
-    def read(self, value: Any) -> Any:
-        if isinstance(value, float | complex):
-            # 0.0 equals -0.0, and a NaN nothing.
-            return (type(value), repr(value))
-        if value is None or (isinstance(value, _PLAIN) and not _is_read(value)):
-            return (type(value), value)
+    def leaf(self, value: Any, path: str) -> Any:
+        if isinstance(value, types.BuiltinFunctionType) or (isinstance(value, type) and not _is_read(value)):
+            return type(value), value
         if isinstance(value, Tensor):
-            return (_Alive.of(value), 0 if value.is_inference() else value._version, value.requires_grad)
-        if id(value) in self.visited:
-            return self.visited[id(value)][0]
-        self.visited[id(value)] = (len(self.visited), value)
-        if len(self.visited) > MAX_VALUES:
-            raise TooMuch
-        return self._read_new(value)
+            return _Alive.of(value), 0 if value.is_inference() else value._version, value.requires_grad
+        return None
 
-    def _read_new(self, value: Any) -> Any:
+    def name(self, key: Any) -> Any:
+        return self.read(key)
+
+    def read_new(self, value: Any, path: str) -> Any:
+        if len(self._visited) > MAX_VALUES:
+            raise TooMuch
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, type):
-            return self._class(value) if self.classes else (value, self._data(value))
+            return self._class(value) if self._classes else (value, self._data(value))
         if isinstance(value, nn.Module):
             return self._modules(value)
-        if isinstance(value, Mapping):
-            return (type(value), tuple((self.read(k), self.read(v)) for k, v in value.items()))
-        if isinstance(value, list | tuple):
-            return (type(value), tuple(self.read(v) for v in value))
+        if isinstance(value, list | tuple | Mapping | set | frozenset | functools.partial):
+            return self.compound(type(value), parts(value), "")
         if isinstance(value, types.MethodType):
-            return (value.__func__.__code__, self.read(value.__func__), self.read(value.__self__))
-        if isinstance(value, functools.partial):
-            return self.read((value.func, value.args, value.keywords))
+            return value.__func__.__code__, self.read(value.__func__), self.read(value.__self__)
         if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | logging.Logger):
             return IdentityRef(value)
         if not hasattr(value, "__dict__") or isinstance(value, types.ModuleType) or _has_slots(type(value)):
             raise TooMuch
         call = inspect.getattr_static(value, "__call__", None)
-        return (
-            type(value),
-            self.read(call) if isinstance(call, types.FunctionType) else None,
-            self.read(vars(value)),
-            self._data(type(value)),
-        )
+        code = self.read(call) if isinstance(call, types.FunctionType) else None
+        return code, self._data(type(value)), self.compound(type(value), attributes(value), "")
 
     def _data(self, kind: type) -> Any:
         """The variables of a class that are data, and those of its bases."""
@@ -194,9 +170,8 @@ class _ClosureReader:
         return (kind, tuple([(name, self.read(_plain_function(value))) for name, value in held]))
 
     def _function(self, function: types.FunctionType) -> Any:
-        if _fixed(function.__module__) or (self.classes and is_installed(function.__module__)):
+        if _fixed(function.__module__) or (self._classes and is_installed(function.__module__)):
             return IdentityRef(function)
-        cells = [cell.cell_contents for cell in function.__closure__ or ()]
         names = names_in(function.__code__)
         outside = list(_outside(names.variables, names, function.__globals__, set()))
         for module in imported_modules(function.__code__):
@@ -204,10 +179,10 @@ class _ClosureReader:
         if not names.all.isdisjoint(RANDOM_STATE):
             raise TooMuch
         settings = asked_settings(names.all)
-        attributes = [value for name, value in vars(function).items() if not name.startswith("__")]
+        held = [part for part in attributes(function) if not (part[0] is Link.ATTRIBUTE and part[1].startswith("__"))]
         return (
-            function.__code__,
-            self.read([cells, function.__defaults__, function.__kwdefaults__, outside, attributes]),
+            self.compound(function.__code__, held, ""),
+            self.read(outside),
             read_settings(settings) if settings else None,
         )
 
@@ -221,12 +196,12 @@ class _ClosureReader:
 
     def _module(self, module: nn.Module) -> Any:
         named_tensors = [(n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]
-        attributes = {name: value for name, value in vars(module).items() if name not in _OWN}
+        held = attributes(module, _OWN)
         kinds = tuple((n, t.dtype, t.device, t.shape, t.requires_grad) for n, t in named_tensors)
         hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
-        own_code = type(module) if self.classes else type(module).forward
+        own_code = type(module) if self._classes else type(module).forward
         forward = None if _fixed(type(module).__module__) else self.read(own_code)
-        return (module.training, kinds, forward, self.read(hooks), self.read(attributes))
+        return (module.training, kinds, forward, self.read(hooks), self.compound(None, held, ""))
 
 
 def _outside(variables: Sequence[str], names: CodeNames, space: Mapping[str, Any], visited: set[int]) -> Iterator[Any]:

@@ -18,13 +18,13 @@ from hfusion.array.member_module import HOOKS, tensor_states
 from hfusion.capture.attribute_bytecode import holder_variable
 from hfusion.capture.attribute_fingerprint import python_attributes
 from hfusion.capture.attribute_writes import CHANGING_METHODS, functions_called, functions_reached
-from hfusion.capture.reachable_code import CONTAINERS, MAPPINGS, SCALARS
 from hfusion.capture.registered_tensors import is_array, tensors
 from hfusion.capture.variable_guards import Variables, content
 from hfusion.capture.variable_scopes import MISSING
 from hfusion.core.fingerprint import names_in, read_state
 from hfusion.core.memory import is_plain
 from hfusion.core.module_tables import ModuleTables
+from hfusion.core.python_values import CONTAINERS, MAPPINGS, SCALARS
 from hfusion.population.plain_member import PlainMember
 from hfusion.population.plain_module import PlainModule, is_shared
 from hfusion.population.shared_arena import SharedArena, arena_bytes

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from hfusion.core.errors import PlanError
-from hfusion.core.fingerprint import IdentityRef
 from hfusion.core.program import Program
+from hfusion.core.python_values import IdentityRef
 from hfusion.device.calibrate import Rates
 from hfusion.passes.partition.cut_shards import Sharding, growth, sharding, shards_at
 from hfusion.schedule.plan import TaskPlan

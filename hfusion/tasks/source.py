@@ -20,10 +20,10 @@ from hfusion.array.shared_programs import check_once
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import HFusionError, PlanError
-from hfusion.core.fingerprint import IdentityRef
 from hfusion.core.layout import Layout
 from hfusion.core.member_random import draws_random
 from hfusion.core.program import Part, Program
+from hfusion.core.python_values import IdentityRef
 from hfusion.core.ragged import Ragged
 from hfusion.device.backend import backend
 from hfusion.passes.cost.cost import operators

@@ -11,8 +11,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from hfusion.core.errors import PlanError
-from hfusion.core.fingerprint import IdentityRef
 from hfusion.core.program import Kind, Part, Program, Slot
+from hfusion.core.python_values import IdentityRef
 from hfusion.passes.cost.cost import operators, viewed
 from hfusion.passes.islands import OPAQUE
 from hfusion.passes.partition.retarget import retarget_device

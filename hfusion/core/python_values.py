@@ -1,0 +1,267 @@
+"""Walk Python values: the items, attributes and closures that a value refers to, and hashable keys of what they hold.
+
+All questions about Python state walk by this file. `hfusion.capture.attribute_fingerprint` compares models by value,
+`hfusion.core.fingerprint` reads the state of functions, `hfusion.capture.variable_guards` guards variables, and
+`hfusion.capture.python_state` finds what a call changed, and puts it back.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+import weakref
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+SCALARS = (str, bool, int, float, complex, bytes, types.NoneType)
+PLAIN = (*SCALARS, torch.dtype, torch.device, torch.Size)
+# Their values are keys as they are.
+_EXACT = frozenset({str, bool, int, bytes, types.NoneType})
+MAPPINGS = (dict, types.MappingProxyType)
+CONTAINERS = (*MAPPINGS, list, tuple, set, frozenset, deque)
+# Size in bytes up to which arrays are compared by value.
+_MAX_BYTES = 65536
+# Largest number of items of a container whose items are compared.
+MAX_ITEMS = 10_000
+# Attributes of classes written in C, by which their objects differ.
+_C_ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (functools.partial, ("func", "args", "keywords")),
+    (deque, ("maxlen",)),
+)
+
+
+class Link(enum.Enum):
+    """How a value refers to another one."""
+
+    KEY = "an item of a mapping"
+    INDEX = "an item of a list, tuple or deque"
+    ELEMENT = "an element of a set"
+    ATTRIBUTE = "an attribute, in a slot or in the object's dict"
+    CELL = "a variable of a function's closure"
+    DEFAULT = "a default argument of a function"
+
+
+# A link, its key, index or name (None in a set), and the value. A plain tuple, since steps walk what losses read, too.
+Part: TypeAlias = tuple[Link, Any, Any]
+
+
+def parts(value: Any) -> list[Part]:
+    """Return the values that ``value`` refers to: the `items` of a container, and the `attributes`."""
+    return items(value) + attributes(value)
+
+
+def items(value: Any) -> list[Part]:
+    """Return the items of a mapping, list, tuple, deque or set; none for other values."""
+    if isinstance(value, list):
+        # By the class's own method, here and below: subclasses may forbid iteration.
+        return [(Link.INDEX, index, item) for index, item in enumerate(list.__iter__(value))]
+    if isinstance(value, tuple | deque):
+        return [(Link.INDEX, index, item) for index, item in enumerate(tuple(value))]
+    if type(value) is dict:
+        return [(Link.KEY, key, item) for key, item in value.items()]
+    if isinstance(value, Mapping):
+        base: Any = next((kind for kind in (OrderedDict, dict) if isinstance(value, kind)), type(value))
+        return [(Link.KEY, key, item) for key, item in list(base.items(value))]
+    if isinstance(value, set | frozenset):
+        return [(Link.ELEMENT, None, item) for item in list(value)]
+    return []
+
+
+def attributes(value: Any, without: Container[str] = ()) -> list[Part]:
+    """Return the attributes of an object; of a function, also its closure and default arguments.
+
+    Args:
+        without: names to leave out.
+    """
+    held = vars(value) if hasattr(value, "__dict__") else {}
+    named: list[Part] = [(Link.ATTRIBUTE, name, item) for name, item in list(held.items()) if name not in without]
+    if isinstance(value, types.FunctionType):
+        cells = [(Link.CELL, name, cell.cell_contents) for name, cell in filled_cells(value)]
+        return cells + [(Link.DEFAULT, name, item) for name, item in default_arguments(value).items()] + named
+    if isinstance(value, types.MethodType):
+        return [(Link.ATTRIBUTE, "__self__", value.__self__), *named]
+    names = slots(type(value))
+    return named + [(Link.ATTRIBUTE, name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def put(value: Any, link: Link, name: Any, new: Any) -> None:
+    """Replace a part of a mapping, list, deque or object by ``new``."""
+    if link in (Link.KEY, Link.INDEX):
+        value[name] = new
+    elif name in getattr(value, "__dict__", ()):
+        vars(value)[name] = new
+    else:
+        object.__setattr__(value, name, new)
+
+
+# Per-class caches of classes that users create per model would grow forever without weak references.
+_slots: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
+
+
+def slots(kind: type) -> list[str]:
+    """Return the names of the slots of a class and its bases, and of attributes that are written in C."""
+    known = _slots.get(kind)
+    if known is not None:
+        return known
+    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+    members = types.MemberDescriptorType
+    names = [name for base in bases for name, value in vars(base).items() if isinstance(value, members)]
+    names += [name for base, of_base in _C_ATTRIBUTES if issubclass(kind, base) for name in of_base]
+    return _slots.setdefault(kind, list(dict.fromkeys(names)))
+
+
+def filled_cells(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
+    """Return the variables of a function's closure that have a value, by name."""
+    cells = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            cell.cell_contents  # noqa: B018
+        except ValueError:
+            continue
+        cells.append((name, cell))
+    return cells
+
+
+def default_arguments(function: types.FunctionType) -> dict[str, Any]:
+    """Return the default values of the arguments of a function, by name."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+Visit: TypeAlias = Callable[[Any], Iterable[Any]]
+
+
+def walk(roots: Iterable[Any], visit: Visit, visited: dict[int, Any] | None = None) -> dict[int, Any]:
+    """Call ``visit`` once for each object within reach of ``roots``; it returns the values to go on with.
+
+    Args:
+        visited: objects by id that are not visited again; new ones are added, which keeps their ids from being reused.
+
+    Returns: ``visited``.
+    """
+    visited = {} if visited is None else visited
+    waiting = list(roots)
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in visited:
+            visited[id(value)] = value
+            waiting += visit(value)
+    return visited
+
+
+@dataclass(frozen=True, eq=False)
+class IdentityRef:
+    """A strong reference to an object that compares by identity; keeping it alive keeps its id unique."""
+
+    held: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IdentityRef) and self.held is other.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def plain_key(value: Any) -> tuple[type, Any]:
+    """Return a key of a value of a type in `PLAIN`: 0.0 and -0.0 differ, and NaN equals itself."""
+    return type(value), repr(value) if isinstance(value, float | complex) else value
+
+
+def array_bytes(value: Any) -> bytes | None:
+    """Return the bytes of a small array, such as one of numpy; None for anything else."""
+    if isinstance(value, PLAIN):
+        return None
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return None
+    return view.tobytes() if view.nbytes <= _MAX_BYTES else None
+
+
+def container_key(value: Any, leaf: Callable[[Any], Any], depth: int) -> Any:
+    """Return a key of a value: plain values by value, containers by their items, other values by ``leaf``.
+
+    Args:
+        leaf: returns the key of a value that is no container, or one below ``depth`` nested containers.
+    """
+    kind = type(value)
+    if kind in _EXACT:
+        return kind, value
+    if isinstance(value, SCALARS):
+        return plain_key(value)
+    if not isinstance(value, CONTAINERS) or depth == 0 or len(value) > MAX_ITEMS:
+        return leaf(value)
+    if isinstance(value, MAPPINGS):
+        held = list(value.items())
+        return kind, tuple([(container_key(k, leaf, depth - 1), container_key(v, leaf, depth - 1)) for k, v in held])
+    keys = [container_key(item, leaf, depth - 1) for _, _, item in items(value)]
+    return kind, frozenset(keys) if isinstance(value, set | frozenset) else tuple(keys)
+
+
+class Compound(NamedTuple):
+    """The key of a value by its parts.
+
+    Attributes:
+        kind: the key of its type.
+        parts: for each part, its link and name, and its key, in the order of the function `parts`. Elements of a set,
+            which have neither name nor order, go by their keys.
+    """
+
+    kind: Any
+    parts: tuple[tuple[tuple[Link, Any], Any], ...] | frozenset[tuple[tuple[Link, Any], Any]]
+
+
+class KeyReader(ABC):
+    """Return keys of whole values, with all that they refer to. An object that is met again counts as the same object.
+
+    Two values of different readers have equal keys if they have equal leaves in the same places.
+    """
+
+    def __init__(self) -> None:
+        # By id, each object with the path under which it was read first, and a number: other objects may come before it
+        # in another value. It also keeps ids from being used again.
+        self._visited: dict[int, tuple[tuple[str, int], Any]] = {}
+        self._counts: dict[str, int] = {}
+
+    def read(self, value: Any, path: str = "") -> Any:
+        """Return the key of ``value``. ``path``: the expression that leads to it, for messages; empty without any."""
+        kind = type(value)
+        if kind in _EXACT:
+            return kind, value
+        key = plain_key(value) if isinstance(value, PLAIN) else self.leaf(value, path)
+        if key is not None:
+            return key
+        if id(value) in self._visited:
+            return "again", self._visited[id(value)][0]
+        number = self._counts[path] = self._counts.get(path, 0) + 1
+        self._visited[id(value)] = (path, number), value
+        return self.read_new(value, path)
+
+    @abstractmethod
+    def leaf(self, value: Any, path: str) -> Any:
+        """Return the key of a value that is not plain without looking into it, or None."""
+
+    @abstractmethod
+    def read_new(self, value: Any, path: str) -> Any:
+        """Return the key of a value that is read for the first time."""
+
+    def compound(self, kind: Any, parts: Iterable[Part], path: str) -> Compound:
+        """Return the key of a value of ``kind`` by the keys of its ``parts``."""
+        keys: list[tuple[tuple[Link, Any], Any]] = []
+        for link, name, value in parts:
+            key = self.read(value, f"{path}.{name}" if path and link is not Link.ELEMENT else path)
+            label = self.name(name) if link is Link.KEY else key if link is Link.ELEMENT else name
+            keys.append(((link, label), key))
+        is_set = bool(keys) and keys[0][0][0] is Link.ELEMENT
+        return Compound(kind, frozenset(keys) if is_set else tuple(keys))
+
+    def name(self, key: Any) -> Any:
+        """Return the key of a mapping's key."""
+        return repr(key)
