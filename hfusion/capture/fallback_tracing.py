@@ -115,33 +115,57 @@ class _Stub:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         leaves = [_number(leaf) for leaf in leaves]
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        registered = dict(tensors(self._module))
-        buffers = dict(self._module.named_buffers(remove_duplicate=False))
-        changing = [key for key in registered if key in buffers or key in self._changed]
-        fixed = [key for key in registered if key not in changing]
         record = next(self._records, None)
         if record is None or record.count != len(inputs):
             raise FusionError(
                 f"{self._island} is called more often, or with another number of tensors, in a capture than in an "
                 "eager run: forward must not ask whether it is traced (torch.compiler.is_compiling)"
             )
-        recorded_inputs = tensors_in((record.args, record.kwargs))
-        output, out_spec = pytree.tree_flatten(record.output)
+        registered = dict(tensors(self._module))
+        buffers = dict(self._module.named_buffers(remove_duplicate=False))
+        changing = [key for key in registered if key in buffers or key in self._changed]
+        fixed = [key for key in registered if key not in changing]
         sizes = [leaf for leaf in leaves if _open(leaf)]
-        open_sizes = bool(sizes) or any(_open(size) and fixed_size(size) is None for x in inputs for size in x.shape)
-        call = OpaqueCall(
+        output, out_spec = pytree.tree_flatten(record.output)
+        results = tuple(
+            _result(leaf, inputs, sizes, free=self._island == WHOLE) if isinstance(leaf, Tensor) else leaf
+            for leaf in output
+        )
+        call = self._opaque_call(record, leaves, spec, (fixed, changing), results)
+        number = numbered(call)
+        self._alive.append(call)
+        written = [
+            *sorted(record.written),
+            *(len(inputs) + changing.index(key) for key in changing if key in record.wrote),
+        ]
+        links = _links(record, {key: len(inputs) + k for k, key in enumerate((*fixed, *changing))})
+        held = [registered[k] for k in fixed], [registered[k] for k in changing]
+        fresh = iter(OPAQUE(inputs, *held, number, written, links, [], [], sizes))
+        hide(self._island, self._module, record.state.changed_attributes)
+        return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
+
+    def _opaque_call(
+        self,
+        record: RecordedCall,
+        leaves: Sequence[Any],
+        spec: pytree.TreeSpec,
+        keys: tuple[Sequence[str], Sequence[str]],
+        results: tuple[Any, ...],
+    ) -> OpaqueCall:
+        """Describe a call. ``keys``: of the tensors that calls only read, and of those that they may change."""
+        recorded_inputs = tensors_in((record.args, record.kwargs))
+        sizes = (size for leaf in leaves if isinstance(leaf, Tensor) for size in leaf.shape)
+        open_sizes = any(map(_open, leaves)) or any(_open(size) and fixed_size(size) is None for size in sizes)
+        return OpaqueCall(
             str(self._island),
             self._island.path,
             self._island.method,
             self._why,
             tuple(_marked(leaf) for leaf in leaves),
             spec,
-            tuple(fixed),
-            tuple(changing),
-            tuple(
-                _result(leaf, inputs, sizes, free=self._island == WHOLE) if isinstance(leaf, Tensor) else leaf
-                for leaf in output
-            ),
+            tuple(keys[0]),
+            tuple(keys[1]),
+            results,
             tuple(tensor.layout is torch.strided and tensor.is_contiguous() for tensor in recorded_inputs),
             record.written,
             record.assigned,
@@ -154,17 +178,6 @@ class _Stub:
             tuple(map(memory_order, recorded_inputs)) if self._asks_strides else (),
             open_sizes,
         )
-        number = numbered(call)
-        self._alive.append(call)
-        written = [
-            *sorted(record.written),
-            *(len(inputs) + changing.index(key) for key in changing if key in record.wrote),
-        ]
-        links = _links(record, {key: len(inputs) + k for k, key in enumerate((*fixed, *changing))})
-        held = [registered[k] for k in fixed], [registered[k] for k in changing]
-        fresh = iter(OPAQUE(inputs, *held, number, written, links, [], [], sizes))
-        hide(self._island, self._module, record.state.changed_attributes)
-        return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
 
 
 def _result(result: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], free: bool) -> Result:

@@ -15,7 +15,7 @@ from hfusion.capture.eager_runs import apart, call_on_copies, reset, twin
 from hfusion.capture.method_interception import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.python_state import restored
 from hfusion.capture.registered_tensors import tensors
-from hfusion.capture.state_watch import CallState, ModelState, RunState, StateReader
+from hfusion.capture.state_watch import CallState, ModelState, RunState, State, StateReader
 from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
@@ -171,6 +171,28 @@ def _state(tensor: Tensor) -> tuple[int, int]:
     return tensor._version, tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
+@dataclass(frozen=True)
+class _CallStart:
+    """What is known of a call when it begins.
+
+    Attributes:
+        inside: the numbers of the calls that it is made in.
+        leaves, spec: the flat arguments, and their structure.
+        inputs: the tensors among them, each with its version and a copy.
+        registered, states: the tensors of the module by key, and the version and address of each.
+        state: the Python state within reach of the module.
+    """
+
+    number: int
+    inside: tuple[int, ...]
+    leaves: Sequence[Any]
+    spec: pytree.TreeSpec
+    inputs: Sequence[tuple[Tensor, int, Tensor]]
+    registered: Mapping[str, Tensor]
+    states: Mapping[str, tuple[int, int]]
+    state: State
+
+
 @dataclass
 class _CallRecorder:
     """Records calls.
@@ -202,68 +224,82 @@ class _CallRecorder:
 
     def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``method``, and record the call."""
-        island, module, original = method.island, method.module, method.original
         know_dataclasses((args, kwargs))
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        inputs = tensors_in(leaves)
         # Tensors wrapped by torch.func's transforms mean nothing outside of them.
-        if any(map(is_wrapped, inputs)):
-            return original(*args, **kwargs)
-        number, inside = len(self.calls), tuple(self.open)
-        self.calls.append(None)
-        self.called_islands.append(island)
-        state_before = self.reader.read(module)
-        before = [(tensor._version, tensor.detach().clone()) for tensor in inputs]
-        registered = dict(tensors(module))
-        states = {key: _state(tensor) for key, tensor in registered.items()}
-        self.open.append(number)
+        if any(map(is_wrapped, tensors_in((args, kwargs)))):
+            return method.original(*args, **kwargs)
+        start = self._start(method, args, kwargs)
+        self.open.append(start.number)
         try:
-            output = original(*args, **kwargs)
+            output = method.original(*args, **kwargs)
         except Exception:
-            self.failed.add(island)
+            self.failed.add(method.island)
             raise
         finally:
             self.open.pop()
         know_dataclasses(output)
-        if any(map(is_wrapped, tensors_in(output))):
-            return output
-        changed, changed_spec = pytree.tree_flatten((args, kwargs))
-        altered = spec != changed_spec or any(a is not b for a, b in zip(leaves, changed, strict=True))
+        if not any(map(is_wrapped, tensors_in(output))):
+            self.calls[start.number] = self._completed(method, start, args, kwargs, output)
+        return output
+
+    def _start(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CallStart:
+        number = len(self.calls)
+        self.calls.append(None)
+        self.called_islands.append(method.island)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        registered = dict(tensors(method.module))
+        return _CallStart(
+            number,
+            tuple(self.open),
+            leaves,
+            spec,
+            [(tensor, tensor._version, tensor.detach().clone()) for tensor in tensors_in(leaves)],
+            registered,
+            {key: _state(tensor) for key, tensor in registered.items()},
+            self.reader.read(method.module),
+        )
+
+    def _completed(
+        self, method: Method, start: _CallStart, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> RecordedCall:
+        module, registered, results = method.module, start.registered, tensors_in(output)
+        changed_leaves, changed_spec = pytree.tree_flatten((args, kwargs))
+        altered = start.spec != changed_spec or any(
+            a is not b for a, b in zip(start.leaves, changed_leaves, strict=True)
+        )
         # Record new containers: forward may change the originals later.
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        written = [
+        args, kwargs = pytree.tree_unflatten(start.leaves, start.spec)
+        written = frozenset(
             k
-            for k, (tensor, (version, copied)) in enumerate(zip(inputs, before, strict=True))
+            for k, (tensor, version, copied) in enumerate(start.inputs)
             if tensor._version != version or not same_values(tensor, copied)
-        ]
-        state_after = self.reader.read(module)
+        )
         assigned = frozenset(key for key, tensor in tensors(module) if tensor is not registered.get(key))
-        wrote = assigned.union(key for key, tensor in registered.items() if _state(tensor) != states[key])
+        wrote = assigned.union(key for key, tensor in registered.items() if _state(tensor) != start.states[key])
         sources: dict[int | str, Tensor] = {}
-        sources |= enumerate(inputs)
+        sources |= enumerate(tensor for tensor, _, _ in start.inputs)
         sources.update((*registered.items(), *tensors(module)))
         self.noting = True
-        links = frozenset(_linked(tensors_in(output), sources))
+        links = frozenset(_linked(results, sources))
         self.noting = False
-        attached = not torch.is_grad_enabled() and any(result.requires_grad for result in tensors_in(output))
-        self.calls[number] = RecordedCall(
-            island,
-            number,
-            inside,
+        state = self.reader.read(module)
+        return RecordedCall(
+            method.island,
+            start.number,
+            start.inside,
             args,
             kwargs,
             pytree.tree_map(lambda leaf: leaf, output),
-            len(inputs),
-            frozenset(written),
+            len(start.inputs),
+            written,
             wrote,
             assigned,
             links,
-            number in self.addressing,
-            attached,
+            start.number in self.addressing,
+            not torch.is_grad_enabled() and any(result.requires_grad for result in results),
             altered,
-            CallState(state_before, state_after, self.reader.changed_attributes(module, state_before, state_after)),
+            CallState(start.state, state, self.reader.changed_attributes(module, start.state, state)),
         )
-        return output
 
 
 def _linked(results: Sequence[Tensor], sources: Mapping[int | str, Tensor]) -> Iterator[tuple[int, int | str]]:

@@ -262,19 +262,23 @@ class ArrayTrainer:
         )
         ended = time.time()
         outbox.send()
-        optimizer = task.optimizer if isinstance(task.optimizer, FusedOptimizer) else None
-        start_time = ended - max((span.end for span in report.timeline.actions), default=0.0)
-        task_report = report[task.name]
-        if len(task_report.losses) < task.steps and len(task_report.stopped) < len(job.members):
-            return ArrayLeft(report.timeline, report.peak, start_time)
-        ((_, array),) = task_report._arrays
-        return ArrayDone(
-            replace(report, tasks={task.name: replace(task_report, _arrays=())}),
-            {name: tensor.detach().cpu() for name, tensor in changed_tensors(array).items()},
-            None if optimizer is None else optimizer.state_dict(),
-            start_time,
-            tuple(generator.get_state() for generator in loader_generators(task)),
-        )
+        return _answer(task, report, job, ended)
+
+
+def _answer(task: Task, report: Report, job: ArrayJob, ended: float) -> ArrayDone | ArrayLeft:
+    """Return what the driver gets of an array whose training ended at the time ``ended``."""
+    start_time = ended - max((span.end for span in report.timeline.actions), default=0.0)
+    task_report = report[task.name]
+    if len(task_report.losses) < task.steps and len(task_report.stopped) < len(job.members):
+        return ArrayLeft(report.timeline, report.peak, start_time)
+    ((_, array),) = task_report._arrays
+    return ArrayDone(
+        replace(report, tasks={task.name: replace(task_report, _arrays=())}),
+        {name: tensor.detach().cpu() for name, tensor in changed_tensors(array).items()},
+        task.optimizer.state_dict() if isinstance(task.optimizer, FusedOptimizer) else None,
+        start_time,
+        tuple(generator.get_state() for generator in loader_generators(task)),
+    )
 
 
 def loader_generators(task: Task) -> list[torch.Generator]:

@@ -38,7 +38,7 @@ from hfusion.tune.sweep_result import SweepResult
 from hfusion.tune.sweep_runner import SweepRunner
 from hfusion.tune.sweep_workers import LocalWorkers, largest
 from hfusion.tune.training_setup import SweepRecipe
-from hfusion.tune.trials import Callback, Decision, Trials
+from hfusion.tune.trials import Callback, Trials
 
 if TYPE_CHECKING:
     from hfusion.cluster.cluster import Cluster
@@ -224,10 +224,7 @@ def sweep(
             runner.run()
         except BaseException:
             if folder is None:
-                # Without a folder the sweep cannot be resumed.
-                for number in sweep_trials.live:
-                    sweep_trials.end(number, Decision.FAILED)
-                heartbeat.end()
+                runner.fail_unfinished()
             raise
         heartbeat.end()
         return SweepResult(opened_study, tuple(sweep_trials.asked_numbers), runner.best.all, chosen)

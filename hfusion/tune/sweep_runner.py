@@ -280,6 +280,12 @@ class SweepRunner:
         self.placement.check(shape, f"trial {candidate.number} with {trial.params}")
         return candidate, shape
 
+    def fail_unfinished(self) -> None:
+        """Mark all unfinished trials as failed, as a sweep without a folder must: it cannot be resumed."""
+        for number in self.trials.live:
+            self.trials.end(number, Decision.FAILED)
+        self._heartbeat.end()
+
     def save(self) -> None:
         """Save the state that a resumed sweep needs, apart from the study."""
         if self._folder is None:
@@ -292,25 +298,6 @@ class SweepRunner:
         )
         for array in changed:
             array.save = self._folder.relative_path(saves[array.name])
-        arrays = [
-            {
-                "name": array.name,
-                "plain": array.plain,
-                "save": array.save,
-                "seats": [
-                    [
-                        slot.number,
-                        slot.began,
-                        slot.epochs,
-                        attributes.get(slot.number, []),
-                        slot.params,
-                        slot.origin,
-                    ]
-                    for slot in array.slots.values()
-                ],
-            }
-            for array in self.placement.arrays
-        ]
         tensors: dict[str, Tensor] = {}
         for best in self.best.all:
             state = best.model.state_dict().items()
@@ -328,7 +315,7 @@ class SweepRunner:
             "asked": self.trials.asked_numbers,
             "stopped": self._extent.trials if self.trials.stopped else None,
             "waiting": None if self._waiting is None else self._waiting[0].number,
-            "arrays": arrays,
+            "arrays": [_saved_array(array, attributes) for array in self.placement.arrays],
             "best": [[best.number, list(best.values)] for best in self.best.all],
         }
         self._folder.write(body, tensors, self._round)
@@ -396,3 +383,12 @@ class SweepRunner:
         except RuntimeError as error:
             raise self._changed(f"make_model gave another model for trial {number}", error) from error
         return Best(number, values, model)
+
+
+def _saved_array(array: ShapeArray, attributes: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    """Return what a save has of an array and its slots. ``attributes``: names of system attributes, by trial."""
+    slots = [
+        [slot.number, slot.began, slot.epochs, attributes.get(slot.number, []), slot.params, slot.origin]
+        for slot in array.slots.values()
+    ]
+    return {"name": array.name, "plain": array.plain, "save": array.save, "seats": slots}
