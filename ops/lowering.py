@@ -59,7 +59,7 @@ class Saves:
 
 
 class View(enum.Enum):
-    """Whether a result is a view of the first operand that is not a number."""
+    """True if a result is a view of the first operand that is not a number."""
 
     ALWAYS = "always"
     # Counted as a view; a copy if the array is stored in another order than its members are.

@@ -1,4 +1,4 @@
-"""What all ways to compute recurrent layers share: the walk over layers and directions, and the loop over members."""
+"""The parts that all computations of recurrent layers share: layers and directions, and the loop over members."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Array:
 
     @cached_property
     def has_variants(self) -> bool:
-        """Whether members differ in submodules."""
+        """True if members differ in submodules."""
         return bool(self.row_shapes) or any(modules != self.own_modules[0] for modules in self.own_modules)
 
     def shapes_of(self, name: str) -> tuple[torch.Size | None, ...]:
@@ -115,7 +115,7 @@ class Array:
 
 @dataclass(frozen=True, eq=False)
 class ArrayState:
-    """One state of the members (their variants and Python attributes), with the programs compiled for it."""
+    """A state of the members (their variants and Python attributes), with the programs compiled for it."""
 
     number: int
     array: Array

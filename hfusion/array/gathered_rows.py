@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class GatheredRows:
-    """Members ``rows`` of ``whole`` as an array of their own.
+    """Members ``rows`` of ``whole`` as a separate array.
 
     Attributes:
         array: holds copies of the rows; a tensor that all members share uses the memory of the whole array's.
@@ -148,7 +148,7 @@ class GatheredRows:
             write_rows(stacks[name].detach(), self.rows[:count], tensor.detach()[:count])
 
     def check_modes(self) -> None:
-        """Raise a FusionError if forward has set train or eval modes by itself."""
+        """Raise a FusionError if forward has set train or eval modes."""
         array = self.array
         changed = [path for path, module in array.named_modules() if module.training != self.modes[path]]
         if changed:

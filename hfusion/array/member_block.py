@@ -16,7 +16,7 @@ from hfusion.core.gradient_usage import absent_rows, freeze_rows, frozen_rows, m
 
 
 class MemberBlock(GatheredRows):
-    """Neighbouring members as an array of their own, whose tensors are views of their rows.
+    """Neighbouring members as a separate array, whose tensors are views of their rows.
 
     Programs are derived from those of the whole array, if there are any. `load` moves the block to as many other
     members.

@@ -137,7 +137,7 @@ def restore(views: Views, fused: FusedModule, settings: Mapping[int, MemberSetti
 
 
 def unfused(fused: FusedModule) -> list[nn.Module]:
-    """Return copies of the members as models of their own, with the settings of the members."""
+    """Return copies of the members as separate models, with the settings of the members."""
     fused._views.update(fused)
     whole, rows = fused._views.locate_members(fused)
     array, stacks = whole._array, dict(tensors(whole))

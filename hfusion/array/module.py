@@ -322,7 +322,7 @@ class FusedModule(Rows, Tree):
     @overload
     def __getitem__(self, index: slice) -> FusedModule: ...
     def __getitem__(self, index: int | slice) -> nn.Module:
-        """Return member ``index`` as a module of its own class, one object as long as its row lives.
+        """Return member ``index`` as a module of its class; the same object as long as the member is in its row.
 
         Its tensors share the memory of the row, and its gradients are those of the array's row, in both directions.
         Changes made to it (modes, requires_grad, hooks, attributes) apply to the array, or are refused at the next

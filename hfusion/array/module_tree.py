@@ -268,7 +268,7 @@ class Tree(nn.Module):
 
 
 class Branch(Tree):
-    """A submodule of a fused module: a container of tensors, which cannot be called or hooked by itself."""
+    """A submodule of a fused module: a container of tensors, which cannot be called or hooked alone."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise FusionError(

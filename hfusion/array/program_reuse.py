@@ -48,7 +48,7 @@ class TraceCache:
 
 
 def _apart(fused: FusedModule, row: int) -> nn.Module:
-    """Return a copy of a member, in memory of its own."""
+    """Return a copy of a member in separate memory."""
     shared = fused._array.comparison.shared
     return fused._around(row, {n: row_copy(t, None if n in shared else row) for n, t in fused.stacks.items()})
 

@@ -59,7 +59,7 @@ class _CopyToOwnMemory(torch.autograd.Function):
 
 
 def own_memory(tensor: Tensor) -> Tensor:
-    """Return a differentiable copy of ``tensor`` in a storage of its own."""
+    """Return a differentiable copy of ``tensor`` in a separate storage."""
     copied: Tensor = _CopyToOwnMemory.apply(tensor)  # type: ignore[no-untyped-call]
     return copied
 

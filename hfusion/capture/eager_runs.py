@@ -62,7 +62,7 @@ def runnable(module: nn.Module) -> bool:
 
 
 def twin(module: nn.Module) -> nn.Module:
-    """Return a copy with tensors of its own. Raises FusionError if the module cannot be copied."""
+    """Return a copy with copied tensors. Raises FusionError if the module cannot be copied."""
     try:
         return module_copy(module)
     except Exception as error:

@@ -173,7 +173,7 @@ def _state(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _CallStart:
-    """What is known of a call when it begins.
+    """The arguments and the state of a module when a call of it begins.
 
     Attributes:
         inside: the numbers of the calls that it is made in.

@@ -77,7 +77,7 @@ class Observation:
 
     @cached_property
     def reads(self) -> tuple[Access, ...]:
-        """What forward may read, also on branches that were not taken. A graph has these values as constants."""
+        """The values that forward may read, also on branches that were not taken. A graph has them as constants."""
         names = self.search.all_names
         read = [
             Access("attribute", f"{path}.{name}".strip("."), value)
@@ -101,7 +101,7 @@ class Observation:
 
     @cached_property
     def writes(self) -> tuple[Access, ...]:
-        """What the run has changed, in the copy and outside of it."""
+        """The tensors, attributes and variables that the run has changed."""
         after = self.outcome.values
         named = [(n, tensor, after.get(f"{n} afterwards")) for n, tensor in tensors(self.module)]
         changed = [name for name, old, new in named if new is not None and not same_values(old, new)]

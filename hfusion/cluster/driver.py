@@ -34,7 +34,7 @@ GLANCE = 1.0
 
 
 class Drive:
-    """One run. ``show(index, minibatches)`` is called when an array has been trained on more minibatches.
+    """A run on a cluster. ``show(index, minibatches)`` is called when an array has been trained on more minibatches.
 
     Args:
         log: the log of the arrays' events.
@@ -81,7 +81,7 @@ class Drive:
 
     @property
     def unstarted(self) -> bool:
-        """Whether the first failed array reported no minibatch, and no array has finished."""
+        """True if the first failed array reported no minibatch, and no array has finished."""
         return not self._done and min(self._failed, default=-1) not in self._reported_arrays
 
     def run(self) -> Report:

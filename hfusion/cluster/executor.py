@@ -26,7 +26,7 @@ class Executor(Protocol):
 
     @property
     def starting(self) -> bool:
-        """Whether the process of another device is starting, so that the device will join soon."""
+        """True if the process of another device is starting, so that the device will join soon."""
 
     def put(self, value: Any) -> Any:
         """Store an object once per node for all processes. Return a reference to it, for ``job.parts``."""

@@ -1,4 +1,4 @@
-"""What the processes of a cluster report to the driver, whatever they train."""
+"""Messages of the processes of a cluster to the driver."""
 
 from __future__ import annotations
 

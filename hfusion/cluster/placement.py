@@ -107,7 +107,7 @@ class Placement:
 
     @property
     def over(self) -> bool:
-        """Whether no array runs or waits."""
+        """True if no array runs or waits."""
         return not self._running and not self._planned and not self.stranded
 
     @property

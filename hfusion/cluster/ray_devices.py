@@ -102,7 +102,7 @@ class RayDevices:
 
     @property
     def beginning(self) -> bool:
-        """Whether an actor is starting."""
+        """True if an actor is starting."""
         return any(device.actor is not None for device in self._waiting)
 
     def started(self) -> list[ActorDevice]:

@@ -107,7 +107,7 @@ class Compiled:
 
     @property
     def infers_sizes(self) -> bool:
-        """Whether result sizes of eager fallbacks are inferred from sizes of their inputs."""
+        """True if result sizes of eager fallbacks are inferred from sizes of their inputs."""
         return any(call.open_sizes for call in self.opaque)
 
     @property

@@ -62,7 +62,7 @@ class EventLog:
 
     @property
     def writes(self) -> bool:
-        """Whether there is a folder to write to."""
+        """True if there is a folder to write to."""
         return self._folder is not None
 
     def array(self, name: str, event: str, values: Mapping[str, object]) -> None:

@@ -42,7 +42,7 @@ class Membership:
 
     @property
     def is_own(self) -> bool:
-        """Whether the tensor holds separate values for each member."""
+        """True if the tensor holds separate values for each member."""
         return self.stacked or self.standalone
 
     def exists_in(self, member: int) -> bool:
@@ -51,7 +51,7 @@ class Membership:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no member has such a tensor any more: those who had it have left the array."""
+        """True if no member has such a tensor any more: those who had it have left the array."""
         return bool(self.shapes) and all(shape is None for shape in self.shapes)
 
 

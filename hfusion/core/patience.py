@@ -28,7 +28,7 @@ def is_better(value: float, best: float, mode: str, least: float) -> bool:
 
 
 class TaggedMembers(Protocol):
-    """What `Patience` needs of a population."""
+    """The interface of a population that `Patience` uses."""
 
     @property
     def tags(self) -> Sequence[str | None]: ...

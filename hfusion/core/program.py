@@ -60,7 +60,7 @@ class Capture:
 
     @property
     def writable(self) -> frozenset[str]:
-        """As `writable`."""
+        """The names of the placeholders that the graph may write to."""
         return writable(self.graph, self.slots)
 
     @property
@@ -70,7 +70,7 @@ class Capture:
 
 
 def writable(graph: fx.Graph, slots: Sequence[Slot]) -> frozenset[str]:
-    """The names of the placeholders that a graph may write to."""
+    """Return the names of the placeholders that a graph may write to."""
     return of_kind(graph, slots, Kind.BUFFER) | of_kind(graph, slots, Kind.PARAMETER)
 
 

@@ -37,7 +37,7 @@ _C_ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
 
 
 class Link(enum.Enum):
-    """How a value refers to another one."""
+    """The kinds of references from a value to its parts."""
 
     KEY = "an item of a mapping"
     INDEX = "an item of a list, tuple or deque"

@@ -13,7 +13,7 @@ _counts: Counter[str] = Counter()
 
 @contextmanager
 def resuming(root: Path) -> Iterator[None]:
-    """Inside, runs that name no folder of their own have one here. Not for nested use."""
+    """Context manager: runs without a `directory` use a folder below this one. Not for nested use."""
     global _root
     _root = root
     _counts.clear()

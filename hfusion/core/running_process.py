@@ -1,4 +1,4 @@
-"""Whether a process of this machine still runs."""
+"""Find out whether a process of this machine still runs."""
 
 from __future__ import annotations
 

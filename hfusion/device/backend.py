@@ -234,7 +234,7 @@ class Accelerator:
 
 
 class Recorder:
-    """Records work in a queue of its own, in one pool of memory, so recordings must not be replayed concurrently."""
+    """Records work in a separate queue, in one pool of memory, so recordings must not be replayed concurrently."""
 
     def __init__(self, device: torch.device) -> None:
         self._accelerator = Accelerator(device)
@@ -243,7 +243,7 @@ class Recorder:
 
     @property
     def recording(self) -> bool:
-        """Whether this thread's queue is being recorded, by hfusion or by user code."""
+        """True if this thread's queue is being recorded, by hfusion or by user code."""
         return is_recorded(self._accelerator.device)
 
     def __call__(self, work: Callable[[], T]) -> tuple[Callable[[], object], T]:

@@ -88,7 +88,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return membership_of(self.param_groups[0]["params"][0]).members
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """As in torch. Raises ValueError for parameters of no array or of another B, or for bad values."""
+        """Do the same as in torch. Raises ValueError for parameters of no array or of another B, or for bad values."""
         by_stacks = not asked_of_members(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -111,7 +111,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """As in torch, but open a range of the profiler only if it runs."""
+        """Do the same as in torch, but open a range of the profiler only if it runs."""
         hooked = Optimizer.profile_hook_step(func)
 
         @wraps(func)
@@ -121,7 +121,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch, but open a range of the profiler only if it runs."""
+        """Do the same as in torch, but open a range of the profiler only if it runs."""
         if not set_to_none or _observed(self):
             super().zero_grad(set_to_none)
             return
@@ -207,7 +207,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
                     self._state(param, settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch, with hyper-parameters as float64 tensors ``[B]``, which ``weights_only`` accepts."""
+        """Same as torch, with hyper-parameters as float64 tensors ``[B]``, which ``weights_only`` accepts."""
         state_dict = super().state_dict()
         groups = [{key: plain(value) for key, value in group.items()} for group in state_dict["param_groups"]]
         # Copied, because later steps increment the counts in place.
@@ -218,7 +218,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return {**state_dict, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """As in torch, but copy the state. Raises CheckpointError for a state of another array."""
+        """Do the same as in torch, but copy the state. Raises CheckpointError for a state of another array."""
         entries, groups = parts_of(state_dict)
         for group, saved in zip(self.param_groups, groups, strict=False):
             try:

@@ -21,7 +21,7 @@ _INTERNAL = ("params", "param_names", "differentiable", *_EXECUTION)
 
 
 class FusedArray(Protocol):
-    """What :func:`fuse` needs of a fused module."""
+    """The interface of a fused module that :func:`fuse` uses."""
 
     def __len__(self) -> int: ...
 

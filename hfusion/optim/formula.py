@@ -31,9 +31,9 @@ class Formula:
     torch_class: ClassVar[type[Optimizer] | None] = None
     """The optimizer of torch that does the same for one model, if there is one."""
     counts_steps: ClassVar[bool] = True
-    """Whether members that keep no stack count their steps, and torch's class has a ``step`` in its state."""
+    """True if members that keep no stack count their steps, and torch's class has a ``step`` in its state."""
     elementwise: ClassVar[bool] = True
-    """Whether each element is updated independently of the others, so that tensors may be passed in pieces."""
+    """True if each element is updated independently of the others, so that tensors may be passed in pieces."""
     kernel: ClassVar[str | None] = None
     """The name of a kernel in ``kernels.c`` and ``triton_kernels.py``."""
 

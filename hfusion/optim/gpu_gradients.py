@@ -20,7 +20,7 @@ ORDERS = {1.0: 1, 2.0: 2, math.inf: 0}
 
 
 class StackedGradients:
-    """Gradients ``[members, ...]`` of one accelerator, each in memory of its own. Made by `on_accelerator`."""
+    """Gradients ``[members, ...]`` on one accelerator, in separate memory. Made by `on_accelerator`."""
 
     def __init__(self, grads: Sequence[Tensor], members: int, tables: _GradientTables) -> None:
         self._grads, self._members, self._tables = grads, members, tables

@@ -29,7 +29,7 @@ class Stepper(Protocol):
 
     @property
     def contiguous(self) -> bool:
-        """Whether it reads gradients by address, so that they must be contiguous and of the parameters' dtype."""
+        """True if it reads gradients by address, so that they must be contiguous and of the parameters' dtype."""
 
     @property
     def unrecordable(self) -> str:
@@ -297,7 +297,7 @@ def common_members(params: Sequence[Tensor]) -> int:
 
 
 def _own_numbers(names: Mapping[str, float], state: Sequence[State]) -> None:
-    """Bring the numbers of every entry to the CPU, contiguous and in memory of their own; ``step`` as float32."""
+    """Copy the numbers of every entry to the CPU, contiguous; ``step`` as float32."""
     addresses: set[int] = set()
     for entry in state:
         for name in names:

@@ -221,7 +221,7 @@ class PerMember(torch_schedulers.LRScheduler):
 
     @property
     def takes_metrics(self) -> list[bool]:
-        """Which members have a ReduceLROnPlateau of torch."""
+        """The members that have a ReduceLROnPlateau of torch."""
         return [isinstance(scheduler, torch_schedulers.ReduceLROnPlateau) for scheduler in self._schedulers]
 
     def step(
@@ -313,7 +313,7 @@ class ReduceLROnPlateau(PerMember, torch_schedulers.ReduceLROnPlateau):
 
     @property
     def in_cooldown(self) -> Tensor:
-        """Whether members are in cooldown after a reduction: bool ``[B]``."""
+        """Bool ``[B]``: true for members in cooldown after a reduction."""
         return torch.tensor([scheduler.in_cooldown for scheduler in self._schedulers], device="cpu")
 
 

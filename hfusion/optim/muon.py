@@ -118,6 +118,6 @@ def _orthogonalised(matrices: Tensor, eps: Tensor, coefficients: tuple[float, fl
 
 
 def _adjustment(shape: torch.Size, how: str | None) -> float:
-    """What the learning rate is multiplied by, so that steps of matrices of several shapes are as large."""
+    """Return the factor of the learning rate that makes steps of matrices of all shapes equally large."""
     rows, columns = shape
     return 0.2 * math.sqrt(max(rows, columns)) if how == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))

@@ -15,7 +15,7 @@ from hfusion.optim.settings import ParamGroup
 
 
 class MemberArray(Protocol):
-    """What `groups` needs of a fused module."""
+    """The interface of a fused module that `groups` uses."""
 
     def __len__(self) -> int: ...
 

@@ -1,4 +1,4 @@
-"""A loss scaler for an array: every member has a scale of its own, and skips the steps that overflow in it alone.
+"""A loss scaler for an array: each member has its own scale, and skips only the steps in which it overflows.
 
 Source: https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler
 """

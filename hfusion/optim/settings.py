@@ -53,12 +53,12 @@ class Settings:
 
     @cached_property
     def alike(self) -> bool:
-        """Whether all members have the same values."""
+        """True if all members have the same values."""
         return len(set(self.members)) == 1
 
     @cached_property
     def stateful(self) -> bool:
-        """Whether some member keeps any state."""
+        """True if some member keeps any state."""
         return self.counted or self.masters or bool(self.names)
 
     @cached_property

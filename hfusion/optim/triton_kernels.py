@@ -56,7 +56,7 @@ DTYPES = {
 
 @triton.jit
 def _spot(spots, sizes, BLOCK: tl.constexpr, LANES: tl.constexpr):
-    """Which tensor and member a program updates, the offsets of its elements in the stack, and their mask."""
+    """Return the tensor and member that a program updates, the offsets of its elements in the stack, and their mask."""
     row = spots + 3 * tl.program_id(0)
     tensor, member, block = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     # By it the compiler moves as many elements at once.
@@ -67,7 +67,7 @@ def _spot(spots, sizes, BLOCK: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _at(addresses, tensor, offsets, dtype: tl.constexpr, LANES: tl.constexpr):
-    """Where the elements lie."""
+    """Return the addresses of the elements."""
     first = tl.load(addresses + tensor).to(tl.pointer_type(dtype))
     return tl.multiple_of(first, LANES * dtype.primitive_bitwidth // 8) + offsets
 
@@ -327,7 +327,7 @@ def adam_scalars(table, counts, scalars, members, ROWS: tl.constexpr):
 
 @triton.jit
 def adamw_scalars(table, counts, scalars, members, ROWS: tl.constexpr):
-    """As those of adam."""
+    """Return the scalars of AdamW, in the order of those of Adam."""
     _adam_scalars(table, counts, scalars, members, True, ROWS)
 
 

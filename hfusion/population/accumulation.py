@@ -44,7 +44,7 @@ class Accumulation:
 
     @cached_property
     def sums_gradients(self) -> bool:
-        """Whether any member accumulates several calls."""
+        """True if any member accumulates several calls."""
         return bool((self.calls > 1).any())
 
     @property

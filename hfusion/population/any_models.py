@@ -150,7 +150,7 @@ class Population(PopulationRows):
         )
 
     def _mixed(self) -> MixedMembers:
-        """The members as groups of their own, also where they were one array so far."""
+        """Split the members into groups, also if they were one array so far."""
         if isinstance(self._members, ArrayGroup):
             if self._options is None:
                 raise FusionError(

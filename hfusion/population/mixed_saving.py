@@ -1,4 +1,4 @@
-"""A population of several groups on disk and back: each group as an array of its own, in one save."""
+"""A population of several groups on disk and back: each group as an array, in one save."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def is_mixed(saved: Saved) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class SavedGroup:
-    """A group of a save, as if it had been saved by itself.
+    """A group of a save, as if it had been saved alone.
 
     Attributes:
         save: the index of its save among those that are loaded.

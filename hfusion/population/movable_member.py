@@ -1,4 +1,4 @@
-"""Whether a fork of this process may compute a plain member, and whether what it knows of the member still holds."""
+"""Decide whether a forked process may compute a plain member, and detect changes that it does not know of."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _VALUES = (*SCALARS, torch.dtype, torch.device, torch.Size, type, types.Function
 
 
 class MovableMember:
-    """What a forked process knows of a plain member: the member's state at the time of the fork.
+    """The state of a plain member when this process was forked, which is all that the fork knows of it.
 
     Attributes:
         why_not: why the member is computed in this process; empty if a fork may compute it.

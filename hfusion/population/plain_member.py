@@ -99,13 +99,13 @@ class PlainMember(ArrayGroup):
 
     @property
     def makes_plain_steps(self) -> bool:
-        """Whether each call of its step is one of the loss itself, with an update."""
+        """True if each call of its step is one of the loss itself, with an update."""
         sums = self._weighs or self._samples or self._updates.sums_gradients
         return not (sums or self._common) and bool(self.active_rows)
 
     @property
     def updates_anywhere(self) -> bool:
-        """Whether a fork may make an update: it runs no hooks, and does not wait for the gradients of other groups."""
+        """True if a fork may make an update: it runs no hooks, and does not wait for the gradients of other groups."""
         hooked = self._gradient_hooks or coupling.has_hooks(self.optimizer)
         return not hooked and self._on_nonfinite != "raise"
 

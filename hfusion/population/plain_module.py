@@ -1,4 +1,4 @@
-"""One model that runs as plain torch where an array of models would be."""
+"""A single model in plain torch with the interface of an array."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class SharedArena:
         return start
 
     def at(self, start: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """Return a tensor on the memory at offset ``start``, with a storage of its own."""
+        """Return a tensor on the memory at offset ``start``, with a separate storage."""
         count = _count(shape, stride)
         if not count:
             return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")

@@ -96,7 +96,7 @@ class SpreadStep:
 
     @property
     def ended(self) -> bool:
-        """Whether a process has ended."""
+        """True if a process has ended."""
         return bool(self._ended_processes)
 
     def ordered(self, groups: Sequence[PlacedGroup]) -> deque[PlacedGroup]:

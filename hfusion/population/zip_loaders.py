@@ -1,4 +1,4 @@
-"""Loaders of members with data of their own, as the minibatches of an array."""
+"""Combine one loader per member into the minibatches of an array."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Bundle:
 
     @cached_property
     def comparable(self) -> bool:
-        """Whether equality implies identical bits, which does not hold for 0.0 and -0.0."""
+        """True if equality implies identical bits, which does not hold for 0.0 and -0.0."""
         return not contains(self.values, (float, complex))
 
 

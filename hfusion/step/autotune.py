@@ -59,7 +59,7 @@ class VariantTimes:
 
     @property
     def eager_wins(self) -> bool:
-        """Whether eager steps are clearly faster than compiled ones."""
+        """True if eager steps are clearly faster than compiled ones."""
         return self.seconds[COMPILED] > _CLOSE * self.seconds[EAGER]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""How a step is divided into blocks of members, and how many of the blocks run in parallel."""
+"""Divide a step into blocks of members, and choose how many of the blocks run in parallel."""
 
 from __future__ import annotations
 

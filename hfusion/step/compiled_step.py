@@ -113,7 +113,7 @@ class PerMemberStep:
 
     @property
     def seeded(self) -> bool:
-        """Whether its programs take seeds for random numbers."""
+        """True if its programs take seeds for random numbers."""
         return self.graphs[0].seeded
 
     @property

@@ -36,7 +36,7 @@ _INTEGER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 class _BlockFields(ctypes.Structure):
-    """As `team.c` has it."""
+    """The struct of the same name in `team.c`."""
 
     _fields_ = (
         ("program", _POINTER),
@@ -46,7 +46,7 @@ class _BlockFields(ctypes.Structure):
 
 
 class _StepFields(ctypes.Structure):
-    """As `team.c` has it."""
+    """The struct of the same name in `team.c`."""
 
     _fields_ = (
         ("blocks", _POINTER),

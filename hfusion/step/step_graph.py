@@ -77,12 +77,12 @@ class StepCall:
 
     @property
     def stacked(self) -> list[bool]:
-        """Which tensors have a row for every member."""
+        """The tensors that have a row for every member."""
         return list(map(is_stacked, self.leaves))
 
     @property
     def ragged(self) -> bool:
-        """Whether members' batches differ in size, which programs do not support."""
+        """True if members' batches differ in size, which programs do not support."""
         return bool(self.inputs.ragged or self.target.ragged)
 
     @property
@@ -123,7 +123,7 @@ class StepGraph:
 
     @property
     def seeded(self) -> bool:
-        """Whether it takes seeds."""
+        """True if it takes seeds."""
         return self.seeds is not None
 
     @property

@@ -141,7 +141,7 @@ class StepVariant:
 
     @cached_property
     def draws_together(self) -> bool:
-        """Whether members draw from one generator in turn, so that all of them must be computed."""
+        """True if members draw from one generator in turn, so that all of them must be computed."""
         return any(next(drawing(source.compiled.graph), None) for source in self.sources or ())
 
     def is_valid(self) -> bool:

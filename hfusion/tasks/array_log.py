@@ -44,7 +44,7 @@ ArrayListener: TypeAlias = Callable[[int, ArrayEvent, str | None], None]
 
 @dataclass
 class _ArrayCounts:
-    """What the log already contains of an array: counts of trained minibatches, evaluated epochs, saved minibatches."""
+    """Counts of what the log already contains of an array: trained minibatches, evaluated epochs, saved minibatches."""
 
     name: str
     members: int

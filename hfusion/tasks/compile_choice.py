@@ -1,4 +1,4 @@
-"""Whether an array is compiled whose task leaves that open: decided before its first minibatch, from estimates."""
+"""Decide from estimates whether to compile an array, before its first minibatch, if its task leaves that open."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class ArrayStep:
         warnings.warn(eagerly(self._name, f"with ({call}), {why}"), stacklevel=2)
 
     def prepare(self, batch: Batch, device: torch.device) -> PreparedStep:
-        """As `hfusion.runtime.recipe.WholeStep`."""
+        """See `hfusion.runtime.recipe.WholeStep`."""
         inputs, target = _on(batch.call, device)
         if self._resumed_calls:
             # The program of a kind serves minibatches with another number of samples, too.
@@ -52,26 +52,26 @@ class ArrayStep:
         return self._step.prepare(inputs, target)
 
     def run(self, prepared: PreparedStep, update: Callable[[], object]) -> Tensor:
-        """As `hfusion.runtime.recipe.WholeStep`."""
+        """See `hfusion.runtime.recipe.WholeStep`."""
         # Run it through the step, which may use threads of its own.
         self._step.update = lambda losses: update()
         return self._step.run(prepared)
 
     @property
     def known_calls(self) -> list[str]:
-        """As `hfusion.runtime.recipe.WholeStep`."""
+        """See `hfusion.runtime.recipe.WholeStep`."""
         return sorted({*map(any_samples, self._step.known_calls), *self._resumed_calls})
 
     def expect(self, calls: Sequence[str]) -> None:
-        """As `hfusion.runtime.recipe.WholeStep`."""
+        """See `hfusion.runtime.recipe.WholeStep`."""
         self._resumed_calls = set(calls)
 
     def mark_idle(self, rows: frozenset[int]) -> None:
-        """As `hfusion.runtime.recipe.WholeStep`."""
+        """See `hfusion.runtime.recipe.WholeStep`."""
         self._step.idle = rows
 
     def release(self) -> None:
-        """As `hfusion.runtime.recipe.WholeStep`."""
+        """See `hfusion.runtime.recipe.WholeStep`."""
         self._step.release()
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ _COLUMNS, _MAX_ROWS, _MAX_DEVICES, _MAX_NAME, _MAX_ARRAYS = 100, 18, 3, 24, 3
 
 @dataclass(frozen=True)
 class ArrayReport:
-    """How the members of one array were computed.
+    """The steps and eager fallbacks of the members of one array.
 
     ``calls``: how each kind of minibatch was computed by `hfusion.train_step`. It is empty if the array ran eagerly,
     bit for bit as the plain loop; ``why`` is the reason.

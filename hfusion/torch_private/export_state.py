@@ -1,4 +1,4 @@
-"""What `torch.export` changes in the process and the thread while it traces.
+"""The state of the process and the thread that `torch.export` changes while it traces.
 
 torch sets flags of an export for the whole process, although only one thread exports.
 """

@@ -1,4 +1,4 @@
-"""What `torch.manual_seed` locks, and what it keeps for accelerators that this process has not used yet."""
+"""The lock of `torch.manual_seed`, and the seeds that it keeps for accelerators that are not in use yet."""
 
 from __future__ import annotations
 

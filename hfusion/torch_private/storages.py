@@ -1,4 +1,4 @@
-"""Whether other tensors use the memory of a tensor."""
+"""Find out whether other tensors use the memory of a tensor."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _current() -> torch.Generator:
 
 
 class _RandomModule(types.ModuleType):
-    """The class of `torch.random` while a thread draws from a generator of its own.
+    """The class of `torch.random` while a thread draws from its own generator.
 
     Functions of the module read the global, which is a `_Default`. Other code reads the attribute, a Generator.
     """

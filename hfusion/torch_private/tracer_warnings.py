@@ -32,7 +32,7 @@ class _Hush(logging.Filter):
         return getattr(self.thread_state, "depth", 0) > 0
 
     def match(self, text: str) -> bool:
-        """As a warning filter's pattern."""
+        """Match every warning while the thread traces, as the pattern of a warning filter."""
         return self.active
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -82,7 +82,7 @@ class _Notes(type):
         return _Notes("_Noted", (), {"thread": threading.get_ident(), "category": category, "texts": [], "last": ""})
 
     def match(cls, text: str) -> bool:
-        """As a warning filter's pattern."""
+        """Match every warning while the thread traces, as the pattern of a warning filter."""
         is_own_thread = threading.get_ident() == cls.thread
         if is_own_thread:
             cls.last = text

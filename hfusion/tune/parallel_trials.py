@@ -156,7 +156,7 @@ class TrialSpread:
 
     @property
     def _together(self) -> bool:
-        """Whether each trial uses one thread, in any process. As it affects rounding, it depends on counts, not times.
+        """Return whether each trial uses one thread. As this affects rounding, it depends on counts, not on times.
 
         If there are few trials, each uses all threads of torch, as in an ordinary loop.
         """

@@ -46,7 +46,7 @@ class TrialSlot:
 
     @property
     def is_last(self) -> bool:
-        """Whether the next epoch is its last one."""
+        """True if the next epoch is its last one."""
         return self.epochs + 1 == self.suggestion.epochs
 
 
@@ -243,7 +243,7 @@ class ShapeArray:
 
     @property
     def any_ends(self) -> bool:
-        """Whether the next epoch is the last one of a trial."""
+        """True if the next epoch is the last one of a trial."""
         return any(slot.is_last for slot in self.slots.values())
 
     def least(self, more: int = 0) -> int:

@@ -36,7 +36,7 @@ class SweepRecipe:
 
     @property
     def evaluates(self) -> bool:
-        """Whether the value of a trial needs an evaluation, instead of its mean training loss."""
+        """True if the value of a trial needs an evaluation, instead of its mean training loss."""
         return self.metric is not None or self.eval_loader is not None
 
     def judged(self, choices: ArrayChoices) -> tuple[str, Iterable[Any]]:

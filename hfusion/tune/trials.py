@@ -113,12 +113,12 @@ class Trials:
 
     @property
     def stopped(self) -> bool:
-        """Whether study.stop() was called."""
+        """True if study.stop() was called."""
         return self.study._stop_flag
 
     @property
     def over(self) -> bool:
-        """Whether no more trials start: the study was stopped, or its sampler has exhausted the space."""
+        """True if no more trials start: the study was stopped, or its sampler has exhausted the space."""
         return not self._adopted and (self.stopped or exhausted(self.study))
 
     def ask(self) -> Trial | None:
