@@ -38,7 +38,7 @@ _definitions.define(
     "Tensor w_hidden, str kind, bool reverse) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
-# What a cell keeps for backward, in hidden sizes; of its sums it has as many as its weights have rows.
+# The number of values of hidden size that a cell keeps for backward.
 _KEPT = {"lstm": 4, "gru": 5, "rnn_tanh": 0, "rnn_relu": 0}
 
 

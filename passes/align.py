@@ -208,7 +208,7 @@ def scalars(graph: fx.Graph, members: int = 0) -> list[tuple[Any, ...]]:
         rows, nest = rows_of(node), node.meta.get("members", node.meta.get("arguments"))
         values = [scalar.values for scalar in leaves(nest, MemberScalars)]
         if rows is not None:
-            # Which members compute the node, and the values of those.
+            # The members that compute the node, and their values.
             every = range(members)
             member_values.append(tuple(member in rows for member in every))
             values = [

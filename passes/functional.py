@@ -282,7 +282,7 @@ def _keep_statistics(state: Rewriting, node: fx.Node, new: fx.Node) -> None:
         if not isinstance(statistic, fx.Node):
             continue
         buffer = state.current[statistic]
-        # Where gradients are off, and after members' own code, as views of the buffers.
+        # If gradients are off, and after eager fallbacks, they are views of the buffers.
         while buffer.target in IDENTITY:
             buffer = buffer.args[0]
         if buffer.op != "placeholder":

@@ -170,7 +170,7 @@ SCATTERS: Mapping[Any, Scatter] = {
     operator.getitem: _scatter_part,
 }
 
-# What is put back by these leaves nothing of what was there.
+# These overwrite all elements of the base.
 _WHOLE = (_permute_back, _same_again, _scatter_pairs, _scatter_complex)
 
 

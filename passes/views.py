@@ -27,7 +27,7 @@ DROPOUTS = frozenset(
     }
 )
 
-# Those of them that are views at all show the whole.
+# Operators whose result, if it is a view, contains all elements of the operand.
 IDENTITY = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default}) | DROPOUTS
 
 RESHAPES = frozenset(

@@ -137,9 +137,9 @@ def mark_tensors(array: Array, named: Mapping[str, Tensor]) -> None:
         shapes, stacked = array.shapes_of(name), name not in array.comparison.shared
         mark(tensor, Membership(name, array.members, stacked, bool(shapes) or name in padded, shapes=shapes))
     common = same_marks(array.skeletons)
-    variants = [dict(skeleton.named_parameters()) for skeleton in array.skeletons]
-    for name in dict.fromkeys(name for parameters in variants for name in parameters):
-        mark_stack(named[name], name, [parameters[name] for parameters in variants if name in parameters], common)
+    variants = [dict(tensors(skeleton)) for skeleton in array.skeletons]
+    for name in dict.fromkeys(name for held in variants for name in held):
+        mark_stack(named[name], name, [held[name] for held in variants if name in held], common)
 
 
 def check_one_structure(fused: Any, feature: str) -> None:

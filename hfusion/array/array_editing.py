@@ -49,7 +49,7 @@ class Rows(nn.Module):
 
     @property
     def why_apart(self) -> str:
-        """Why members are computed in groups (they differ in modes or hooks); empty if all are computed together."""
+        """The reason why members are computed in groups (modes or hooks differ); empty if all are computed together."""
         split = cast("FusedModule", self)._split()
         return "" if split is None else f"members are computed apart: {split.why}"
 
@@ -163,7 +163,7 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     fused._views.rearranged(fused, sources, members)
 
 
-# What forward can read of a skeleton besides tensors; it never changes.
+# The fingerprints of skeletons, which never change.
 _contents: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 

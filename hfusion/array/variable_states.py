@@ -117,7 +117,7 @@ class Situations:
             self.looped.setdefault(Island(path) if path else WHOLE, f"{why}; {remedy}")
 
     def _key(self, values: dict[str, Any]) -> Any:
-        # What does not vary in what is looped matters by then no more.
+        # Eager fallbacks read variables themselves, so only their number is part of the key.
         return self._around, len(self.looped), tuple(values.items())
 
 

@@ -127,7 +127,7 @@ def _attributes(model: nn.Module, read_tensor: Callable[[Tensor, str], Any]) -> 
     registered = {id(tensor): name for name, tensor in tensors(model)}
     registered |= {id(module): path for path, module in model.named_modules()}
     reader = _AttributeReader(registered, read_tensor)
-    marked = {name: reader.read(value, name) for name, value in parameter_marks(model).items()}
+    marked = {name: reader.read(value, name) for name, value in tensor_marks(model).items()}
     return marked | {
         f"{path}.{name}".strip("."): reader.read(value, f"{path}.{name}")
         for path, module in model.named_modules(remove_duplicate=False)
@@ -148,14 +148,14 @@ def python_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def parameter_marks(model: nn.Module) -> dict[str, Any]:
-    """Return the attributes that users set on parameters of ``model``, keyed like ``0.weight.no_decay``."""
-    return {f"{name}.{key}": value for name, p in model.named_parameters() for key, value in marks(p).items()}
+def tensor_marks(model: nn.Module) -> dict[str, Any]:
+    """Return the attributes that users set on tensors of ``model``, keyed like ``0.weight.no_decay``."""
+    return {f"{name}.{key}": value for name, tensor in tensors(model) for key, value in marks(tensor).items()}
 
 
 def same_marks(models: Sequence[nn.Module]) -> frozenset[str]:
-    """Return the names of `parameter_marks` that all ``models`` have, with equal values."""
-    marked = [parameter_marks(model) for model in models]
+    """Return the names of `tensor_marks` that all ``models`` have, with equal values."""
+    marked = [tensor_marks(model) for model in models]
     if not any(marked):
         return frozenset()
     read = [{key: value for key, value in contents(model).items() if key in marked[0]} for model in models]
@@ -215,7 +215,9 @@ class _AttributeReader(KeyReader):
 
     def read_new(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            return self._read_tensor(value, path)
+            held = [(Link.ATTRIBUTE, name, part) for name, part in marks(value).items() if name != _RESULT]
+            key = self._read_tensor(value, path)
+            return self.compound(key, held, path) if held else key
         if isinstance(value, nn.Module):
             self._check_holds_registered(value, path)
             return self.compound((type(value), value.training), attributes(value), path)

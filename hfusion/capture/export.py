@@ -149,12 +149,13 @@ def _exported(
         if isinstance(node.meta.get("val"), FakeTensor):
             # The fake tensor refers to the real constant, which the graph must not keep alive.
             node.meta["val"].constant = None
-    for slot in slots:
-        if slot.kind is Kind.CONSTANT and exported.constants[slot.name].requires_grad:
-            raise FusionError(f"forward reads {slot.name}, a tensor that requires grad but is no parameter")
-    constants: dict[str, Tensor] = {
-        slot.name: exported.constants[slot.name] for slot in slots if slot.kind is Kind.CONSTANT
-    }
+    constant_names = [slot.name for slot in slots if slot.kind is Kind.CONSTANT]
+    if reads.trains_outside or any(exported.constants[name].requires_grad for name in constant_names):
+        raise FusionError(
+            "forward computes with a tensor that requires grad, and that the model does not register; register it as a "
+            "parameter, or its module as a submodule: if all models have the same object, it is stored once"
+        )
+    constants: dict[str, Tensor] = {name: exported.constants[name] for name in constant_names}
     examples = [n.meta["val"] for n, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
     spec, guards = exported.call_spec.out_spec, Guards(tuple(examples))
     return Capture(

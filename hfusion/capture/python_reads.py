@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hfusion.core.errors import FusionError
+from hfusion.core.memory import tensors_in
 from hfusion.passes.expected_checks import EXPECT
 from hfusion.torch_private.export_state import MODULES_BELOW_CODE, TRACERS
 from hfusion.torch_private.fake_tensors import FakeTensor
@@ -113,12 +114,15 @@ class PythonReads(TorchFunctionMode):
     Attributes:
         asked_strides: whether forward has read the strides of a tensor.
         was_contiguous: whether ``contiguous()`` or a similar call returned its operand, which leaves no node.
+        trains_outside: whether forward has computed with a trainable parameter that the model does not register. An
+            export has its values as a constant, without a gradient.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.asked_strides = False
         self.was_contiguous = False
+        self.trains_outside = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -140,7 +144,14 @@ class PythonReads(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func in _MAY_COPY and result is args[0]:
             self.was_contiguous = True
+        if not self.trains_outside and any(map(_is_outside, tensors_in((args, kwargs)))):
+            self.trains_outside = any(tensor.requires_grad for tensor in tensors_in(result))
         return result
+
+
+def _is_outside(tensor: Tensor) -> bool:
+    """Return whether a tensor is a trainable parameter that is not registered: an export has fake ones for others."""
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad and not isinstance(tensor, FakeTensor)
 
 
 def _read(frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

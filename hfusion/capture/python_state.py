@@ -20,6 +20,7 @@ from hfusion.capture.reachable_code import CodeSearch
 from hfusion.capture.registered_tensors import is_array
 from hfusion.capture.variable_scopes import MISSING, Attributes, ContextVariable, Holder
 from hfusion.core.errors import FusionError
+from hfusion.core.memory import same_values
 from hfusion.core.python_values import (
     PLAIN,
     IdentityRef,
@@ -165,7 +166,8 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _refill_tensor(tensor: Tensor, version: int, held: Tensor) -> None:
-    if tensor._version != version:
+    # Batch normalization updates its statistics without a new version.
+    if tensor._version != version or not same_values(tensor, held):
         tensor.detach().copy_(held)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hfusion.capture.attribute_bytecode import writes
+from hfusion.capture.registered_tensors import is_array
 from hfusion.capture.variable_scopes import (
     Attributes,
     ClosureVariable,
@@ -27,13 +28,17 @@ from hfusion.capture.variable_scopes import (
     Holder,
 )
 from hfusion.core.fingerprint import imported_modules, is_user_code, names_in
+from hfusion.core.parameter_attributes import marks
 from hfusion.core.python_values import CONTAINERS, MAPPINGS, SCALARS, default_arguments, slots
 
 # Largest number of nested levels of containers and objects that are searched.
 MAX_DEPTH = 4
 # Largest number of items of a container whose attributes are searched.
 _MAX_OBJECTS = 100
-_UNREAD = (Tensor, nn.Module, logging.Logger, types.ModuleType)
+_UNREAD = (logging.Logger, types.ModuleType)
+# The attributes of every module, and those of them on which the results of a call may depend.
+_TABLES = frozenset(vars(nn.Module()))
+_NOTED_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 # Locks and queues, and what other threads do with them, are no state of a model.
 _OF_THREADS = frozenset({"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"})
 
@@ -76,6 +81,7 @@ class CodeSearch:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._parts: dict[type, set[str]] = {}
+        self._registered = {id(part) for model in models for part in model.modules()}
         self._instance_functions: dict[type, list[types.FunctionType]] = {}
         for model in models:
             for path, part in model.named_modules():
@@ -184,6 +190,14 @@ class CodeSearch:
 
     def _inside(self, title: str, value: Any, scope: _Scope, depth: int = MAX_DEPTH) -> Iterator[types.FunctionType]:
         """Note the attributes inside a value that code reads; yield the functions that it may call."""
+        if isinstance(value, nn.Module):
+            yield from self._module(title, value, scope)
+            return
+        if isinstance(value, Tensor):
+            holder = Attributes(f"{title}.", value)
+            for name in scope.read & marks(value).keys():
+                self._note(holder, name)
+            return
         if isinstance(value, (*SCALARS, *_UNREAD)) or self._looked_at.get(id(value), 0) >= depth:
             return
         if type(value).__module__.partition(".")[0] in _OF_THREADS and not isinstance(value, threading.local):
@@ -230,6 +244,22 @@ class CodeSearch:
         for name in sorted(name for name in scope.read & present if not name.startswith("__")):
             self._note(holder, name)
             yield from self._inside(f"{title}.{name}", holder.read(name), scope, depth - 1)
+
+    def _module(self, title: str, module: nn.Module, scope: _Scope) -> Iterator[types.FunctionType]:
+        """Note the state of a module outside of the models; yield the functions that its forward may call."""
+        for path, part in module.named_modules():
+            if id(part) in self._registered or id(part) in self._looked_at or is_array(part):
+                continue
+            self._looked_at[id(part)] = MAX_DEPTH
+            methods = _called(type(part), scope.called | {"forward"})
+            yield from (method for method in methods if is_user_code(method.__module__))
+            inner = scope.with_code(methods)
+            present = _attributes(part) - _TABLES | {name for name in _NOTED_TABLES if vars(part)[name]}
+            holder = Attributes(f"{title}.{path}.".replace("..", "."), part)
+            for name in sorted(inner.read & present | {"training"}):
+                self._note(holder, name)
+                if name not in _TABLES:
+                    yield from self._inside(f"{holder.title}{name}", holder.read(name), inner)
 
     def _note(self, holder: Holder, name: str, numbered: bool = True) -> Holder:
         registered = self._register_holder(holder, numbered)

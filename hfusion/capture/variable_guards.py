@@ -100,7 +100,7 @@ class Variables:
         rest = [name for name in names if name not in at_once]
         if at_once:
             read = [holder.read(name) for name in at_once]
-            self._groups.append((_reader(holder.held, at_once), _table(holder.held), (*read, read[-1])))
+            self._groups.append((*_reader(holder, at_once), (*read, read[-1])))
         if rest:
             self._groups.append((lambda names: map(holder.read, names), rest, tuple(map(holder.read, rest))))
         if isinstance(holder, Attributes) and not isinstance(holder.held, _RARELY_GIVEN):
@@ -112,13 +112,14 @@ class Variables:
             self._groups += _items(value)
 
 
-def _reader(held: Any, names: list[str]) -> Read:
+def _reader(holder: Holder, names: list[str]) -> tuple[Read, Any]:
+    """Return a function that reads variables, and the dict that it reads them from; an object if that has slots."""
+    held = holder.held
     # The last name is repeated: for a single name, the getter would not return a tuple.
-    return (operator.itemgetter if isinstance(_table(held), MAPPINGS) else operator.attrgetter)(*names, names[-1])
-
-
-def _table(held: Any) -> Any:
-    return held if isinstance(held, dict) or (slots(type(held)) and not isinstance(held, type)) else vars(held)
+    names = [*names, names[-1]]
+    if isinstance(holder, Attributes) and slots(type(held)) and not isinstance(held, type):
+        return operator.attrgetter(*names), held
+    return operator.itemgetter(*names), held if isinstance(holder, GlobalVariables) else vars(held)
 
 
 def _items(value: Any, depth: int = MAX_DEPTH) -> Iterator[tuple[Read, Any, tuple[Any, ...]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
     """Return a deep copy in the same train and eval modes; ``memo`` is that of `copy.deepcopy`.
 
     `copy.deepcopy` alone copies a module whose ``__setstate__`` calls ``__init__`` in train mode, and loses attributes
-    that users have set on parameters.
+    that users have set on parameters and buffers.
     """
     memo = {} if memo is None else memo
     # Most attributes of a module are empty tables of hooks, on which deepcopy spends two thirds of its time.
@@ -63,15 +63,20 @@ def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
             if type(value) in _CONTAINERS and not value:
                 memo.setdefault(id(value), type(value)())
     copied = copy.deepcopy(module, memo)
-    parameters = dict(copied.named_parameters(remove_duplicate=False))
-    for name, parameter in module.named_parameters():
-        if name in parameters and parameters[name] is not parameter:
-            keep_marks(parameters[name], parameter, memo)
+    copied_tensors = dict(_tensors(copied, remove_duplicate=False))
+    for name, tensor in _tensors(module):
+        if name in copied_tensors and copied_tensors[name] is not tensor:
+            keep_marks(copied_tensors[name], tensor, memo)
     modes = {path: part.training for path, part in module.named_modules(remove_duplicate=False)}
     for path, part in copied.named_modules(remove_duplicate=False):
         if part.training != modes.get(path, part.training):
             part.training = modes[path]
     return copied
+
+
+def _tensors(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=remove_duplicate)
+    yield from module.named_buffers(remove_duplicate=remove_duplicate)
 
 
 def copies_in_like_memory(tensors: Sequence[Tensor]) -> list[Tensor]:

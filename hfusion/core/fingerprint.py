@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hfusion.core.parameter_attributes import marks
 from hfusion.core.python_values import IdentityRef, KeyReader, Link, attributes, parts
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings, read_settings
 from hfusion.torch_private import module_hooks
@@ -117,7 +118,9 @@ class _ClosureReader(KeyReader):
         if isinstance(value, types.BuiltinFunctionType) or (isinstance(value, type) and not _is_read(value)):
             return type(value), value
         if isinstance(value, Tensor):
-            return _Alive.of(value), 0 if value.is_inference() else value._version, value.requires_grad
+            key = _Alive.of(value), 0 if value.is_inference() else value._version, value.requires_grad
+            held = marks(value)
+            return (*key, self.read(held)) if held else key
         return None
 
     def name(self, key: Any) -> Any:

@@ -45,8 +45,13 @@ class DifferingMark:
 
 
 def marks(tensor: Tensor) -> dict[str, Any]:
-    """Return the attributes that a user has given to ``tensor``."""
-    return {name: value for name, value in vars(tensor).items() if not name.startswith(_PRIVATE)}
+    """Return the attributes that a user has given to ``tensor``; none for a subclass, which keeps its data there."""
+    held = vars(tensor)
+    if not held or not (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)):
+        return {}
+    # nn.Buffer sets two.
+    own = ("_is_buffer", "persistent") if "_is_buffer" in held else ()
+    return {name: value for name, value in held.items() if name not in own and not name.startswith(_PRIVATE)}
 
 
 def user_class(parameter: Tensor) -> type[nn.Parameter] | None:

@@ -235,7 +235,11 @@ class KeyReader(ABC):
         kind = type(value)
         if kind in _EXACT:
             return kind, value
-        key = plain_key(value) if isinstance(value, PLAIN) else self.leaf(value, path)
+        if isinstance(value, PLAIN):
+            # Subclasses of numbers and texts may have attributes.
+            held = [] if isinstance(value, enum.Enum) else attributes(value)
+            return self.compound(plain_key(value), held, path) if held else plain_key(value)
+        key = self.leaf(value, path)
         if key is not None:
             return key
         if id(value) in self._visited:

@@ -92,7 +92,7 @@ def _moments(h: Any, o: Any, step: Tensor, decay: Tensor | None, shrink: Tensor 
         "scale": (1 - h.beta2**step).rsqrt(),
         "eps": h.eps,
         "step": h.lr / (1 - h.beta1**step),
-        # What torch.lerp takes; kernels take it as ``near`` and ``toward``.
+        # The weight of torch.lerp; kernels get ``near`` and ``toward`` instead.
         "weight": 1 - h.beta1,
     }
 

@@ -242,7 +242,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     def unfuse(self) -> list[dict[str, Any]]:
         """Return B state dicts, one per member, for torch.optim's class of the same name."""
         master_weights.check_unfused(self.param_groups)
-        options, early = _torch_ways(self.torch_class)
+        options, early = _torch_defaults(self.torch_class)
         if early:
             self.initialise()
         return member_state_dicts(self.param_groups, self.state, options, counted=self.counts_steps, early=early)
@@ -386,7 +386,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         return complete_state(param, self.state[param], settings, type(self))
 
 
-def _torch_ways(kind: type[Optimizer] | None) -> tuple[ParamGroup, bool]:
+def _torch_defaults(kind: type[Optimizer] | None) -> tuple[ParamGroup, bool]:
     """Return a param group with the defaults of the installed torch, and whether its constructor creates state."""
     if kind is None:
         return {}, False

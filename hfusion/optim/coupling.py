@@ -172,7 +172,7 @@ _TRANSPARENT = ("accelerate.", "lightning.", "pytorch_lightning.")
 def _add_param_group(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_param_group(self: Optimizer, param_group: Any) -> None:
-        # Those of hf.optim look at their groups when options are vectors [B].
+        # Optimizers of hf.optim check their groups themselves when options are vectors [B].
         looks = not asked_of_members(param_group) and not getattr(self, "keeps_members_apart", False)
         original(self, param_group)
         check(self)

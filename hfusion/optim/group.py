@@ -125,7 +125,7 @@ class Group:
 
     @property
     def unrecordable(self) -> str:
-        """Why the launches of its steps cannot be recorded; empty if they can."""
+        """The reason why launches of its steps cannot be recorded; empty if they can."""
         return self._plan.unrecordable
 
     @property

@@ -183,7 +183,7 @@ class PerMember(torch_schedulers.LRScheduler):
         self._makes, self._stand_ins, self._schedulers = makes, stand_ins, schedulers
 
     def _like(self, source: int, state: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Another stand-in and scheduler, where those of member ``source`` are."""
+        """Return another stand-in and scheduler in the state of those of member ``source``."""
         return _copied(self.optimizer, self._makes[source], self._stand_ins[source].param_groups, state)
 
     def member_state(self, row: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class GradScaler:
             name: torch.as_tensor(value, dtype=torch.float32, device="cpu").reshape(-1)
             for name, value in self._arguments.items()
         }
-        # What all members began with, which holds for those that join; None where theirs differed.
+        # The initial values for members that join; None if those of the first members differed.
         self.initial_values = {
             name: float(value[0]) if bool((value == value[0]).all()) else None for name, value in values.items()
         }

@@ -72,6 +72,6 @@ def _member_state(entry: State, param: Tensor, member: int) -> State:
     rows = {name: value[member] if mark.stacked else value for name, value in entry.items()}
     shape = mark.shapes[member] if mark.shapes else None
     if shape is not None:
-        # What is one number of the member has no such shape.
+        # A number per member, such as a step count, does not have the shape of the parameter.
         rows = {name: leading(row, shape) if row.dim() == len(shape) else row for name, row in rows.items()}
     return {name: row.clone(memory_format=torch.contiguous_format) for name, row in rows.items()}

@@ -148,7 +148,7 @@ def _state_tensors(member: PlainMember) -> list[Tensor]:
 
 
 def _read_by_updates(member: PlainMember) -> list[Any]:
-    """Every object that an update reads besides parameters and gradients: it holds as long as these are the same."""
+    """Return all objects that an update reads besides parameters and gradients, to detect that one is replaced."""
     objects: list[Any] = [value for entry in member.optimizer.state.values() for value in entry.values()]
     for group in member.optimizer.param_groups:
         for value in group.values():

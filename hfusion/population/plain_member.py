@@ -110,7 +110,7 @@ class PlainMember(ArrayGroup):
         return not hooked and self._on_nonfinite != "raise"
 
     def hold_buffers(self) -> None:
-        # Where another process has computed the step, before it began.
+        # If another process has computed the step, it held the buffers before it began.
         if cast(PlainStep, self._step).computed is None:
             module = cast(PlainModule, self.fused)
             module.settle()

@@ -58,7 +58,7 @@ class Postponed:
 
 @dataclass(frozen=True, eq=False)
 class Requested:
-    """Another process began to make the program."""
+    """A compilation that another process has begun."""
 
     pending: PendingProgram
     behind: bool

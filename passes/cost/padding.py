@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from hfusion.device.calibrate import ComputeRates
 from hfusion.passes.cost.price import Model
 
-# What Python does for a call of some members, such as looking up their program, in operators that take as long. With it
-# the faster of both was chosen in ten of ten cases on one thread of a CPU: MLPs, CNNs and encoders of 3 to 16 members,
+# The overhead of a call for some members, such as the lookup of their program, as a number of operators. With it the
+# faster of both was chosen in ten of ten cases on one thread of a CPU: MLPs, CNNs and encoders of 3 to 16 members,
 # with batches of 2 to 1024 samples.
 BLOCK_CALLS = 80.0
 # A call for some of the members takes their rows of each parameter, and autograd adds the gradients of these rows to

@@ -13,7 +13,7 @@ import torch
 from hfusion.device.cache import cache_file, number, read_json, write_json
 from hfusion.device.calibrate import describe
 
-# Seconds that a file may tell.
+# The range of seconds that are accepted from a file.
 _PLAUSIBLE = (1e-12, 1e6)
 
 

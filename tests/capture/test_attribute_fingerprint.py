@@ -31,6 +31,10 @@ class Slotted:
         self.scale = scale
 
 
+class Number(float):
+    scale: float
+
+
 class Scaling:
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -66,6 +70,8 @@ def of_default(scale: float) -> Callable[[Tensor], Tensor]:
 HELD: dict[str, tuple[Callable[[float], Any], Callable[[Any, Tensor], Tensor]]] = {
     "list with an attribute": (lambda v: with_scale(Row([1]), v), lambda held, x: x * held.scale),
     "dict with an attribute": (lambda v: with_scale(Options(a=1), v), lambda held, x: x * held.scale),
+    "number with an attribute": (lambda v: with_scale(Number(1), v), lambda held, x: x * held.scale),
+    "tensor with an attribute": (lambda v: with_scale(torch.ones(1), v), lambda held, x: x * held.scale),
     "slots": (Slotted, lambda held, x: x * held.scale),
     "deque": (lambda v: deque([v], 3), lambda held, x: x * held[0]),
     "length of a deque": (lambda v: deque([1.0], int(v)), lambda held, x: x * held.maxlen),
@@ -99,6 +105,47 @@ def test_members_that_differ_in_an_attribute(kind: str) -> None:
             model.held = make(scale)
         x = normal(3, 4)
         torch.testing.assert_close(hf.fuse(models)(x), torch.stack([model(x) for model in models]))
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "buffer"])
+@pytest.mark.parametrize("scales", [(1.5, 1.5), (1.5, 3.5)])
+def test_attributes_of_registered_tensors(name: str, scales: tuple[float, float]) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.fc(x) * self.buffer * dict(self.state_dict(keep_vars=True))[name].scale  # type: ignore[no-any-return]
+
+    kinds = net(forward, lambda module: module.register_buffer("buffer", torch.ones(4).double()))
+    models = [kinds() for _ in scales]
+    for model, scale in zip(models, scales, strict=True):
+        with_scale(dict(model.state_dict(keep_vars=True))[name], scale)
+    x = normal(3, 4)
+    expected = [model(x) for model in models]
+    fused = hf.fuse(models)
+    torch.testing.assert_close(fused(x), torch.stack(expected))
+    for member, wanted in zip(fused.unfuse(), expected, strict=True):
+        torch.testing.assert_close(member(x), wanted)
+
+
+WEIGHT, LAYER = nn.Parameter(torch.ones(4).double()), nn.Linear(4, 4).double()
+
+
+def with_parameter(self: Any, x: Tensor) -> Tensor:
+    return self.fc(x) * WEIGHT  # type: ignore[no-any-return]
+
+
+def with_layer(self: Any, x: Tensor) -> Tensor:
+    return LAYER(self.fc(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("forward", "weight"), [(with_parameter, WEIGHT), (with_layer, LAYER.weight)])
+def test_a_parameter_outside_of_the_models_gets_its_gradient(
+    forward: Callable[..., Tensor], weight: nn.Parameter
+) -> None:
+    models, x = [net(forward)() for _ in range(2)], normal(3, 4)
+    fused = hf.fuse(models)
+    (gradient,) = torch.autograd.grad(fused(x).square().sum(), [weight])
+    (expected,) = torch.autograd.grad(torch.stack([model(x) for model in models]).square().sum(), [weight])
+    torch.testing.assert_close(gradient, expected)
+    assert "that the model does not register" in str(fused.report())
 
 
 def grown_default() -> Callable[[Tensor], Tensor]:

@@ -118,6 +118,48 @@ READ_OTHER, PUT_OTHER = closed_over()
 LONG = [1.0] * 5000
 
 
+class Outside(nn.Module):
+    """A module that the models call, but do not register."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau = 1.0
+        self.inner = nn.Sequential(nn.Sequential(nn.Sequential(nn.LeakyReLU(1.0))))
+        self.norm = nn.BatchNorm1d(2).double().requires_grad_(False)
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(-x) * self.tau * (1.0 if self.training else 0.5)  # type: ignore[no-any-return]
+
+    def scale(self) -> float:
+        return float(self(torch.full((), -1.0)))
+
+    def counted(self) -> int:
+        self.count += 1
+        return self.count
+
+    def mean(self) -> float:
+        self.norm(torch.tensor([[1.0, 2.0], [3.0, 5.0]], dtype=torch.float64))
+        assert self.norm.running_mean is not None
+        return float(self.norm.running_mean.sum())
+
+
+class SlottedDict(dict[str, Any]):
+    """A dict in which a missing key is an error of its own."""
+
+    __slots__ = ("tau",)
+
+    def __missing__(self, key: str) -> Any:
+        raise AssertionError(key)
+
+
+SLOTTED = SlottedDict(a=1)
+SLOTTED.tau = 1.0
+OUTSIDE, TENSOR = Outside(), torch.zeros(1)
+TENSOR.tau = 1.0  # type: ignore[attr-defined]
+LEAKY: Any = OUTSIDE.inner[0][0]  # type: ignore[index]
+
+
 def by_wrapper(value: float) -> None:
     decorated.tau = decorated.factor[0] = value
 
@@ -155,6 +197,12 @@ READS: Mapping[str, tuple[Callable[[], float], Callable[[float], object]]] = {
     "list as a default": (lambda: with_list(), lambda v: with_list.__defaults__[0].__setitem__(0, v)),
     "attribute of a function": (lambda: with_attribute(), lambda v: setattr(with_attribute, "tau", v)),
     "decorator": (lambda: decorated(), by_wrapper),
+    "dict with a slot": (lambda: SLOTTED.tau, lambda v: setattr(SLOTTED, "tau", v)),
+    "module": (lambda: OUTSIDE.scale(), lambda v: setattr(OUTSIDE, "tau", v)),
+    "mode of a module": (lambda: OUTSIDE.scale(), lambda v: OUTSIDE.train(v == 1.0)),
+    "nested module": (lambda: OUTSIDE.scale(), lambda v: setattr(LEAKY[0], "negative_slope", v)),
+    "replaced module": (lambda: OUTSIDE.scale(), lambda v: LEAKY.__setitem__(0, nn.LeakyReLU(v))),
+    "attribute of a tensor": (lambda: TENSOR.tau, lambda v: setattr(TENSOR, "tau", v)),  # type: ignore[attr-defined]
     "learning rate": (lambda: OPTIMIZER.param_groups[0]["lr"], lambda v: OPTIMIZER.param_groups[0].update(lr=v)),
     "scheduler": (lambda: SCHEDULER.get_last_lr()[0], lambda v: SCHEDULER._last_lr.__setitem__(0, v)),
 }
@@ -274,6 +322,14 @@ def of_tensor_in_dict() -> float:
     return float(BANK["rows"].sum())
 
 
+def of_module() -> int:
+    return OUTSIDE.counted()
+
+
+def of_statistics() -> float:
+    return OUTSIDE.mean()
+
+
 def draw() -> float:
     return random.random() + float(np.random.rand())
 
@@ -295,6 +351,8 @@ def reset() -> None:
     COUNT_CONTEXT.set(0)
     COUNTS[0] = 0
     TOTAL.zero_()
+    OUTSIDE.count = 0
+    OUTSIDE.norm.reset_running_stats()
     BANK["rows"].zero_()
     del MANY[2000:]
     random.seed(1)
@@ -305,7 +363,7 @@ def reset() -> None:
 
 
 COUNTERS = [of_object, of_class, of_new_attribute, of_function, of_default, of_context, of_array, of_long_list]
-COUNTERS += [of_tensor, of_tensor_in_dict]
+COUNTERS += [of_tensor, of_tensor_in_dict, of_module, of_statistics]
 
 
 @pytest.fixture
