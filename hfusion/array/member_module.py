@@ -9,6 +9,7 @@ referenced outside.
 from __future__ import annotations
 
 import copy
+import enum
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,8 @@ from hfusion.torch_private.module_hooks import RegisteredHook, registered_hooks
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STANDARD = frozenset(nn.Module().__dict__)
-_FIXED = (*PLAIN, type, types.FunctionType, types.BuiltinFunctionType)
+# Subclasses of these may have attributes that change.
+_FIXED = frozenset({*PLAIN, types.FunctionType, types.BuiltinFunctionType})
 _MISSING = object()
 _TRAINED = attrgetter("requires_grad")
 _HOOKED, _UNHOOKED = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks"), (None, None)
@@ -181,7 +183,7 @@ class RowView:
         """Record the current attributes, so that they do not count as changes by the user."""
         self._attributes = [(vars(module), dict(vars(module))) for module in self.modules.values()]
         self._mutable = any(
-            name not in _STANDARD and not isinstance(value, _FIXED)
+            name not in _STANDARD and not (type(value) in _FIXED or isinstance(value, type | enum.Enum))
             for _, attributes in self._attributes
             for name, value in attributes.items()
         )
