@@ -36,9 +36,10 @@ MAX_DEPTH = 4
 # Largest number of items of a container whose attributes are searched.
 _MAX_OBJECTS = 100
 _UNREAD = (logging.Logger, types.ModuleType)
-# The attributes of every module, and those of them on which the results of a call may depend.
-_TABLES = frozenset(vars(nn.Module()))
-_NOTED_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+# The attributes of every module, and those of them on which the results of a call depend.
+_OF_MODULES = frozenset(vars(nn.Module()))
+_MODULE_STATE = ("training", "_forward_hooks", "_forward_pre_hooks")
+_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 # Locks and queues, and what other threads do with them, are no state of a model.
 _OF_THREADS = frozenset({"threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"})
 
@@ -191,7 +192,7 @@ class CodeSearch:
     def _inside(self, title: str, value: Any, scope: _Scope, depth: int = MAX_DEPTH) -> Iterator[types.FunctionType]:
         """Note the attributes inside a value that code reads; yield the functions that it may call."""
         if isinstance(value, nn.Module):
-            yield from self._module(title, value, scope)
+            yield from () if is_array(value) else self._module(title, value, scope)
             return
         if isinstance(value, Tensor):
             holder = Attributes(f"{title}.", value)
@@ -248,18 +249,18 @@ class CodeSearch:
     def _module(self, title: str, module: nn.Module, scope: _Scope) -> Iterator[types.FunctionType]:
         """Note the state of a module outside of the models; yield the functions that its forward may call."""
         for path, part in module.named_modules():
-            if id(part) in self._registered or id(part) in self._looked_at or is_array(part):
+            if id(part) in self._registered or id(part) in self._looked_at:
                 continue
             self._looked_at[id(part)] = MAX_DEPTH
             methods = _called(type(part), scope.called | {"forward"})
             yield from (method for method in methods if is_user_code(method.__module__))
             inner = scope.with_code(methods)
-            present = _attributes(part) - _TABLES | {name for name in _NOTED_TABLES if vars(part)[name]}
             holder = Attributes(f"{title}.{path}.".replace("..", "."), part)
-            for name in sorted(inner.read & present | {"training"}):
+            for name in (*_MODULE_STATE, *(table for table in _MODULE_TABLES if vars(part)[table])):
                 self._note(holder, name)
-                if name not in _TABLES:
-                    yield from self._inside(f"{holder.title}{name}", holder.read(name), inner)
+            for name in sorted(inner.read & _attributes(part) - _OF_MODULES):
+                self._note(holder, name)
+                yield from self._inside(f"{holder.title}{name}", holder.read(name), inner)
 
     def _note(self, holder: Holder, name: str, numbered: bool = True) -> Holder:
         registered = self._register_holder(holder, numbered)

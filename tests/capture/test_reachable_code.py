@@ -160,6 +160,12 @@ TENSOR.tau = 1.0  # type: ignore[attr-defined]
 LEAKY: Any = OUTSIDE.inner[0][0]  # type: ignore[index]
 
 
+def hooked(value: float) -> None:
+    OUTSIDE._forward_hooks.clear()
+    if value != 1.0:
+        OUTSIDE.register_forward_hook(lambda module, args, output: output * value)
+
+
 def by_wrapper(value: float) -> None:
     decorated.tau = decorated.factor[0] = value
 
@@ -200,6 +206,7 @@ READS: Mapping[str, tuple[Callable[[], float], Callable[[float], object]]] = {
     "dict with a slot": (lambda: SLOTTED.tau, lambda v: setattr(SLOTTED, "tau", v)),
     "module": (lambda: OUTSIDE.scale(), lambda v: setattr(OUTSIDE, "tau", v)),
     "mode of a module": (lambda: OUTSIDE.scale(), lambda v: OUTSIDE.train(v == 1.0)),
+    "hook of a module": (lambda: OUTSIDE.scale(), hooked),
     "nested module": (lambda: OUTSIDE.scale(), lambda v: setattr(LEAKY[0], "negative_slope", v)),
     "replaced module": (lambda: OUTSIDE.scale(), lambda v: LEAKY.__setitem__(0, nn.LeakyReLU(v))),
     "attribute of a tensor": (lambda: TENSOR.tau, lambda v: setattr(TENSOR, "tau", v)),  # type: ignore[attr-defined]
