@@ -65,14 +65,14 @@ class Kin:
     contents: tuple[Any, ...]
 
     def __call__(self, modes: Any, arguments: Arguments) -> Compiled | None:
+        if self.fused._array.has_variants:
+            # Rows cannot be selected from a graph with variants, whose captures are cached for the process.
+            return None
         earlier = [
             (contents, state.compiler)
             for contents, state in reversed(self.fused._states.items())
             if state.compiler is not self.compiler
         ]
-        if self.fused._array.has_variants:
-            # Rows cannot be selected from a graph with variants, whose captures are cached for the process.
-            return None
         required = set(self.contents)
         for contents, program in self._fitting(
             [pair for pair in earlier if required <= set(pair[0])], modes, arguments
