@@ -64,7 +64,8 @@ def items(value: Any) -> list[Part]:
     if isinstance(value, tuple | deque):
         return [(Link.INDEX, index, item) for index, item in enumerate(tuple(value))]
     if type(value) is dict:
-        return [(Link.KEY, key, item) for key, item in value.items()]
+        # As a list first: another thread may change the dict.
+        return [(Link.KEY, key, item) for key, item in list(value.items())]
     if isinstance(value, Mapping):
         base: Any = next((kind for kind in (OrderedDict, dict) if isinstance(value, kind)), type(value))
         return [(Link.KEY, key, item) for key, item in list(base.items(value))]
