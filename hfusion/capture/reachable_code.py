@@ -194,12 +194,14 @@ class CodeSearch:
         if isinstance(value, nn.Module):
             yield from () if is_array(value) else self._module(title, value, scope)
             return
-        if isinstance(value, Tensor):
-            holder = Attributes(f"{title}.", value)
-            for name in scope.read & marks(value).keys():
-                self._note(holder, name)
-            return
         if isinstance(value, (*SCALARS, *_UNREAD)) or self._looked_at.get(id(value), 0) >= depth:
+            return
+        if isinstance(value, Tensor):
+            self._looked_at[id(value)] = depth
+            holder = Attributes(f"{title}.", value)
+            for name in sorted(scope.read & marks(value).keys()):
+                self._note(holder, name)
+                yield from self._inside(f"{title}.{name}", holder.read(name), scope, depth - 1)
             return
         if type(value).__module__.partition(".")[0] in _OF_THREADS and not isinstance(value, threading.local):
             return

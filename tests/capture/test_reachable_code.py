@@ -156,7 +156,7 @@ class SlottedDict(dict[str, Any]):
 SLOTTED = SlottedDict(a=1)
 SLOTTED.tau = 1.0
 OUTSIDE, TENSOR = Outside(), torch.zeros(1)
-TENSOR.tau = 1.0  # type: ignore[attr-defined]
+TENSOR.tau, TENSOR.held = 1.0, [1.0]  # type: ignore[attr-defined]
 LEAKY: Any = OUTSIDE.inner[0][0]  # type: ignore[index]
 
 
@@ -210,6 +210,7 @@ READS: Mapping[str, tuple[Callable[[], float], Callable[[float], object]]] = {
     "nested module": (lambda: OUTSIDE.scale(), lambda v: setattr(LEAKY[0], "negative_slope", v)),
     "replaced module": (lambda: OUTSIDE.scale(), lambda v: LEAKY.__setitem__(0, nn.LeakyReLU(v))),
     "attribute of a tensor": (lambda: TENSOR.tau, lambda v: setattr(TENSOR, "tau", v)),  # type: ignore[attr-defined]
+    "list of a tensor": (lambda: TENSOR.held[0], lambda v: TENSOR.held.__setitem__(0, v)),  # type: ignore[attr-defined]
     "learning rate": (lambda: OPTIMIZER.param_groups[0]["lr"], lambda v: OPTIMIZER.param_groups[0].update(lr=v)),
     "scheduler": (lambda: SCHEDULER.get_last_lr()[0], lambda v: SCHEDULER._last_lr.__setitem__(0, v)),
 }
