@@ -282,8 +282,10 @@ def _remember_variables(
     holder: Holder, assigned: Set[str], undo: list[Callable[[], object]], visited: dict[int, Any]
 ) -> None:
     before = {name: holder.read(name) for name in holder.names}
-    for value in before.values():
-        _remember(value, undo, visited, objects=False)
+    for name, value in before.items():
+        # Parameters of other modules are not copied: they may be large, and forward seldom writes to them.
+        if name != "_parameters" or not isinstance(holder.held, nn.Module):
+            _remember(value, undo, visited, objects=False)
     if not isinstance(holder, ContextVariable):
         # Other threads may change variables that the code does not assign.
         before = {name: value for name, value in before.items() if name in assigned}
