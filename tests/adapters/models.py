@@ -149,9 +149,9 @@ def alone(base: Base, config: Any, seed: int, run: Run, member: int) -> Any:
     """The member as peft and torch.optim train it."""
     from peft import get_peft_model
 
-    own = base.make()
+    base_model = base.make()
     torch.manual_seed(seed)
-    model = get_peft_model(own, copy.deepcopy(config))
+    model = get_peft_model(base_model, copy.deepcopy(config))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=run.rates[member], weight_decay=0.1)
     for inputs, target in run.data:
@@ -172,9 +172,9 @@ def population(base: Base, adapters: Any, run: Run) -> hf.Population:
     )
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
+def assert_same(actual: Any, expected: Any) -> None:
     """Every tensor of two models, by name."""
-    mine, wanted = ours.state_dict(), theirs.state_dict()
-    assert mine.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(mine[name], tensor, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+    actual_state, expected_state = actual.state_dict(), expected.state_dict()
+    assert actual_state.keys() == expected_state.keys()
+    for name, tensor in expected_state.items():
+        torch.testing.assert_close(actual_state[name], tensor, rtol=1e-9, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")

@@ -87,23 +87,23 @@ def lora_config(**fields: Any) -> Any:
 def test_members_train_as_alone_and_are_saved_for_peft(case: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    base, fields, own = CASES[case]
-    seeds = [7 + b for b in range(len(own))]
-    config, run = lora_config(**fields), Run.of(base, len(own))
-    adapters = hf.lora(base.make(), config, own, seeds=seeds)
+    base, fields, changes = CASES[case]
+    seeds = [7 + b for b in range(len(changes))]
+    config, run = lora_config(**fields), Run.of(base, len(changes))
+    adapters = hf.lora(base.make(), config, changes, seeds=seeds)
     pop = population(base, adapters, run)
     for inputs, target in run.data:
         pop.step(hf.stacked(inputs), hf.stacked(target))
     operators = {row.operator for part in pop.fused.report().parts for row in part.rows}
     assert operators
     assert not any("opaque" in operator for operator in operators)
-    for b, change in enumerate(own):
-        wanted = alone(base, dataclasses.replace(config, **change), seeds[b], run, b)
-        assert_same(pop.models[b].plain(), wanted)  # type: ignore[union-attr]
+    for b, change in enumerate(changes):
+        reference = alone(base, dataclasses.replace(config, **change), seeds[b], run, b)
+        assert_same(pop.models[b].plain(), reference)  # type: ignore[union-attr]
         pop.models[b].save_pretrained(tmp_path / str(b))  # type: ignore[union-attr]
         inputs = run.data[0][0][b]
         # In train mode, as peft saves no running statistics.
-        expected = wanted.train()(inputs)
+        expected = reference.train()(inputs)
         for model in (PeftModel.from_pretrained(base.make(), tmp_path / str(b)), adapters.load(tmp_path / str(b))):
             torch.testing.assert_close(logits(model.train()(inputs)), logits(expected), rtol=1e-9, atol=1e-11)
 
@@ -155,10 +155,10 @@ def test_members_join_leave_and_are_copied() -> None:
     copied: Any = pop.models[2]
     assert copied.plain().peft_config["default"].r == 6
     assert_same(copied.plain(), pop.models[1].plain())  # type: ignore[union-attr]
-    left = pop.stop(2)
+    stopped = pop.stop(2)
     base_name = "base_model.model.lm_head.weight"
-    assert left.get_parameter(base_name).data_ptr() == pop.fused.get_parameter(base_name).data_ptr()
-    assert_same(left.plain(), pop.models[1].plain())  # type: ignore[union-attr]
+    assert stopped.get_parameter(base_name).data_ptr() == pop.fused.get_parameter(base_name).data_ptr()
+    assert_same(stopped.plain(), pop.models[1].plain())  # type: ignore[union-attr]
 
 
 def test_dropout_of_some() -> None:
@@ -176,9 +176,9 @@ def test_dropout_of_some() -> None:
 def test_an_array_of_adapters_is_copied_and_pickled() -> None:
     adapters = hf.lora(llama(), lora_config(**QV), [{"r": 2}, {"r": 3}])
     fused, ids = hf.fuse(adapters), torch.randint(40, (2, 5))
-    wanted = fused(ids).logits
+    expected = fused(ids).logits
     for again in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        assert torch.equal(again(ids).logits, wanted)
+        assert torch.equal(again(ids).logits, expected)
         assert_same(again[1].plain(), adapters[1].plain())
 
 
@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_compose_is_refused(case: str) -> None:
+def test_members_that_do_not_compose_are_refused(case: str) -> None:
     fields, members, message = REFUSED[case]
     with pytest.raises(hf.FusionError, match=message):
         hf.lora(llama(), lora_config(**{**QV, **fields}), members)
@@ -217,7 +217,7 @@ def test_wrong_arguments(case: str) -> None:
         hf.lora(llama(), lora_config(**QV), members, **options)
 
 
-def test_what_does_not_fit_the_array(tmp_path: Path) -> None:
+def test_adapters_that_do_not_fit_the_array_are_refused(tmp_path: Path) -> None:
     adapters = hf.lora(llama(), lora_config(r=2, **QV), 2)
     with pytest.raises(hf.FusionError, match=r"rank 4 does not fit an array whose largest rank is 2.*max_rank=4"):
         adapters.member(r=4)
@@ -308,8 +308,8 @@ def test_a_base_in_host_memory_gives_the_same_bits() -> None:
     half = hf.Machine([hf.Device("cpu", memory=int(0.6 * max(resident.peak.values())))])
     spilled = hf.train([task()], half)
     assert torch.equal(resident["t"].losses, spilled["t"].losses)
-    for ours, theirs in zip(spilled["t"].models, resident["t"].models, strict=True):
-        mine: Any = ours
-        wanted: Any = theirs
-        for one, other in zip(mine.plain().parameters(), wanted.plain().parameters(), strict=True):
-            assert torch.equal(one, other)
+    for model, reference in zip(spilled["t"].models, resident["t"].models, strict=True):
+        actual: Any = model
+        expected: Any = reference
+        for parameter, other in zip(actual.plain().parameters(), expected.plain().parameters(), strict=True):
+            assert torch.equal(parameter, other)

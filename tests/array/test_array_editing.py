@@ -1,4 +1,4 @@
-"""Members leave, join and are written over: the array is what fusing the members anew gives, without a capture."""
+"""After members leave, join or are overwritten, the array equals one fused from its members, without a capture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.alone import close, normal
 
 
 class Net(nn.Module):
-    """With statistics, a scalar and a constant of its own, and one tensor under two names."""
+    """A model with running statistics, its own scalar and constant, and one tensor under two names."""
 
     def __init__(self, slope: float = 0.1, shift: float = 0.0) -> None:
         super().__init__()
@@ -118,15 +118,15 @@ CHANGES: dict[str, Change] = {
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The captures that are made, one entry for each."""
-    found: list[Any] = []
+    calls: list[Any] = []
     original = compiling.capture_member
 
     def counted(*args: Any) -> Any:
-        found.append(args)
+        calls.append(args)
         return original(*args)
 
     monkeypatch.setattr(compiling, "capture_member", counted)
-    return found
+    return calls
 
 
 def _same(fused: hf.FusedModule, alone: Sequence[nn.Module]) -> None:
@@ -147,8 +147,8 @@ def _same(fused: hf.FusedModule, alone: Sequence[nn.Module]) -> None:
             torch.testing.assert_close(stack.grad, torch.stack(grads), rtol=1e-9, atol=1e-11)  # type: ignore[arg-type]
     for name, stack in fused.named_buffers():
         close(stack, [dict(model.named_buffers())[name] for model in alone], name)
-    for mine, model in zip(fused.unfuse(), alone, strict=True):
-        close(mine(x).unsqueeze(0), [copy.deepcopy(model)(x)], "unfused")
+    for member, model in zip(fused.unfuse(), alone, strict=True):
+        close(member(x).unsqueeze(0), [copy.deepcopy(model)(x)], "unfused")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,15 +157,15 @@ def test_members_after_a_change_equal_members_alone(kind: str, captures: list[An
     alone = [copy.deepcopy(model) for model in models]
     fused = hf.fuse(models)
     _same(fused, alone)
-    params, made = list(fused.parameters()), len(captures)
-    assert made
+    params, captures_before = list(fused.parameters()), len(captures)
+    assert captures_before
     for name, change in CHANGES.items():
         alone = change(fused, alone, KINDS[kind])
         _same(fused, alone)
         _same(fused, alone)
         assert len(fused) == len(alone), name
     assert all(a is b for a, b in zip(params, fused.parameters(), strict=True))
-    assert len(captures) == made
+    assert len(captures) == captures_before
     if kind == "shared base":
         assert fused.get_parameter("base.weight").data_ptr() == _BASE.weight.data_ptr()
 
@@ -174,7 +174,7 @@ def test_an_array_shrinks_to_one_member_and_grows_again(captures: list[Any]) -> 
     alone = [Net(slope=0.1 * member) for member in range(6)]
     fused = hf.fuse(copy.deepcopy(alone))
     _same(fused, alone)
-    made = len(captures)
+    captures_before = len(captures)
     while len(alone) > 1:
         del alone[len(alone) // 2]
         fused.keep([row for row in range(len(fused)) if row != len(fused) // 2])
@@ -182,11 +182,11 @@ def test_an_array_shrinks_to_one_member_and_grows_again(captures: list[Any]) -> 
     more = [Net(slope=0.1 * member) for member in (3, 4)]
     fused.append(more)
     _same(fused, [*alone, *more])
-    assert len(captures) == made
+    assert len(captures) == captures_before
     new = Net(slope=0.75)
     fused.put(0, new)
     _same(fused, [new, *more])
-    assert len(captures) > made
+    assert len(captures) > captures_before
 
 
 def test_a_loss_is_captured_once_for_any_number_of_members(captures: list[Any]) -> None:
@@ -273,9 +273,9 @@ def _other_base() -> OnBase:
 
 
 def _twice() -> list[nn.Module]:
-    one, other = Net(), Net()
-    other.norm = one.norm
-    return [one, other]
+    first, other = Net(), Net()
+    other.norm = first.norm
+    return [first, other]
 
 
 WRONG: dict[str, tuple[Callable[[hf.FusedModule], Any], type[Exception], str]] = {

@@ -66,8 +66,8 @@ def dynamic() -> Any:
 
 def export(array: hf.FusedModule, *args: Any, strict: bool = False) -> Callable[..., Any]:
     shapes = {"args": tuple({0: dynamic()} for _ in args)}
-    made: Callable[..., Any] = torch.export.export(array, args, dynamic_shapes=shapes, strict=strict).module()
-    return made
+    exported: Callable[..., Any] = torch.export.export(array, args, dynamic_shapes=shapes, strict=strict).module()
+    return exported
 
 
 @pytest.mark.parametrize(("name", "called"), [*((name, False) for name in CASES), ("mlp", True)])
@@ -97,7 +97,7 @@ def test_a_program_is_saved_and_loaded(called: bool) -> None:
     torch.testing.assert_close(torch.export.load(file).module()(x), array(x))
 
 
-def test_what_the_program_takes_for_granted_of_sizes_is_kept() -> None:
+def test_size_guards_of_the_program_are_kept() -> None:
     make = net(lambda self, x: self.fc(x) if x.shape[0] < 10 else x)
     array = hf.fuse([make().eval(), make().eval()])
     shapes = {"args": ({0: torch.export.Dim.AUTO},)}

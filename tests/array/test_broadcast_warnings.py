@@ -45,10 +45,10 @@ LOSSES: dict[str, Callable[..., Any]] = {
 
 
 def told(call: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    return [str(warning.message) for warning in found if warning.category is UserWarning]
+    return [str(warning.message) for warning in caught if warning.category is UserWarning]
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -56,9 +56,9 @@ def test_torchs_own_warnings(loss: Callable[..., Any]) -> None:
     outputs = torch.randn(B, N, 1)
     for target in (torch.randn(N), torch.randn(B, N, N)):
         alone = told(lambda target=target: loss(outputs[0], target))
-        ours = told(lambda target=target: hf.per_model(loss)(outputs, target))
+        messages = told(lambda target=target: hf.per_model(loss)(outputs, target))
         assert len(alone) == 1
-        assert [text for text in ours if "hf.stacked" not in text] == alone
+        assert [text for text in messages if "hf.stacked" not in text] == alone
     stacked = told(lambda: hf.per_model(loss)(outputs, hf.stacked(torch.randn(B, N))))
     assert stacked == told(lambda: loss(outputs[0], torch.randn(N)))
 
@@ -68,9 +68,9 @@ def test_torchs_own_warnings(loss: Callable[..., Any]) -> None:
 def test_a_target_for_each_member_that_was_not_stacked(loss: Callable[..., Any]) -> None:
     outputs, target = torch.randn(B, N), torch.randn(B, N)
     message = rf"has shape \[{B}, {N}\], a member's output \[{N}\].*give hf.stacked\(target\)"
-    with pytest.warns(UserWarning, match=message) as found:
+    with pytest.warns(UserWarning, match=message) as caught:
         hf.per_model(loss)(outputs, target)
-    assert all(warning.filename == __file__ for warning in found)
+    assert all(warning.filename == __file__ for warning in caught)
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
@@ -87,7 +87,7 @@ def test_train_step_and_tasks_warn_too() -> None:
 
 
 class Quiet(nn.Module):
-    """Counts its calls, which nobody may add to."""
+    """Counts its calls in a buffer, so that a test sees extra calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Quiet(nn.Module):
         return ((output - target) ** 2).mean()
 
 
-def test_what_fits_is_quiet() -> None:
+def test_fitting_shapes_do_not_warn() -> None:
     outputs = torch.randn(B, N)
     classes = torch.randn(B, N, N)
     for call in (
@@ -123,6 +123,6 @@ def test_a_look_at_the_sizes_runs_nothing_of_the_loss() -> None:
 
 
 def test_the_classes_of_all_members_are_pointed_out_in_torchs_error() -> None:
-    with pytest.raises((RuntimeError, ValueError, IndexError)) as found:
+    with pytest.raises((RuntimeError, ValueError, IndexError)) as caught:
         hf.per_model(F.cross_entropy)(torch.randn(B, N, 4), torch.randint(4, (B, N)))
-    assert any("hf.stacked" in note for note in found.value.__notes__)
+    assert any("hf.stacked" in note for note in caught.value.__notes__)

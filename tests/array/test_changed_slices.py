@@ -103,7 +103,7 @@ def test_slices(change: str, called: bool) -> None:
     of_part(part)
     of_models(models[1:3])
     expected = outputs(models)
-    seen = {
+    pairs = {
         "unfuse of the slice": (outputs(part.unfuse()), expected[1:3]),
         "unfuse": (outputs(fused.unfuse()), expected),
         "copy of the slice": (list(copy.deepcopy(part)(INPUT)), expected[1:3]),
@@ -112,8 +112,10 @@ def test_slices(change: str, called: bool) -> None:
         "members": (outputs(list(fused)), expected),
         "array": (list(fused(INPUT)), expected),
     }
-    for name, (ours, theirs) in seen.items():
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+    for name, (actual, reference) in pairs.items():
+        torch.testing.assert_close(
+            actual, reference, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
     flags = [[p.requires_grad for p in model.parameters()] for model in models]
     assert [[p.requires_grad for p in member.parameters()] for member in fused] == flags
     assert [[p.requires_grad for p in member.parameters()] for member in part.unfuse()] == flags[1:3]

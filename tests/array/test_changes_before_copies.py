@@ -100,8 +100,8 @@ def test_copies(change: str, kind: str, called: bool) -> None:
     for model in (models[1], fused[1]):
         CHANGES[change](model)
     copied = COPIES[kind](fused)
-    own = [hook for hook in seen(copied)[-1] if hook is doubled]
-    assert (*seen(copied)[:-1], own) == seen(models[1])
+    hooks = [hook for hook in seen(copied)[-1] if hook is doubled]
+    assert (*seen(copied)[:-1], hooks) == seen(models[1])
     # The others are as they were.
     assert fused.unfuse()[2].scale == 1.0
 
@@ -119,9 +119,9 @@ def test_saves(change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     again = hf.Population.load(
         tmp_path / "pop", lambda: Scaled().double(), optimizer=hf.optim.SGD, loss=nn.functional.mse_loss
     )
-    for ours, theirs in zip(again.models, fused, strict=True):
-        assert ours is not None
-        torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=0, atol=0)
+    for loaded, member in zip(again.models, fused, strict=True):
+        assert loaded is not None
+        torch.testing.assert_close(dict(loaded.state_dict()), dict(member.state_dict()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("change", ["bias", "data", "parameter"])

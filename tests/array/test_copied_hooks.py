@@ -95,8 +95,10 @@ def test_copies_have_the_hooks_of_a_member(hook: str, where: str) -> None:
     }
     expected = gradients(alone)
     for name, values in results.items():
-        for value, own in zip(values, expected, strict=True):
-            torch.testing.assert_close(value, own, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+        for value, expected_value in zip(values, expected, strict=True):
+            torch.testing.assert_close(
+                value, expected_value, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def test_a_method_as_a_hook_is_one_of_the_copy() -> None:

@@ -43,16 +43,19 @@ def run(array: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
     return outputs
 
 
-def assert_same(ours: hf.FusedModule, theirs: hf.FusedModule, found: list[Tensor], wanted: list[Tensor]) -> None:
-    state = theirs.state_dict()
-    grads = {name: param.grad for name, param in theirs.named_parameters()}
-    pairs = [*zip(found, wanted, strict=True), *((tensor, state[name]) for name, tensor in ours.state_dict().items())]
-    for name, param in ours.named_parameters():
+def assert_same(compiled: hf.FusedModule, eager: hf.FusedModule, outputs: list[Tensor], expected: list[Tensor]) -> None:
+    state = eager.state_dict()
+    grads = {name: param.grad for name, param in eager.named_parameters()}
+    pairs = [
+        *zip(outputs, expected, strict=True),
+        *((tensor, state[name]) for name, tensor in compiled.state_dict().items()),
+    ]
+    for name, param in compiled.named_parameters():
         assert (param.grad is None) == (grads[name] is None)
         if param.grad is not None:
             pairs.append((param.grad, grads[name]))
-    for mine, their in pairs:
-        torch.testing.assert_close(mine, their, rtol=1e-9, atol=1e-12)
+    for actual, their in pairs:
+        torch.testing.assert_close(actual, their, rtol=1e-9, atol=1e-12)
 
 
 # "branching" runs the members' own code, with a branch on values.
@@ -62,22 +65,22 @@ TRACED = [model for model in zoo.MODELS if model.name != "branching"]
 # To trace again takes as long as the first time: every other model is given another size, the others are evaluated.
 @pytest.mark.parametrize(("model", "again"), list(zip(TRACED, cycle(["size", "eval"]))), ids=str)
 def test_models_of_every_kind(model: zoo.Model, again: str) -> None:
-    ours, theirs = pair(model.make)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    array, eager = pair(model.make)
+    compiled = torch.compile(array, fullgraph=True, backend="aot_eager")
     for size in (4, 4, 3) if again == "size" else (4, 4):
         x = model.draw(size)
-        assert_same(ours, theirs, run(compiled, x), run(theirs, x))
+        assert_same(array, eager, run(compiled, x), run(eager, x))
     if again == "size":
         return
-    ours.eval(), theirs.eval()
+    array.eval(), eager.eval()
     x = hf.stacked([model.draw(4) for _ in range(MEMBERS)])
-    assert_same(ours, theirs, run(compiled, x), run(theirs, x))
+    assert_same(array, eager, run(compiled, x), run(eager, x))
 
 
 def test_a_call_like_an_earlier_one_is_not_traced_again() -> None:
-    ours, _ = pair(lambda: nn.Linear(4, 2))
+    array, _ = pair(lambda: nn.Linear(4, 2))
     counter = CompileCounter()
-    compiled = torch.compile(ours, fullgraph=True, backend=counter)
+    compiled = torch.compile(array, fullgraph=True, backend=counter)
     x = torch.rand(5, 4, dtype=torch.float64)
     for _ in range(3):
         compiled(x)
@@ -100,41 +103,41 @@ class Named(nn.Module):
 
 
 def test_arguments_by_name_and_nests_of_outputs() -> None:
-    ours, theirs = pair(Named)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    array, eager = pair(Named)
+    compiled = torch.compile(array, fullgraph=True, backend="aot_eager")
     x, shift = torch.rand(2, 4, dtype=torch.float64), hf.stacked(torch.rand(MEMBERS, 2, 4, dtype=torch.float64))
-    given: dict[str, Any] = {"shift": shift, "times": 3}
-    outputs = compiled(x, **given)
-    assert pytree.tree_structure(outputs) == pytree.tree_structure(theirs(x, **given))
-    assert_same(ours, theirs, run(compiled, x, **given), run(theirs, x, **given))
+    kwargs: dict[str, Any] = {"shift": shift, "times": 3}
+    outputs = compiled(x, **kwargs)
+    assert pytree.tree_structure(outputs) == pytree.tree_structure(eager(x, **kwargs))
+    assert_same(array, eager, run(compiled, x, **kwargs), run(eager, x, **kwargs))
 
 
 def test_loading_and_conversion_are_seen() -> None:
-    ours, theirs = pair(lambda: nn.Linear(4, 2))
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    array, eager = pair(lambda: nn.Linear(4, 2))
+    compiled = torch.compile(array, fullgraph=True, backend="aot_eager")
     x = torch.rand(5, 4, dtype=torch.float64)
     run(compiled, x)
     with torch.no_grad():
-        theirs.weight.mul_(2)
-    ours.load_state_dict(theirs.state_dict())
-    torch.testing.assert_close(compiled(x), theirs(x))
-    ours.float(), theirs.float()
-    torch.testing.assert_close(compiled(x.float()), theirs(x.float()))
+        eager.weight.mul_(2)
+    array.load_state_dict(eager.state_dict())
+    torch.testing.assert_close(compiled(x), eager(x))
+    array.float(), eager.float()
+    torch.testing.assert_close(compiled(x.float()), eager(x.float()))
 
 
 def test_the_self_check_is_made() -> None:
-    ours, _ = pair(lambda: nn.Linear(4, 2))
-    torch.compile(ours, fullgraph=True, backend="aot_eager")(torch.rand(5, 4, dtype=torch.float64))
-    assert "self-check passed" in str(ours.report())
+    array, _ = pair(lambda: nn.Linear(4, 2))
+    torch.compile(array, fullgraph=True, backend="aot_eager")(torch.rand(5, 4, dtype=torch.float64))
+    assert "self-check passed" in str(array.report())
 
 
 def test_penalties_and_modules_of_an_array_are_traced() -> None:
-    """What looks at who asks for modules is out of the way."""
-    ours, _ = pair(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    """Checks of the caller do not stop Dynamo from tracing parameters() and named_modules()."""
+    array, _ = pair(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
     x = torch.randn(5, 4).double()
 
     def loss(x: Tensor) -> Any:
-        penalty = sum(param.square().sum() for param in ours.parameters())
-        return ours(x).square().sum() + penalty * len(list(ours.named_modules()))
+        penalty = sum(param.square().sum() for param in array.parameters())
+        return array(x).square().sum() + penalty * len(list(array.named_modules()))
 
     torch.testing.assert_close(torch.compile(loss, fullgraph=True, backend="eager")(x), loss(x))

@@ -54,8 +54,8 @@ def in_a_region(self: Any, x: Tensor) -> Tensor:
 
 def normal_distribution(self: Any, x: Tensor) -> Tensor:
     h = self.fc(x)
-    found: Tensor = distributions.Normal(h, F.softplus(h)).log_prob(x)
-    return found + distributions.Independent(distributions.Normal(h, 1.0), 1).entropy()[:, None]
+    log_prob: Tensor = distributions.Normal(h, F.softplus(h)).log_prob(x)
+    return log_prob + distributions.Independent(distributions.Normal(h, 1.0), 1).entropy()[:, None]
 
 
 def categorical(self: Any, x: Tensor) -> Tensor:
@@ -126,10 +126,10 @@ class Caught(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         try:
-            found: Tensor = self.inner(x)
+            y: Tensor = self.inner(x)
         except ValueError:
             return self.inner.fc(x)  # type: ignore[no-any-return]
-        return found
+        return y
 
 
 def test_an_error_that_a_caller_catches_runs_all_calls_as_own_code() -> None:
@@ -143,13 +143,13 @@ def test_buffers_are_as_alone_where_a_check_fails_after_they_were_written() -> N
     x = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64) * torch.ones(4, dtype=torch.float64)
     models = [Normalized()]
     array, alone = hf.fuse(models), copy.deepcopy(models[0])
-    for given in (x, torch.cat([x, 50 * x[:1], x]), x):
-        for each in (array, alone):
-            if len(given) == 4:
-                each(given)
+    for batch in (x, torch.cat([x, 50 * x[:1], x]), x):
+        for module in (array, alone):
+            if len(batch) == 4:
+                module(batch)
             else:
                 with pytest.raises(ValueError, match="large"):
-                    each(given)
+                    module(batch)
         for name, buffer in alone.named_buffers():
             torch.testing.assert_close(array.get_buffer(name)[0], buffer)
 
@@ -177,7 +177,7 @@ def test_a_check_of_a_loss(name: str) -> None:
     assert "loop over members" not in str(losses.report())
 
 
-def test_what_cannot_be_kept_beside_the_program_names_its_remedy() -> None:
+def test_checks_that_cannot_be_fused_name_their_remedy() -> None:
     make = net(lambda self, x: distributions.MultivariateNormal(self.fc(x), torch.eye(4).double()).log_prob(x))
     array = assert_alone([make() for _ in range(2)], normal(3, 4))
     assert "which validate_args=False leaves out" in str(array.report())

@@ -1,4 +1,4 @@
-"""What a process trained before with a loss changes no bit of what it trains with it later, and saves its captures."""
+"""Earlier training with a loss leaves later results unchanged to the bit, and saves captures."""
 
 from __future__ import annotations
 
@@ -146,15 +146,15 @@ OURS = (32, 20, 7, 20)
 OTHERS = dict.fromkeys(RUNS, ((64, 5), (20, 3))) | {of_many_scales: ((5,),) * 18}
 
 
-@pytest.mark.parametrize("way", RUNS)
-def test_what_was_trained_before_changes_no_bit(way: Any) -> None:
+@pytest.mark.parametrize("train", RUNS)
+def test_earlier_training_changes_no_bit(train: Any) -> None:
     """Other sizes before, for which programs were made that would serve these, and after which a loss would loop."""
-    expected = [tensor.clone() for tensor in way(new_loss())(OURS)]
-    run = way(new_loss())
-    for sizes in OTHERS[way]:
+    expected = [tensor.clone() for tensor in train(new_loss())(OURS)]
+    run = train(new_loss())
+    for sizes in OTHERS[train]:
         list(run(sizes))
-    for ours, theirs in zip(run(OURS), expected, strict=True):
-        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+    for actual, expected_tensor in zip(run(OURS), expected, strict=True):
+        assert torch.equal(actual.nan_to_num(), expected_tensor.nan_to_num())
 
 
 def test_arrays_share_programs_for_the_same_sizes() -> None:

@@ -1,4 +1,4 @@
-"""What fuse and build keep: memory, sharing, random state, the models themselves."""
+"""fuse and build preserve memory, sharing, random state and the models themselves."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.alone import assert_alone, close, normal
 
 def test_fuse_takes_the_members_memory_once() -> None:
     models = [nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)) for _ in range(4)]
-    own = sum(t.nbytes for model in models for t in model.state_dict().values())
+    model_bytes = sum(t.nbytes for model in models for t in model.state_dict().values())
     array = hf.fuse(models)
-    assert sum(t.nbytes for t in array.state_dict().values()) == own
+    assert sum(t.nbytes for t in array.state_dict().values()) == model_bytes
     held = {id(t): t.nbytes for s in array._array.skeletons for t in s.state_dict().values() if not t.is_meta}
     assert not held
 
@@ -63,9 +63,9 @@ def test_build_is_fuse_of_seeded_models() -> None:
         torch.manual_seed(seed)
         models.append(make())
     fused = hf.fuse(models)
-    for (name, ours), (other, theirs) in zip(built.state_dict().items(), fused.state_dict().items(), strict=True):
+    for (name, actual), (other, expected) in zip(built.state_dict().items(), fused.state_dict().items(), strict=True):
         assert name == other
-        assert torch.equal(ours, theirs)
+        assert torch.equal(actual, expected)
     assert [member[1].p for member in built] == [model[1].p for model in models]
 
 

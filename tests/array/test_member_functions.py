@@ -86,11 +86,11 @@ def array(count: int = 5, backward: bool = True) -> tuple[hf.FusedModule, list[n
 def equal(fused: hf.FusedModule, models: list[nn.Module], rtol: float = 1e-12) -> None:
     for name, stack in fused.named_parameters():
         for row, member in enumerate(models):
-            own = member.get_parameter(name)
-            torch.testing.assert_close(stack[row], own, rtol=rtol, atol=1e-13, msg=name)
-            if own.grad is not None:
+            parameter = member.get_parameter(name)
+            torch.testing.assert_close(stack[row], parameter, rtol=rtol, atol=1e-13, msg=name)
+            if parameter.grad is not None:
                 assert stack.grad is not None
-                torch.testing.assert_close(stack.grad[row], own.grad, rtol=rtol, atol=1e-13)
+                torch.testing.assert_close(stack.grad[row], parameter.grad, rtol=rtol, atol=1e-13)
 
 
 def loop(fn: Callable[..., Any], members: list[nn.Module]) -> None:

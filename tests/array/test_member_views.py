@@ -72,10 +72,10 @@ def inputs(seed: int = 0) -> Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def close(ours: Tensor | None, theirs: Tensor | None, what: str) -> None:
-    assert (ours is None) == (theirs is None), what
-    if ours is not None:
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10, msg=lambda m: f"{what}: {m}")
+def close(actual: Tensor | None, expected: Tensor | None, label: str) -> None:
+    assert (actual is None) == (expected is None), label
+    if actual is not None:
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, msg=lambda m: f"{label}: {m}")
 
 
 def compare(fused: hf.FusedModule, models: Sequence[nn.Module]) -> None:
@@ -86,28 +86,28 @@ def compare(fused: hf.FusedModule, models: Sequence[nn.Module]) -> None:
             close(member.state_dict()[key], value, f"{key} of {row}")
             close(state[key][row], value, f"row {row} of {key}")
         for name, parameter in model.named_parameters():
-            own = member.get_parameter(name)
-            assert own.requires_grad == parameter.requires_grad, name
-            close(own.grad, parameter.grad, f"gradient of {name} of {row}")
+            expected = member.get_parameter(name)
+            assert expected.requires_grad == parameter.requires_grad, name
+            close(expected.grad, parameter.grad, f"gradient of {name} of {row}")
             grad = stacks[name].grad
             zero = parameter.grad is None
             if grad is not None:
                 close(grad[row], torch.zeros_like(parameter) if zero else parameter.grad, f"row {row} of {name}.grad")
-        for (path, ours), theirs in zip(member.named_modules(), model.modules(), strict=True):
-            assert ours.training == theirs.training, path
+        for (path, submodule), original in zip(member.named_modules(), model.modules(), strict=True):
+            assert submodule.training == original.training, path
 
 
 def outputs(fused: hf.FusedModule, models: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """Those of the array, row by row, and compared."""
-    ours, theirs = fused(x), [model(x) for model in models]
-    for row, output in enumerate(theirs):
-        close(ours[row].detach(), output.detach(), f"output of {row}")
-    return [ours, *theirs]
+    """Return the outputs of the array and of the models, after comparing them row by row."""
+    fused_output, model_outputs = fused(x), [model(x) for model in models]
+    for row, output in enumerate(model_outputs):
+        close(fused_output[row].detach(), output.detach(), f"output of {row}")
+    return [fused_output, *model_outputs]
 
 
 def backward(fused: hf.FusedModule, models: Sequence[nn.Module], x: Tensor) -> None:
-    ours, *theirs = outputs(fused, models, x)
-    for output in (ours, *theirs):
+    fused_output, *model_outputs = outputs(fused, models, x)
+    for output in (fused_output, *model_outputs):
         if output.requires_grad:
             output.square().sum().backward()
 
@@ -148,8 +148,8 @@ def test_views_live_on(change: Callable[[hf.FusedModule], object]) -> None:
     views, parameters = list(fused), [list(member.parameters()) for member in fused]
     change(fused)
     assert all(fused[row] is view for row, view in enumerate(views))
-    for view, own in zip(views, parameters, strict=True):
-        assert all(a is b for a, b in zip(view.parameters(), own, strict=True))
+    for view, expected in zip(views, parameters, strict=True):
+        assert all(a is b for a, b in zip(view.parameters(), expected, strict=True))
     x = inputs()
     outputs(fused.eval(), [*views, *list(fused)[MEMBERS:]], x)
     with torch.no_grad():
@@ -207,9 +207,9 @@ def test_copies_of_an_array_keep_what_was_said() -> None:
         assert other[2] is not fused[2]
         backward(other, alone, inputs())
         compare(other, alone)
-    for ours, theirs in zip(fused.unfuse(), models, strict=True):
-        assert [m.training for m in ours.modules()] == [m.training for m in theirs.modules()]
-        assert [p.requires_grad for p in ours.parameters()] == [p.requires_grad for p in theirs.parameters()]
+    for member, expected in zip(fused.unfuse(), models, strict=True):
+        assert [m.training for m in member.modules()] == [m.training for m in expected.modules()]
+        assert [p.requires_grad for p in member.parameters()] == [p.requires_grad for p in expected.parameters()]
 
 
 def test_a_copy_of_a_view_is_a_model_of_its_own() -> None:
@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], Callable[[Any], object], str]]
 
 
 @pytest.mark.parametrize(("change", "undo", "why"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused_until_it_is_undone(change: Any, undo: Any, why: str) -> None:
+def test_changes_that_do_not_fit_are_refused_until_undone(change: Any, undo: Any, why: str) -> None:
     fused, models = pair()
     fused[2].get_parameter("fc.weight")
     change(fused[2])
@@ -312,11 +312,11 @@ def test_a_step_leaves_rows_alone_that_a_member_does_not_train() -> None:
             change(models[1])
         for _ in range(3):
             losses = step(x, y)
-            for model, own, loss in zip(models, alone, losses, strict=True):
-                own.zero_grad()
+            for model, member_optimizer, loss in zip(models, alone, losses, strict=True):
+                member_optimizer.zero_grad()
                 value = nn.functional.mse_loss(model(x), y)
                 value.backward()
-                own.step()
+                member_optimizer.step()
                 close(loss, value.detach(), "loss")
         compare(fused, models)
     assert "one program" in str(step.report())
@@ -340,19 +340,19 @@ def test_a_population_hears_its_members() -> None:
         model.get_submodule("out").register_forward_hook(double)
     for _ in range(2):
         losses = pop.step(inputs(), inputs(1))
-        for model, own, loss in zip(models, alone, losses, strict=True):
-            own.zero_grad()
+        for model, member_optimizer, loss in zip(models, alone, losses, strict=True):
+            member_optimizer.zero_grad()
             value = nn.functional.mse_loss(model(inputs()), inputs(1))
             value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            own.step()
+            member_optimizer.step()
             close(loss, value.detach(), "loss")
-    for ours, theirs in zip(fused, models, strict=True):
-        for key, value in theirs.state_dict().items():
-            close(ours.state_dict()[key], value, key)
+    for member, expected in zip(fused, models, strict=True):
+        for key, value in expected.state_dict().items():
+            close(member.state_dict()[key], value, key)
 
 
-def test_who_cannot_follow_says_so() -> None:
+def test_torch_optimizers_refuse_members_that_do_not_train() -> None:
     fused, _ = pair()
     told(fused[1])
     outputs(fused, list(fused), inputs())
@@ -381,7 +381,7 @@ def test_who_cannot_follow_says_so() -> None:
 def test_the_memory_of_an_array_is_freed(use: str) -> None:
     def storages() -> list[weakref.ref[torch.UntypedStorage]]:
         fused, x = hf.fuse([Normed() for _ in range(MEMBERS)]), torch.randn(3, 4)
-        found = [weakref.ref(tensor.untyped_storage()) for tensor in fused.state_dict().values()]
+        references = [weakref.ref(tensor.untyped_storage()) for tensor in fused.state_dict().values()]
         if use == "views":
             assert fused[1].fc.weight[0, 0] == fused.fc.weight[1, 0, 0]
             fused.unfuse()
@@ -394,8 +394,8 @@ def test_the_memory_of_an_array_is_freed(use: str) -> None:
             pop.step(x, torch.randn(3, 4))
             pop.append(Normed())
             pop.step(x, torch.randn(3, 4))
-        return found
+        return references
 
-    found = storages()
+    refs = storages()
     gc.collect()
-    assert [ref() for ref in found] == [None] * len(found)
+    assert [ref() for ref in refs] == [None] * len(refs)

@@ -56,8 +56,8 @@ def agents(training: bool = True) -> list[nn.Module]:
 
 def assert_as_alone(array: Any, members: list[Any], call: Callable[[Any], Any]) -> None:
     rows = [pytree.tree_leaves(call(member)) for member in members]
-    for ours, theirs in zip(pytree.tree_leaves(call(array)), zip(*rows, strict=True), strict=True):
-        torch.testing.assert_close(ours, torch.stack(theirs), rtol=1e-9, atol=1e-12)
+    for actual, expected in zip(pytree.tree_leaves(call(array)), zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(actual, torch.stack(expected), rtol=1e-9, atol=1e-12)
 
 
 CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -107,7 +107,7 @@ def test_methods_follow_the_array() -> None:
     torch.testing.assert_close(part.get_value(x.float())[1], row.get_value(x.float()))
 
 
-def test_what_is_no_method_is_an_error() -> None:
+def test_unknown_and_unsupported_methods_raise() -> None:
     array = hf.fuse(agents())
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         array.nothing  # noqa: B018

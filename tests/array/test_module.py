@@ -76,9 +76,13 @@ def test_copies(name: str) -> None:
     array.eval()
     x = normal(5, 4)
     assert torch.equal(other(x), array(x))
-    found = membership(other.get_parameter("0.weight"))
-    assert found is not None
-    assert (found.name, found.members, found.stacked) == ("0.weight", 3, True)
+    parameter_membership = membership(other.get_parameter("0.weight"))
+    assert parameter_membership is not None
+    assert (parameter_membership.name, parameter_membership.members, parameter_membership.stacked) == (
+        "0.weight",
+        3,
+        True,
+    )
     other.get_parameter("0.weight").data.zero_()
     assert array.get_parameter("0.weight").any()
 
@@ -101,10 +105,10 @@ def test_conversion_after_a_call(dtype: torch.dtype) -> None:
     models, ids = [Tokens() for _ in range(2)], torch.randint(7, (5,))
     array = hf.fuse(models)
     array(ids)
-    ours, theirs = array.to(dtype)(ids), torch.stack([model.to(dtype)(ids) for model in models])
-    assert ours.dtype is theirs.dtype is dtype
+    actual, expected = array.to(dtype)(ids), torch.stack([model.to(dtype)(ids) for model in models])
+    assert actual.dtype is expected.dtype is dtype
     bound = 1e-12 if dtype is torch.float64 else 2e-2
-    assert torch.allclose(ours, theirs, rtol=bound, atol=bound)
+    assert torch.allclose(actual, expected, rtol=bound, atol=bound)
 
 
 def test_modes_of_the_whole_and_of_a_part() -> None:
@@ -136,13 +140,15 @@ def test_freezing_after_fusing() -> None:
 def test_gradients_of_inputs() -> None:
     models = [mlp() for _ in range(3)]
     array = hf.fuse(models)
-    shared, own = normal(5, 4).requires_grad_(), normal(3, 5, 4).requires_grad_()
-    (ours,) = torch.autograd.grad(array(shared).sin().sum(), shared)
-    (theirs,) = torch.autograd.grad(sum(model(shared).sin().sum() for model in models), shared)
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
-    (ours,) = torch.autograd.grad(array(hf.stacked(own)).sin().sum(), own)
-    (theirs,) = torch.autograd.grad(sum(model(x).sin().sum() for model, x in zip(models, own, strict=True)), own)
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    shared, stacked = normal(5, 4).requires_grad_(), normal(3, 5, 4).requires_grad_()
+    (actual,) = torch.autograd.grad(array(shared).sin().sum(), shared)
+    (expected,) = torch.autograd.grad(sum(model(shared).sin().sum() for model in models), shared)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+    (actual,) = torch.autograd.grad(array(hf.stacked(stacked)).sin().sum(), stacked)
+    (expected,) = torch.autograd.grad(
+        sum(model(x).sin().sum() for model, x in zip(models, stacked, strict=True)), stacked
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_two_calls_before_backward() -> None:
@@ -176,12 +182,12 @@ def test_nan_stays_with_its_member() -> None:
 
 
 def test_hooks() -> None:
-    array, seen = fused(), []
-    array.register_forward_pre_hook(lambda *args: seen.append("pre"))
-    array.register_forward_hook(lambda *args: seen.append("forward"))
-    array.register_full_backward_hook(lambda *args: seen.append("backward"))
+    array, calls = fused(), []
+    array.register_forward_pre_hook(lambda *args: calls.append("pre"))
+    array.register_forward_hook(lambda *args: calls.append("forward"))
+    array.register_full_backward_hook(lambda *args: calls.append("backward"))
     array(normal(5, 4).requires_grad_()).sum().backward()
-    assert seen == ["pre", "forward", "backward"]
+    assert calls == ["pre", "forward", "backward"]
     part = array.get_submodule("0")
     for name in (
         "forward_hook",
@@ -353,14 +359,14 @@ def test_draws_inside_a_checkpoint_are_made_again_in_backward() -> None:
         hf.fuse([nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 3)).double() for _ in range(2)]),
         normal(7, 4),
     )
-    found = []
+    outcomes = []
     for call in (lambda: checkpoint(array, x, use_reentrant=False), lambda: array(x)):
         torch.manual_seed(1)
         array.zero_grad()
         y = call()
         y.sin().sum().backward()
-        found.append([y, *(p.grad for p in array.parameters())])
-    for a, b in zip(*found, strict=True):
+        outcomes.append([y, *(p.grad for p in array.parameters())])
+    for a, b in zip(*outcomes, strict=True):
         assert torch.equal(a, b)
 
 

@@ -65,7 +65,7 @@ def test_models_with_arrays_train_as_alone(name: str) -> None:
     torch.manual_seed(0)
     models, x = [MODELS[name]().double() for _ in range(2)], torch.randn(5, 4, dtype=torch.float64)
     array = hf.fuse(models)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (array, *models)]
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9) for network in (array, *models)]
     for _ in range(2):
         outputs, *rows = [module(x) for module in (array, *models)]
         torch.testing.assert_close(outputs, torch.stack(rows), rtol=1e-9, atol=1e-12)

@@ -186,12 +186,12 @@ def compare(array: hf.FusedModule, alone: Sequence[nn.Module], x: Tensor) -> Non
     close(y, rows, "output")
     y.sin().sum().backward()
     for name, parameter in array.named_parameters():
-        own = [model.get_parameter(name) for model in alone]
-        close(parameter, own, name)
-        assert parameter.requires_grad == own[0].requires_grad, name
-        assert (parameter.grad is None) == (own[0].grad is None), name
+        expected = [model.get_parameter(name) for model in alone]
+        close(parameter, expected, name)
+        assert parameter.requires_grad == expected[0].requires_grad, name
+        assert (parameter.grad is None) == (expected[0].grad is None), name
         if parameter.grad is not None:
-            close(parameter.grad, [p.grad for p in own], f"gradient of {name}")  # type: ignore[misc]
+            close(parameter.grad, [p.grad for p in expected], f"gradient of {name}")  # type: ignore[misc]
     for name, buffer in array.named_buffers():
         close(buffer, [model.get_buffer(name) for model in alone], name)
 
@@ -219,11 +219,11 @@ def test_copies_switch_by_themselves(make: Make, again: Callable[[Any], Any]) ->
     for module in (array, *models):
         module.eval()
     array(x)
-    other, kept = again(array), copy.deepcopy(models)
+    other, copies = again(array), copy.deepcopy(models)
     for module in (other, *models):
         module.train()
     compare(other, models, x)
-    compare(array, kept, x)
+    compare(array, copies, x)
 
 
 def test_members_taken_out_are_as_the_members() -> None:
@@ -231,11 +231,11 @@ def test_members_taken_out_are_as_the_members() -> None:
     array, x = hf.fuse(models), normal(6, 4)
     for module in (array, *models):
         module.eval()
-    for found in (array[1], array.unfuse()[1]):
-        assert found.merged
-        assert torch.equal(found(x), models[1](x))
-        found.train()
-        assert not found.merged
+    for member in (array[1], array.unfuse()[1]):
+        assert member.merged
+        assert torch.equal(member(x), models[1](x))
+        member.train()
+        assert not member.merged
 
 
 def test_a_compiled_step_follows() -> None:
@@ -266,11 +266,11 @@ class Sets(nn.Module):
         self.fc, self.bn, self.before, self.after = nn.Linear(4, 4), nn.BatchNorm1d(4), before, after
 
     def forward(self, x: Tensor) -> Tensor:
-        met = self.bn.training
+        was_training = self.bn.training
         if self.before:
             self.bn.eval()
         y = self.bn(self.fc(x))
-        self.bn.train(met if self.after is None else self.after)
+        self.bn.train(was_training if self.after is None else self.after)
         return y
 
 
@@ -384,7 +384,7 @@ def by_a_function() -> nn.Module:
         ([by_a_function(), by_a_function()], "train was set on a Linear as .* define it in the class"),
     ],
 )
-def test_what_an_array_cannot_hold_is_refused_and_undone(models: list[nn.Module], words: str) -> None:
+def test_unsupported_mode_changes_are_refused_and_undone(models: list[nn.Module], words: str) -> None:
     array = hf.fuse(models)
     before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
     flags = [module.training for module in array.modules()]
@@ -436,6 +436,6 @@ def test_models_that_were_called_before() -> None:
     fused = hf.fuse(models)
     for training in (True, False):
         with pytest.warns(UserWarning, match="leaves results in the attribute last"):
-            ours = fused.train(training)(x)
+            actual = fused.train(training)(x)
         expected = torch.stack([model.train(training)(x) for model in models])
-        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)

@@ -180,7 +180,7 @@ def test_filled_up_equals_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_what_mixes_samples_runs_by_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_that_mix_samples_run_by_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SizeCosts, "padded", lambda *_: 0.0)
     make, batch, why = GROUPED[name]
     fused = check(make, batch, SIZES)
@@ -208,8 +208,8 @@ def test_batches_of_several_sizes_per_member_run_by_size(monkeypatch: pytest.Mon
     fused = hf.fuse(models := [nn.Bilinear(4, 4, 2) for _ in SIZES])
     for first, second in (SIZES, SIZES), (SIZES, SIZES):
         xs, ys = [torch.randn(n, 4) for n in first], [torch.randn(n, 4) for n in second]
-        for ours, model, x, y in zip(fused(hf.stacked(xs), hf.stacked(ys)), models, xs, ys, strict=True):
-            torch.testing.assert_close(ours, model(x, y), rtol=1e-9, atol=1e-11)
+        for actual, model, x, y in zip(fused(hf.stacked(xs), hf.stacked(ys)), models, xs, ys, strict=True):
+            torch.testing.assert_close(actual, model(x, y), rtol=1e-9, atol=1e-11)
 
 
 def test_other_sizes_up_to_the_same_largest_are_asked_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +219,8 @@ def test_other_sizes_up_to_the_same_largest_are_asked_for_themselves(monkeypatch
     fused = hf.fuse(models := [make() for _ in range(2)])
     for sizes in ((20, 12), (20, 5)):
         xs = [batch(size) for size in sizes]
-        for ours, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
-            torch.testing.assert_close(ours, model(x), rtol=1e-9, atol=1e-11)
+        for actual, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
+            torch.testing.assert_close(actual, model(x), rtol=1e-9, atol=1e-11)
 
 
 def test_a_difference_to_calls_by_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,5 +240,5 @@ def test_values_that_are_not_finite_stay_with_their_member(monkeypatch: pytest.M
     gradients = fused.get_parameter("0.weight").grad
     assert gradients is not None
     assert not gradients[2].isnan().any()
-    for ours, model, x in zip(outputs, models, xs, strict=True):
-        torch.testing.assert_close(ours, model(x), rtol=1e-9, atol=1e-11, equal_nan=True)
+    for actual, model, x in zip(outputs, models, xs, strict=True):
+        torch.testing.assert_close(actual, model(x), rtol=1e-9, atol=1e-11, equal_nan=True)

@@ -28,11 +28,11 @@ def outputs() -> Tensor:
 
 def check(per_model: Callable[..., Any], function: Callable[..., Any], y: Tensor, more: Call = call()) -> None:  # noqa: B008
     """Values and gradients against one call per row."""
-    ours = per_model(y, *more.args, **more.kwargs)
+    actual = per_model(y, *more.args, **more.kwargs)
     rows = [more.of_member(b) for b in range(len(y))]
-    theirs = torch.stack([function(y[b], *args, **kwargs) for b, (args, kwargs) in enumerate(rows)])
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
-    grads = [torch.autograd.grad(loss.sin().sum(), y)[0] for loss in (ours, theirs)]
+    expected = torch.stack([function(y[b], *args, **kwargs) for b, (args, kwargs) in enumerate(rows)])
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+    grads = [torch.autograd.grad(loss.sin().sum(), y)[0] for loss in (actual, expected)]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-11)
 
 
@@ -143,16 +143,16 @@ REMADE: dict[str, Callable[[float], Callable[..., Any]]] = {
 
 
 @pytest.mark.parametrize("name", REMADE)
-def test_a_function_made_anew_finds_its_program(name: str) -> None:
+def test_a_recreated_function_reuses_its_program(name: str) -> None:
     programs: set[Any] = set()
     for k in (1.0, 2.0, -1.0 if name in ("lambda", "zeros", "bound method") else 3.0) * 3:
-        made = hf.per_model(REMADE[name](k))
-        check(made, REMADE[name](k), outputs(), call(TARGET))
-        programs |= set(made.programs)
+        mapped = hf.per_model(REMADE[name](k))
+        check(mapped, REMADE[name](k), outputs(), call(TARGET))
+        programs |= set(mapped.programs)
     assert len(programs) <= 3
 
 
-def test_what_a_function_made_anew_reads_ends_with_it() -> None:
+def test_tensors_of_a_recreated_function_are_freed_with_it() -> None:
     def once() -> list[weakref.ref[Any]]:
         weight = torch.rand(4, dtype=torch.float64)
 
@@ -162,9 +162,9 @@ def test_what_a_function_made_anew_reads_ends_with_it() -> None:
         check(hf.per_model(loss), loss, outputs(), call(TARGET))
         return [weakref.ref(weight), weakref.ref(loss)]
 
-    found = once()
+    references = once()
     gc.collect()
-    assert [ref() for ref in found] == [None, None]
+    assert [ref() for ref in references] == [None, None]
 
 
 def test_a_tensor_for_every_call_is_worth_no_program() -> None:
@@ -172,9 +172,9 @@ def test_a_tensor_for_every_call_is_worth_no_program() -> None:
     for _ in range(MAX_VARIANTS + MAX_REMADE + 2):
         weight = torch.rand(4, dtype=torch.float64)
         function = lambda y, t, w=weight: F.cross_entropy(y, t, weight=w)  # noqa: E731
-        made = hf.per_model(function)
-        check(made, function, outputs(), call(TARGET))
-    assert "have changed" in str(made.report())
+        mapped = hf.per_model(function)
+        check(mapped, function, outputs(), call(TARGET))
+    assert "have changed" in str(mapped.report())
 
 
 class Weighted(nn.Module):
@@ -222,10 +222,10 @@ def test_gradients_reach_tensors_of_a_closure() -> None:
 
 
 def test_nests() -> None:
-    given = {"a": outputs(), "b": outputs()}
-    ours = hf.per_model(lambda d, t: {"loss": F.cross_entropy(d["a"], t) + d["b"].sum(), "n": 5})(given, TARGET)
-    assert ours["n"] == 5
-    assert ours["loss"].shape == (3,)
+    inputs = {"a": outputs(), "b": outputs()}
+    result = hf.per_model(lambda d, t: {"loss": F.cross_entropy(d["a"], t) + d["b"].sum(), "n": 5})(inputs, TARGET)
+    assert result["n"] == 5
+    assert result["loss"].shape == (3,)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_wrong_sizes(arguments: tuple[Any, ...], message: str) -> None:
         hf.per_model(lambda *args: args)(*arguments)
 
 
-def test_a_loss_that_writes_into_what_it_is_given_is_told() -> None:
+def test_a_loss_that_writes_into_its_inputs_is_reported() -> None:
     outputs = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
 
     def doubled(y: Tensor, target: Tensor) -> Tensor:
@@ -255,10 +255,10 @@ def test_a_loss_that_writes_into_what_it_is_given_is_told() -> None:
     for loss in (doubled, into_target):
         with pytest.raises(hf.FusionError, match=f"{loss.__name__} writes into its arguments"):
             hf.per_model(loss)(outputs * 1, target)
-    own = torch.ones(2, 3, 4, dtype=torch.float64)
-    expected = torch.stack([into_target(y, t) for y, t in zip(outputs, own.clone(), strict=True)])
-    torch.testing.assert_close(hf.per_model(into_target)(outputs * 1, hf.stacked(own)), expected)
-    assert torch.equal(own, torch.full_like(own, 2.0))
+    targets = torch.ones(2, 3, 4, dtype=torch.float64)
+    expected = torch.stack([into_target(y, t) for y, t in zip(outputs, targets.clone(), strict=True)])
+    torch.testing.assert_close(hf.per_model(into_target)(outputs * 1, hf.stacked(targets)), expected)
+    assert torch.equal(targets, torch.full_like(targets, 2.0))
 
 
 def test_arrays_of_many_widths_take_no_function_for_one_that_changes() -> None:
@@ -266,8 +266,8 @@ def test_arrays_of_many_widths_take_no_function_for_one_that_changes() -> None:
         return (output - target).square().mean()
 
     for members in range(2, MAX_REMADE + 4):
-        each = hf.per_model(loss)
+        mapped = hf.per_model(loss)
         output, target = torch.randn(members, 5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
-        found = each(hf.stacked(output), target)
-        assert "loop over members" not in str(each.report()), members
-        torch.testing.assert_close(found, torch.stack([loss(row, target) for row in output]))
+        losses = mapped(hf.stacked(output), target)
+        assert "loop over members" not in str(mapped.report()), members
+        torch.testing.assert_close(losses, torch.stack([loss(row, target) for row in output]))

@@ -62,7 +62,7 @@ class Contrast(nn.Module):
 
 
 class Branching(nn.Module):
-    """What depends on values runs as the members' own code."""
+    """A model that branches on values, and so runs as the members' own code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,8 +128,8 @@ def _double() -> Any:
     torch.set_default_dtype(before)
 
 
-def close(ours: Any, theirs: Any, name: str = "") -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11, msg=lambda text: f"{name}: {text}")
+def close(actual: Any, expected: Any, name: str = "") -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11, msg=lambda text: f"{name}: {text}")
 
 
 def check(make: Callable[[], nn.Module], batch: Callable[[int], Any], loss: Any, sizes: list[int]) -> hf.FusedModule:
@@ -140,8 +140,8 @@ def check(make: Callable[[], nn.Module], batch: Callable[[int], Any], loss: Any,
     opts = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     step = hf.train_step(fused, loss, opt, compile=True)
     for shift in range(3):
-        now = sizes[shift:] + sizes[:shift]
-        xs, ts = [batch(n) for n in now], [torch.randint(3, (n,)) for n in now]
+        rotated = sizes[shift:] + sizes[:shift]
+        xs, ts = [batch(n) for n in rotated], [torch.randint(3, (n,)) for n in rotated]
         losses = step(hf.stacked(xs), hf.stacked(ts))
         for b, (model, optimizer) in enumerate(zip(models, opts, strict=True)):
             optimizer.zero_grad()
@@ -180,8 +180,8 @@ def test_any_sizes(sizes: list[int]) -> None:
 def test_batches_of_one_sample_and_of_none(sizes: list[int]) -> None:
     fused = hf.fuse(models := [mlp() for _ in sizes])
     xs = [torch.randn(n, 4) for n in sizes]
-    for ours, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
-        close(ours, model(x))
+    for actual, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
+        close(actual, model(x))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -192,8 +192,8 @@ def test_outputs_in_eval_mode(name: str) -> None:
     with torch.no_grad():
         outputs = fused(hf.stacked(xs))
         assert isinstance(outputs, Ragged)
-        for ours, model, x in zip(outputs, models, xs, strict=True):
-            close(ours, model.eval()(x))
+        for actual, model, x in zip(outputs, models, xs, strict=True):
+            close(actual, model.eval()(x))
 
 
 def test_nests_of_inputs_and_shared_ones() -> None:
@@ -201,8 +201,8 @@ def test_nests_of_inputs_and_shared_ones() -> None:
     shared = torch.randn(3)
     inputs = [(torch.randn(n, 4), {"b": torch.randn(n, 2)}) for n in SIZES]
     outputs = fused(*hf.stacked(inputs), shared)
-    for ours, model, x in zip(outputs, models, inputs, strict=True):
-        close(ours, model(*x, shared))
+    for actual, model, x in zip(outputs, models, inputs, strict=True):
+        close(actual, model(*x, shared))
 
 
 def test_two_sizes_of_each_member() -> None:
@@ -232,8 +232,8 @@ def test_members_that_differ_in_numbers_modes_and_hooks() -> None:
     xs = [torch.randn(n, 4) for n in SIZES]
     outputs = fused(hf.stacked(xs))
     assert calls == [3]
-    for ours, model, x in zip(outputs, models, xs, strict=True):
-        close(ours, model(x))
+    for actual, model, x in zip(outputs, models, xs, strict=True):
+        close(actual, model(x))
     for b, model in enumerate(models):
         for name, tensor in model.state_dict().items():
             close(fused.state_dict()[name][b], tensor)
@@ -243,10 +243,10 @@ def test_dropout_draws_for_each_sample() -> None:
     fused = hf.fuse([nn.Sequential(nn.Linear(4, 8), nn.Dropout(p)) for p in (0.2, 0.5, 0.0, 0.5)])
     xs = [torch.randn(n, 4) for n in SIZES]
     outputs = fused(hf.stacked(xs))
-    for ours, linear, p, x in zip(outputs, fused, (0.2, 0.5, 0.0, 0.5), xs, strict=True):
+    for output, linear, p, x in zip(outputs, fused, (0.2, 0.5, 0.0, 0.5), xs, strict=True):
         full = linear[0](x) / (1 - p)  # type: ignore[index]
-        assert torch.all((ours == 0) | torch.isclose(ours, full, rtol=1e-9))
-        assert bool((ours == 0).any()) == (p > 0)
+        assert torch.all((output == 0) | torch.isclose(output, full, rtol=1e-9))
+        assert bool((output == 0).any()) == (p > 0)
 
 
 def test_autocast() -> None:
@@ -254,13 +254,13 @@ def test_autocast() -> None:
     xs = [torch.randn(n, 4, dtype=torch.float32) for n in SIZES]
     with torch.autocast("cpu", torch.bfloat16):
         outputs = fused(hf.stacked(xs))
-        for ours, model, x in zip(outputs, models, xs, strict=True):
-            theirs = model(x)
-            assert ours.dtype == theirs.dtype == torch.bfloat16
-            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+        for actual, model, x in zip(outputs, models, xs, strict=True):
+            expected = model(x)
+            assert actual.dtype == expected.dtype == torch.bfloat16
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_who_is_in_which_group_costs_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_regrouping_members_by_size_needs_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     fused = hf.fuse(models := [batch_norm() for _ in SIZES])
     fused(hf.stacked([torch.randn(n, 2, 6, 6) for n in (3, 3, 4, 5)]))
     monkeypatch.setattr("hfusion.compiler.compiled_program.capture_member", lambda *_: pytest.fail("a capture"))
@@ -268,17 +268,17 @@ def test_who_is_in_which_group_costs_no_capture(monkeypatch: pytest.MonkeyPatch)
         model.load_state_dict(fused[models.index(model)].state_dict())
     for sizes in ((3, 4, 3, 4), (7, 7, 7, 2), (2, 3, 4, 5)):
         xs = [torch.randn(n, 2, 6, 6) for n in sizes]
-        for ours, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
-            close(ours, model(x))
+        for actual, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
+            close(actual, model(x))
 
 
 def test_losses_without_reduction_and_of_trees() -> None:
     ys, ts = [torch.randn(n, 3) for n in SIZES], [torch.randint(3, (n,)) for n in SIZES]
-    each = hf.per_model(lambda y, t: F.cross_entropy(y["logits"], t, reduction="none"))
-    losses = each({"logits": hf.stacked(ys)}, hf.stacked(ts))
+    mapped = hf.per_model(lambda y, t: F.cross_entropy(y["logits"], t, reduction="none"))
+    losses = mapped({"logits": hf.stacked(ys)}, hf.stacked(ts))
     assert losses.sizes == tuple(SIZES)
-    for ours, y, t in zip(losses, ys, ts, strict=True):
-        close(ours, F.cross_entropy(y, t, reduction="none"))
+    for actual, y, t in zip(losses, ys, ts, strict=True):
+        close(actual, F.cross_entropy(y, t, reduction="none"))
 
 
 def test_gradients_by_plain_autograd() -> None:
@@ -304,7 +304,7 @@ def test_a_nan_of_one_changes_no_bit_of_others() -> None:
     assert not after[1][1:].isnan().any()
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_mismatched_batches_are_named() -> None:
     fused = hf.fuse([mlp() for _ in SIZES])
     xs = [torch.randn(n, 4) for n in SIZES]
     with pytest.raises(ValueError, match="holds 3 batches"):

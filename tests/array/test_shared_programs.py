@@ -33,12 +33,12 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, twice: bool = False) -> Tensor:
         hidden = self.drop(F.leaky_relu(self.first(x), self.slope))
-        found = self.last(self.function(hidden)) * SCALE
-        return found * 2 if twice else found
+        y = self.last(self.function(hidden)) * SCALE
+        return y * 2 if twice else y
 
 
 class Outside(nn.Module):
-    """Of its attribute nobody knows what forward reads in it."""
+    """Has an attribute (a generator) whose state is opaque, so that two such models cannot be compared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ def program(fused: FusedModule, *args: Any, **kwargs: Any) -> Compiled:
 
 def assert_right(fused: FusedModule) -> None:
     x = torch.randn(4, 3)
-    wanted = torch.stack([model(x) for model in fused.unfuse()])
-    torch.testing.assert_close(fused(x), wanted)
+    expected = torch.stack([model(x) for model in fused.unfuse()])
+    torch.testing.assert_close(fused(x), expected)
 
 
 def test_arrays_of_models_that_read_the_same_share_one_program_and_its_check() -> None:
@@ -103,7 +103,7 @@ OTHERS: dict[str, Callable[[], FusedModule]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_differs_has_a_program_of_its_own(other: str) -> None:
+def test_different_arrays_have_separate_programs(other: str) -> None:
     fused = OTHERS[other]()
     x = torch.randn(4, 3, dtype=fused.first.weight.dtype)
     assert program(array()) is not program(fused, x)
@@ -128,7 +128,7 @@ def test_a_variable_that_has_changed_is_read_again(monkeypatch: pytest.MonkeyPat
     assert_right(fused)
 
 
-def test_what_cannot_be_compared_is_captured_for_each() -> None:
+def test_models_that_cannot_be_compared_are_captured_separately() -> None:
     assert program(array(Outside)) is not program(array(Outside))
 
 

@@ -52,14 +52,14 @@ def alone(loss: Callable[..., Tensor], targets: list[Tensor], steps: int) -> tup
         torch.optim.SGD(model.parameters(), lr=0.1 * (1 + row), momentum=0.9) for row, model in enumerate(models)
     ]
     for _ in range(steps):
-        found = []
+        member_losses = []
         for model, optimizer, target in zip(models, optimizers, targets, strict=True):
             optimizer.zero_grad()
-            own = loss(model(X), target)
-            own.backward()
+            member_loss = loss(model(X), target)
+            member_loss.backward()
             optimizer.step()
-            found.append(own.detach())
-        losses.append(torch.stack(found))
+            member_losses.append(member_loss.detach())
+        losses.append(torch.stack(member_losses))
     return models, torch.stack(losses)
 
 
@@ -78,8 +78,8 @@ def by_population(loss: Callable[..., Tensor], targets: list[Tensor], compile: b
 
 def by_train(loss: Callable[..., Tensor], targets: list[Tensor], compile: bool) -> tuple[list[nn.Module], Tensor]:
     task = hf.Task(heads(), loss, sgd, [(X, hf.stacked(targets))] * 3, compile=compile)
-    found = hf.train([task])["task"]
-    return list(found.models), found.losses
+    result = hf.train([task])["task"]
+    return list(result.models), result.losses
 
 
 TRAINED = {"train_step": by_train_step, "Population": by_population, "train": by_train}
@@ -92,19 +92,19 @@ def test_each_trains_as_alone(name: str, how: str, compile: bool) -> None:
     loss, make = CASES[name]
     targets = make()
     models, expected = alone(loss, targets, 3)
-    found, losses = TRAINED[how](loss, targets, compile)
+    trained, losses = TRAINED[how](loss, targets, compile)
     torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-12)
-    for own, model in zip(found, models, strict=True):
+    for member, model in zip(trained, models, strict=True):
         for name, tensor in model.state_dict().items():
-            torch.testing.assert_close(own.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(member.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
 
 
 def test_a_population_evaluates_such_targets() -> None:
     models, targets = heads(), values()
     pop = hf.Population(heads(), optimizer=sgd, loss=F.mse_loss)
     expected = torch.stack([F.mse_loss(model(X), target) for model, target in zip(models, targets, strict=True)])
-    found = pop.evaluate(F.mse_loss, [(X, hf.stacked(targets))] * 2)
-    torch.testing.assert_close(found, expected.detach(), rtol=1e-9, atol=1e-12)
+    losses = pop.evaluate(F.mse_loss, [(X, hf.stacked(targets))] * 2)
+    torch.testing.assert_close(losses, expected.detach(), rtol=1e-9, atol=1e-12)
 
 
 def test_inputs_may_differ_in_any_size() -> None:

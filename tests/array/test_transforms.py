@@ -139,8 +139,8 @@ def test_a_first_call_inside_a_transform_is_that_of_the_members(model: str, tran
 
     def results(module: nn.Module) -> list[Tensor]:
         parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
-        found = TRANSFORMS[transform](lambda p, x: functional_call(module, p, (x,)), parameters, x)
-        return pytree.tree_leaves(found)
+        result = TRANSFORMS[transform](lambda p, x: functional_call(module, p, (x,)), parameters, x)
+        return pytree.tree_leaves(result)
 
     if (model, transform) in IMPOSSIBLE:
         for module in (members[0], array):
@@ -148,19 +148,19 @@ def test_a_first_call_inside_a_transform_is_that_of_the_members(model: str, tran
                 results(module)
         return
     expected = zip(*map(results, members), strict=True)
-    for ours, theirs in zip(results(array), expected, strict=True):
-        torch.testing.assert_close(ours, torch.stack(theirs), rtol=1e-9, atol=1e-12)
+    for actual, rows in zip(results(array), expected, strict=True):
+        torch.testing.assert_close(actual, torch.stack(rows), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("model", ["dense", "looped", "without gradients"])
 def test_a_hessian_is_the_sum_of_those_of_the_members(model: str) -> None:
     members = [MODELS[model]().double() for _ in range(MEMBERS)]
     array, x = hf.fuse(members), torch.randn(2, 8, dtype=torch.float64)
-    ours, *theirs = (hessian(lambda x, m=module: m(x).sin().sum())(x) for module in (array, *members))
-    torch.testing.assert_close(ours, sum(theirs), rtol=1e-9, atol=1e-12)
+    actual, *expected = (hessian(lambda x, m=module: m(x).sin().sum())(x) for module in (array, *members))
+    torch.testing.assert_close(actual, sum(expected), rtol=1e-9, atol=1e-12)
 
 
-def test_what_runs_member_by_member_inside_a_transform_is_reported() -> None:
+def test_loops_over_members_inside_a_transform_are_reported() -> None:
     array = hf.fuse([Gated() for _ in range(MEMBERS)])
     jvp(array, (torch.ones(3, 8),), (torch.ones(3, 8),))
     assert "inside torch.func: loop over members: forward-mode derivatives flow through torch.no_grad()" in str(
@@ -173,8 +173,8 @@ def test_jacobians_of_autograd_functional(strategy: str) -> None:
     members = [MODELS["dense"]().double() for _ in range(MEMBERS)]
     array, x = hf.fuse(members), torch.randn(3, 8, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian
-    ours = jacobian(array, x, vectorize=True, strategy=strategy)
-    torch.testing.assert_close(ours, torch.stack([jacobian(member, x) for member in members]), rtol=1e-9, atol=1e-12)
+    actual = jacobian(array, x, vectorize=True, strategy=strategy)
+    torch.testing.assert_close(actual, torch.stack([jacobian(member, x) for member in members]), rtol=1e-9, atol=1e-12)
 
 
 def test_running_statistics_that_a_transform_is_given() -> None:
@@ -186,22 +186,22 @@ def test_running_statistics_that_a_transform_is_given() -> None:
             outputs = functional_call(module, (parameters, buffers), (x,))
             return outputs.sin().sum(), buffers
 
-        own = [
+        state = [
             {k: t.detach().clone() for k, t in named} for named in (module.named_parameters(), module.named_buffers())
         ]
-        return pytree.tree_leaves(grad(losses, has_aux=True)(*own))
+        return pytree.tree_leaves(grad(losses, has_aux=True)(*state))
 
-    for ours, theirs in zip(results(array), zip(*map(results, members), strict=True), strict=True):
-        torch.testing.assert_close(ours, torch.stack(theirs), rtol=1e-9, atol=1e-12)
+    for actual, rows in zip(results(array), zip(*map(results, members), strict=True), strict=True):
+        torch.testing.assert_close(actual, torch.stack(rows), rtol=1e-9, atol=1e-12)
     assert not array[0][1].running_mean.any()
 
 
 def test_functional_call_of_plain_tensors_first() -> None:
     members = [MODELS["dense"]().double() for _ in range(MEMBERS)]
     array, x = hf.fuse(members), torch.randn(3, 8, dtype=torch.float64)
-    given = {name: stack.detach() * 2 for name, stack in array.named_parameters()}
-    rows = [functional_call(m, {name: t[k] for name, t in given.items()}, (x,)) for k, m in enumerate(members)]
-    torch.testing.assert_close(functional_call(array, given, (x,)), torch.stack(rows), rtol=1e-9, atol=1e-12)
+    parameters = {name: stack.detach() * 2 for name, stack in array.named_parameters()}
+    rows = [functional_call(m, {name: t[k] for name, t in parameters.items()}, (x,)) for k, m in enumerate(members)]
+    torch.testing.assert_close(functional_call(array, parameters, (x,)), torch.stack(rows), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(array(x), torch.stack([member(x) for member in members]), rtol=1e-9, atol=1e-12)
 
 
@@ -217,10 +217,10 @@ def test_a_loss_inside_a_transform(loss: Callable[[Tensor, Tensor], Tensor]) -> 
     array, x = hf.fuse(members), torch.randn(3, 8, dtype=torch.float64)
     target = torch.randn(3, 2, dtype=torch.float64)
     fused_loss = hf.per_model(loss)
-    ours = jvp(lambda x: fused_loss(array(x), target), (x,), (x.cos(),))
+    outputs = jvp(lambda x: fused_loss(array(x), target), (x,), (x.cos(),))
     rows = [jvp(lambda x, m=member: loss(m(x), target), (x,), (x.cos(),)) for member in members]
-    for found, expected in zip(ours, zip(*rows, strict=True), strict=True):
-        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-9, atol=1e-12)
+    for actual, expected in zip(outputs, zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(actual, torch.stack(expected), rtol=1e-9, atol=1e-12)
 
 
 def test_a_loss_over_a_target_of_the_transform() -> None:

@@ -51,8 +51,8 @@ def inputs() -> Tensor:
     return torch.randn(6, 5, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
 
 
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -74,10 +74,10 @@ def test_each_depth_trains_as_alone(kind: str, compiled: bool) -> None:
             loss.backward()
             optimizer.step()
             assert_close(losses[row], loss.detach())
-    for own, model in zip(fused.unfuse(), models, strict=True):
-        assert list(own.state_dict()) == list(model.state_dict())
-        for mine, theirs in zip(own.state_dict().values(), model.state_dict().values(), strict=True):
-            assert_close(mine, theirs)
+    for member, model in zip(fused.unfuse(), models, strict=True):
+        assert list(member.state_dict()) == list(model.state_dict())
+        for actual, expected in zip(member.state_dict().values(), model.state_dict().values(), strict=True):
+            assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

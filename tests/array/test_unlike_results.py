@@ -82,13 +82,13 @@ def inputs() -> Tensor:
     return torch.randn(6, 5, dtype=DOUBLE, generator=torch.Generator().manual_seed(1))
 
 
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 def assert_members_equal(fused: hf.FusedModule, models: Sequence[nn.Module]) -> None:
-    for own, model in zip(fused.unfuse(), models, strict=True):
-        state = own.state_dict()
+    for member, model in zip(fused.unfuse(), models, strict=True):
+        state = member.state_dict()
         assert list(state) == list(model.state_dict())
         for name, tensor in model.state_dict().items():
             assert state[name].shape == tensor.shape
@@ -124,9 +124,9 @@ def test_each_gives_and_learns_what_it_does_alone(name: str) -> None:
         loss = F.cross_entropy(alone, OWN_Y[row])
         loss.backward()
         assert_close(losses[row], loss)
-        for (key, parameter), theirs in zip(fused[row].named_parameters(), model.parameters(), strict=True):
+        for (key, parameter), expected in zip(fused[row].named_parameters(), model.parameters(), strict=True):
             assert parameter.grad is not None, key
-            assert_close(parameter.grad, theirs.grad)
+            assert_close(parameter.grad, expected.grad)
     with fused.evaluating():
         outputs = fused(x)
     for row, model in enumerate(models):
@@ -140,8 +140,8 @@ def test_each_trains_as_alone_compiled(name: str, at_once: int | None) -> None:
     opt = hf.optim.SGD(fused.parameters(), lr=[0.01, 0.02, 0.03, 0.04], momentum=0.9)
     step = hf.train_step(fused, F.cross_entropy, opt, compile=True)
     step.at_once = at_once
-    own = at_once is None
-    target, targets = (hf.stacked(OWN_Y), OWN_Y) if own else (Y, Y.expand(4, -1))
+    own_targets = at_once is None
+    target, targets = (hf.stacked(OWN_Y), OWN_Y) if own_targets else (Y, Y.expand(4, -1))
     for losses in stepped_alone(models, x, targets, 3):
         assert_close(step(x, target), losses)
     assert "program" in str(step.report())
@@ -199,7 +199,7 @@ def test_state_dicts_saves_and_optimizers_hold_own_shapes(tmp_path: Any) -> None
     step = hf.train_step(fused, F.cross_entropy, opt, compile=False)
     step(x, Y)
     assert fused.state_dict()["4.weight"].shape == (4, 4, 8)
-    assert [own["state"][4]["exp_avg"].shape[0] for own in opt.unfuse()] == [3, 4, 3, 2]
+    assert [state["state"][4]["exp_avg"].shape[0] for state in opt.unfuse()] == [3, 4, 3, 2]
     hf.save(tmp_path / "save", fused, opt)
     again = hf.fuse(made("classes"))
     opt_again = hf.optim.Adam(again.parameters(), lr=0.1)
@@ -207,9 +207,9 @@ def test_state_dicts_saves_and_optimizers_hold_own_shapes(tmp_path: Any) -> None
     other = hf.fuse(made("classes"))
     other.load_state_dict(fused.state_dict())
     for array in (again, other):
-        for own, model in zip(array.unfuse(), fused.unfuse(), strict=True):
-            pairs = zip(own.state_dict().values(), model.state_dict().values(), strict=True)
-            assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+        for member, model in zip(array.unfuse(), fused.unfuse(), strict=True):
+            pairs = zip(member.state_dict().values(), model.state_dict().values(), strict=True)
+            assert all(torch.equal(actual, expected) for actual, expected in pairs)
     resumed = hf.train_step(again, F.cross_entropy, opt_again, compile=False)
     assert torch.equal(resumed(x, Y), step(x, Y))
 
@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[Callable[[hf.FusedModule], object], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_results_of_one_shape_is_refused(name: str) -> None:
+def test_calls_that_need_results_of_one_shape_are_refused(name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(hf.FusionError, match=message):
         call(hf.fuse(made("classes")))

@@ -43,10 +43,10 @@ def test_an_mlp_warns_once_and_blames_the_caller() -> None:
     fused = hf.fuse([mlp() for _ in range(B)])
     with pytest.warns(
         UserWarning, match=rf"3 members sees the whole input of shape \[{B}, {N}, 2\].*hf\.stacked"
-    ) as seen:
+    ) as caught:
         outputs = fused(torch.randn(B, N, 2))
     assert outputs.shape == (B, B, N, 1)
-    assert [warning.filename for warning in seen] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
     fused(torch.randn(B, N + 1, 2))
     copy.deepcopy(fused.eval())(hf.stacked(torch.randn(B, N, 2)))
 

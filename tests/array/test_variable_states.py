@@ -97,9 +97,9 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def check_equal(fused: hf.FusedModule, models: list[Any], x: Tensor) -> None:
     fused.zero_grad()
     alone = torch.stack([model(x) for model in models])
-    found = fused(x)
-    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
-    found.square().sum().backward()
+    output = fused(x)
+    torch.testing.assert_close(output, alone, rtol=1e-12, atol=1e-12)
+    output.square().sum().backward()
     for name, parameter in fused.named_parameters():
         grads = torch.autograd.grad(alone.square().sum(), [m.get_parameter(name) for m in models], retain_graph=True)
         torch.testing.assert_close(parameter.grad, torch.stack(grads), rtol=1e-9, atol=1e-12)
@@ -122,9 +122,9 @@ def test_a_variable_that_changes_is_seen(change: str, x: Tensor, monkeypatch: py
     with monkeypatch.context() as patched:
         CHANGES[change](patched)
         check_equal(fused, models, x)
-    made = programs(fused)
+    programs_before = programs(fused)
     check_equal(fused, models, x)
-    assert programs(fused) == made == 2
+    assert programs(fused) == programs_before == 2
 
 
 # How forward reads a global variable that is called like no attribute, and one that is.
@@ -197,7 +197,7 @@ def test_a_closure_that_changes_is_seen(x: Tensor) -> None:
     check_equal(fused, models, x)
 
 
-def test_what_names_a_variable_of_many_values_runs_in_a_loop(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_reads_a_variable_of_many_values_runs_in_a_loop(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [Outer().double() for _ in range(2)]
     fused = hf.fuse(models)
     for step in range(10):
@@ -275,7 +275,7 @@ def test_another_default_dtype_is_seen(x: Tensor) -> None:
 
 
 class Asking(nn.Module):
-    """Asks torch whether autocast is on, outside of its own region and inside."""
+    """Checks whether autocast is on, both outside and inside its own autocast region."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class Asking(nn.Module):
 
 @pytest.mark.parametrize("order", [(False, True, False), (True, False, True)])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_forward_asks_of_autocast_is_what_holds(order: tuple[bool, ...], compiled: bool) -> None:
+def test_forward_sees_the_current_autocast_state(order: tuple[bool, ...], compiled: bool) -> None:
     models = [Asking() for _ in range(2)]
     fused, x = hf.fuse(models), torch.randn(5, 3)
     optimizer = hf.optim.SGD(fused.parameters(), lr=0.0)
@@ -308,7 +308,7 @@ class Casting(nn.Linear):
         return super().forward(x.bfloat16() if torch.is_autocast_enabled("cpu") else x)
 
 
-def test_what_only_runs_under_autocast_is_told() -> None:
+def test_forward_that_only_runs_under_autocast_is_reported() -> None:
     fused = hf.fuse([Casting(3, 2) for _ in range(2)])
     with (
         torch.autocast("cpu", torch.bfloat16),
@@ -464,11 +464,11 @@ def test_how_an_input_lies_in_memory_counts_at_each_call(x: Tensor) -> None:
     models = [AskingForMemory(3, 2).double() for _ in range(2)]
     fused = hf.fuse(models)
     wide = torch.cat([x, x], 1)
-    for given in (x, x.mT.contiguous().mT, wide[:, ::2], x, x[:3], wide[:, :3], x.mT.contiguous().mT):
-        check_equal(fused, models, given)
-        own = torch.stack([given.mT, given.mT * 2]).mT
-        alone = torch.stack([model(row) for model, row in zip(models, own, strict=True)])
-        torch.testing.assert_close(fused(hf.stacked(own)), alone, rtol=1e-12, atol=1e-12)
+    for variant in (x, x.mT.contiguous().mT, wide[:, ::2], x, x[:3], wide[:, :3], x.mT.contiguous().mT):
+        check_equal(fused, models, variant)
+        stacked = torch.stack([variant.mT, variant.mT * 2]).mT
+        alone = torch.stack([model(row) for model, row in zip(models, stacked, strict=True)])
+        torch.testing.assert_close(fused(hf.stacked(stacked)), alone, rtol=1e-12, atol=1e-12)
 
 
 def test_how_an_input_lies_in_memory_counts_in_a_compiled_step(x: Tensor) -> None:
@@ -476,9 +476,9 @@ def test_how_an_input_lies_in_memory_counts_in_a_compiled_step(x: Tensor) -> Non
     fused = hf.fuse(models)
     step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)
     target = torch.zeros(5, 2, dtype=torch.float64)
-    for given in (x, x, x.mT.contiguous().mT, x.mT.contiguous().mT, x):
-        alone = torch.stack([F.mse_loss(model(given), target) for model in models])
-        torch.testing.assert_close(step(given, target), alone)
+    for variant in (x, x, x.mT.contiguous().mT, x.mT.contiguous().mT, x):
+        alone = torch.stack([F.mse_loss(model(variant), target) for model in models])
+        torch.testing.assert_close(step(variant, target), alone)
 
 
 class AskingForGradients(nn.Module):
@@ -496,8 +496,8 @@ def test_which_parameters_need_a_gradient_counts_at_each_call(x: Tensor) -> None
     models = [AskingForGradients().double() for _ in range(2)]
     fused = hf.fuse(models)
     for trained in (True, False, True):
-        for each in (fused, *models):
-            each.base.requires_grad_(trained)
+        for model in (fused, *models):
+            model.base.requires_grad_(trained)
         torch.testing.assert_close(fused(x), torch.stack([m(x) for m in models]), rtol=1e-12, atol=1e-12)
     assert programs(fused) == 2
 

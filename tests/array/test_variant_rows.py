@@ -20,7 +20,7 @@ Y = torch.tensor([0, 1, 2, 0, 1, 2])
 
 
 class Net(nn.Module):
-    """A body that all have, with an activation, a norm, a hidden width and a number of blocks of its own."""
+    """A common body; the activation, norm, hidden width and number of blocks differ between models."""
 
     def __init__(self, act: nn.Module, norm: bool = False, hidden: int = 4, blocks: int = 0) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ OPTIMIZERS: dict[str, tuple[type[hf.optim.FusedOptimizer], type[torch.optim.Opti
 
 
 class Members:
-    """An array and its members alone, each with an optimizer and a learning rate of its own."""
+    """An array and its members alone, each with a separate optimizer and learning rate."""
 
     def __init__(self, kinds: Sequence[str], optimizer: str = "AdamW") -> None:
         torch.manual_seed(0)
@@ -118,19 +118,19 @@ class Members:
     def compare(self) -> None:
         """State dicts and optimizers are those of the members alone."""
         expected = hf.fuse(self.alone, verify=False).state_dict()
-        found = self.fused.state_dict()
-        assert list(found) == list(expected)
-        assert found._metadata == expected._metadata
+        state = self.fused.state_dict()
+        assert list(state) == list(expected)
+        assert state._metadata == expected._metadata
         for name, stack in expected.items():
-            torch.testing.assert_close(found[name], stack, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(state[name], stack, rtol=1e-9, atol=1e-12)
         assert {id(p) for p in self.fused.parameters()} == {id(p) for p in self.opt.param_groups[0]["params"]}
-        for own, plain in zip(self.opt.unfuse(), self.plain, strict=True):
-            theirs = plain.state_dict()["state"]
-            assert own["state"].keys() == theirs.keys()
-            for key, entry in theirs.items():
+        for member_state, plain in zip(self.opt.unfuse(), self.plain, strict=True):
+            expected_state = plain.state_dict()["state"]
+            assert member_state["state"].keys() == expected_state.keys()
+            for key, entry in expected_state.items():
                 for name, value in entry.items():
                     if isinstance(value, Tensor):
-                        torch.testing.assert_close(own["state"][key][name], value, rtol=1e-9, atol=1e-12)
+                        torch.testing.assert_close(member_state["state"][key][name], value, rtol=1e-9, atol=1e-12)
         for row, model in zip(self.fused, self.alone, strict=True):
             assert [name for name, _ in row.named_modules()] == [name for name, _ in model.named_modules()]
 
@@ -319,7 +319,7 @@ def _unlike() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_join_leaves_the_array_as_it_was(name: str) -> None:
+def test_a_refused_member_leaves_the_array_unchanged(name: str) -> None:
     fused = hf.fuse([KINDS[kind]() for kind in ("relu", "prelu", "norm")])
     before = {key: value.clone() for key, value in fused.state_dict().items()}
     make, message = WRONG[name]
@@ -329,7 +329,7 @@ def test_what_cannot_join_leaves_the_array_as_it_was(name: str) -> None:
     assert len(fused) == 3
 
 
-def test_an_optimizer_that_was_not_told_refuses() -> None:
+def test_an_optimizer_without_the_new_parameters_refuses() -> None:
     members = Members(["relu", "relu"])
     members.step()
     members.fused.put(0, KINDS["prelu"]())

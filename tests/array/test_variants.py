@@ -20,8 +20,8 @@ from hfusion.passes import layouts
 from hfusion.passes.gather import has_variants
 
 
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 X = torch.randn(6, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -72,8 +72,8 @@ def no_norm(channels: int) -> nn.Module:
 class Moved(nn.Sequential):
     """The same operators, with the layer of each under one of two keys."""
 
-    def __init__(self, place: int, slope: float) -> None:
-        layers = [nn.Flatten(), *[nn.Identity()] * place, nn.Linear(192, 4), *[nn.Identity()] * (1 - place)]
+    def __init__(self, position: int, slope: float) -> None:
+        layers = [nn.Flatten(), *[nn.Identity()] * position, nn.Linear(192, 4), *[nn.Identity()] * (1 - position)]
         super().__init__(nn.Conv2d(3, 3, 3, padding=1), nn.LeakyReLU(slope), *layers)
         self.add_module("bias", Bias())
 
@@ -109,7 +109,9 @@ CASES: dict[str, Callable[[], list[nn.Module]]] = {
     "many activations with parameters": lambda: [
         Cnn(act) for act in (nn.PReLU(), nn.PReLU(8), nn.PReLU(), nn.PReLU(8), nn.PReLU(8, 0.1))
     ],
-    "many places of one operator": lambda: [Moved(place, slope) for place in (0, 1) for slope in (0.1, 0.2, 0.3, 0.4)],
+    "many places of one operator": lambda: [
+        Moved(position, slope) for position in (0, 1) for slope in (0.1, 0.2, 0.3, 0.4)
+    ],
     "classes of one name": lambda: [Cnn(act) for act in (nn.Tanh(), own_tanh(), nn.Tanh())],
     "another dtype of norm": lambda: [Cnn(nn.ReLU(), norm) for norm in (nn.InstanceNorm2d, nn.BatchNorm2d, groups)],
 }
@@ -141,11 +143,11 @@ def stepped_alone(models: Sequence[nn.Module], steps: int, lrs: Sequence[float],
 
 def assert_members_equal(fused: hf.FusedModule, models: Sequence[nn.Module]) -> None:
     for row, model in enumerate(models):
-        own, alone = fused[row].state_dict(), model.state_dict()
-        assert list(own) == list(alone)
+        member, alone = fused[row].state_dict(), model.state_dict()
+        assert list(member) == list(alone)
         for name, tensor in alone.items():
-            assert own[name].shape == tensor.shape, name
-            assert_close(own[name], tensor)
+            assert member[name].shape == tensor.shape, name
+            assert_close(member[name], tensor)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -168,9 +170,9 @@ def check_training(name: str) -> None:
     expected = stepped_alone(models, 4, lrs)
     for losses in expected:
         opt.zero_grad()
-        found = hf.per_model(F.cross_entropy)(fused(X), Y)
-        assert_close(found.detach(), losses)
-        found.sum().backward()
+        loss = hf.per_model(F.cross_entropy)(fused(X), Y)
+        assert_close(loss.detach(), losses)
+        loss.sum().backward()
         hf.optim.clip_grad_norm_(fused.parameters(), 0.5)
         opt.step()
     assert_members_equal(fused, models)
@@ -235,9 +237,9 @@ def test_a_state_dict_holds_the_rows_that_have_each_key(tmp_path: Any) -> None:
         for parameter in other.parameters():
             parameter.add_(1.0)
     other.load_state_dict(torch.load(tmp_path / "state.pt"))
-    for own, model in zip(other.unfuse(), models, strict=True):
-        assert list(own.state_dict()) == list(model.state_dict())
-        assert all(torch.equal(own.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+    for member, model in zip(other.unfuse(), models, strict=True):
+        assert list(member.state_dict()) == list(model.state_dict())
+        assert all(torch.equal(member.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
     with pytest.raises(hf.FusionError, match=r"0.1.weight holds the rows of members \[1, 2\], and members \[0, 2\]"):
         hf.fuse([models[1], models[0], models[2], models[3]]).load_state_dict(state)
 
@@ -257,11 +259,11 @@ def test_optimizers_and_saves_follow(tmp_path: Any) -> None:
             model(x).square().sum().backward()
             assert_close(norms[row], torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3))
             optimizer.step()
-    for own, optimizer in zip(opt.unfuse(), alone, strict=True):
-        theirs = optimizer.state_dict()["state"]
-        assert own["state"].keys() == theirs.keys()
-        for key, entry in theirs.items():
-            assert_close(own["state"][key]["exp_avg_sq"], entry["exp_avg_sq"])
+    for member, optimizer in zip(opt.unfuse(), alone, strict=True):
+        expected = optimizer.state_dict()["state"]
+        assert member["state"].keys() == expected.keys()
+        for key, entry in expected.items():
+            assert_close(member["state"][key]["exp_avg_sq"], entry["exp_avg_sq"])
     for model, row in zip(models, fused, strict=True):
         for name, parameter in row.named_parameters():
             assert_close(parameter.grad, dict(model.named_parameters())[name].grad)
@@ -269,9 +271,9 @@ def test_optimizers_and_saves_follow(tmp_path: Any) -> None:
     other = hf.fuse(unlike())
     again = hf.optim.Adam(other.parameters(), lr=0.1)
     hf.load(tmp_path / "save", other, again)
-    for model, own in zip(models, other.unfuse(), strict=True):
+    for model, member in zip(models, other.unfuse(), strict=True):
         for name, tensor in model.state_dict().items():
-            assert_close(own.state_dict()[name], tensor)
+            assert_close(member.state_dict()[name], tensor)
     turned = unlike()[::-1]
     with pytest.raises(hf.CheckpointError, match="in the order of those that were saved"):
         hf.load(tmp_path / "save", hf.fuse(turned))
@@ -287,7 +289,7 @@ REFUSED: dict[str, Callable[[hf.FusedModule], object]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_one_structure_is_refused_by_name(name: str) -> None:
+def test_calls_that_need_one_structure_are_refused_by_name(name: str) -> None:
     with pytest.raises(hf.FusionError, match=r"differ in submodules \(0.1 is ReLU in member 0 and PReLU in member 1\)"):
         REFUSED[name](hf.fuse(unlike()))
 
@@ -313,7 +315,7 @@ UNLIKE: dict[str, tuple[Callable[[], list[nn.Module]], str]] = {
 
 
 @pytest.mark.parametrize("name", UNLIKE)
-def test_what_cannot_be_exact_is_refused(name: str) -> None:
+def test_inexact_variants_are_refused(name: str) -> None:
     make, message = UNLIKE[name]
     with pytest.raises(hf.FusionError, match=message):
         hf.fuse(make())(torch.zeros(2, 5, dtype=torch.float64))

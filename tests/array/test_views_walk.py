@@ -22,8 +22,8 @@ def shifted(module: nn.Module, args: Any) -> Any:
     return (args[0] + 1,)
 
 
-def tripled(module: nn.Module, ours: Any, theirs: Any) -> Any:
-    return tuple(None if grad is None else grad * 3 for grad in ours)
+def tripled(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> Any:
+    return tuple(None if grad is None else grad * 3 for grad in grad_inputs)
 
 
 def initialise(module: nn.Module) -> None:
@@ -135,9 +135,9 @@ class Walk:
             model.load_state_dict(state)
 
     def write_a_vector(self) -> None:
-        ours, theirs = self.member()
-        vector = parameters_to_vector(theirs.parameters()).detach() + 0.01
-        for model in (ours, theirs):
+        view, original = self.member()
+        vector = parameters_to_vector(original.parameters()).detach() + 0.01
+        for model in (view, original):
             vector_to_parameters(vector.clone(), model.parameters())
 
     def move_the_array(self) -> None:

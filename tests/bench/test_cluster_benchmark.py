@@ -22,9 +22,9 @@ def test_the_driver_hears_every_array_to_its_end() -> None:
     assert cost.us_per_tail_message > 0
 
 
-@pytest.mark.parametrize("way", ["loop", "hf.train"])
-def test_a_way_prints_its_seconds(way: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cluster", "--way", way, "--tasks", "2"]) == 0
+@pytest.mark.parametrize("method", ["loop", "hf.train"])
+def test_a_way_prints_its_seconds(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cluster", "--way", method, "--tasks", "2"]) == 0
     assert float(capsys.readouterr().out) > 0
 
 
@@ -33,7 +33,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     target = tmp_path / "bench.json"
     assert main(["cluster", "--quick", "--tasks", "2", "--json", str(target)]) == 0
     rows = json.loads(target.read_text())["rows"]
-    assert [row["what"] for row in rows[:-1]] == [f"2 tasks, {way}" for way in cluster_benchmark.WAYS]
+    assert [row["what"] for row in rows[:-1]] == [f"2 tasks, {method}" for method in cluster_benchmark.WAYS]
     assert all(row["cpu_seconds"] > 0 for row in rows)
     assert rows[-1]["us_per_message"] > 0
     assert "x loop" in capsys.readouterr().out

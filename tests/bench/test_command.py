@@ -28,7 +28,7 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         (["fus"], "unknown sub-benchmark 'fus': choose from fuse, optim"),
         (["--models", "cnn,mlp"], "unknown model 'mlp': choose from mlp-small, mlp-large, cnn, resnet8,"),
@@ -53,9 +53,9 @@ def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         (["--memory", "--repeats", "2"], "--repeats does not belong to --memory: leave it out"),
     ],
 )
-def test_a_bad_argument_is_one_line(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_argument_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
-        main(given)
+        main(arguments)
     assert exited.value.code == 2
     shown = capsys.readouterr().err
     assert message in shown
@@ -72,8 +72,8 @@ def test_quick_fills_only_what_was_not_chosen() -> None:
 
 def test_the_whole_command(tmp_path: Path) -> None:
     target = tmp_path / "bench.json"
-    given = ["--quick", "--models", "mlp-small", "--members", "2", "--contenders", "serial,vmap"]
-    command = [sys.executable, "-m", "hfusion.bench", *given, "--json", str(target)]
+    arguments = ["--quick", "--models", "mlp-small", "--members", "2", "--contenders", "serial,vmap"]
+    command = [sys.executable, "-m", "hfusion.bench", *arguments, "--json", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "mlp-small" in done.stdout
@@ -83,16 +83,26 @@ def test_the_whole_command(tmp_path: Path) -> None:
 def test_earlier_runs_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     target, picture = tmp_path / "bench.json", tmp_path / "bench.svg"
-    given = ["--quick", "--models", "mlp-small", "--members", "2", "--contenders", "serial,vmap"]
-    assert main([*given, "--repeats", "1", "--json", str(target)]) == 0
+    arguments = ["--quick", "--models", "mlp-small", "--members", "2", "--contenders", "serial,vmap"]
+    assert main([*arguments, "--repeats", "1", "--json", str(target)]) == 0
     assert main(["--from", str(target), "--from", str(target), "--plot", str(picture)]) == 0
     assert "mlp-small" in picture.read_text()
 
 
 def test_memory_instead_of_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "bench.json"
-    given = ["--memory", "--models", "mlp-small", "--members", "2", "--contenders", "serial,hfusion", "--amp", "bf16"]
-    assert main([*given, "--json", str(target)]) == 0
+    arguments = [
+        "--memory",
+        "--models",
+        "mlp-small",
+        "--members",
+        "2",
+        "--contenders",
+        "serial,hfusion",
+        "--amp",
+        "bf16",
+    ]
+    assert main([*arguments, "--json", str(target)]) == 0
     assert "MiB per member" in capsys.readouterr().out
     read = json.loads(target.read_text())
     assert read["machine"]["amp"] == "bf16"

@@ -21,9 +21,9 @@ STEPS = 5
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_every_model_learns_its_batch(case: cases.FuseCase) -> None:
-    found = losses(serial.start(workload(case, members=1)), 4)
-    assert found.shape == (4, 1)
-    assert found[-1] < found[0]
+    measured = losses(serial.start(workload(case, members=1)), 4)
+    assert measured.shape == (4, 1)
+    assert measured[-1] < measured[0]
 
 
 def test_members_differ_in_seed_and_rate_and_are_reproducible() -> None:
@@ -155,8 +155,8 @@ def test_vmap_with_attention_is_for_models_that_have_it() -> None:
 
 def test_hfusion_trains_as_the_serial_loop() -> None:
     chosen = workload(TINY_BATCH_NORM)
-    found = losses(start_hfusion(chosen), STEPS)
-    check_agreement("hfusion", losses(serial.start(chosen), STEPS), found, 1e-3)
+    measured = losses(start_hfusion(chosen), STEPS)
+    check_agreement("hfusion", losses(serial.start(chosen), STEPS), measured, 1e-3)
 
 
 @needs_compiler

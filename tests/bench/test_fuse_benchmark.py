@@ -29,9 +29,9 @@ def compare(*contenders: Contender) -> list[results.ModelResult]:
     def advance(pieces: int) -> None:
         done[0] += pieces
 
-    found = list(fuse_benchmark.run(chosen, Meter(say=lambda _: None, advance=advance)))
+    compared = list(fuse_benchmark.run(chosen, Meter(say=lambda _: None, advance=advance)))
     assert done[0] == fuse_benchmark.pieces(chosen)
-    return found
+    return compared
 
 
 def start_wrong(workload: Workload) -> Running:
@@ -50,18 +50,18 @@ def step_broken(workload: Workload) -> Running:
     return Running(step)
 
 
-def rendered(found: list[results.ModelResult], *names: str) -> str:
+def rendered(compared: list[results.ModelResult], *names: str) -> str:
     console = Console(width=150, record=True, file=None, quiet=False)
-    shown, footnotes = comparison_table.table(found, names)
+    shown, footnotes = comparison_table.table(compared, names)
     with console.capture() as captured:
         console.print(shown)
     return captured.get() + "\n".join(footnotes)
 
 
 def test_rows_of_the_json_file(tmp_path: Path) -> None:
-    found = compare(SERIAL, VMAP)
+    compared = compare(SERIAL, VMAP)
     target = tmp_path / "bench.json"
-    results.write_json(target, machine_description.describe(CPU), results.rows_of(found))
+    results.write_json(target, machine_description.describe(CPU), results.rows_of(compared))
     read = json.loads(target.read_text())
     assert {"cpu", "cores", "threads", "torch", "python", "platform", "date"} <= read["machine"].keys()
     assert [(row["model"], row["members"], row["contender"]) for row in read["rows"]] == [
@@ -83,24 +83,24 @@ def test_without_the_serial_loop_there_is_no_speedup() -> None:
 
 
 @pytest.mark.parametrize("start", [start_broken, step_broken])
-def test_what_cannot_run_is_shown_with_its_reason(start: type[Running]) -> None:
-    found = compare(SERIAL, Contender("broken", "", start))
-    row = found[0].rows()[1]
+def test_a_contender_that_cannot_run_is_shown_with_its_reason(start: type[Running]) -> None:
+    compared = compare(SERIAL, Contender("broken", "", start))
+    row = compared[0].rows()[1]
     assert (row.ms, row.speedup, row.spread) == (None, None, None)
     assert row.reason in ("RuntimeError: no 2 members here", "RuntimeError: the step is broken")
-    shown = rendered(found, "serial", "broken")
+    shown = rendered(compared, "serial", "broken")
     assert "n/a [1]" in shown
     assert f"[1] broken: {row.reason}" in shown
 
 
 def test_a_wrong_contender_is_not_timed() -> None:
-    found = compare(SERIAL, Contender("wrong", "", start_wrong))
-    cell = found[0].cell("wrong")
+    compared = compare(SERIAL, Contender("wrong", "", start_wrong))
+    cell = compared[0].cell("wrong")
     assert cell is not None
     assert cell.disagrees
     assert cell.seconds == ()
     assert "wrong: member 0 has loss" in cell.reason
-    assert "WRONG [1]" in rendered(found, "serial", "wrong")
+    assert "WRONG [1]" in rendered(compared, "serial", "wrong")
 
 
 def comparison(**seconds: tuple[float, ...]) -> results.ModelResult:
@@ -109,28 +109,28 @@ def comparison(**seconds: tuple[float, ...]) -> results.ModelResult:
 
 
 def test_versus_best_takes_the_fastest_other() -> None:
-    found = comparison(serial=(8.0, 8.0), vmap=(3.0, 3.0), hfusion=(4.0, 4.0))
-    assert found.versus_best() == ("vmap", 0.75)
-    shown = rendered([found], "serial", "vmap", "hfusion")
+    result = comparison(serial=(8.0, 8.0), vmap=(3.0, 3.0), hfusion=(4.0, 4.0))
+    assert result.versus_best() == ("vmap", 0.75)
+    shown = rendered([result], "serial", "vmap", "hfusion")
     # A loss of speed stands there like a win.
     assert "2.00x" in shown
     assert "0.75x" in shown
 
 
 def test_versus_best_takes_the_faster_of_ours() -> None:
-    found = comparison(serial=(8.0, 8.0), vmap=(3.0, 3.0), hfusion=(4.0, 4.0), hfusion_compiled=(2.0, 2.0))
-    assert found.versus_best() == ("vmap", 1.5)
+    result = comparison(serial=(8.0, 8.0), vmap=(3.0, 3.0), hfusion=(4.0, 4.0), hfusion_compiled=(2.0, 2.0))
+    assert result.versus_best() == ("vmap", 1.5)
     assert comparison(serial=(8.0,), hfusion_compiled=(2.0,)).versus_best() == ("serial", 4.0)
     assert comparison(hfusion=(4.0,), hfusion_compiled=(2.0,)).versus_best() is None
-    assert "hfusion vs best other" in " ".join(rendered([found], "serial", "vmap", "hfusion-compiled").split())
+    assert "hfusion vs best other" in " ".join(rendered([result], "serial", "vmap", "hfusion-compiled").split())
 
 
 def test_versus_best_counts_processes_per_core() -> None:
-    found = comparison(serial=(8.0,), processes=(5.0,), hfusion=(4.0,))
-    cells = tuple(replace(cell, cores=2) if cell.contender == "processes" else cell for cell in found.cells)
-    assert replace(found, cells=cells).versus_best() == ("serial", 2.0)
-    assert replace(found, cells=cells, threads=2).versus_best() == ("processes", 1.25)
-    assert "[1] wall time on 2 cores" in rendered([replace(found, cells=cells)], "serial", "processes", "hfusion")
+    result = comparison(serial=(8.0,), processes=(5.0,), hfusion=(4.0,))
+    cells = tuple(replace(cell, cores=2) if cell.contender == "processes" else cell for cell in result.cells)
+    assert replace(result, cells=cells).versus_best() == ("serial", 2.0)
+    assert replace(result, cells=cells, threads=2).versus_best() == ("processes", 1.25)
+    assert "[1] wall time on 2 cores" in rendered([replace(result, cells=cells)], "serial", "processes", "hfusion")
 
 
 def test_the_plot_leaves_out_what_was_not_timed(tmp_path: Path) -> None:
@@ -142,10 +142,10 @@ def test_the_plot_leaves_out_what_was_not_timed(tmp_path: Path) -> None:
 
 
 def test_rows_are_read_back(tmp_path: Path) -> None:
-    found = comparison(serial=(8.0,), vmap=(), hfusion=(4.0,))
+    result = comparison(serial=(8.0,), vmap=(), hfusion=(4.0,))
     path = tmp_path / "bench.json"
-    results.write_json(path, {}, results.rows_of([found]))
-    assert results.kept_rows(path) == found.rows()
+    results.write_json(path, {}, results.rows_of([result]))
+    assert results.kept_rows(path) == result.rows()
 
 
 def test_versus_best_without_hfusion_or_others() -> None:

@@ -30,5 +30,5 @@ def test_rows_hold_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert row.ms >= max(row.compute_ms or 0.0, row.transfer_ms or 0.0) * (1 - 1e-9)
         assert (row.shards == 1) == (row.budget == "1/1")
     for link in (12.0, 25.0):
-        ours, alone = (by_name[link, "1/2", name] for name in (links_benchmark.OURS, links_benchmark.ALONE))
-        assert (ours.ms or 0.0) <= (alone.ms or 0.0)
+        fused, alone = (by_name[link, "1/2", name] for name in (links_benchmark.OURS, links_benchmark.ALONE))
+        assert (fused.ms or 0.0) <= (alone.ms or 0.0)

@@ -64,7 +64,7 @@ def test_bytes_per_member() -> None:
         assert 4 * 4 * PARAMETERS <= row.bytes_per_member < 2 * 4 * 4 * PARAMETERS
 
 
-def test_what_is_not_counted_has_a_reason() -> None:
+def test_contenders_that_are_not_counted_have_a_reason() -> None:
     rows = rows_of(
         Contender("serial", "", serial.start),
         Contender("processes", "", processes.start),

@@ -21,10 +21,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     plans = ["first plan", "made anew", "rates known"]
     assert len(rows) == len(schedule_benchmark.MIXES) * (len(policies) + len(plans))
     assert {row["policy"] for row in rows} == {*policies, *plans}
-    first, anew, *_ = (row["makespan"] for row in rows if row["mix"] == "estimates wrong")
-    assert anew < 0.7 * first
-    first, anew, *_ = (row["makespan"] for row in rows if row["mix"] == "estimates right")
-    assert anew == first
+    first, replanned, *_ = (row["makespan"] for row in rows if row["mix"] == "estimates wrong")
+    assert replanned < 0.7 * first
+    first, replanned, *_ = (row["makespan"] for row in rows if row["mix"] == "estimates right")
+    assert replanned == first
     names = "tasks devices mix policy makespan lower_bound ratio us_per_decision"
     assert list(rows[0]) == names.split()
     for row in rows:

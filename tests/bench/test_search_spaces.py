@@ -47,10 +47,10 @@ def test_values_are_those_of_the_loop(space: str, saved: float, monkeypatch: pyt
     threads = torch.get_num_threads()
     job = SearchJob("loop", space, trials=5, epochs=2, cores=1, exact=True, minibatches=2)
     alone = search_job.run(job)
-    ours = search_job.run(replace(job, contender="hfusion"))
+    fused = search_job.run(replace(job, contender="hfusion"))
     torch.set_num_threads(threads)
     assert len({params["dropout"] for params in alone.params}) == 5
-    assert search_spaces.largest_difference(ours, alone) <= search_spaces.TOLERANCE
+    assert search_spaces.largest_difference(fused, alone) <= search_spaces.TOLERANCE
 
 
 REPORT = SearchReport(1.0, 1.0, [{"lr": 0.1}, {"lr": 0.2}], [[2.0, 1.0], [4.0, 3.0]])
@@ -81,11 +81,11 @@ def commands(*seconds: float) -> list[CommandTime]:
 def test_rows_compare_within_rounds() -> None:
     checked = Checked(dict.fromkeys(search_spaces.ABOUT, 0.0))
     times = {"loop": commands(8, 16, 8), "processes": commands(4, 8, 6), "hfusion": commands(2, 4, 2)}
-    loop, processes, ours = search_spaces.cell_rows(JOB, checked, times)
+    loop, processes, fused = search_spaces.cell_rows(JOB, checked, times)
     assert (loop.seconds, loop.speedup, loop.versus_best) == (8, 1.0, None)
     assert (processes.seconds, processes.speedup) == (6, 2.0)
-    assert (ours.speedup, ours.cpu_speedup, ours.versus_best, ours.best_rival) == (4.0, 4.0, 2.0, "processes")
-    shown, _ = search_spaces.table([loop, processes, ours])
+    assert (fused.speedup, fused.cpu_speedup, fused.versus_best, fused.best_rival) == (4.0, 4.0, 2.0, "processes")
+    shown, _ = search_spaces.table([loop, processes, fused])
     assert shown.row_count == 3
 
 

@@ -68,9 +68,9 @@ def rows_of(case: ShardCase) -> list[ShardRow]:
         done[0] += pieces
 
     settings = ShardSettings((case,), 1, 4, CPU)
-    (found,) = shard_benchmark.run(settings, Meter(say=lambda _: None, advance=advance))
+    (rows,) = shard_benchmark.run(settings, Meter(say=lambda _: None, advance=advance))
     assert done[0] == shard_benchmark.pieces(settings)
-    return found
+    return rows
 
 
 def exact(case: ShardCase) -> ShardCase:
@@ -117,20 +117,20 @@ def test_every_contender_runs_within_its_budget_and_learns_the_same(case: ShardC
 
 
 def test_the_rows() -> None:
-    found = rows_of(TINY)
-    names = [(row.budget, row.contender) for row in found]
+    rows = rows_of(TINY)
+    names = [(row.budget, row.contender) for row in rows]
     spilled = [("1/2", OURS), ("1/2", ALONE), ("1/2", BY_HAND), ("1/2", STILL)]
     assert names == [("1/1", PLAIN), ("1/1", OURS), *spilled, ("-", FSDP)]
-    by_name = dict(zip(names, found, strict=True))
-    assert {row.reason for row in found} == {""}
+    by_name = dict(zip(names, rows, strict=True))
+    assert {row.reason for row in rows} == {""}
     assert by_name["1/1", PLAIN].over_limit == by_name["1/1", PLAIN].speedup == 1.0
     assert by_name["1/1", OURS].limit_ms == by_name["1/1", PLAIN].ms
     assert len({by_name[name].limit_ms for name in spilled}) == 1
     assert by_name["-", FSDP].limit_ms is None
-    one, largest = by_name["1/2", OURS].peak_bytes, by_name["1/2", ALONE].peak_bytes
-    assert one is not None
+    fused_peak, largest = by_name["1/2", OURS].peak_bytes, by_name["1/2", ALONE].peak_bytes
+    assert fused_peak is not None
     assert largest is not None
-    assert largest <= one
+    assert largest <= fused_peak
 
 
 def test_a_frozen_base_is_copied_once_for_all_members() -> None:
@@ -160,9 +160,9 @@ def test_the_loop_by_hand_says_what_it_cannot_do() -> None:
 
 def test_computing_alone_copies_nothing_and_computes_the_same() -> None:
     chosen = workload(exact(LM))
-    expected, found = chosen.plain(), chosen.still(chosen.need // 2)
-    torch.testing.assert_close(found.losses, expected.losses)
-    assert (found.moved, found.peak) == (None, None)
+    expected, actual = chosen.plain(), chosen.still(chosen.need // 2)
+    torch.testing.assert_close(actual.losses, expected.losses)
+    assert (actual.moved, actual.peak) == (None, None)
 
 
 def test_the_loop_by_hand_leaves_what_it_trained_at_home() -> None:
@@ -189,7 +189,7 @@ def entry(contender: str, run: Callable[[], Sample], *, equal: bool = False) -> 
     return Entry("1/1", contender, run, equal)
 
 
-def test_what_cannot_run_and_what_is_wrong_has_a_reason_and_no_time() -> None:
+def test_failed_and_wrong_entries_have_a_reason_and_no_time() -> None:
     losses = torch.ones(4, 2)
 
     def infeasible() -> Sample:
@@ -216,11 +216,11 @@ def test_what_cannot_run_and_what_is_wrong_has_a_reason_and_no_time() -> None:
 
 
 def test_a_plain_loop_that_differs_from_itself_is_seen() -> None:
-    given = iter([torch.ones(4, 2), torch.full((4, 2), 2.0)])
+    outcomes = iter([torch.ones(4, 2), torch.full((4, 2), 2.0)])
     only, other = compare(
         workload(),
         [
-            entry(PLAIN, lambda: Sample(1.0, next(given)), equal=True),
+            entry(PLAIN, lambda: Sample(1.0, next(outcomes)), equal=True),
             entry("other", lambda: Sample(1.0, torch.ones(4, 2))),
         ],
         2,
@@ -235,10 +235,12 @@ def test_the_limit_is_the_longest_lane_by_itself() -> None:
     plain = [Sample(3.0, losses), Sample(5.0, losses)]
     hand = [Sample(9.0, losses, StepTimes(3.0, 2.0, 1.0)), Sample(9.0, losses, StepTimes(2.0, 1.0, 6.0))]
     still = [Sample(9.0, losses, StepTimes(4.0, 0.0, 0.0)), Sample(9.0, losses, StepTimes(5.0, 0.0, 0.0))]
-    ours = [Sample(6.0, losses, StepTimes(6.0, 2.0, 1.0)), Sample(6.0, losses, StepTimes(4.0, 1.0, 6.0))]
-    found = limits({("1/1", PLAIN): plain, ("1/2", OURS): ours, ("1/2", BY_HAND): hand, ("1/2", STILL): still})
-    assert found == {"1/1": [3.0, 5.0], "1/2": [4.0, 6.0]}
-    row = filled(ShardRow("c", 2, "1/2", OURS), ours, plain, found["1/2"])
+    samples = [Sample(6.0, losses, StepTimes(6.0, 2.0, 1.0)), Sample(6.0, losses, StepTimes(4.0, 1.0, 6.0))]
+    limits_by_budget = limits(
+        {("1/1", PLAIN): plain, ("1/2", OURS): samples, ("1/2", BY_HAND): hand, ("1/2", STILL): still}
+    )
+    assert limits_by_budget == {"1/1": [3.0, 5.0], "1/2": [4.0, 6.0]}
+    row = filled(ShardRow("c", 2, "1/2", OURS), samples, plain, limits_by_budget["1/2"])
     assert row.limit_ms == 5e3
     # The ratios of the rounds are 6/4 and 6/6, and 3/6 and 5/6 against the plain loop.
     assert row.over_limit == 1.25
@@ -247,9 +249,9 @@ def test_the_limit_is_the_longest_lane_by_itself() -> None:
 
 
 def test_steady_steps_are_read_from_a_timeline() -> None:
-    one = Shard(0, 0, 1, 100, 100, 200, 10, 10, 120, 7, 1.0, 1.0, 1.0)
-    two = replace(one, index=1, first=1, last=2, boundary=0)
-    task = TaskPlan("t", (one, two), 5, resident=False)
+    first_shard = Shard(0, 0, 1, 100, 100, 200, 10, 10, 120, 7, 1.0, 1.0, 1.0)
+    two = replace(first_shard, index=1, first=1, last=2, boundary=0)
+    task = TaskPlan("t", (first_shard, two), 5, resident=False)
     actions = []
     # Each step: shard 0 forward, shard 1 forward and backward with its update, shard 0 backward with its update.
     for step in range(5):
@@ -271,8 +273,8 @@ def test_steady_steps_are_read_from_a_timeline() -> None:
                 (Act.EVICT, 0, 0.25),
             ]
         ):
-            begin = start + index * length / 2
-            actions.append(Span(kind, "t", shard_, step, "cpu", begin, begin + seconds * length, 1))
+            span_start = start + index * length / 2
+            actions.append(Span(kind, "t", shard_, step, "cpu", span_start, span_start + seconds * length, 1))
     sample = read(Timeline(tuple(actions), ("cpu",), 0.0), Plan((task,), {"cpu": 10_000}, 1.0, 1.0))
     assert sample.seconds == 10.0
     assert sample.lanes == StepTimes(compute=5.5, into=1.5, out=0.75)

@@ -1,4 +1,4 @@
-"""Jobs of some seconds, each a process of its own."""
+"""Jobs of a few seconds, each in a separate process."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hfusion.bench.progress import meter
 from hfusion.bench.short_benchmark import JobTime, WrongJob, check_losses, run_job
 
 
-@pytest.mark.parametrize("way", ["eager", "steps"])
-def test_jobs_end_with_the_same_losses(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("contender", ["eager", "steps"])
+def test_jobs_end_with_the_same_losses(contender: str, tmp_path: Path) -> None:
     alone = run_job("mlp-small", 2, 1, "serial", str(tmp_path), steps=2)
-    ours = run_job("mlp-small", 2, 1, way, str(tmp_path), steps=2)
-    for job in (alone, ours):
+    fused = run_job("mlp-small", 2, 1, contender, str(tmp_path), steps=2)
+    for job in (alone, fused):
         assert job.seconds > 0
         assert job.cpu_seconds > 0
         assert job.own_cpu_seconds > 0
-    check_losses(way, alone.losses, ours.losses)
+    check_losses(contender, alone.losses, fused.losses)
     with pytest.raises(WrongJob, match="ends with the losses"):
-        check_losses(way, alone.losses, [loss + 1 for loss in ours.losses])
+        check_losses(contender, alone.losses, [loss + 1 for loss in fused.losses])
 
 
-def test_a_job_that_fails_is_told(tmp_path: Path) -> None:
+def test_a_failed_job_is_reported(tmp_path: Path) -> None:
     with pytest.raises(WrongJob, match="fly of mlp-small: RuntimeError: set_num_threads"):
         run_job("mlp-small", 2, 0, "fly", str(tmp_path), steps=1)
 
@@ -62,13 +62,13 @@ def test_rows_without_times() -> None:
     ]
 
 
-def test_what_fills_the_caches_is_timed_with_empty_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And whoever is warm finds what it left, whoever is cold an empty folder."""
+def test_cold_contenders_start_with_empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm contender finds the caches of the run before, and a cold contender an empty folder."""
     filled: dict[str, list[bool]] = {}
 
-    def job(model: str, members: int, threads: int, way: str, folder: str) -> JobTime:
-        filled.setdefault(way, []).append(any(Path(folder).iterdir()))
-        (Path(folder) / way).touch()
+    def job(model: str, members: int, threads: int, contender: str, folder: str) -> JobTime:
+        filled.setdefault(contender, []).append(any(Path(folder).iterdir()))
+        (Path(folder) / contender).touch()
         return JobTime(1.0, 1.0, 1.0, (1.0,))
 
     monkeypatch.setattr(short_benchmark, "run_job", job)
@@ -76,20 +76,26 @@ def test_what_fills_the_caches_is_timed_with_empty_ones(monkeypatch: pytest.Monk
     with meter(short_benchmark.pieces(settings)) as bar:
         rows = list(short_benchmark.run(settings, bar))
     assert [row.contender for row in rows] == [contender.name for contender in short_benchmark.CONTENDERS]
-    both = [False, True]
-    assert filled == {"serial": [False], "eager": both, "compiled": both, "background": both, "steps": both}
+    cache_states = [False, True]
+    assert filled == {
+        "serial": [False],
+        "eager": cache_states,
+        "compiled": cache_states,
+        "background": cache_states,
+        "steps": cache_states,
+    }
 
 
 @pytest.mark.parametrize(
-    ("given", "models", "names"),
+    ("arguments", "models", "names"),
     [
-        (["--models", "cnn", "--repeats", "2"], ("cnn",), [one.name for one in short_benchmark.CONTENDERS]),
+        (["--models", "cnn", "--repeats", "2"], ("cnn",), [contender.name for contender in short_benchmark.CONTENDERS]),
         (["--repeats", "2", "--contenders", "steps-warm"], ("mlp-small", "cnn", "transformer"), ["steps-warm"]),
         (["--repeats", "2", "--models", "lstm", "--contenders", "serial"], ("lstm",), ["serial"]),
     ],
     ids=["model", "contender", "another model"],
 )
-def test_arguments(given: list[str], models: tuple[str, ...], names: list[str]) -> None:
-    chosen = command_line.short_settings(command_line.parse(["short", *given]))
+def test_arguments(arguments: list[str], models: tuple[str, ...], names: list[str]) -> None:
+    chosen = command_line.short_settings(command_line.parse(["short", *arguments]))
     contenders = command_line.named(short_benchmark.CONTENDERS, names)
     assert chosen == short_benchmark.ShortSettings(models, (16,), contenders, 2, 1)

@@ -15,7 +15,7 @@ def test_stages() -> None:
         assert getattr(row, name) > 0
 
 
-def test_what_is_not_compiled_is_told() -> None:
+def test_models_that_are_not_compiled_are_reported() -> None:
     row = startup_benchmark.measure_startup(workload(TINY_BRANCHING))
     assert row.compiled_ms is None
     assert row.next_ms is None

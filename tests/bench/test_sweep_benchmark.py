@@ -35,7 +35,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         assert row["speedup"] == rows[0]["seconds"] / row["seconds"]
 
 
-def test_what_belongs_to_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_other_commands_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["sweep", "--members", "4"], "--members does not belong to sweep"),
         (["fuse", "--trials", "4"], "--trials belongs to sweep, not to fuse"),
@@ -48,8 +48,8 @@ def test_what_belongs_to_others(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_all_contenders_get_the_same_configurations() -> None:
     assert configurations(5) == configurations(5)
-    assert len({one["lr"] for one in configurations(5)}) == 5
-    assert len({one.name for one in CONTENDERS}) == len(CONTENDERS)
+    assert len({configuration["lr"] for configuration in configurations(5)}) == 5
+    assert len({contender.name for contender in CONTENDERS}) == len(CONTENDERS)
 
 
 @pytest.mark.parametrize("case", sweep_benchmark.CASES, ids=lambda case: case.name)

@@ -1,4 +1,4 @@
-"""Members' own code that counts places from the start of a tensor's memory: each in a memory of its own, as alone."""
+"""Members' own code that uses storage offsets sees a separate storage for each member, as alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.capture.test_export import Sevenfold
 class Addressing(nn.Module):
     """Has no graph, and reads or writes by address."""
 
-    def __init__(self, what: Callable[[Addressing, Tensor], Tensor]) -> None:
+    def __init__(self, access: Callable[[Addressing, Tensor], Tensor]) -> None:
         super().__init__()
-        self.what = what
+        self.what = access
         self.w = nn.Parameter(torch.randn(6))
         self.register_buffer("n", torch.randn(6))
 
@@ -59,9 +59,9 @@ def where_it_begins(self: Addressing, x: Tensor) -> Tensor:
 WAYS = [read, read_by_keyword, scatter, read_own, write_own, from_memory, where_it_begins]
 
 
-@pytest.mark.parametrize("what", WAYS, ids=lambda f: f.__name__)
-def test_each_member_addresses_its_own_memory(what: Callable[[Addressing, Tensor], Tensor]) -> None:
-    models = [nn.Sequential(nn.Linear(5, 6), Addressing(what)).double() for _ in range(3)]
+@pytest.mark.parametrize("access", WAYS, ids=lambda f: f.__name__)
+def test_each_member_addresses_its_own_memory(access: Callable[[Addressing, Tensor], Tensor]) -> None:
+    models = [nn.Sequential(nn.Linear(5, 6), Addressing(access)).double() for _ in range(3)]
     array = assert_alone(models, normal(4, 5), hf.stacked(normal(3, 4, 5)), normal(4, 5))
     assert looped(array.report().parts[0]) == {"1"}
 

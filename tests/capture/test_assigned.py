@@ -1,4 +1,4 @@
-"""Buffers that forward assigns anew, at the root and below it, beside submodules that run in a loop."""
+"""Buffers that forward reassigns, at the root and below it, next to submodules that run in a loop."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ class Part(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, forward: Callable[..., Any], loops: bool, used: bool) -> None:
+    def __init__(self, forward: Callable[..., Any], loops: bool, is_read: bool) -> None:
         super().__init__()
         self.parts = nn.ModuleList([nn.ModuleList([Part(forward)])])
         self.fc = nn.Linear(4, 4).double()
         self.last = Square() if loops else nn.Identity()
-        self.used = used
+        self.used = is_read
 
     def forward(self, x: Tensor) -> Any:
         h = self.parts[0][0](self.fc(x))
         return (self.last(x @ self.fc.weight), h) if self.used else self.last(self.fc(x))
 
 
-@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("is_read", [True, False])
 @pytest.mark.parametrize("loops", [True, False])
 @pytest.mark.parametrize("does", [average, hand_back_the_old, assign_and_write, assign_a_view])
-def test_the_buffer_has_what_was_assigned(does: Callable[..., Any], loops: bool, used: bool) -> None:
-    fused = assert_alone([Net(does, loops, used) for _ in range(2)], normal(3, 4), normal(3, 4), normal(5, 4))
+def test_the_buffer_has_what_was_assigned(does: Callable[..., Any], loops: bool, is_read: bool) -> None:
+    fused = assert_alone([Net(does, loops, is_read) for _ in range(2)], normal(3, 4), normal(3, 4), normal(5, 4))
     assert ("loop over members, last" in str(fused.report())) == loops
     assert "loop over members, parts" not in str(fused.report())
 
@@ -152,7 +152,7 @@ def test_buffers_that_overlap_may_be_read_only() -> None:
         hf.fuse([Overlapping(True) for _ in range(2)])(normal(3, 4))
 
 
-def test_what_is_trained_lies_in_memory_of_its_own() -> None:
+def test_trained_parameters_must_not_share_memory() -> None:
     def shared() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight.data = model[0].weight.data

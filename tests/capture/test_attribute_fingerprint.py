@@ -121,8 +121,8 @@ def test_attributes_of_registered_tensors(name: str, scales: tuple[float, float]
     expected = [model(x) for model in models]
     fused = hf.fuse(models)
     torch.testing.assert_close(fused(x), torch.stack(expected))
-    for member, wanted in zip(fused.unfuse(), expected, strict=True):
-        torch.testing.assert_close(member(x), wanted)
+    for member, expected_output in zip(fused.unfuse(), expected, strict=True):
+        torch.testing.assert_close(member(x), expected_output)
 
 
 WEIGHT, LAYER = nn.Parameter(torch.ones(4).double()), nn.Linear(4, 4).double()

@@ -41,9 +41,9 @@ def residual(self: Any, x: Tensor) -> Tensor:
 
 
 def several_inputs(self: Any, x: Tensor) -> Tensor:
-    place, time = x[:, :1], x[:, 1:]
-    u = self.net(torch.cat([place, time], 1))
-    along, later = torch.autograd.grad(u, [place, time], torch.ones_like(u), create_graph=True)
+    position, time = x[:, :1], x[:, 1:]
+    u = self.net(torch.cat([position, time], 1))
+    along, later = torch.autograd.grad(u, [position, time], torch.ones_like(u), create_graph=True)
     return later + u * along
 
 
@@ -78,9 +78,9 @@ def of_parameters(self: Any, x: Tensor) -> Tensor:
 
 def unused(self: Any, x: Tensor) -> Tensor:
     other = x * 2
-    used, missing = torch.autograd.grad(self.net(x).sum(), [x, other], create_graph=True, allow_unused=True)
+    x_grad, missing = torch.autograd.grad(self.net(x).sum(), [x, other], create_graph=True, allow_unused=True)
     assert missing is None
-    return used
+    return x_grad
 
 
 def partly_without(self: Any, x: Tensor) -> Tensor:
@@ -166,12 +166,12 @@ def test_other_batches_and_modes() -> None:
             x = inputs(count)
             with torch.no_grad():
                 for row, model in enumerate(models):
-                    for ours, theirs in zip(fused(x), model(x), strict=True):
-                        torch.testing.assert_close(ours[row], theirs)
+                    for actual, expected in zip(fused(x), model(x), strict=True):
+                        torch.testing.assert_close(actual[row], expected)
 
 
 @pytest.mark.parametrize("case", BY_MEMBER)
-def test_what_runs_by_member_says_why(case: str) -> None:
+def test_loops_over_members_report_their_reason(case: str) -> None:
     torch.manual_seed(1)
     forward, why = BY_MEMBER[case]
     fused = assert_alone([Derived(forward) for _ in range(2)], inputs(), grads=case != "cdist")

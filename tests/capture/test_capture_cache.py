@@ -113,7 +113,7 @@ CHANGES: dict[str, Callable[[Reading], nn.Module]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_is_different_is_captured_anew(change: Callable[[Reading], nn.Module]) -> None:
+def test_different_modules_are_captured_again(change: Callable[[Reading], nn.Module]) -> None:
     first = found(FIRST)
     module = change(Reading())
     x = torch.ones(4, 3, dtype=next(module.parameters()).dtype)
@@ -136,7 +136,7 @@ def test_variables_outside_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(Reading()).graph is not first.graph
 
 
-def test_other_calls_are_captured_anew() -> None:
+def test_different_calls_are_captured_again() -> None:
     first = found(FIRST)
     calls: list[Capture] = [
         found(FIRST, torch.ones(5, 3)),
@@ -145,7 +145,7 @@ def test_other_calls_are_captured_anew() -> None:
         found(FIRST, torch.ones(4, 2, 3)),
         found(FIRST, torch.ones(4, 3), dims=[{1}]),
     ]
-    assert len({id(one.graph) for one in [first, *calls]}) == 6
+    assert len({id(entry.graph) for entry in [first, *calls]}) == 6
 
 
 class Asking(nn.Module):
@@ -159,7 +159,7 @@ class Asking(nn.Module):
         return self.linear(x.to(self.linear.weight)) * x.element_size()
 
 
-def test_inputs_of_another_dtype_are_captured_anew() -> None:
+def test_inputs_of_another_dtype_are_captured_again() -> None:
     module = Asking()
     single, again, double = (found(module, torch.ones(4, 3, dtype=d)).graph for d in (FLOAT, FLOAT, torch.float64))
     assert again is single
@@ -179,7 +179,7 @@ class Drawing(nn.Module):
 
 
 class Holding(nn.Module):
-    """Has a tensor of its own, which ends with it."""
+    """Holds a tensor that is freed together with it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,6 +191,6 @@ class Holding(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Drawing, Holding])
-def test_what_cannot_be_known_again_is_captured_each_time(kind: type[nn.Module]) -> None:
+def test_modules_that_cannot_be_recognized_are_captured_each_time(kind: type[nn.Module]) -> None:
     module = kind()
     assert found(module).graph is not found(module).graph

@@ -77,9 +77,9 @@ class Extending(nn.Module):
         self.first, self.fc = Giving(), nn.Linear(4, 4).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.first(x)
-        found.append(self.fc(x))
-        return torch.stack(found).sum(0)
+        values = self.first(x)
+        values.append(self.fc(x))
+        return torch.stack(values).sum(0)
 
 
 ROWS: dict[str, tuple[Any, set[str]]] = {
@@ -94,7 +94,7 @@ ROWS: dict[str, tuple[Any, set[str]]] = {
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ROWS)
-def test_what_changes_in_a_call(name: str, training: bool) -> None:
+def test_changes_to_arguments_are_kept(name: str, training: bool) -> None:
     make, expected = ROWS[name]
     fused = assert_alone([make().train(training) for _ in range(2)], normal(3, 4), normal(3, 4), normal(2, 4))
     assert looped(fused.report().parts[0]) == expected

@@ -73,9 +73,9 @@ def test_scalars_of_torch_modules(make: Callable[[int], nn.Module]) -> None:
 
 
 def test_variants() -> None:
-    found = compare([nn.Dropout(p) for p in (0.1, 0.5, 0.1)])
-    assert found.variants == (0, 1, 0)
-    assert found.shared == frozenset()
+    comparison = compare([nn.Dropout(p) for p in (0.1, 0.5, 0.1)])
+    assert comparison.variants == (0, 1, 0)
+    assert comparison.shared == frozenset()
     states = [np.ones(2), np.ones(2), np.zeros(2)]
     assert compare(with_state(lambda self, x: x, states)).variants == (0, 0, 1)
 
@@ -184,12 +184,12 @@ def other_code(power: int) -> nn.Module:
     return fx.symbolic_trace(Raised())
 
 
-def test_graph_modules_of_other_code_are_told() -> None:
+def test_graph_modules_with_different_code_are_reported() -> None:
     with pytest.raises(hf.FusionError, match="Raised in model 0 and Raised, a class with other code, in model 1"):
         hf.fuse([other_code(2), other_code(3)])
 
 
-def test_weak_references_are_told() -> None:
+def test_weak_references_are_reported() -> None:
     model = Tied()
     model.ref = weakref.ref(model.a)
     with pytest.raises(hf.FusionError, match="attribute ref is a weak reference to a Linear"):

@@ -44,9 +44,9 @@ class Mapped(OrderedDict[str, Any]):
     extra: Any = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            if getattr(self, each.name) is not None:
-                self[each.name] = getattr(self, each.name)
+        for entry in fields(self):
+            if getattr(self, entry.name) is not None:
+                self[entry.name] = getattr(self, entry.name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self:
@@ -125,12 +125,12 @@ def test_losses_read_their_attributes(name: str, compile: bool) -> None:
     models: list[nn.Module] = [Net(OUTPUTS[name]) for _ in range(2)]
     x, target = normal(5, 4), normal(5, 3)
     fused = hf.fuse(models)
-    own = copy.deepcopy(models)
+    copies = copy.deepcopy(models)
     assert type(fused(x)) is type(models[0](x))
     step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=compile)
     for _ in range(3):
-        ours = step(x, target)
-    torch.testing.assert_close(ours, alone(own, x, target, 3), rtol=1e-9, atol=0)
+        losses = step(x, target)
+    torch.testing.assert_close(losses, alone(copies, x, target, 3), rtol=1e-9, atol=0)
     assert compile == all(row.how != "eager" for row in step.report().rows)
 
 
@@ -141,8 +141,8 @@ class Squared(nn.Module):
         super().__init__()
         self.square = Square()
 
-    def forward(self, given: Plain) -> Plain:
-        return Plain(self.square(given.sample) * (1 if given.sample.sum() < 1e9 else 2), given.extra)
+    def forward(self, inputs: Plain) -> Plain:
+        return Plain(self.square(inputs.sample) * (1 if inputs.sample.sum() < 1e9 else 2), inputs.extra)
 
 
 def test_a_looped_submodule_takes_and_gives_them() -> None:
@@ -150,12 +150,12 @@ def test_a_looped_submodule_takes_and_gives_them() -> None:
     x, target = normal(5, 4), normal(5, 3)
     fused = hf.fuse(models)
     step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=False)
-    own = copy.deepcopy(models)
-    torch.testing.assert_close(step(x, target), alone(own, x, target, 1), rtol=1e-9, atol=0)
+    copies = copy.deepcopy(models)
+    torch.testing.assert_close(step(x, target), alone(copies, x, target, 1), rtol=1e-9, atol=0)
     assert "loop over members, leaf: " in str(fused.report())
 
 
 @pytest.mark.parametrize("output", [Counting, Around])
-def test_what_is_more_than_its_fields_is_refused(output: Callable[[Tensor], Any]) -> None:
+def test_containers_with_more_than_their_fields_are_refused(output: Callable[[Tensor], Any]) -> None:
     with pytest.raises(hf.FusionError, match=f"returns a {output.__name__}; let it return tensors only"):  # type: ignore[attr-defined]
         hf.fuse([Net(output), Net(output)])(normal(5, 4))

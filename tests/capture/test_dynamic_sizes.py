@@ -229,7 +229,7 @@ LOOPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("name", LOOPED)
-def test_what_needs_to_know_its_sizes_runs_member_by_member_in_the_end(name: str) -> None:
+def test_code_that_depends_on_sizes_ends_in_a_loop_over_members(name: str) -> None:
     make, island = LOOPED[name]
     torch.manual_seed(0)
     fused = assert_alone([make(), make()], *(SEQUENCE(t, n) for t, n in [*SIZES, (8, 3), (7, 2), (11, 3)]))
@@ -238,7 +238,7 @@ def test_what_needs_to_know_its_sizes_runs_member_by_member_in_the_end(name: str
 
 
 def test_sizes_that_were_inferred_wrongly() -> None:
-    """What a call has changed before this shows is put back, and everything runs member by member from there on."""
+    """Changes made before the error are undone, and all later calls run member by member."""
     make = odd(lambda x: x[:, :8], around)
     fused = assert_alone([make(), make()], *(SEQUENCE(t, 3) for t in (3, 5, 4, 12, 6, 20, 2)))
     assert captures(fused) <= 3

@@ -177,7 +177,7 @@ FORWARDS: dict[str, tuple[Callable[..., Any], set[str]]] = {
 
 
 class Refusing(nn.Module):
-    """Raises while it is traced, and cannot run in a loop by itself; nor can the module around it."""
+    """Raises while it is traced; neither this module alone nor the one around it can run in a loop."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, object]:
         return (x if x.sum() < 1e9 else -x), object()
@@ -298,7 +298,7 @@ class Parts(nn.Module):
 @pytest.mark.parametrize(
     ("make", "looped"), [(Masking, ["forward"]), (Scaling, ["forward"]), (Parts, ["parts.0", "parts.1"])]
 )
-def test_what_no_array_can_compute_runs_in_a_loop(make: Callable[[], nn.Module], looped: list[str]) -> None:
+def test_unsupported_submodules_run_in_a_loop(make: Callable[[], nn.Module], looped: list[str]) -> None:
     array = assert_alone([make().double() for _ in range(3)], normal(5, 4), normal(3, 4))
     text = str(array.report())
     assert all(f"loop over members, {path}: " in text for path in looped)
@@ -323,6 +323,6 @@ def test_writes_of_a_checkpoint_are_made_again_in_backward() -> None:
         for model in models:
             model(x).sum().backward()
     assert "after backward of the graph differs from that of the code" in str(fused.report())
-    for ours, theirs in zip(fused.unfuse(), models, strict=True):
-        assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+    for member, expected in zip(fused.unfuse(), models, strict=True):
+        assert_close(dict(member.named_buffers()), dict(expected.named_buffers()))
     assert models[0].norm.num_batches_tracked == 4

@@ -1,4 +1,4 @@
-"""What forward may do: every row is a forward that is honoured exactly, in a graph or in a loop over members."""
+"""Each row is a forward that hfusion reproduces exactly, in a graph or in a loop over members."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ class Transformed(nn.Module):
         return torch.vmap(lambda row: row * row.sum().tanh())(x)
 
 
-def test_a_write_into_an_input_with_a_gradient_is_told() -> None:
+def test_a_write_into_an_input_with_a_gradient_is_refused() -> None:
     make = net(lambda self, x: self.fc(x.mul_(2)))
     with pytest.raises(hf.FusionError, match="writes into an input that needs a gradient"):
         hf.fuse([make(), make()])(normal(3, 4).requires_grad_() * 1)
@@ -330,7 +330,7 @@ def buffers(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", BUFFERS)
-def test_buffers_assigned_anew(name: str) -> None:
+def test_reassigned_buffers(name: str) -> None:
     make = net(BUFFERS[name], buffers)
     assert_alone([make() for _ in range(2)], normal(4, 4), normal(5, 4))
 

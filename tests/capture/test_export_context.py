@@ -63,7 +63,7 @@ def test_other_threads_see_no_export() -> None:
 
 
 class Asking(nn.Module):
-    """Computes with what torch tells of an export, as transformers does."""
+    """Computes with torch's report of whether an export is running, as transformers does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Asking(nn.Module):
         return self.fc(x) * (2 if tracing & True else 2.0) * (1 + (tracing ^ tracing))
 
 
-def test_what_torch_tells_of_an_export_is_as_a_bool() -> None:
+def test_the_export_state_of_torch_is_a_bool() -> None:
     models = [Asking() for _ in range(2)]
     array, x = hf.fuse(models), normal(5, 4)
     torch.testing.assert_close(array(x), torch.stack([model(x) for model in models]))

@@ -1,4 +1,4 @@
-"""What a looped submodule does beside giving a result stays what the member alone would do, or is refused."""
+"""Side effects of a submodule in a loop equal those of the member alone, or are refused."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class Table(nn.Module):
 class Doing(nn.Module):
     """Does with its input what only a loop can do."""
 
-    def __init__(self, what: Callable[[Tensor], Any]) -> None:
+    def __init__(self, action: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.what = what
+        self.what = action
         self.register_buffer("n", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Any:
@@ -181,13 +181,13 @@ def one_of_two_changed(self: Any, x: Tensor) -> Tensor:
 
 
 def buffer_changed(self: Any, x: Tensor) -> Tensor:
-    kept = self.inner(self.fc(x))
+    inner_output = self.inner(self.fc(x))
     self.inner.n.add_(1)
-    return self.fc(x) * kept
+    return self.fc(x) * inner_output
 
 
-def giving(what: Callable[[Tensor], Any]) -> Callable[[], nn.Module]:
-    return lambda: Doing(what)
+def giving(action: Callable[[Tensor], Any]) -> Callable[[], nn.Module]:
+    return lambda: Doing(action)
 
 
 class GivingBuffer(Counter):
@@ -275,22 +275,22 @@ def through_a_view(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("write", [past_autograd, through_numpy, through_out, through_a_view])
 @pytest.mark.parametrize("forward", [first, lambda self, x: self.inner(x)], ids=["inner", "all"])
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "stacked"])
+@pytest.mark.parametrize("stacked", [False, True], ids=["shared", "stacked"])
 def test_a_later_write_into_the_callers_tensor_is_refused(
-    write: Callable[[Tensor], Tensor], forward: Callable[..., Any], own: bool
+    write: Callable[[Tensor], Tensor], forward: Callable[..., Any], stacked: bool
 ) -> None:
     make = net(giving(write), forward)
     array = hf.fuse([make() for _ in range(3)])
-    x = normal(3, 5, 4).abs() if own else normal(5, 4).abs()
-    array(hf.stacked(x) if own else x)
-    if own:
+    x = normal(3, 5, 4).abs() if stacked else normal(5, 4).abs()
+    array(hf.stacked(x) if stacked else x)
+    if stacked:
         # Member 1 alone takes the other branch.
         x[1] *= -1
     else:
         x *= -1
     before = x.clone()
     with pytest.raises(hf.FusionError, match="writes into its input"):
-        array(hf.stacked(x) if own else x)
+        array(hf.stacked(x) if stacked else x)
     assert torch.equal(x, before)
 
 
@@ -327,10 +327,10 @@ def test_outputs_of_a_loop_are_the_callers() -> None:
 
 
 def test_one_buffer_for_all_members_is_not_written() -> None:
-    make, seen = net(Counter, plain), torch.zeros(4, dtype=torch.float64)
+    make, buffer = net(Counter, plain), torch.zeros(4, dtype=torch.float64)
     models: list[Any] = [make() for _ in range(2)]
     for model in models:
-        model.inner.n = seen
+        model.inner.n = buffer
     with pytest.raises(hf.FusionError, match="inner is one object in all members"):
         hf.fuse(models)(normal(5, 4))
 

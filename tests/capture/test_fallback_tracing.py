@@ -15,7 +15,7 @@ from tests.capture.test_export import Sevenfold
 
 
 class Opaque(nn.Module):
-    """Branches on values, owns a parameter and a buffer that it assigns anew."""
+    """Branches on values, and has a parameter and a buffer that it reassigns."""
 
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_calls_buffers_and_keywords(factors: tuple[float, ...]) -> None:
     assert any(not row.lowering.loops and "linear" in row.operator for row in array.report().parts[0].rows)
 
 
-def test_loss_of_shape_agreement_is_told() -> None:
+def test_shapes_that_depend_on_values_are_refused() -> None:
     class Picking(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return Sevenfold.apply(x[: int((x > 0).sum())])
@@ -73,7 +73,7 @@ def test_results_beside_tensors_are_refused() -> None:
 
 
 class Language(nn.Linear):
-    """As of transformers: returns a cache, unless it is told not to."""
+    """Like a transformers model: returns a cache unless use_cache is False."""
 
     config = types.SimpleNamespace(use_cache=True)
 

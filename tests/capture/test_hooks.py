@@ -61,7 +61,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {"dense": lambda: nn.Linear(4, 4), 
 def compare_training(members: list[nn.Module], x: Tensor) -> hf.FusedModule:
     """Assert that an array trains as ``members`` alone do; gives the array, in eval mode."""
     array = hf.fuse(members)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (array, *members)]
+    optimizers = [torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9) for network in (array, *members)]
     for _ in range(3):
         outputs, *rows = [module(x) for module in (array, *members)]
         torch.testing.assert_close(outputs, torch.stack(rows), rtol=1e-9, atol=1e-12)
@@ -126,8 +126,8 @@ def prepared(kind: str) -> nn.Module:
         mapping = quantization.get_default_qat_qconfig_mapping("fbgemm")
         return prepare_qat_fx(model, mapping, (torch.randn(2, 4),))
     fake, weight = quantization.default_fake_quant, quantization.default_weight_fake_quant
-    own = quantization.QConfig(activation=fake, weight=weight)
-    model.qconfig = own if kind == "plain" else quantization.get_default_qat_qconfig("fbgemm")
+    shared_qconfig = quantization.QConfig(activation=fake, weight=weight)
+    model.qconfig = shared_qconfig if kind == "plain" else quantization.get_default_qat_qconfig("fbgemm")
     return quantization.prepare_qat(model)
 
 

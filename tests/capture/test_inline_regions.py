@@ -51,7 +51,7 @@ def kept(change: Callable[[Tensor], Tensor], mode: Any = torch.no_grad) -> Calla
 
 
 @pytest.mark.parametrize("name", HANDED_BACK)
-def test_what_is_given_back_keeps_its_gradient(name: str) -> None:
+def test_returned_values_keep_their_gradient(name: str) -> None:
     make = net(kept(HANDED_BACK[name]))
     fused = assert_alone([make() for _ in range(2)], normal(4, 4), normal(5, 4))
     assert not _loops(fused.report())
@@ -84,7 +84,7 @@ def test_gradients_that_are_turned_on_again_inside() -> None:
 
 
 class Handing(nn.Module):
-    """What no graph holds, and its input, a tensor of its own, or something that is computed with gradients."""
+    """Returns the result of an opaque function, with its input, its parameter, or a value that needs gradients."""
 
     def __init__(self, gives: str) -> None:
         super().__init__()

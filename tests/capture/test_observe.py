@@ -1,4 +1,4 @@
-"""An observation of a member tells what forward may read, what it changes, and what it gives."""
+"""An observation of a member records what forward may read, what it changes, and what it returns."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ gradients
     )
 
 
-def test_what_is_not_read_or_changed_is_left_out() -> None:
+def test_state_that_is_not_read_or_changed_is_left_out() -> None:
     observed = observe(nn.Linear(3, 2), (torch.ones(4, 3),), {})
     assert observed.reads == observed.writes == ()
 

@@ -99,8 +99,8 @@ def returns(value: Any) -> int:
 
 
 def kept(value: Any) -> bool:
-    found = value and True
-    return bool(found)
+    result = value and True
+    return bool(result)
 
 
 READ: dict[Callable[[Any], object], bool | None] = {

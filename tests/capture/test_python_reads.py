@@ -88,7 +88,7 @@ def known(self: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [kept_for_a_log, known])
-def test_what_nobody_computes_with_costs_no_loop(forward: Callable[..., Tensor]) -> None:
+def test_unused_reads_cause_no_loop(forward: Callable[..., Tensor]) -> None:
     make = net(forward)
     array = assert_alone([make() for _ in range(2)], normal(3, 4), normal(3, 4))
     assert "loop over members" not in str(array.report())
@@ -113,7 +113,7 @@ REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @pytest.mark.parametrize("looped", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_an_array_cannot_answer_is_refused(name: str, looped: bool) -> None:
+def test_reads_that_an_array_cannot_answer_are_refused(name: str, looped: bool) -> None:
     ask = REFUSED[name]
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def of_its_own_tensors(self: Any, x: Tensor) -> Tensor:
     return h * 3 if h.is_inference() else h
 
 
-def test_what_an_array_can_answer_is_fused() -> None:
+def test_reads_that_an_array_can_answer_are_fused() -> None:
     make = net(of_its_own_tensors)
     array = assert_alone([make() for _ in range(2)], normal(3, 4))
     assert "loop over members" not in str(array.report())
@@ -169,9 +169,16 @@ class AroundStrided(nn.Module):
 def test_own_code_is_asked_of_inputs_that_lie_as_alone(make: Callable[[], nn.Module]) -> None:
     models = [make() for _ in range(2)]
     x, wide = normal(5, 4), normal(5, 8)
-    own = torch.stack([x.mT, x.mT * 2]).mT
-    given = (x, x.mT.contiguous().mT, wide[:, ::2], call(hf.stacked(own)), call(hf.stacked(own.contiguous())), x)
-    array = assert_alone(models, *given)
+    stacked = torch.stack([x.mT, x.mT * 2]).mT
+    inputs = (
+        x,
+        x.mT.contiguous().mT,
+        wide[:, ::2],
+        call(hf.stacked(stacked)),
+        call(hf.stacked(stacked.contiguous())),
+        x,
+    )
+    array = assert_alone(models, *inputs)
     assert "loop over members" in str(array.report())
 
 
@@ -231,9 +238,9 @@ def test_a_parameter_as_input_of_code_that_does_not_ask() -> None:
     fused = hf.fuse(models)
     image = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
     fused(image).sum().backward()
-    ours, image.grad = image.grad, None
+    fused_grad, image.grad = image.grad, None
     sum(model(image).sum() for model in models).backward()
-    torch.testing.assert_close(ours, image.grad)
+    torch.testing.assert_close(fused_grad, image.grad)
 
 
 class AsksClassOfWeight(AsksClass):

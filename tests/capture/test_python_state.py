@@ -65,9 +65,9 @@ class Cell(nn.Module):
 
     def of_a_dict(self, x: Tensor) -> Tensor:
         h: Tensor = self.fc(x if x.sum() < FAR else -x)
-        kept = KEPT.get("h")
-        KEPT["h"] = h if kept is None else h + kept
-        return h if kept is None else h * kept
+        total = KEPT.get("h")
+        KEPT["h"] = h if total is None else h + total
+        return h if total is None else h * total
 
     def of_the_file(self, x: Tensor) -> Tensor:
         global LAST
@@ -297,7 +297,7 @@ def test_state_in_training(run: Callable[[Any, Tensor], Any], detached: bool) ->
 @pytest.mark.parametrize(
     ("run", "path"), [(table, "c.tabled()"), (steps, "c.started()"), (configured, "c.configured()")]
 )
-def test_state_that_nobody_else_uses(run: Any, path: str) -> None:
+def test_state_that_no_other_module_uses(run: Any, path: str) -> None:
     fused = _alone(run, training=True)
     assert looped(fused.report().parts[0]) == {path}
 

@@ -145,7 +145,7 @@ class Outside(nn.Module):
 
 
 class SlottedDict(dict[str, Any]):
-    """A dict in which a missing key is an error of its own."""
+    """A dict that raises its own error for a missing key."""
 
     __slots__ = ("tau",)
 
@@ -300,9 +300,9 @@ def of_function() -> int:
     return int(of_function.count)  # type: ignore[attr-defined]
 
 
-def of_default(seen: list[int] = []) -> int:  # noqa: B006
-    seen.append(1)
-    return len(seen)
+def of_default(history: list[int] = []) -> int:  # noqa: B006
+    history.append(1)
+    return len(history)
 
 
 def of_context() -> int:
@@ -383,7 +383,7 @@ def _counters_at_zero() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_counters_at_zero")
 @pytest.mark.parametrize("count", [*COUNTERS, draw, draw_from_objects])
-def test_what_forward_counts_outside_is_as_without_captures(count: Callable[[], float]) -> None:
+def test_outside_counters_of_forward_match_eager(count: Callable[[], float]) -> None:
     class Counting(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * count()
@@ -392,13 +392,13 @@ def test_what_forward_counts_outside_is_as_without_captures(count: Callable[[], 
     expected = [torch.stack([model(x) for model in models]) for x in calls()]
     reset()
     fused = hf.fuse(models)
-    for x, wanted in zip(calls(), expected, strict=True):
-        torch.testing.assert_close(fused(x), wanted, rtol=1e-12, atol=0)
+    for x, expected_output in zip(calls(), expected, strict=True):
+        torch.testing.assert_close(fused(x), expected_output, rtol=1e-12, atol=0)
 
 
 @pytest.mark.usefixtures("_counters_at_zero")
 @pytest.mark.parametrize("count", [*COUNTERS, draw_from_objects])
-def test_what_a_run_counts_outside_comes_back(count: Callable[[], float]) -> None:
+def test_outside_counters_of_a_run_are_restored(count: Callable[[], float]) -> None:
     model = model_that_uses(count)
     count()
     with restored(model):

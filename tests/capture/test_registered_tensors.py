@@ -113,14 +113,14 @@ class Projecting(Convex):
 
 
 def average(teacher: nn.Module, student: nn.Module) -> None:
-    for ours, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
-        ours.data = ours.data * 0.9 + theirs.data * 0.1
+    for target, source in zip(teacher.parameters(), student.parameters(), strict=True):
+        target.data = target.data * 0.9 + source.data * 0.1
 
 
 @torch.no_grad()
 def average_in_place(teacher: nn.Module, student: nn.Module) -> None:
-    for ours, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
-        ours.mul_(0.9).add_(theirs, alpha=0.1)
+    for target, source in zip(teacher.parameters(), student.parameters(), strict=True):
+        target.mul_(0.9).add_(source, alpha=0.1)
 
 
 @torch.no_grad()
@@ -197,7 +197,7 @@ def test_a_loop_that_writes_lies_in_the_memory_of_the_array() -> None:
     """To look for writes is not to address memory, for which each member would get copies."""
     fused, x = hf.fuse([Convex(clamp, loops=True) for _ in range(2)]), normal(5, 4)
     fused(x)
-    assert not any(one.addresses for one in fused.compiled(Arguments.of((x,), {})).opaque)
+    assert not any(operation.addresses for operation in fused.compiled(Arguments.of((x,), {})).opaque)
 
 
 @pytest.mark.parametrize("name", ["clamp", "clamp in a loop", "teacher", "embedding"])
@@ -273,11 +273,11 @@ def test_tasks_write_as_well(name: str) -> None:
         array.train()
 
     expected = plain(array, Way(momentum), loader, loss, evaluate)
-    one = task(array, Way(momentum), loader, loss=loss, eval_loader=loader[:1])
+    sharded = task(array, Way(momentum), loader, loss=loss, eval_loader=loader[:1])
     for resident in (True, False):
-        assert_same([array], [one], [expected], machine(), planned([one], machine(), [1], [resident]))
+        assert_same([array], [sharded], [expected], machine(), planned([sharded], machine(), [1], [resident]))
     with pytest.raises(hf.PlanError, match=r"writes into the parameter .* which shards of it cannot follow"):
-        hf.train([one], machine(), plan=planned([one], machine(), [3], [False]))
+        hf.train([sharded], machine(), plan=planned([sharded], machine(), [3], [False]))
 
 
 def rarely_written(weight: nn.Parameter) -> None:
@@ -317,7 +317,7 @@ class Late(nn.Module):
 @pytest.mark.parametrize(
     "make", [Late, lambda: nn.LazyLinear(3).double(), lambda: nn.Sequential(nn.LazyBatchNorm1d()).double()]
 )
-def test_what_only_a_first_call_makes_is_there_after_it(make: Callable[[], nn.Module]) -> None:
+def test_tensors_created_by_a_first_call_are_present_after_it(make: Callable[[], nn.Module]) -> None:
     def called() -> nn.Module:
         model = make()
         model(normal(5, 4))
@@ -352,7 +352,7 @@ def of_another_shape(self: Any, x: Tensor) -> Tensor:
         (of_another_shape, "changes shape of inner.weight"),
     ],
 )
-def test_what_no_stack_can_follow_is_refused(forward: Callable[..., Tensor], message: str) -> None:
+def test_reassignments_that_no_stack_can_follow_are_refused(forward: Callable[..., Tensor], message: str) -> None:
     models = [type("Refused", (Convex,), {"forward": forward})(clamp) for _ in range(2)]
     with pytest.raises(hf.FusionError, match=message):
         hf.fuse(models)(normal(5, 4))

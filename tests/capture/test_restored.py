@@ -1,4 +1,4 @@
-"""What a trial run of forward changes comes back, and what others change meanwhile stays."""
+"""State that a trial run of forward changes is restored; changes by other code meanwhile stay."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Counting(nn.Module):
         return help_out(x)
 
 
-def test_what_forward_names_comes_back() -> None:
+def test_variables_that_forward_names_are_restored() -> None:
     module = Counting()
     search = CodeSearch([module])
     before = variables(search)
@@ -68,7 +68,7 @@ def test_attributes_that_forward_adds_to_an_object_are_variables() -> None:
 
 
 class Table(dict[Any, Any]):
-    """A dict with rules of its own."""
+    """A dict that refuses item assignment, clear and update."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise TypeError("a Table is never overwritten")
@@ -118,7 +118,7 @@ class Reading(nn.Module):
         return x if SEEN.samples >= 0 else x * Seen().samples
 
 
-def test_what_the_code_only_reads_stays_as_others_set_it() -> None:
+def test_variables_that_are_only_read_are_not_restored() -> None:
     with restored(Reading()):
         SEEN.samples += 1
     assert SEEN.samples == 1

@@ -209,15 +209,15 @@ def test_a_mask_beside_a_result_is_no_state(training: bool) -> None:
             torch.testing.assert_close(fused(x), torch.stack([member(x) for member in members]))
 
 
-@pytest.mark.parametrize("ours", [math.nan, math.inf])
-def test_outcomes_differ_in_what_is_no_number(ours: float) -> None:
-    outcomes = [Outcome((torch.tensor([1.0, value]),), {}) for value in (ours, 2.0)]
+@pytest.mark.parametrize("special_value", [math.nan, math.inf])
+def test_outcomes_differ_in_what_is_no_number(special_value: float) -> None:
+    outcomes = [Outcome((torch.tensor([1.0, value]),), {}) for value in (special_value, 2.0)]
     assert difference(outcomes[0], outcomes[1], ALIKE) == "output 0"
     assert difference(outcomes[0], outcomes[0], ALIKE) is None
 
 
 @pytest.mark.parametrize("make", [StaleMask, LastShape, LastValue, LastNumber, ShortestSoFar])
-def test_what_a_later_call_reads_is_state_all_the_same(make: Callable[[], nn.Module]) -> None:
+def test_values_that_a_later_call_reads_are_state(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     with pytest.raises(hf.FusionError, match=r"forward keeps values in the Python attribute (mask|last|shortest)"):
         hf.fuse([make(), make()])(torch.randn(5, 4, dtype=torch.float64))

@@ -22,8 +22,8 @@ SEQUENCES = (normal(3, 5, 4), normal(3, 7, 4), normal(3, 4, 4))
 def pair(forward: Forward, state: Any) -> list[Any]:
     make = net(forward)
     models = [make(), make()]
-    for one in models:
-        one.state = state() if callable(state) else state
+    for model in models:
+        model.state = state() if callable(state) else state
     return models
 
 
@@ -106,11 +106,11 @@ KEPT: dict[str, tuple[Forward, Any]] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_what_saves_work_is_no_state(name: str) -> None:
+def test_caches_are_not_state(name: str) -> None:
     models = pair(*KEPT[name])
-    before = [one.state for one in models]
+    before = [model.state for model in models]
     assert_alone(models, *SEQUENCES)
-    assert all(one.state is state for one, state in zip(models, before, strict=True))
+    assert all(model.state is state for model, state in zip(models, before, strict=True))
     assert all(type(table) is Tensor for table in (*GLOBAL.values(), cached(5)))
 
 
@@ -135,7 +135,7 @@ class Biases(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_what_train_drops_is_no_state(training: bool) -> None:
+def test_values_that_train_drops_are_not_state(training: bool) -> None:
     models = [Biases().train(training) for _ in range(2)]
     with torch.set_grad_enabled(training):
         assert_alone(models, normal(3, 4), normal(2, 4), grads=training)
@@ -158,14 +158,14 @@ def distribution(self: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("forward", "state"), [(last_output, None), (distribution, Holder)])
 @pytest.mark.parametrize("warm", [False, True])
-def test_results_left_in_attributes_are_told(forward: Forward, state: Any, warm: bool) -> None:
+def test_results_left_in_attributes_are_reported(forward: Forward, state: Any, warm: bool) -> None:
     models = pair(forward, state)
     x = normal(3, 4)
-    expected = torch.stack([one(x) for one in models]).detach()
-    for one in models:
-        one.state = state() if callable(state) else state
+    expected = torch.stack([member(x) for member in models]).detach()
+    for model in models:
+        model.state = state() if callable(state) else state
         if warm:
-            one(normal(3, 4))
+            model(normal(3, 4))
     fused = hf.fuse(models)
     with pytest.warns(UserWarning, match="leaves results in the attribute state"):
         torch.testing.assert_close(fused(x), expected, rtol=1e-9, atol=1e-12)
@@ -253,7 +253,7 @@ def test_state_is_refused(name: str) -> None:
     models = pair(forward, None)
     with pytest.raises(hf.FusionError, match=message):
         hf.fuse(models)(SEQUENCES[0])
-    assert all(one.state is None for one in models)
+    assert all(model.state is None for model in models)
 
 
 COUNT = 0
@@ -271,10 +271,10 @@ def test_state_outside_of_members_runs_their_code() -> None:
     x = normal(3, 4)
     fused = hf.fuse(models)
     for step in range(2):
-        ours = fused(x)
+        actual = fused(x)
         assert 2 * step + 2 == COUNT
-        theirs = [one.fc(x) * (2 * step + k) for k, one in enumerate(models, 1)]
-        torch.testing.assert_close(ours, torch.stack(theirs))
+        expected = [model.fc(x) * (2 * step + k) for k, model in enumerate(models, 1)]
+        torch.testing.assert_close(actual, torch.stack(expected))
 
 
 class MaskedEncoder(nn.TransformerEncoder):

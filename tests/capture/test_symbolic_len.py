@@ -60,8 +60,8 @@ def test_batches_of_many_sizes_stay_fused(loss: Callable[..., Tensor]) -> None:
     step = hf.train_step(fused, loss, optimizer, compile=True)
     for count in (8, 5, 3, 4, 6):
         x, target = torch.randn(count, 2, 3).double(), torch.randn(count, 2).double()
-        wanted = [loss(model(x), target).detach() for model in models]
-        torch.testing.assert_close(step(x, target), torch.stack(wanted))
+        expected = [loss(model(x), target).detach() for model in models]
+        torch.testing.assert_close(step(x, target), torch.stack(expected))
     assert "loop" not in str(fused.report())
 
 
@@ -82,8 +82,8 @@ def test_python_has_its_own_len_again() -> None:
 
 
 def test_a_len_of_the_users_own_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    own: Any = lambda value: 1  # noqa: E731
-    monkeypatch.setitem(globals(), "len", own)
+    custom_len: Any = lambda value: 1  # noqa: E731
+    monkeypatch.setitem(globals(), "len", custom_len)
     with symbolic_len(Flat()):
-        assert globals()["len"] is own
-    assert globals()["len"] is own
+        assert globals()["len"] is custom_len
+    assert globals()["len"] is custom_len

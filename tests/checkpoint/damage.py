@@ -49,10 +49,10 @@ def missing(save: Path, other: Path, draw: random.Random) -> None:
 
 
 def swapped(save: Path, other: Path, draw: random.Random) -> None:
-    one, two = draw.sample(FILES, 2)
-    os.rename(save / one, save / "aside")
-    os.rename(save / two, save / one)
-    os.rename(save / "aside", save / two)
+    first, second = draw.sample(FILES, 2)
+    os.rename(save / first, save / "aside")
+    os.rename(save / second, save / first)
+    os.rename(save / "aside", save / second)
 
 
 def of_another(save: Path, other: Path, draw: random.Random) -> None:
@@ -96,15 +96,15 @@ def nested(save: Path, other: Path, draw: random.Random) -> None:
 
 
 SURE: dict[str, Damage] = {
-    one.__name__: one
-    for one in (
+    function.__name__: function
+    for function in (
         truncated, flipped, longer, missing, swapped, of_another, no_file, huge_header, other_version, nested
     )
 }  # fmt: skip
 
 
 def forged(save: Path, other: Path, draw: random.Random) -> None:
-    """Something else in a place of the manifest, with the right checksum: what is plain nonsense must be told."""
+    """Replace a value of the manifest and correct the checksum. Obvious nonsense must be reported."""
     odds: list[Any] = [None, -1, 1 << 70, 1e300, "", "../../etc/passwd", [], {}, [[[]]], True, {"~": "code", "v": "x"},
                        {"~": "tensor", "v": "../x"}, {"~": "dict", "v": [[[1], 2]]}, "F64", "a" * 5000]  # fmt: skip
     odd = draw.choice(odds)
@@ -166,7 +166,7 @@ class Trial:
             else:
                 self._load()
         except hf.CheckpointError as error:
-            found = str(error)
+            message = str(error)
         except Exception as error:
             raise AssertionError(f"{name} with seed {seed}: {type(error).__name__}: {error}") from error
         else:
@@ -174,7 +174,7 @@ class Trial:
             assert name == "forged", f"{name} with seed {seed} was loaded without a word"
             self.whole += 1
             return
-        assert str(self._copy) in found, f"{name} {seed}: {found}"
+        assert str(self._copy) in message, f"{name} {seed}: {message}"
         after = self._pop.fused.state_dict()
         assert name == "forged" or all(before[key].equal(after[key]) for key in before), f"{name} {seed}: written"
 
@@ -188,16 +188,16 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    names, told = [*SURE, "forged"], Counter[str]()
-    begin = time.monotonic()
+    names, counts = [*SURE, "forged"], Counter[str]()
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(Path(folder))
         for number in range(options.files):
             name = names[number % len(names)]
             trial.damage(name, options.seed + number)
-            told[name] += 1
-        seconds = time.monotonic() - begin
-        kinds = ", ".join(f"{name} {count}" for name, count in told.items())
+            counts[name] += 1
+        seconds = time.monotonic() - start
+        kinds = ", ".join(f"{name} {count}" for name, count in counts.items())
         print(f"{options.files} damaged checkpoints in {seconds:.0f} s: {kinds}")
         print(f"{options.files - trial.whole} CheckpointErrors that name the file, {trial.whole} forged ones that load")
 

@@ -53,23 +53,25 @@ def living(root: Path, out: int) -> None:
     tell(out, "done", blake2b(" ".join(map(digest, tensors)).encode()).hexdigest())
 
 
-def tell(out: int, what: str, value: object) -> None:
-    os.write(out, f"{what} {value}\n".encode())
+def tell(out: int, event: str, value: object) -> None:
+    os.write(out, f"{event} {value}\n".encode())
 
 
 @cache
 def planned_tasks() -> tuple[list[hf.Task], hf.Machine, Any]:
     """Three tasks, captured once for all processes; nothing of torch's threads is started."""
-    ways = [Way(adamw), Way(momentum, 0.5, 2), Way(adamw, [0.1, 0.5, 2.0])]
+    variants = [Way(adamw), Way(momentum, 0.5, 2), Way(adamw, [0.1, 0.5, 2.0])]
     tasks = []
-    for place, way in enumerate(ways):
-        fused = array(place)
-        own = way.optimizer(list(fused.parameters()))
-        one = Way(lambda params, own=own: own, way.clip, way.accumulate)
-        scheduler = None if place == 1 else lambda optimizer: CosineAnnealingLR(optimizer, 7)
-        held_out = shuffled(9) if place == 2 else None
+    for index, variant in enumerate(variants):
+        fused = array(index)
+        task_optimizer = variant.optimizer(list(fused.parameters()))
+        task_way = Way(
+            lambda params, default_optimizer=task_optimizer: default_optimizer, variant.clip, variant.accumulate
+        )
+        scheduler = None if index == 1 else lambda optimizer: CosineAnnealingLR(optimizer, 7)
+        held_out = shuffled(9) if index == 2 else None
         tasks.append(
-            task(fused, one, shuffled(place), f"t{place}", epochs=3, eval_loader=held_out, scheduler=scheduler)
+            task(fused, task_way, shuffled(index), f"t{index}", epochs=3, eval_loader=held_out, scheduler=scheduler)
         )
     on = machine(2)
     return tasks, on, planned(tasks, on, [1, 3, 4], [True, False, False], [False, False, True])
@@ -98,73 +100,73 @@ def scheduled(root: Path, out: int) -> None:
     report = hf.train(
         tasks, replace(on, host=2048, disk=disk), plan=plan, checkpoint=root, every=EVERY, on_result=asked
     )
-    tensors = [tensor for one in tasks for tensor in results(report[one.name], one)]
-    tensors += [torch.tensor([*report[one.name].stopped.items()]) for one in tasks]
+    tensors = [tensor for trained in tasks for tensor in results(report[trained.name], trained)]
+    tensors += [torch.tensor([*report[trained.name].stopped.items()]) for trained in tasks]
     # A run that was killed may have made the folder.
-    left = [*disk.rglob("*")]
-    assert not left, f"{left} are left"
+    remaining = [*disk.rglob("*")]
+    assert not remaining, f"{remaining} are left"
     tell(out, "done", blake2b(" ".join(map(digest, tensors)).encode()).hexdigest())
 
 
 def start(run: Run, root: Path, seconds: float | None) -> list[list[str]]:
-    """``run`` in a process of its own, killed after so many seconds; what it has told."""
-    ours, theirs = os.pipe()
+    """Run ``run`` in a child process, kill it after ``seconds``, and return the events that it has printed."""
+    read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(ours)
+        os.close(read_end)
         torch.set_num_threads(1)
         try:
-            run(root, theirs)
+            run(root, write_end)
             os._exit(0)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(1)
-    os.close(theirs)
-    told, end = b"", None if seconds is None else time.monotonic() + seconds
+    os.close(write_end)
+    output, end = b"", None if seconds is None else time.monotonic() + seconds
     while True:
-        left = None if end is None else max(0.0, end - time.monotonic())
-        if not select.select([ours], [], [], left)[0]:
+        remaining = None if end is None else max(0.0, end - time.monotonic())
+        if not select.select([read_end], [], [], remaining)[0]:
             os.kill(child, signal.SIGKILL)
             end = None
             continue
-        got = os.read(ours, 65536)
-        if not got:
+        chunk = os.read(read_end, 65536)
+        if not chunk:
             break
-        told += got
-    os.close(ours)
+        output += chunk
+    os.close(read_end)
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert ended in (0, -signal.SIGKILL), "the run failed by itself"
-    return [line.split() for line in told.decode().splitlines()]
+    return [line.split() for line in output.decode().splitlines()]
 
 
-def last(told: list[list[str]], what: str) -> int:
-    return max((int(line[1]) for line in told if line[0] == what), default=0)
+def last(events: list[list[str]], event: str) -> int:
+    return max((int(line[1]) for line in events if line[0] == event), default=0)
 
 
 def soak(run: Run, kills: int, draw: random.Random, folder: Path) -> str:
     """Kill so many times; each run is killed and resumed until it has ended."""
     killed, runs = 0, 0
-    begin = time.monotonic()
+    start_time = time.monotonic()
     expected = start(run, folder / "whole", None)[-1]
-    whole = time.monotonic() - begin
+    whole = time.monotonic() - start_time
     assert expected[0] == "done", expected
     while killed < kills:
-        root, told, runs = folder / f"run-{runs}", list[list[str]](), runs + 1
-        while not told or told[-1][0] != "done":
-            before, told = told, start(run, root, draw.uniform(0, whole) if killed < kills else None)
-            killed += told[-1:] == [] or told[-1][0] != "done"
-            for resumed in [line for line in told if line[0].startswith("resumed")]:
+        root, events, runs = folder / f"run-{runs}", list[list[str]](), runs + 1
+        while not events or events[-1][0] != "done":
+            before, events = events, start(run, root, draw.uniform(0, whole) if killed < kills else None)
+            killed += events[-1:] == [] or events[-1][0] != "done"
+            for resumed in [line for line in events if line[0].startswith("resumed")]:
                 name = resumed[0].removeprefix("resumed")
                 reached, saved = last(before, f"at{name}"), last(before, f"saved{name}")
                 assert saved <= int(resumed[1]), f"resumed at {resumed}, saved at {saved}"
                 assert reached - int(resumed[1]) <= EVERY, f"resumed at {resumed}, and {reached} was reached"
-        assert told[-1] == expected, "a resumed run is not the uninterrupted one"
+        assert events[-1] == expected, "a resumed run is not the uninterrupted one"
         for saved in {path.parent for path in root.rglob("save-*")}:
             # As the next save does: what was killed in its last one has had none.
             clean(saved)
-        left = [path for path in root.rglob("*") if path.name.startswith(".")]
-        assert not left, f"{left} are left"
+        remaining = [path for path in root.rglob("*") if path.name.startswith(".")]
+        assert not remaining, f"{remaining} are left"
     return f"{killed} kills of {runs} runs"
 
 
@@ -177,12 +179,12 @@ def main() -> None:
     torch.set_num_threads(1)
     planned_tasks()
     for run, about in ((living, f"a population of {STEPS} steps"), (scheduled, "hf.train of 3 tasks on 2 devices")):
-        begin = time.monotonic()
+        start_time = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            found = soak(run, options.kills, draw, Path(folder))
-        seconds = time.monotonic() - begin
+            runs = soak(run, options.kills, draw, Path(folder))
+        seconds = time.monotonic() - start_time
         print(
-            f"{found} of {about} that save every {EVERY}: each resumed, and equal in the end ({seconds:.0f} s)",
+            f"{runs} of {about} that save every {EVERY}: each resumed, and equal in the end ({seconds:.0f} s)",
             flush=True,
         )
 

@@ -64,28 +64,28 @@ def population(members: int = 3, seed: int = 0, **options: Any) -> hf.Population
 
 def train(pop: hf.Population, batches: Batches, steps: int) -> Tensor:
     """The losses ``[steps, rows]``."""
-    found = []
+    losses = []
     for (x, y), _ in zip(batches, range(steps), strict=False):
-        found.append(pop.step(x, y))
+        losses.append(pop.step(x, y))
         assert pop.scheduler is not None
         pop.scheduler.step()
     batches.place -= 1
-    return torch.stack(found)
+    return torch.stack(losses)
 
 
-def same(one: hf.Population, other: hf.Population) -> bool:
-    """Whether two populations are the same, bit for bit, but for what lies in free rows."""
-    live = [row for row, tag in enumerate(one.tags) if tag is not None]
-    if (one.tags, one.lineage, one.steps) != (other.tags, other.lineage, other.steps):
+def same(pop: hf.Population, other: hf.Population) -> bool:
+    """Return True if two populations are bitwise equal, ignoring free rows."""
+    live = [row for row, tag in enumerate(pop.tags) if tag is not None]
+    if (pop.tags, pop.lineage, pop.steps) != (other.tags, other.lineage, other.steps):
         return False
-    pairs = list(zip(one.fused.state_dict().values(), other.fused.state_dict().values(), strict=True))
-    for p, q in zip(one.fused.parameters(), other.fused.parameters(), strict=True):
-        ours, theirs = one.optimizer.state.get(p, {}), other.optimizer.state.get(q, {})
-        if ours.keys() != theirs.keys():
+    pairs = list(zip(pop.fused.state_dict().values(), other.fused.state_dict().values(), strict=True))
+    for p, q in zip(pop.fused.parameters(), other.fused.parameters(), strict=True):
+        state, other_state = pop.optimizer.state.get(p, {}), other.optimizer.state.get(q, {})
+        if state.keys() != other_state.keys():
             return False
-        pairs += [(ours[key], theirs[key]) for key in ours]
+        pairs += [(state[key], other_state[key]) for key in state]
     pairs += [
-        (torch.as_tensor(one.hparams[key].tolist()), torch.as_tensor(other.hparams[key].tolist())) for key in ("lr",)
+        (torch.as_tensor(pop.hparams[key].tolist()), torch.as_tensor(other.hparams[key].tolist())) for key in ("lr",)
     ]
-    pairs.append((one.ages, other.ages))
+    pairs.append((pop.ages, other.ages))
     return all(torch.equal(a[live], b[live]) for a, b in pairs)

@@ -44,7 +44,7 @@ def test_a_number_that_was_expanded_has_the_checksum_of_its_bytes() -> None:
     assert digest(torch.tensor(0.5, dtype=torch.float64).expand(1)) == digest(torch.tensor([0.5], dtype=torch.float64))
 
 
-def test_what_cannot_be_written_leaves_the_last_save(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_last_save(tmp_path: Path) -> None:
     pop = population(2)
     pop.save(tmp_path / "good")
     (tmp_path / "file").write_text("")
@@ -77,11 +77,11 @@ except hf.CheckpointError as error:
     assert done.stdout == "told\n", done.stderr
 
 
-def test_what_a_killed_save_left_is_cleaned_up(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_cleaned_up(tmp_path: Path) -> None:
     pop = population(2)
-    left = tmp_path / ".aside-abc"
-    left.mkdir()
-    (left / "tensors.safetensors").write_bytes(b"torn")
+    leftover = tmp_path / ".aside-abc"
+    leftover.mkdir()
+    (leftover / "tensors.safetensors").write_bytes(b"torn")
     with pytest.raises(hf.CheckpointError, match="holds no save"):
         hf.load(tmp_path, pop.fused)
     pop.save(tmp_path)

@@ -44,17 +44,17 @@ def test_a_save_takes_the_next_name_that_is_free(name: str, tmp_path: Path) -> N
 
 def test_sizes_that_were_exchanged_in_the_header_are_damage(tmp_path: Path) -> None:
     """The bytes of the tensor, and how many there are, fit both."""
-    made = files.write(tmp_path, {}, {"x": torch.arange(6.0).view(2, 3)}, step=0, keep=1) / files.TENSORS
-    content = made.read_bytes()
+    path = files.write(tmp_path, {}, {"x": torch.arange(6.0).view(2, 3)}, step=0, keep=1) / files.TENSORS
+    content = path.read_bytes()
     changed = content.replace(b'"shape":[2,3]', b'"shape":[3,2]')
     assert changed != content
-    made.write_bytes(changed)
+    path.write_bytes(changed)
     with pytest.raises(hf.CheckpointError, match=r"header of .* is damaged: its checksum is another"):
         files.read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["file", "broken link"])
-def test_a_root_that_is_no_folder_is_told(name: str, tmp_path: Path) -> None:
+def test_a_root_that_is_no_folder_is_reported(name: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
     TAKEN[name](root)
     with pytest.raises(hf.CheckpointError, match="could not write a checkpoint"):
@@ -94,9 +94,9 @@ def test_a_save_that_goes_while_it_is_read_is_read_as_the_next(tmp_path: Path, m
         return manifest
 
     monkeypatch.setattr(files, "read_manifest", slow)
-    found = files.read(tmp_path)
-    assert found.step == 3
-    assert torch.equal(found.tensors["x"], torch.full((2,), 3.0))
+    saved = files.read(tmp_path)
+    assert saved.step == 3
+    assert torch.equal(saved.tensors["x"], torch.full((2,), 3.0))
 
 
 def test_the_save_that_was_asked_for_is_not_replaced(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_writers_and_a_reader_side_by_side(tmp_path: Path) -> None:
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        found = files.read(tmp_path)
-        assert torch.equal(found.tensors["x"], torch.full((2,), float(found.step)))
+        saved = files.read(tmp_path)
+        assert torch.equal(saved.tensors["x"], torch.full((2,), float(saved.step)))
     for writer in writers:
         writer.join()
     assert failed == []

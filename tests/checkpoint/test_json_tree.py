@@ -34,21 +34,21 @@ def back(value: Any) -> Any:
 
 @pytest.mark.parametrize("value", ALIKE, ids=lambda value: f"{type(value).__name__} {value!r}"[:40])
 def test_a_value_comes_back_as_it_was(value: Any) -> None:
-    found = back(value)
-    assert type(found) is type(value)
-    assert repr(found) == repr(value)
+    decoded = back(value)
+    assert type(decoded) is type(value)
+    assert repr(decoded) == repr(value)
     if isinstance(value, np.ndarray | Tensor):
-        assert (found.dtype, found.shape) == (value.dtype, value.shape)
+        assert (decoded.dtype, decoded.shape) == (value.dtype, value.shape)
     if isinstance(value, dict):
-        assert list(found.items()) == list(value.items())
+        assert list(decoded.items()) == list(value.items())
 
 
 def test_a_state_dict_of_torch_keeps_its_versions() -> None:
     state = nn.BatchNorm1d(2).state_dict()
-    found = back({"model": state})["model"]
-    assert found._metadata == state._metadata  # type: ignore[attr-defined]
-    assert type(found._metadata) is OrderedDict
-    assert list(found) == list(state)
+    decoded = back({"model": state})["model"]
+    assert decoded._metadata == state._metadata  # type: ignore[attr-defined]
+    assert type(decoded._metadata) is OrderedDict
+    assert list(decoded) == list(state)
 
 
 def test_a_defaultdict_goes_on_making_values() -> None:
@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_only_code_makes_is_refused_by_name(name: str) -> None:
+def test_values_that_only_code_creates_are_refused_by_name(name: str) -> None:
     value, message = REFUSED[name]
     with pytest.raises(hf.CheckpointError, match=message):
         encode(value, {}, "extra")

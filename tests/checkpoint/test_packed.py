@@ -19,22 +19,22 @@ def test_a_packed_population_is_the_saved_one(tmp_path: Path) -> None:
     """Among its tensors is a state of numpy's in uint32, which pickle writes and does not read."""
     pop = hf.Population([Net() for _ in range(3)], tags=["a", "b", "c"], **OPTIONS)
     pop.save(tmp_path).result()
-    written, found = files.read(tmp_path), pickle.loads(pickle.dumps(packed(pop))).saved()
-    assert found.body == written.body
-    assert found.tensors.keys() == written.tensors.keys()
-    assert torch.uint32 in {tensor.dtype for tensor in found.tensors.values()}
+    written, unpacked = files.read(tmp_path), pickle.loads(pickle.dumps(packed(pop))).saved()
+    assert unpacked.body == written.body
+    assert unpacked.tensors.keys() == written.tensors.keys()
+    assert torch.uint32 in {tensor.dtype for tensor in unpacked.tensors.values()}
     for key, tensor in written.tensors.items():
-        torch.testing.assert_close(found.tensors[key], tensor, rtol=0, atol=0, equal_nan=True)
-    again = hf.Population.load(found, Net, random=False, **OPTIONS)
+        torch.testing.assert_close(unpacked.tensors[key], tensor, rtol=0, atol=0, equal_nan=True)
+    again = hf.Population.load(unpacked, Net, random=False, **OPTIONS)
     pop.stop(1)
     again.stop(1)
     assert gathered(again, None, None).body["population"] == gathered(pop, None, None).body["population"]
 
 
 def test_complex_numbers_are_kept() -> None:
-    given = {"z": torch.randn(3, 2, dtype=torch.complex128), "x": torch.randn(4, 2).T, "one": torch.tensor(2)}
-    found = PackedSave.of({"a": [1, None]}, given, 7).saved()
-    assert (found.body, found.step) == ({"a": [1, None]}, 7)
-    for key, tensor in given.items():
-        assert found.tensors[key].dtype == tensor.dtype
-        assert torch.equal(found.tensors[key], tensor)
+    tensors = {"z": torch.randn(3, 2, dtype=torch.complex128), "x": torch.randn(4, 2).T, "one": torch.tensor(2)}
+    unpacked = PackedSave.of({"a": [1, None]}, tensors, 7).saved()
+    assert (unpacked.body, unpacked.step) == ({"a": [1, None]}, 7)
+    for key, tensor in tensors.items():
+        assert unpacked.tensors[key].dtype == tensor.dtype
+        assert torch.equal(unpacked.tensors[key], tensor)

@@ -1,4 +1,4 @@
-"""Members of saves in arrays of other widths and bases; what is no value, score, name or scheduler is told."""
+"""Loading members into arrays of other widths and bases; invalid values, scores, names and schedulers are reported."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def test_one_of_the_members_of_a_base(trained: bool, tmp_path: Path) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4).requires_grad_(trained), nn.Linear(4, 3))
 
-    one = hf.Population.load(tmp_path, make, tags="member 1", **SGD)
-    for name, tensor in one.fused.named_parameters():
+    loaded = hf.Population.load(tmp_path, make, tags="member 1", **SGD)
+    for name, tensor in loaded.fused.named_parameters():
         stack = dict(pop.fused.named_parameters())[name]
         expected = stack[1] if stack.dim() == tensor.dim() else stack
         torch.testing.assert_close(tensor[0], expected, rtol=0, atol=0)
         if tensor.requires_grad:
             moved = pop.optimizer.state[stack]["momentum_buffer"]
-            own = one.optimizer.state[tensor]["momentum_buffer"][0]
-            assert torch.equal(own, moved[1] if moved.dim() > own.dim() else moved)
-    assert one.step(*BATCH).isfinite().all()
+            momentum = loaded.optimizer.state[tensor]["momentum_buffer"][0]
+            assert torch.equal(momentum, moved[1] if moved.dim() > momentum.dim() else moved)
+    assert loaded.step(*BATCH).isfinite().all()
     if trained:
         with pytest.raises(
             hf.CheckpointError, match=r"0\.weight is trained and each member's own here, and was not in"
@@ -60,7 +60,7 @@ def test_one_of_the_members_of_a_base(trained: bool, tmp_path: Path) -> None:
 
 
 def test_arrays_on_bases_merge(tmp_path: Path) -> None:
-    """Where members have bases of their own; or on one base, if it is the same."""
+    """Members are merged with one base each, or on one shared base if the bases are the same."""
     bases = [nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]
     pops = [on_a_base(base, 2, tags=[f"{k}.{row}" for row in range(2)]) for k, base in enumerate(bases)]
     twin = on_a_base(bases[0], 1, tags=["twin"])
@@ -68,10 +68,10 @@ def test_arrays_on_bases_merge(tmp_path: Path) -> None:
     for pop, folder in zip([*pops, twin], folders, strict=True):
         pop.step(*BATCH)
         pop.save(folder)
-    both = hf.Population.load(
+    merged = hf.Population.load(
         folders[:2], lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)), **SGD
     )
-    weight = both.fused.get_parameter("0.weight")
+    weight = merged.fused.get_parameter("0.weight")
     assert [int(torch.equal(row, bases[1].weight)) for row in weight] == [0, 0, 1, 1]
     base = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(hf.CheckpointError, match=r"0\.weight in .* is not that in"):
@@ -132,7 +132,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_is_no_value_is_told_before_anything_is_written(name: str, tmp_path: Path) -> None:
+def test_invalid_values_are_refused_before_anything_is_written(name: str, tmp_path: Path) -> None:
     pop = population(2)
     options, words = ODD[name]
     with pytest.raises(hf.CheckpointError, match=words):
@@ -146,15 +146,15 @@ def test_values_come_back_as_they_were(tmp_path: Path) -> None:
     extra = {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, "a/b~0": torch.full((1,), 2.0)}
     for score in (torch.tensor(0.5), np.float32(0.75), 1):
         pop.save(tmp_path, score=score, extra=extra)  # type: ignore[arg-type]
-    found = hf.load(tmp_path, pop.fused).extra
-    assert (found["a/b"].item(), found["a"]["b"].item(), found["a/b~0"].item()) == (1.0, 0.0, 2.0)
+    loaded = hf.load(tmp_path, pop.fused).extra
+    assert (loaded["a/b"].item(), loaded["a"]["b"].item(), loaded["a/b~0"].item()) == (1.0, 0.0, 2.0)
     nest: list[Any] = []
     nest.append(nest)
     with pytest.raises(hf.CheckpointError, match="extra is nested too deep, or holds itself"):
         pop.save(tmp_path, extra=nest)
 
 
-def test_a_save_whose_error_nobody_heard_is_told_by_the_next(tmp_path: Path) -> None:
+def test_the_next_save_raises_the_unread_error_of_the_last_one(tmp_path: Path) -> None:
     pop = population(2)
     (tmp_path / "file").write_text("")
     pop.save(tmp_path / "file", wait=False)
@@ -178,7 +178,7 @@ def test_a_save_without_its_files_names_another(tmp_path: Path) -> None:
     assert pop.save(tmp_path).result() == saves(tmp_path)[-1] == tmp_path / "save-1000000000000"
 
 
-def test_optimizers_of_others_are_told(tmp_path: Path) -> None:
+def test_unsupported_optimizers_are_refused(tmp_path: Path) -> None:
     fused = hf.fuse([nn.Linear(4, 3) for _ in range(2)])
     other: Any = torch.optim.SGD(fused.parameters(), lr=0.1)
     with pytest.raises(hf.CheckpointError, match=r"optimizer is a torch\.optim\.sgd\.SGD, whose state has no rows"):

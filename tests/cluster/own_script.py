@@ -60,7 +60,7 @@ BASE = nn.Linear(3, 3).requires_grad_(False)
 
 
 class Plain(nn.Module):
-    """Which torch.save can write: without closures. With a base of all members, and buffers."""
+    """A model that torch.save can write: no closures, a base that all members share, buffers."""
 
     batches: Tensor
 
@@ -102,7 +102,7 @@ def note(result: Any) -> None:
 MAKERS: dict[str, Callable[[int], nn.Module]] = {"own": Net, "local": local_class(), "plain": Plain}
 
 
-def made() -> list[hf.Task]:
+def make_tasks() -> list[hf.Task]:
     fused = hf.fuse([Net(0), Net(1)])
     tasks = [
         hf.Task(
@@ -124,21 +124,21 @@ def check_same(report: hf.Report, expected: hf.Report) -> None:
     assert list(report) == list(expected)
     for name in expected:
         assert torch.equal(report[name].losses, expected[name].losses)
-        for ours, theirs in zip(report[name].models, expected[name].models, strict=True):
-            assert type(ours) is type(theirs) is MAKERS.get(name, Net)
-            own = dict([*ours.named_parameters(), *ours.named_buffers()])
-            for key, value in [*theirs.named_parameters(), *theirs.named_buffers()]:
-                assert torch.equal(own[key], value), (name, key)
+        for model, expected_model in zip(report[name].models, expected[name].models, strict=True):
+            assert type(model) is type(expected_model) is MAKERS.get(name, Net)
+            tensors = dict([*model.named_parameters(), *model.named_buffers()])
+            for key, value in [*expected_model.named_parameters(), *expected_model.named_buffers()]:
+                assert torch.equal(tensors[key], value), (name, key)
 
 
 def check_models(cluster: hf.Cluster, machine: hf.Machine) -> None:
     global SCALE
     forward, base = Net.forward, BASE.weight.clone()
     torch.manual_seed(1)
-    expected = hf.train(made(), machine)
+    expected = hf.train(make_tasks(), machine)
     STEPS.clear()
     torch.manual_seed(1)
-    report = hf.train(made(), cluster)
+    report = hf.train(make_tasks(), cluster)
     check_same(report, expected)
     model = report["plain"].models[0]
     assert torch.equal(BASE.weight, base)
@@ -160,7 +160,7 @@ def check_models(cluster: hf.Cluster, machine: hf.Machine) -> None:
 
 
 def main() -> None:
-    one, two = (
+    single_machine, two_devices = (
         hf.Machine(
             [hf.Device(f"cpu:{number}", memory="256MiB") for number in range(count)],
             host="1GiB",
@@ -168,7 +168,7 @@ def main() -> None:
         )
         for count in (1, 2)
     )
-    check_models(hf.Cluster() if sys.argv[1:] == ["--ray"] else hf.Cluster(two), one)
+    check_models(hf.Cluster() if sys.argv[1:] == ["--ray"] else hf.Cluster(two_devices), single_machine)
     print("all classes are the script's")
 
 

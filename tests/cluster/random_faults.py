@@ -63,10 +63,10 @@ def _trained(folder: Path, where: hf.Cluster, note: Callable[[str], None]) -> An
     def on_result(result: Any) -> None:
         note(f"{type(result).__name__} {result.task} {result.epoch} {getattr(result, 'step', '')} {result.members}")
 
-    found = hf.train(tasks, where, checkpoint=folder / "saves", every=2, on_result=on_result)
+    report = hf.train(tasks, where, checkpoint=folder / "saves", every=2, on_result=on_result)
     return {
-        name: [one.losses, one.eval_losses, *(model.state_dict() for model in one.models)]
-        for name, one in found.items()
+        name: [task_report.losses, task_report.eval_losses, *(model.state_dict() for model in task_report.models)]
+        for name, task_report in report.items()
     }
 
 
@@ -75,9 +75,12 @@ def _searched(folder: Path, where: hf.Cluster, note: Callable[[str], None]) -> A
         note(f"trial {trial.number}")
         return cases.space(trial)
 
-    found = sweep(where, space=space, metric=slow_accuracy, directory=folder / "sweep")
-    trials = [(one.state.name, one.params, one.intermediate_values) for one in found.trials]
-    return {"trials": trials, "best": found.best_trial.number, "model": found.best_model.state_dict()}
+    result = sweep(where, space=space, metric=slow_accuracy, directory=folder / "sweep")
+    trials = [
+        (finished_trial.state.name, finished_trial.params, finished_trial.intermediate_values)
+        for finished_trial in result.trials
+    ]
+    return {"trials": trials, "best": result.best_trial.number, "model": result.best_model.state_dict()}
 
 
 RUNS = {"trained": _trained, "searched": _searched}
@@ -104,7 +107,7 @@ def drive(run: str, folder: Path, address: str | None) -> None:
 
 @dataclass(eq=False)
 class Driver:
-    """A driver in a process of its own."""
+    """A driver in a separate process."""
 
     run: str
     folder: Path
@@ -132,14 +135,14 @@ class Driver:
         return (self.folder / "errors").read_text()
 
     def wait_for_events(self) -> None:
-        """Until the first result, or the end."""
+        """Wait until the first result, or the end."""
         while self.process.poll() is None and not self.events():
             assert time.monotonic() < self.began + _LIMIT, f"no result in {_LIMIT} s\n{self.errors()}"
             time.sleep(0.02)
 
 
 class Site:
-    """Where a driver's arrays are trained: processes of its own."""
+    """Trains the arrays of a driver in its child processes."""
 
     name = "processes"
     address: str | None = None
@@ -149,7 +152,7 @@ class Site:
         return processes_of("spawn_main", driver.process.pid)
 
     def restore(self) -> None:
-        """As many nodes as at first."""
+        """Restore the initial number of nodes."""
 
     def strike(self, kind: str, driver: Driver, draw: random.Random) -> bool:
         """Let a fault happen; return whether there was anything that it could happen to."""
@@ -201,23 +204,23 @@ class RaySite(Site):
 
 @dataclass
 class Struck:
-    """What happened in a run: faults by kind, and seconds beyond a run without faults."""
+    """The faults of a run by kind, and its seconds beyond a run without faults."""
 
     faults: Counter[str]
     seconds: float
 
 
-def same(found: Any, expected: Any, limit: float) -> bool:
-    """Whether two results differ by no more than ``limit``, relative."""
+def same(actual: Any, expected: Any, limit: float) -> bool:
+    """Return whether two results differ by no more than ``limit``, relative."""
     if isinstance(expected, torch.Tensor):
-        return torch.allclose(found, expected, rtol=limit, atol=1e-3 * limit)
+        return torch.allclose(actual, expected, rtol=limit, atol=1e-3 * limit)
     if isinstance(expected, float):
-        return math.isclose(found, expected, rel_tol=limit)
+        return math.isclose(actual, expected, rel_tol=limit)
     if isinstance(expected, dict):
-        return list(found) == list(expected) and all(same(found[key], expected[key], limit) for key in expected)
+        return list(actual) == list(expected) and all(same(actual[key], expected[key], limit) for key in expected)
     if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(same(*pair, limit) for pair in zip(found, expected, strict=True))
-    return bool(found == expected)
+        return len(actual) == len(expected) and all(same(*pair, limit) for pair in zip(actual, expected, strict=True))
+    return bool(actual == expected)
 
 
 class Soak:
@@ -229,26 +232,26 @@ class Soak:
         self.temporary.mkdir()
         self.count = 0
         began = time.monotonic()
-        place = self._place()
-        driver = self._driver(place)
+        run_folder = self._new_folder()
+        driver = self._driver(run_folder)
         driver.wait_for_events()
         started = time.monotonic()
         self._end(driver)
         assert driver.process.returncode == 0, driver.errors()
         self.seconds, self.trains = time.monotonic() - began, time.monotonic() - started
-        self.expected, self.events = self._results(place), sorted(driver.events())
+        self.expected, self.events = self._results(run_folder), sorted(driver.events())
         self._check_left()
 
-    def _place(self) -> Path:
-        place, self.count = self.folder / f"run-{self.count}", self.count + 1
-        place.mkdir()
-        return place
+    def _new_folder(self) -> Path:
+        run_folder, self.count = self.folder / f"run-{self.count}", self.count + 1
+        run_folder.mkdir()
+        return run_folder
 
-    def _driver(self, place: Path) -> Driver:
-        return Driver(self.run, place, self.site.address, self.temporary)
+    def _driver(self, run_folder: Path) -> Driver:
+        return Driver(self.run, run_folder, self.site.address, self.temporary)
 
-    def _results(self, place: Path) -> Any:
-        return torch.load(place / "results", weights_only=True)
+    def _results(self, run_folder: Path) -> Any:
+        return torch.load(run_folder / "results", weights_only=True)
 
     def _end(self, driver: Driver) -> None:
         try:
@@ -260,10 +263,10 @@ class Soak:
         """A run with up to ``count`` faults; a driver that ends by one is started again."""
         began, faults = time.monotonic(), Counter[str]()
         self.site.restore()
-        place = self._place()
+        run_folder = self._new_folder()
         instants = sorted(self.draw.uniform(0, self.trains) for _ in range(count))
         while True:
-            driver = self._driver(place)
+            driver = self._driver(run_folder)
             driver.wait_for_events()
             start, ends = time.monotonic(), False
             while instants and not ends and driver.process.poll() is None:
@@ -280,26 +283,26 @@ class Soak:
             if driver.process.returncode == 0:
                 break
             ended = any(faults[kind] for kind in _ENDING)
-            assert ended, f"{place}: ended with {driver.process.returncode} by {dict(faults)}\n{driver.errors()}"
+            assert ended, f"{run_folder}: ended with {driver.process.returncode} by {dict(faults)}\n{driver.errors()}"
             instants = [self.draw.uniform(0, self.trains) for _ in instants]
             instants.sort()
         # The trials of a sweep are trained in arrays of other widths, where devices are others.
         limit = 0.0 if self.run == "trained" else 1e-9
-        assert same(self._results(place), self.expected, limit), f"{place}: other results by {dict(faults)}"
+        assert same(self._results(run_folder), self.expected, limit), f"{run_folder}: other results by {dict(faults)}"
         if self.run == "trained":
-            found, expected = Counter(driver.events()), Counter(self.events)
-            told = f"missing {[*(expected - found)][:5]}, more often {[*(found - expected)][:5]}"
-            assert found == expected, f"{place}: {told} of {len(self.events)} events by {dict(faults)}"
+            actual, expected = Counter(driver.events()), Counter(self.events)
+            message = f"missing {[*(expected - actual)][:5]}, more often {[*(actual - expected)][:5]}"
+            assert actual == expected, f"{run_folder}: {message} of {len(self.events)} events by {dict(faults)}"
         self._check_left()
         return Struck(faults, time.monotonic() - began - self.seconds)
 
     def _check_left(self) -> None:
         for _ in range(100):
-            left = [*self._left()]
-            if not left:
+            leaked = [*self._left()]
+            if not leaked:
                 return
             time.sleep(0.2)
-        raise AssertionError(f"left: {left}")
+        raise AssertionError(f"left: {leaked}")
 
     def _left(self) -> Iterator[str]:
         mark = f"TMPDIR={self.temporary}".encode()

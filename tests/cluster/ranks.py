@@ -1,4 +1,4 @@
-"""Two processes that speak by gloo, as long as a module of tests: each call runs on both."""
+"""Processes that communicate by gloo, for all tests of a module: each call runs on all of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ranks:
         self._pipes = pipes
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each rank returns, no tensors. Raises AssertionError with the traceback of what failed."""
+        """Return the result of each rank, no tensors. Raises AssertionError with the traceback of a failed rank."""
         for pipe in self._pipes:
             pipe.send((function, args))
         answers = [_answer(pipe) for pipe in self._pipes]
@@ -48,20 +48,20 @@ def ranks(world: int) -> Iterator[Ranks]:
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
         started = [
-            context.Process(target=_rank, args=(rank, world, store, theirs), daemon=True)
-            for rank, (_, theirs) in enumerate(pipes)
+            context.Process(target=_rank, args=(rank, world, store, child_end), daemon=True)
+            for rank, (_, child_end) in enumerate(pipes)
         ]
         for process in started:
             process.start()
         # What a rank that has died held of a pipe is closed then.
-        for _, theirs in pipes:
-            theirs.close()
+        for _, child_end in pipes:
+            child_end.close()
         try:
-            yield Ranks([ours for ours, _ in pipes])
+            yield Ranks([parent_end for parent_end, _ in pipes])
         finally:
-            for ours, _ in pipes:
+            for parent_end, _ in pipes:
                 with suppress(OSError):
-                    ours.send(None)
+                    parent_end.send(None)
             for process in started:
                 process.join(20)
                 process.kill()

@@ -1,7 +1,7 @@
 """A node of a Ray cluster that has become slow: ``python -m tests.cluster.replanned --repeats 3``.
 
 Two nodes on this machine train two tasks with checkpoints; where the second of them begins, a minibatch is read twenty
-times slower than elsewhere. Runs whose plan is made anew and runs that keep their first plan take turns.
+times slower than elsewhere. Runs with a revised plan and runs that keep their first plan alternate.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ EPOCHS = 50
 
 
 class FirstPlan(Placement):
-    """A placement that is told nothing of what was measured."""
+    """A placement that ignores measured progress."""
 
     def reach(self, device: int, steps: int, at: float) -> None:
-        """Forget it."""
+        """Ignore the progress."""
 
 
 class SlowWhereItBegins(TensorDataset):
@@ -50,7 +50,7 @@ class SlowWhereItBegins(TensorDataset):
         return super().__getitem__(index)
 
 
-def made(dataset: TensorDataset) -> list[hf.Task]:
+def make_tasks(dataset: TensorDataset) -> list[hf.Task]:
     mixed, plain = tasks()
     return [mixed, replace(plain, loader=DataLoader(dataset, batch_size=12, shuffle=True), epochs=EPOCHS)]
 
@@ -67,7 +67,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {"first plan": [], "made anew": []}
     with tempfile.TemporaryDirectory() as name:
         torch.manual_seed(1)
-        wanted = hf.train(made(samples()), machine(Path(name), 1))
+        expected = hf.train(make_tasks(samples()), machine(Path(name), 1))
         for repeat in range(repeats):
             for kind, placement in (("first plan", FirstPlan), ("made anew", Placement)):
                 folder = Path(name, f"{kind} {repeat}")
@@ -76,14 +76,14 @@ def main() -> None:
                 with patch.object(driver, "Placement", placement):
                     began = time.monotonic()
                     slow = SlowWhereItBegins(folder / "mark", os.getpid())
-                    found = hf.train(made(slow), cluster(folder), checkpoint=folder / "saves")
+                    report = hf.train(make_tasks(slow), cluster(folder), checkpoint=folder / "saves")
                     seconds[kind].append(time.monotonic() - began)
-                assert_same(found, wanted)
+                assert_same(report, expected)
                 print(f"{kind}: {seconds[kind][-1]:.1f} s", flush=True)
     ray.shutdown()
     nodes.cluster.shutdown()
-    for kind, each in seconds.items():
-        print(f"{kind}: median {median(each):.1f} s, {min(each):.1f} to {max(each):.1f} s")
+    for kind, durations in seconds.items():
+        print(f"{kind}: median {median(durations):.1f} s, {min(durations):.1f} to {max(durations):.1f} s")
 
 
 if __name__ == "__main__":

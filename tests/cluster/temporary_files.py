@@ -22,7 +22,7 @@ def use_temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def processes_of(text: str, parent: int | None = None) -> list[int]:
     """Return the processes with ``text`` in their command line, children of ``parent`` if given."""
-    found = []
+    processes = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             command = (path / "cmdline").read_bytes().decode(errors="replace")
@@ -30,8 +30,8 @@ def processes_of(text: str, parent: int | None = None) -> list[int]:
         except OSError:
             continue
         if text in command and status[0] != "Z" and parent in (None, int(status[1])):
-            found.append(int(path.name))
-    return sorted(found)
+            processes.append(int(path.name))
+    return sorted(processes)
 
 
 def emptied_temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

@@ -18,7 +18,7 @@ from tests.trained import RATES
 DEVICE = DeviceInfo("one", torch.device("cpu"), 1 << 20, RATES, 0.0)
 
 
-def test_what_differs_by_a_tenth_is_of_one_kind() -> None:
+def test_devices_that_differ_by_a_tenth_are_of_one_kind() -> None:
     kinds = DeviceKinds()
     alike = [DEVICE, replace(DEVICE, budget=(1 << 20) + 999), replace(DEVICE, rates=replace(RATES, flops=1.05e9))]
     assert [kinds.kind(device) for device in alike] == [0, 0, 0]
@@ -48,7 +48,7 @@ def test_a_device_of_a_new_kind_has_its_own_estimates() -> None:
     assert [seconds is None for _, seconds in joined] == [True, False, False, True]
     whole = arranged(tasks, [DEVICE, small, slow], options, resume=True)
     for kind in (1, 2):
-        assert joined[kind][1] == [one.load.seconds[kind] for one in whole.arrays]
+        assert joined[kind][1] == [array.load.seconds[kind] for array in whole.arrays]
     first, second = joined[1][1] or []
     assert first is not None
     assert second is None

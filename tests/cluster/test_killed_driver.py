@@ -42,7 +42,7 @@ def is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    # Of an orphan that nobody has waited for.
+    # A zombie: an orphan that has not been reaped.
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
@@ -50,12 +50,12 @@ def test_the_next_run_removes_what_a_killed_driver_left(tmp_path: Path) -> None:
     temporary, script = tmp_path / "temporary", tmp_path / "script.py"
     temporary.mkdir()
     script.write_text(SCRIPT)
-    place = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(script), str(tmp_path)]
-    killed = subprocess.run([*command, "kill"], env=place, capture_output=True, text=True)
+    killed = subprocess.run([*command, "kill"], env=environment, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    (left,) = temporary.glob("hfusion*")
-    assert [*left.iterdir()], "the data set"
+    (leftover,) = temporary.glob("hfusion*")
+    assert [*leftover.iterdir()], "the data set"
     workers = [int(process) for process in killed.stdout.split()]
     assert len(workers) == 2
     for _ in range(300):
@@ -63,6 +63,6 @@ def test_the_next_run_removes_what_a_killed_driver_left(tmp_path: Path) -> None:
             break
         time.sleep(0.2)
     assert not any(map(is_alive, workers))
-    done = subprocess.run(command, env=place, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert not [*temporary.glob("hfusion*")]

@@ -19,7 +19,8 @@ from hfusion.core.errors import PlanError
 
 def loads_of(seconds: Sequence[float], speeds: Sequence[float] = (1.0,)) -> list[Load]:
     return [
-        Load(f"array{n}", tuple(each / speed for speed in speeds), f"task{n}", 100) for n, each in enumerate(seconds)
+        Load(f"array{n}", tuple(estimate / speed for speed in speeds), f"task{n}", 100)
+        for n, estimate in enumerate(seconds)
     ]
 
 
@@ -30,31 +31,33 @@ def placed(
 
 
 def makespan(where: list[list[int]], loads: Sequence[Load], kinds: Sequence[int]) -> float:
-    return max(sum(loads[n].seconds[kind] or 0.0 for n in own) for own, kind in zip(where, kinds, strict=True))
+    return max(
+        sum(loads[n].seconds[kind] or 0.0 for n in assigned) for assigned, kind in zip(where, kinds, strict=True)
+    )
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=7), st.integers(1, 3))
 @settings(max_examples=50)
 def test_longest_first_is_within_a_third_of_the_best(seconds: list[float], devices: int) -> None:
     loads, kinds = loads_of(seconds), [0] * devices
-    found = placed(loads, range(len(loads)), kinds, [0.0] * devices)
-    assert sorted(itertools.chain.from_iterable(found)) == list(range(len(loads)))
+    assignment = placed(loads, range(len(loads)), kinds, [0.0] * devices)
+    assert sorted(itertools.chain.from_iterable(assignment)) == list(range(len(loads)))
     best = min(
         max(sum(s for s, d in zip(seconds, where, strict=True) if d == device) for device in range(devices))
         for where in itertools.product(range(devices), repeat=len(seconds))
     )
     assert lower_bound(loads, kinds) <= best * (1 + 1e-9)
     # Graham's bound.
-    assert makespan(found, loads, kinds) <= best * (4 / 3 - 1 / (3 * devices)) * (1 + 1e-9)
+    assert makespan(assignment, loads, kinds) <= best * (4 / 3 - 1 / (3 * devices)) * (1 + 1e-9)
 
 
 def test_fast_devices_get_more() -> None:
     loads = loads_of([1.0] * 12, speeds=(3.0, 1.0))
-    found = placed(loads, range(12), [0, 1], [0.0, 0.0])
-    assert [len(own) for own in found] == [9, 3]
+    assignment = placed(loads, range(12), [0, 1], [0.0, 0.0])
+    assert [len(assigned) for assigned in assignment] == [9, 3]
 
 
-def test_what_does_not_fit_goes_elsewhere() -> None:
+def test_an_array_goes_to_a_device_that_it_fits() -> None:
     loads = [Load("small", (1.0, 1.0), "a", 1), Load("large", (None, 5.0), "b", 1)]
     assert placed(loads, [0, 1], [0, 1], [0.0, 0.0]) == [[0], [1]]
     with pytest.raises(PlanError, match="'large' fits none of the devices that are left"):
@@ -79,26 +82,26 @@ def test_every_array_ends_once_whatever_is_lost(draw: random.Random, arrays: int
     kinds = [draw.randrange(2) for _ in range(devices)]
     placement = Placement(loads, kinds, 2, clock)
     ends: list[tuple[float, int]] = []
-    done, given_up, gone = [], [], set[int]()
+    done, given_up, lost = [], [], set[int]()
     while not placement.over:
-        asked = placement.to_ask()
-        for device in asked:
+        candidates = placement.to_ask()
+        for device in candidates:
             number = placement.start_next(device)
             if number is not None:
                 heappush(ends, (clock.now + draw.uniform(0.5, 2) * (loads[number].seconds[kinds[device]] or 0), device))
-        # Whoever is not asked would find nothing, also where it looks by itself.
+        # A device that is not a candidate finds nothing, also if it looks on its own.
         placement._fruitless.clear()
-        assert all(placement.start_next(device) is None for device in set(placement.idle).difference(asked))
+        assert all(placement.start_next(device) is None for device in set(placement.idle).difference(candidates))
         clock.now, device = heappop(ends)
         if draw.random() < 0.2:
-            back = returns or len(gone) == devices - 1
+            back = returns or len(lost) == devices - 1
             given_up += placement.lose(device, back=back)
-            gone |= set() if back else {device}
+            lost |= set() if back else {device}
         else:
             done.append(placement.end(device))
     assert sorted(done + given_up) == list(range(arrays))
     assert all(placement.failures[number] == 3 for number in given_up)
-    assert gone.isdisjoint(placement.idle)
+    assert lost.isdisjoint(placement.idle)
 
 
 def test_the_last_device_takes_all_with_it() -> None:
@@ -156,12 +159,12 @@ def test_devices_that_are_not_as_estimated_cost_little_more_than_the_moves(
     sizes = [draw.uniform(100, 1000) for _ in range(arrays)]
     slow = [draw.uniform(0.3, 3) for _ in range(devices if more == 0 else arrays + more)]
     loads = [loaded(number, [size], f"task{number % 2}") for number, size in enumerate(sizes)]
-    took = [[size * each for each in slow] for size in sizes]
+    took = [[size * factor for factor in slow] for size in sizes]
     ends = []
-    for told in (None, 5.0):
+    for interval in (None, 5.0):
         clock = VirtualClock()
         placement = Placement(loads, [0] * len(slow), 0, clock, range(arrays))
-        run = SimulatedRun(placement, clock, RealCluster(took, 3, 2, told))
+        run = SimulatedRun(placement, clock, RealCluster(took, 3, 2, interval))
         ends.append(run.run())
         assert sorted(run.done) == list(range(arrays))
     if more:
@@ -183,7 +186,7 @@ def two_of_which_one_is_slow(clock: Clock) -> Placement:
     return placement
 
 
-def test_who_leaves_goes_on_where_all_ends_sooner() -> None:
+def test_a_moved_array_goes_on_where_the_run_ends_sooner() -> None:
     placement = two_of_which_one_is_slow(Clock())
     placement.queue_moved_array(1)
     assert placement.idle == [0, 1]

@@ -43,8 +43,8 @@ def test_devices_of_one_processor_share_its_cores() -> None:
     assert devices_at_once(8, RATES, cores()) == 1
     assert devices_at_once(8, RATES, 1) == min(8, cores())
     assert devices_at_once(8, replace(RATES, device="cuda"), cores()) == 8
-    both = [ArraySeconds(1.0, 9.0, 100, overlaps=False)] * 2
-    assert [choose_processes(both, 2, at_once, 1.0).count for at_once in (1, 2)] == [1, 1]
+    arrays = [ArraySeconds(1.0, 9.0, 100, overlaps=False)] * 2
+    assert [choose_processes(arrays, 2, at_once, 1.0).count for at_once in (1, 2)] == [1, 1]
     python = [ArraySeconds(9.0, 1.0, 100, overlaps=False)] * 2
     assert [choose_processes(python, 2, at_once, 1.0).count for at_once in (1, 2)] == [1, 2]
 
@@ -56,8 +56,8 @@ def test_python_of_a_minibatch_is_that_of_its_calls() -> None:
         models = [nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)]) for _ in range(2)]
         loader = [(torch.zeros(samples, 4), torch.zeros(samples, dtype=torch.int64))] * 5
         task = hf.Task(models, F.cross_entropy, lambda p: hf.optim.SGD(p, lr=0.1), loader, compile=compiled)
-        (one,), plan = arrange([task], hf.Machine([hf.Device("cpu", memory="1GiB")]))
-        return ArraySeconds.of(one, plan.tasks[0], RATES)
+        (array,), plan = arrange([task], hf.Machine([hf.Device("cpu", memory="1GiB")]))
+        return ArraySeconds.of(array, plan.tasks[0], RATES)
 
     few, many, wide = seconds(2, 8), seconds(6, 8), seconds(2, 800)
     assert many.python - few.python > RATES.action_seconds / 50

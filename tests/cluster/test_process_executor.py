@@ -28,7 +28,7 @@ from tests.cluster.temporary_files import nothing_left, shared_memory, use_tempo
 pytest.importorskip("cloudpickle")
 
 RATES = [0.1, 0.03, 0.01]
-# Processes start anew after each kill.
+# Processes are restarted after each kill.
 LONG = pytest.mark.cluster
 
 
@@ -81,22 +81,22 @@ def machine(folder: Path, devices: int) -> hf.Machine:
     return hf.Machine([hf.Device(f"cpu:{n}", memory="1GiB") for n in range(devices)], host="2GiB", disk=folder)
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    assert list(found) == list(wanted)
-    for name in wanted:
-        assert torch.equal(found[name].losses, wanted[name].losses)
-        assert (found[name].eval_losses is None) == (wanted[name].eval_losses is None)
-        if wanted[name].eval_losses is not None:
-            assert torch.equal(found[name].eval_losses, wanted[name].eval_losses)
-        for ours, theirs in zip(found[name].models, wanted[name].models, strict=True):
-            assert type(ours) is type(theirs)
-            for key, value in theirs.state_dict().items():
-                assert torch.equal(ours.state_dict()[key], value), (name, key)
+def assert_same(actual: Any, expected: Any) -> None:
+    assert list(actual) == list(expected)
+    for name in expected:
+        assert torch.equal(actual[name].losses, expected[name].losses)
+        assert (actual[name].eval_losses is None) == (expected[name].eval_losses is None)
+        if expected[name].eval_losses is not None:
+            assert torch.equal(actual[name].eval_losses, expected[name].eval_losses)
+        for model, expected_model in zip(actual[name].models, expected[name].models, strict=True):
+            assert type(model) is type(expected_model)
+            for key, value in expected_model.state_dict().items():
+                assert torch.equal(model.state_dict()[key], value), (name, key)
 
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files of this process and of those that it starts are."""
+    """The folder for temporary files of this process and of those that it starts."""
     # Longer than the path of a socket may be.
     return use_temporary(tmp_path / "temporary" / ("long" * 30), monkeypatch)
 
@@ -110,10 +110,10 @@ def test_two_processes_give_what_one_machine_gives(
     tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, heard = shared_memory(), []
-    wanted = alone(tmp_path)
+    expected = alone(tmp_path)
     torch.manual_seed(1)
-    found = hf.train(tasks(heard.append), hf.Cluster(machine(tmp_path, 2)), progress=True)
-    assert_same(found, wanted)
+    report = hf.train(tasks(heard.append), hf.Cluster(machine(tmp_path, 2)), progress=True)
+    assert_same(report, expected)
     assert nothing_left(temporary, before)
     shown = capsys.readouterr().out.splitlines()
     assert 1 <= len(shown) <= 10
@@ -121,12 +121,12 @@ def test_two_processes_give_what_one_machine_gives(
     steps = [event for event in heard if isinstance(event, hf.Step)]
     assert len(steps) == 3 * 12
     for event in steps:
-        row = found[event.task].losses[event.epoch * 4 + event.step, list(event.members)]
+        row = report[event.task].losses[event.epoch * 4 + event.step, list(event.members)]
         assert torch.equal(event.losses, row)
     assert len([event for event in heard if isinstance(event, hf.Evaluation)]) == 2 * 3
-    found.timeline.validate(found.plan)
-    assert {span.device for span in found.timeline.actions} == {"cpu:0", "cpu:1"} == set(found.peak)
-    assert min(found.peak.values()) > 0
+    report.timeline.validate(report.plan)
+    assert {span.device for span in report.timeline.actions} == {"cpu:0", "cpu:1"} == set(report.peak)
+    assert min(report.peak.values()) > 0
 
 
 class Slow(TensorDataset):
@@ -161,11 +161,11 @@ def test_who_is_killed_loses_an_interval_at_most(
     at: int, saved: bool, asks: bool, tmp_path: Path, temporary: Path
 ) -> None:
     """A sample of the first minibatch, or of the ninth of twelve. Callbacks, loggers and logs have each result once."""
-    before, heard, asked = shared_memory(), list[Any](), list[Any]()
-    wanted = alone(tmp_path)
+    before, heard, results = shared_memory(), list[Any](), list[Any]()
+    expected = alone(tmp_path)
     torch.manual_seed(1)
     options: dict[str, Any] = {"checkpoint": tmp_path / "saves", "every": 2} if saved else {}
-    options |= {"on_result": asked.append} if asks else {}
+    options |= {"on_result": results.append} if asks else {}
     cluster = hf.Cluster(machine(tmp_path, 2), max_failures=1)
     with hf.MemberLogger(csv=tmp_path / "log.csv") as logger:
 
@@ -175,14 +175,14 @@ def test_who_is_killed_loses_an_interval_at_most(
                 names = [f"{event.task} {member}" for member in event.members]
                 logger.log(names, event.epoch * 4 + event.step, loss=event.losses)
 
-        found = hf.train(with_slow("kill", at, tmp_path / "mark", log), cluster, **options)
-    assert_same(found, wanted)
+        report = hf.train(with_slow("kill", at, tmp_path / "mark", log), cluster, **options)
+    assert_same(report, expected)
     assert nothing_left(temporary, before)
     steps = [event.epoch * 4 + event.step for event in heard if isinstance(event, hf.Step) and event.task == "plain"]
     assert steps == list(range(12)), "what is trained again is heard once, and nothing is missing"
-    keys = [[(type(e), e.task, e.epoch, getattr(e, "step", 0)) for e in events] for events in (heard, asked)]
+    keys = [[(type(e), e.task, e.epoch, getattr(e, "step", 0)) for e in events] for events in (heard, results)]
     assert not asks or sorted(map(str, keys[0])) == sorted(map(str, keys[1]))
-    again = {span.step for span in found.timeline.actions if span.task == "plain" and span.act is Act.FORWARD}
+    again = {span.step for span in report.timeline.actions if span.task == "plain" and span.act is Act.FORWARD}
     # The ninth minibatch is read while the eighth is trained. By then the sixth has been saved.
     assert min(again) >= (6 if saved and at == 100 else 0)
     rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
@@ -194,7 +194,7 @@ def test_who_is_killed_loses_an_interval_at_most(
     )
     for row in rows:
         name, member = row["member"].split()
-        assert float(row["value"]) == float(wanted[name].losses[int(row["step"]), int(member)])
+        assert float(row["value"]) == float(expected[name].losses[int(row["step"]), int(member)])
     if saved:
         logged = read_events(tmp_path / "saves/logs/arrays/plain.log")
         names = [event.event for event in logged]
@@ -202,13 +202,13 @@ def test_who_is_killed_loses_an_interval_at_most(
         assert names[0] == ("started" if at == 100 or names.count("started") == 2 else "lost")
         assert (names[-1], names.count("lost")) == ("finished", 1)
         assert names.count("resumed") == (at == 100)
-        results = [(one.event, one.values["minibatch"]) for one in logged if one.event in ("trained", "saved")]
-        assert len(results) == len(set(results))
-        assert len({one.values["process"] for one in logged}) == 2
+        progress = [(entry.event, entry.values["minibatch"]) for entry in logged if entry.event in ("trained", "saved")]
+        assert len(progress) == len(set(progress))
+        assert len({entry.values["process"] for entry in logged}) == 2
 
 
 def test_ctrl_c_while_processes_end_leaves_none(tmp_path: Path, temporary: Path) -> None:
-    """They are stopped, so that they do not end by themselves; Python would wait for them at its own end."""
+    """They are stopped, so that they do not exit on their own; Python would wait for them at its exit."""
     before, executor = shared_memory(), ProcessExecutor(machine(tmp_path, 2))
     for child in multiprocessing.active_children():
         os.kill(child.pid or 0, signal.SIGSTOP)
@@ -235,13 +235,13 @@ class Counting:
 def test_a_loss_stops_the_members_that_were_stopped(tmp_path: Path) -> None:
     """Killed at the ninth minibatch, of which nothing was saved."""
     torch.manual_seed(1)
-    wanted = hf.train(tasks(), machine(tmp_path, 1), on_result=Counting())
-    assert wanted["plain"].losses[:, 0].isnan().nonzero().flatten().tolist() == [11]
+    expected = hf.train(tasks(), machine(tmp_path, 1), on_result=Counting())
+    assert expected["plain"].losses[:, 0].isnan().nonzero().flatten().tolist() == [11]
     torch.manual_seed(1)
     cluster = hf.Cluster(machine(tmp_path, 2), max_failures=1)
-    found = hf.train(with_slow("kill", 100, tmp_path / "mark"), cluster, on_result=Counting())
-    for name in wanted:
-        assert torch.equal(found[name].losses.nan_to_num(-1.0), wanted[name].losses.nan_to_num(-1.0))
+    report = hf.train(with_slow("kill", 100, tmp_path / "mark"), cluster, on_result=Counting())
+    for name in expected:
+        assert torch.equal(report[name].losses.nan_to_num(-1.0), expected[name].losses.nan_to_num(-1.0))
 
 
 class SlowAtFirst(TensorDataset):
@@ -264,66 +264,66 @@ def test_an_array_on_a_slow_device_goes_on_elsewhere(
     killed: str | None, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, no minibatch twice; where a process is killed as it is asked, from the last save."""
-    asked: list[str] = []
+    moved: list[str] = []
     leave = ProcessExecutor.leave
 
     def kill_and_leave(self: ProcessExecutor, device: int, name: str) -> None:
-        asked.append(name)
+        moved.append(name)
         victim = {"source": device, "target": 1 - device}.get(killed or "")
         process = None if victim is None else self._processes[victim]
         leave(self, device, name)
-        if process is not None and len(asked) == 1:
+        if process is not None and len(moved) == 1:
             os.kill(process.pid or 0, signal.SIGKILL)
 
     monkeypatch.setattr(ProcessExecutor, "leave", kill_and_leave)
     heard: list[Any] = []
 
-    def made(loader: Any, callback: Any) -> list[hf.Task]:
+    def make_tasks(loader: Any, callback: Any) -> list[hf.Task]:
         mixed, plain = tasks(callback)
         return [mixed, replace(plain, loader=loader, epochs=30)]
 
     before = shared_memory()
     torch.manual_seed(1)
-    wanted = hf.train(made(DataLoader(samples(), batch_size=12, shuffle=True), None), machine(tmp_path, 1))
+    expected = hf.train(make_tasks(DataLoader(samples(), batch_size=12, shuffle=True), None), machine(tmp_path, 1))
     torch.manual_seed(1)
     slow = DataLoader(SlowAtFirst(tmp_path / "mark"), batch_size=12, shuffle=True)
     cluster = hf.Cluster(machine(tmp_path, 2))
-    found = hf.train(made(slow, heard.append), cluster, checkpoint=tmp_path / "saves", every=8)
-    assert_same(found, wanted)
-    assert asked[0] == "plain"
+    report = hf.train(make_tasks(slow, heard.append), cluster, checkpoint=tmp_path / "saves", every=8)
+    assert_same(report, expected)
+    assert moved[0] == "plain"
     assert nothing_left(temporary, before)
     if killed is None:
         steps = [
             event.epoch * 4 + event.step for event in heard if isinstance(event, hf.Step) and event.task == "plain"
         ]
         assert steps == [*range(120)]
-        assert {span.device for span in found.timeline.actions if span.task == "plain"} == {"cpu:0", "cpu:1"}
-        found.timeline.validate(found.plan)
+        assert {span.device for span in report.timeline.actions if span.task == "plain"} == {"cpu:0", "cpu:1"}
+        report.timeline.validate(report.plan)
 
 
 @LONG
-def test_who_is_killed_again_and_again_is_given_up(tmp_path: Path, temporary: Path) -> None:
+def test_a_task_whose_process_is_killed_repeatedly_is_given_up(tmp_path: Path, temporary: Path) -> None:
     before = shared_memory()
-    wanted = alone(tmp_path)
+    expected = alone(tmp_path)
     torch.manual_seed(1)
     failing = with_slow("kill", 20, tmp_path / "mark", always=True)
     with pytest.raises(hf.TrainError, match=r"task 'plain' failed: DeviceLost: its device was lost 2 times") as caught:
         hf.train(failing, hf.Cluster(machine(tmp_path, 2), max_failures=1))
     assert list(caught.value.report) == ["mixed"]
-    assert torch.equal(caught.value.report["mixed"].losses, wanted["mixed"].losses)
+    assert torch.equal(caught.value.report["mixed"].losses, expected["mixed"].losses)
     assert nothing_left(temporary, before)
 
 
 def test_a_task_that_fails_leaves_the_others_running(tmp_path: Path, temporary: Path) -> None:
     before = shared_memory()
-    wanted = alone(tmp_path)
+    expected = alone(tmp_path)
     torch.manual_seed(1)
     failing = with_slow("raise", 5, tmp_path / "mark")
     with pytest.raises(hf.TrainError, match=r"task 'plain' failed: ValueError: the data set is gone") as caught:
         hf.train(failing, hf.Cluster(machine(tmp_path, 1)))
     assert isinstance(caught.value.__cause__, ValueError)
     assert "on the node" in caught.value.__cause__.__notes__[0]
-    assert torch.equal(caught.value.report["mixed"].losses, wanted["mixed"].losses)
+    assert torch.equal(caught.value.report["mixed"].losses, expected["mixed"].losses)
     assert nothing_left(temporary, before)
 
 
@@ -349,35 +349,35 @@ def broken_by_a_lock() -> hf.Task:
 
 
 def test_an_array_with_its_optimizer_is_trained_in_place(tmp_path: Path) -> None:
-    def made() -> tuple[hf.FusedModule, Any, hf.Task]:
+    def make_array_and_task() -> tuple[hf.FusedModule, Any, hf.Task]:
         fused = hf.fuse([Net(4, seed) for seed in range(2)])
         opt = hf.optim.Adam(fused.parameters(), lr=[0.1, 0.2])
         return fused, opt, hf.Task(fused, F.cross_entropy, opt, DataLoader(samples(), batch_size=12), seed=2)
 
-    (ours, opt, task), (theirs, other, second) = made(), made()
+    (array, opt, task), (expected_array, other, second) = make_array_and_task(), make_array_and_task()
     hf.train(second, machine(tmp_path, 1))
     with pytest.raises(hf.TrainError, match="task 'locked' failed: PlanError: the task 'locked' cannot go") as caught:
         hf.train([task, broken_by_a_lock()], hf.Cluster(machine(tmp_path, 1)))
     assert list(caught.value.report) == ["task"]
-    for key, value in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[key], value)
-    for param, like in zip(ours.parameters(), theirs.parameters(), strict=True):
+    for key, value in expected_array.state_dict().items():
+        assert torch.equal(array.state_dict()[key], value)
+    for param, like in zip(array.parameters(), expected_array.parameters(), strict=True):
         for name, value in other.state[like].items():
             assert torch.equal(opt.state[param][name], value)
 
 
-def test_what_a_cluster_refuses(tmp_path: Path) -> None:
-    one = machine(tmp_path, 1)
+def test_a_cluster_refuses_wrong_arguments(tmp_path: Path) -> None:
+    single_machine = machine(tmp_path, 1)
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        (one, {"max_failures": -1}, "max_failures=-1"),
-        (one, {"num_cpus": 2}, "num_cpus is of Ray's nodes"),
-        (one, {"timeout": 5}, "timeout is of Ray's nodes"),
+        (single_machine, {"max_failures": -1}, "max_failures=-1"),
+        (single_machine, {"num_cpus": 2}, "num_cpus is of Ray's nodes"),
+        (single_machine, {"timeout": 5}, "timeout is of Ray's nodes"),
         (None, {"timeout": -1.0}, r"timeout=-1\.0: give seconds"),
         (None, {"devices": 0, "num_gpus": 1}, "devices=0: give a whole number"),
         (None, {"devices": 2}, "devices=2: also give what each device needs"),
     ]
-    for where, options, said in refused:
-        with pytest.raises(hf.PlanError, match=said):
+    for where, options, message in refused:
+        with pytest.raises(hf.PlanError, match=message):
             hf.Cluster(where, **options)
     with pytest.raises(hf.PlanError, match=r"plan is for an hf\.Machine"):
-        hf.train(tasks(), hf.Cluster(one), plan=hf.plan(tasks(), one))
+        hf.train(tasks(), hf.Cluster(single_machine), plan=hf.plan(tasks(), single_machine))

@@ -1,4 +1,4 @@
-"""Members over ranks, and arrays under PyTorch's ways to train with several processes: two give what one does."""
+"""Members over ranks, and arrays under PyTorch's distributed wrappers: two processes give the results of one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.cluster.ranks import Ranks, ranks
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
-    with ranks(2) as found:
-        yield found
+    with ranks(2) as started:
+        yield started
 
 
 @pytest.mark.parametrize(("members", "world"), [(1, 1), (5, 1), (5, 2), (5, 5), (16, 3), (1000, 7)])
@@ -32,7 +32,7 @@ def test_rows_are_all_members_once_and_balanced(members: int, world: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ((3, 0, 4), "3 members for 4 ranks: 1 would have none; start at most 3 processes"),
         ((0, 0, 1), "0 members for 1 ranks"),
@@ -42,8 +42,8 @@ def test_rows_are_all_members_once_and_balanced(members: int, world: int) -> Non
         ((4, 1), "give rank and world both, or neither"),
     ],
 )
-def test_rows_that_cannot_be(arguments: tuple[int, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_rows_that_cannot_be(arguments: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         hf.rows(*arguments)
 
 
@@ -82,21 +82,21 @@ RATES = [1e-2, 3e-3, 1e-3, 3e-2, 1e-4]
 
 
 def own_rows() -> Any:
-    mine = hf.rows(5)
-    _, losses = trained(RATES[mine], range(5)[mine])
+    row_slice = hf.rows(5)
+    _, losses = trained(RATES[row_slice], range(5)[row_slice])
     everybody = hf.gather_rows(losses.T.contiguous())
     try:
-        hf.gather_rows(torch.zeros(2, 3 + mine.start))
+        hf.gather_rows(torch.zeros(2, 3 + row_slice.start))
     except ValueError as error:
-        said = str(error)
-    return everybody.tolist(), said
+        message = str(error)
+    return everybody.tolist(), message
 
 
 def test_members_over_two_ranks_are_those_of_one(two: Ranks) -> None:
     _, losses = trained(RATES, range(5))
-    for found, said in two(own_rows):
-        torch.testing.assert_close(torch.tensor(found, dtype=torch.double), losses.T, rtol=1e-9, atol=0)
-        assert said.startswith("gather_rows got rank 0: [2, 3] torch.float32, rank 1: [2, 6] torch.float32")
+    for gathered, message in two(own_rows):
+        torch.testing.assert_close(torch.tensor(gathered, dtype=torch.double), losses.T, rtol=1e-9, atol=0)
+        assert message.startswith("gather_rows got rank 0: [2, 3] torch.float32, rank 1: [2, 6] torch.float32")
 
 
 class Branching(nn.Module):
@@ -138,9 +138,9 @@ def on_half(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["used", "unused"])
 def test_an_array_under_distributed_data_parallel(kind: str, two: Ranks) -> None:
     alone = data_parallel(kind, 0, 1)
-    for found in two(on_half, kind):
+    for state in two(on_half, kind):
         for name, value in alone.items():
-            torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
+            torch.testing.assert_close(torch.tensor(state[name]), torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
 
 
 class Headed(nn.Module):
@@ -162,13 +162,13 @@ def on_sharded_base(world: int) -> Any:
     """Members' own parameters after some steps, in order; and the share of the base that this rank holds then."""
     torch.manual_seed(7)
     base = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8)).double().requires_grad_(False)
-    mine = slice(None) if world == 1 else hf.rows(5)
-    fused = hf.fuse([Headed(base, seed) for seed in range(5)[mine]])
-    own = [param for param in fused.parameters() if param.requires_grad]
+    row_slice = slice(None) if world == 1 else hf.rows(5)
+    fused = hf.fuse([Headed(base, seed) for seed in range(5)[row_slice]])
+    trained_params = [param for param in fused.parameters() if param.requires_grad]
     whole = sum(param.numel() for param in fused.base.parameters())
     if world > 1:
-        fully_shard(fused, mesh=init_device_mesh("cpu", (world,)), ignored_params=set(own))
-    opt = hf.optim.Adam(own, lr=RATES[mine])
+        fully_shard(fused, mesh=init_device_mesh("cpu", (world,)), ignored_params=set(trained_params))
+    opt = hf.optim.Adam(trained_params, lr=RATES[row_slice])
     step = hf.train_step(fused, F.cross_entropy, opt, compile=True)
     for x, y in zip(*data(), strict=True):
         step(x, y)
@@ -179,15 +179,15 @@ def on_sharded_base(world: int) -> Any:
 
 def test_a_frozen_base_in_pieces_on_two_ranks(two: Ranks) -> None:
     alone, _ = on_sharded_base(1)
-    found = two(on_sharded_base, 2)
-    assert [held for _, held in found] == [0.5, 0.5]
-    for ours, theirs in zip([member for own, _ in found for member in own], alone, strict=True):
-        for name, value in theirs.items():
-            torch.testing.assert_close(torch.tensor(ours[name]), torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
+    results = two(on_sharded_base, 2)
+    assert [held for _, held in results] == [0.5, 0.5]
+    for actual, expected in zip([member for rank_members, _ in results for member in rank_members], alone, strict=True):
+        for name, value in expected.items():
+            torch.testing.assert_close(torch.tensor(actual[name]), torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
 
 
 def on_sharded_stacks() -> Any:
-    """What torch.optim.Adam leaves of a sharded array and of a whole one; what hf.optim and others say of the first."""
+    """Difference of a sharded and a whole array after torch.optim.Adam, and the errors of others for the first."""
     (x, y), *_ = zip(*data(), strict=True)
     sharded, whole = (hf.build(lambda: nn.Linear(x.shape[-1], 3).double(), seeds=range(5)) for _ in range(2))
     early = hf.optim.Adam(sharded.parameters(), lr=0.1)
@@ -209,34 +209,36 @@ def on_sharded_stacks() -> Any:
         "members": lambda: sharded[1:3],
         "unfuse": sharded.unfuse,
         "save": lambda: hf.save("never", sharded),
-        "train": lambda: hf.train(hf.Task(sharded, F.cross_entropy, lambda own: hf.optim.SGD(own), [(x, y)])),
+        "train": lambda: hf.train(
+            hf.Task(sharded, F.cross_entropy, lambda parameters: hf.optim.SGD(parameters), [(x, y)])
+        ),
     }
-    said = {}
+    messages = {}
     for name, call in refused.items():
         with pytest.raises(hf.FusionError, match="is a DTensor") as error:
             call()
-        said[name] = str(error.value)
+        messages[name] = str(error.value)
     params = zip(sharded.parameters(), whole.parameters(), strict=True)
-    return max(float((param.full_tensor() - other).abs().max()) for param, other in params), said
+    return max(float((param.full_tensor() - other).abs().max()) for param, other in params), messages
 
 
 def test_trained_stacks_in_pieces_are_refused_by_kernels(two: Ranks) -> None:
-    for error, said in two(on_sharded_stacks):
+    for error, messages in two(on_sharded_stacks):
         assert error < 1e-12
-        assert "parameter 'weight'" in said["optimizer"]
-        assert "hf.rows(len(models))" in said["optimizer"]
-        assert "the gradient of 'weight'" in said["clipping"]
-        assert "'weight' is a DTensor" in said["step"]
-        assert said["step"] == said["compiled step"]
-        assert "torch.distributed.checkpoint" in said["save"]
-        assert all("hf.rows(len(models))" in said[name] for name in ("member", "members", "unfuse", "train"))
+        assert "parameter 'weight'" in messages["optimizer"]
+        assert "hf.rows(len(models))" in messages["optimizer"]
+        assert "the gradient of 'weight'" in messages["clipping"]
+        assert "'weight' is a DTensor" in messages["step"]
+        assert messages["step"] == messages["compiled step"]
+        assert "torch.distributed.checkpoint" in messages["save"]
+        assert all("hf.rows(len(models))" in messages[name] for name in ("member", "members", "unfuse", "train"))
 
 
 def living(rows: slice) -> hf.Population:
     params = RATES[rows]
     return hf.Population(
         [mlp(seed) for seed in range(5)[rows]],
-        optimizer=lambda own: hf.optim.Adam(own, lr=params),
+        optimizer=lambda parameters: hf.optim.Adam(parameters, lr=params),
         loss=F.cross_entropy,
         scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, 0.5),
         scaler=hf.optim.GradScaler(),
@@ -248,34 +250,34 @@ def living(rows: slice) -> hf.Population:
 
 def exploited(world: int) -> Any:
     """Members 0 and 4 change places, 3 becomes 1, and 2 what 4 was; in between and after they train."""
-    mine = slice(0, 5) if world == 1 else hf.rows(5)
-    pop = living(mine)
+    row_slice = slice(0, 5) if world == 1 else hf.rows(5)
+    pop = living(row_slice)
     for turn, (x, y) in enumerate(zip(*data(), strict=True)):
         pop.step(x, y)
         pop.scheduler.step()
         if turn == 2:
-            pop.scaler.load_state_dict(pop.scaler.state_dict() | {"scale": 2.0 ** torch.arange(5.0)[mine]})
+            pop.scaler.load_state_dict(pop.scaler.state_dict() | {"scale": 2.0 ** torch.arange(5.0)[row_slice]})
             hf.copy_rows(pop, [0, 4, 1, 4], [4, 0, 3, 2])
-    said = ""
+    message = ""
     if world > 1:
         pop.stop(0)
         try:
             hf.copy_rows(pop, 0, 4)
         except ValueError as error:
-            said = str(error)
+            message = str(error)
     state = pop.fused.state_dict() | pop.scaler.state_dict()
     stacks = {name: value.tolist() for name, value in state.items()} | {"keys": pop._roll.keys.tolist()}
     lineage = [str(event) for event in pop.lineage if event.what == "copy"]
-    return stacks, pop.hparams["lr"].tolist(), pop.ages.tolist(), lineage, said
+    return stacks, pop.hparams["lr"].tolist(), pop.ages.tolist(), lineage, message
 
 
 def scheduled_unlike(world: int) -> str:
-    """What a copy says to a rank whose members have another schedule."""
+    """Return the error of a copy on a rank whose members have another scheduler."""
     rank = torch.distributed.get_rank()
     kinds: list[Any] = [torch.optim.lr_scheduler.ConstantLR, torch.optim.lr_scheduler.LinearLR]
     pop = hf.Population(
         [mlp(rank)],
-        optimizer=lambda own: hf.optim.SGD(own, lr=0.1),
+        optimizer=lambda parameters: hf.optim.SGD(parameters, lr=0.1),
         loss=F.cross_entropy,
         scheduler=kinds[rank],
         compile=False,
@@ -297,8 +299,8 @@ def test_members_are_copied_from_rank_to_rank(two: Ranks) -> None:
     stacks, rates, _, lineage, _ = exploited(1)
     first, second = two(exploited, 2)
     for name, value in stacks.items():
-        found = torch.tensor(first[0][name] + second[0][name])
-        torch.testing.assert_close(found, torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
+        actual = torch.tensor(first[0][name] + second[0][name])
+        torch.testing.assert_close(actual, torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
     assert first[1] + second[1] == pytest.approx(rates, rel=1e-12)
     assert second[2] == [6, 6]
     assert sorted(first[3] + second[3]) == sorted(lineage)

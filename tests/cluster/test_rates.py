@@ -1,4 +1,4 @@
-"""What is measured of arrays is explained by devices and tasks, of which some are no more."""
+"""Measured times of arrays are explained by factors of devices and tasks, of which some have ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hfusion.cluster.rates import _ROUNDS, DIFFERS, Ratios
 
 @pytest.mark.parametrize("forgets", [False, True])
 def test_a_device_that_is_no_longer_slow(forgets: bool) -> None:
-    """Twenty tasks took four times as long on the second device; what is no more does not speak for it."""
+    """Twenty tasks took four times as long on the second device; forgotten arrays do not count."""
     tasks = [f"task {number}" for number in range(22)]
     ratios = Ratios(tasks)
     for number in range(20):
@@ -28,20 +28,20 @@ def test_a_device_that_is_no_longer_slow(forgets: bool) -> None:
         assert ratios.factor(number, 1) / ratios.factor(number, 0) == pytest.approx(slow)
     for device in (0, 1):
         ratios.note(20, device, 1.0)
-    found = ratios.factor(21, 1) / ratios.factor(21, 0)
-    assert (found < 1.5) == forgets
+    ratio = ratios.factor(21, 1) / ratios.factor(21, 0)
+    assert (ratio < 1.5) == forgets
 
 
-class SummedAnew(Ratios):
-    """The same, from all that was measured at each fit."""
+class RecomputedRatios(Ratios):
+    """The same ratios, computed from all measurements at each fit."""
 
     def _fit(self, device: int, task: str) -> None:
         on_device, on_task = self._on_device[device], self._on_task[task]
         for _ in range(_ROUNDS):
-            here = sum(value - self._of_task[name] for name, value in on_device.items()) / len(on_device)
-            there = sum(value - self._of_device[other] for other, value in on_task.items()) / len(on_task)
-            self._of_device[device] += (here - self._of_device[device]) / 2
-            self._of_task[task] += (there - self._of_task[task]) / 2
+            device_mean = sum(value - self._of_task[name] for name, value in on_device.items()) / len(on_device)
+            task_mean = sum(value - self._of_device[other] for other, value in on_task.items()) / len(on_task)
+            self._of_device[device] += (device_mean - self._of_device[device]) / 2
+            self._of_task[task] += (task_mean - self._of_task[task]) / 2
 
     def of_device(self, device: int) -> float:
         step = math.log1p(DIFFERS)
@@ -54,15 +54,19 @@ NOTES = st.tuples(st.integers(0, 5), st.integers(0, 3), st.floats(0.1, 10))
 @given(st.lists(NOTES | st.integers(0, 5), max_size=40))
 def test_kept_sums_are_those_of_all_that_was_measured(events: list[Any]) -> None:
     """Arrays of three tasks are measured on four devices, or are no more."""
-    kept, anew = (kind([f"task {number % 3}" for number in range(6)]) for kind in (Ratios, SummedAnew))
+    incremental, recomputed = (
+        kind([f"task {number % 3}" for number in range(6)]) for kind in (Ratios, RecomputedRatios)
+    )
     for event in events:
-        for ratios in (kept, anew):
+        for ratios in (incremental, recomputed):
             if isinstance(event, int):
                 ratios.forget(event)
             else:
                 ratios.note(*event)
     for device in range(4):
-        assert kept._of_device[device] == pytest.approx(anew._of_device[device], abs=1e-9)
-        assert kept.of_device(device) == pytest.approx(math.exp(kept._of_device[device]), rel=DIFFERS / 2 + 1e-3)
+        assert incremental._of_device[device] == pytest.approx(recomputed._of_device[device], abs=1e-9)
+        assert incremental.of_device(device) == pytest.approx(
+            math.exp(incremental._of_device[device]), rel=DIFFERS / 2 + 1e-3
+        )
     for number in range(6):
-        assert kept.of_array(number) == pytest.approx(anew.of_array(number), rel=DIFFERS + 1e-3)
+        assert incremental.of_array(number) == pytest.approx(recomputed.of_array(number), rel=DIFFERS + 1e-3)

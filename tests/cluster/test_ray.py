@@ -58,22 +58,22 @@ def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     ray = pytest.importorskip("ray")
     for name, value in RAY_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    found = Nodes(*getattr(request, "param", (2,)))
-    ray.init(address=found.cluster.address, log_to_driver=False)
-    yield found
+    started = Nodes(*getattr(request, "param", (2,)))
+    ray.init(address=started.cluster.address, log_to_driver=False)
+    yield started
     ray.shutdown()
-    found.cluster.shutdown()
+    started.cluster.shutdown()
     assert actors() == []
 
 
 def actors() -> list[int]:
-    """The processes of actors that are there, at most a while after they were told to end."""
+    """The running processes of actors; waits a while for those that have been asked to end."""
     for _ in range(50):
-        found = processes_of("DeviceActor")
-        if not found:
+        processes = processes_of("DeviceActor")
+        if not processes:
             break
         time.sleep(0.2)
-    return found
+    return processes
 
 
 def cluster(folder: Path, **options: Any) -> hf.Cluster:
@@ -85,18 +85,18 @@ def nothing_left(folder: Path) -> bool:
 
 
 def test_two_nodes_give_what_one_machine_gives(nodes: Nodes, tmp_path: Path) -> None:
-    wanted = alone(tmp_path)
+    expected = alone(tmp_path)
     torch.manual_seed(1)
-    found = hf.train(tasks(), cluster(tmp_path), progress=True)
-    assert_same(found, wanted)
-    found.timeline.validate(found.plan)
-    assert {span.device for span in found.timeline.actions} == {"node0/0", "node1/0"}
+    report = hf.train(tasks(), cluster(tmp_path), progress=True)
+    assert_same(report, expected)
+    report.timeline.validate(report.plan)
+    assert {span.device for span in report.timeline.actions} == {"node0/0", "node1/0"}
     assert nothing_left(tmp_path)
     # A second call, with one task that fails.
     torch.manual_seed(1)
     with pytest.raises(hf.TrainError, match="ValueError: the data set is gone") as caught:
         hf.train(raising(tmp_path), cluster(tmp_path))
-    assert torch.equal(caught.value.report["mixed"].losses, wanted["mixed"].losses)
+    assert torch.equal(caught.value.report["mixed"].losses, expected["mixed"].losses)
     assert nothing_left(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         hf.train(tasks(interrupt), cluster(tmp_path))
@@ -157,7 +157,7 @@ def waiting_tasks(folder: Path) -> list[hf.Task]:
 @pytest.mark.parametrize("nodes", [(1,)], indirect=True)
 def test_a_node_that_joins_trains_what_waits(nodes: Nodes, tmp_path: Path) -> None:
     """The first array cannot go on before another node trains one."""
-    wanted = alone(tmp_path)
+    expected = alone(tmp_path)
 
     def join() -> None:
         wait_until((tmp_path / "first").exists)
@@ -166,11 +166,11 @@ def test_a_node_that_joins_trains_what_waits(nodes: Nodes, tmp_path: Path) -> No
     joining = threading.Thread(target=join)
     joining.start()
     torch.manual_seed(1)
-    found = hf.train(waiting_tasks(tmp_path), cluster(tmp_path))
+    report = hf.train(waiting_tasks(tmp_path), cluster(tmp_path))
     joining.join()
-    assert_same(found, wanted)
-    assert {span.device for span in found.timeline.actions} == {"node0/0", "node1/0"} == set(found.peak)
-    found.timeline.validate(found.plan)
+    assert_same(report, expected)
+    assert {span.device for span in report.timeline.actions} == {"node0/0", "node1/0"} == set(report.peak)
+    report.timeline.validate(report.plan)
     assert nothing_left(tmp_path)
 
 
@@ -181,13 +181,15 @@ def test_a_run_waits_for_a_node_while_there_is_none(
     """At the start, and when the only one is killed. Actors have names in Ray's dashboard."""
     from ray.util import list_named_actors
 
-    wanted, names = alone(tmp_path), set[str]()
+    expected, names = alone(tmp_path), set[str]()
 
     def come_and_go() -> None:
         wait_until(lambda: "waiting for a device of the Ray cluster" in caplog.text)
         nodes.add()
         wait_until((tmp_path / "first").exists)
-        names.update(one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == "hfusion")
+        names.update(
+            actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == "hfusion"
+        )
         nodes.kill()
         wait_until(lambda: "wait for a device that they fit" in caplog.text)
         nodes.add()
@@ -196,10 +198,10 @@ def test_a_run_waits_for_a_node_while_there_is_none(
     playing.start()
     torch.manual_seed(1)
     waiting = cluster(tmp_path, timeout=600, num_cpus=1, devices=2)
-    found = hf.train(waiting_tasks(tmp_path), waiting, checkpoint=tmp_path / "saves")
+    report = hf.train(waiting_tasks(tmp_path), waiting, checkpoint=tmp_path / "saves")
     playing.join()
-    assert_same(found, wanted)
-    assert set(found.peak) == {"node1/0", "node2/0"}
+    assert_same(report, expected)
+    assert set(report.peak) == {"node1/0", "node2/0"}
     (name,) = names
     assert re.match(r"hfusion \w{8} node1/0", name)
     assert nothing_left(tmp_path)
@@ -242,18 +244,18 @@ def autoscaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def test_an_autoscaler_starts_the_nodes_that_are_asked_for(autoscaled: None, tmp_path: Path) -> None:
-    wanted = alone(tmp_path)
+    expected = alone(tmp_path)
     torch.manual_seed(1)
-    found = hf.train(waiting_tasks(tmp_path), cluster(tmp_path, timeout=600, num_cpus=1, devices=2))
-    assert_same(found, wanted)
-    assert len(found.peak) == 2
+    report = hf.train(waiting_tasks(tmp_path), cluster(tmp_path, timeout=600, num_cpus=1, devices=2))
+    assert_same(report, expected)
+    assert len(report.peak) == 2
     assert nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize(("nodes", "replaced"), [((3,), False), ((2, 0), True)], indirect=["nodes"])
 def test_a_node_that_is_killed_loses_an_interval_at_most(nodes: Nodes, replaced: bool, tmp_path: Path) -> None:
     """Others go on with its arrays, or, where it was the only one that trains, a node that has joined before."""
-    wanted = alone(tmp_path)
+    expected = alone(tmp_path)
     killed: list[Any] = []
 
     def kill(event: Any) -> None:
@@ -264,8 +266,8 @@ def test_a_node_that_is_killed_loses_an_interval_at_most(nodes: Nodes, replaced:
             nodes.kill()
 
     torch.manual_seed(1)
-    found = hf.train(tasks(kill), cluster(tmp_path), checkpoint=tmp_path / "saves", every=1)
-    assert_same(found, wanted)
+    report = hf.train(tasks(kill), cluster(tmp_path), checkpoint=tmp_path / "saves", every=1)
+    assert_same(report, expected)
     assert killed
     assert nothing_left(tmp_path)
 
@@ -286,10 +288,10 @@ def test_a_sweep_on_two_nodes_gives_what_one_machine_gives(
         return cases.space(trial)
 
     monkeypatch.setenv("HFUSION_RATES", "standard")
-    wanted = sweep(cases.MACHINE)
-    assert_same_sweep(sweep(cluster(tmp_path)), wanted)
+    expected = sweep(cases.MACHINE)
+    assert_same_sweep(sweep(cluster(tmp_path)), expected)
     assert nothing_left(tmp_path)
-    assert_same_sweep(sweep(cluster(tmp_path), space=space, directory=tmp_path / "sweep"), wanted)
+    assert_same_sweep(sweep(cluster(tmp_path), space=space, directory=tmp_path / "sweep"), expected)
     assert killer.finished.is_set()
     assert nodes.others == []
     assert nothing_left(tmp_path)
@@ -302,14 +304,14 @@ def test_nodes_that_others_use_and_a_head_without_cpus_are_left_out(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    wanted = alone(tmp_path)
+    expected = alone(tmp_path)
     held = NodeAffinitySchedulingStrategy(nodes.others[0].node_id, soft=False)
     other = ray.remote(threading.Event).options(num_cpus=1, scheduling_strategy=held).remote()
     ray.get(other.is_set.remote())
     torch.manual_seed(1)
-    found = hf.train(tasks(), cluster(tmp_path))
-    assert_same(found, wanted)
-    assert len(found.peak) == 1
+    report = hf.train(tasks(), cluster(tmp_path))
+    assert_same(report, expected)
+    assert len(report.peak) == 1
     assert "others use what node" in caplog.text
     last = NodeAffinitySchedulingStrategy(nodes.others[1].node_id, soft=False)
     another = ray.remote(threading.Event).options(num_cpus=1, scheduling_strategy=last).remote()
@@ -340,6 +342,6 @@ def test_a_process_that_is_connected_already(nodes: Nodes, tmp_path: Path) -> No
     task = hf.Task(plain.models, plain.loss, plain.optimizer, Wanting(os.getpid()), name="wanting")
     with pytest.raises(hf.PlanError, match="is connected to the Ray cluster at"):
         hf.train([task], cluster(tmp_path, where="10.0.0.1:6379"))
-    given = cluster(tmp_path, where=nodes.cluster.address, runtime_env={"env_vars": {"HFUSION_WANTED": "yes"}})
-    assert hf.train([task], given)["wanting"].losses.isfinite().all()
+    connected = cluster(tmp_path, where=nodes.cluster.address, runtime_env={"env_vars": {"HFUSION_WANTED": "yes"}})
+    assert hf.train([task], connected)["wanting"].losses.isfinite().all()
     assert nothing_left(tmp_path)

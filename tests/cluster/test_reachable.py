@@ -1,4 +1,4 @@
-"""What callbacks can change of what is sent to another process."""
+"""Objects that callbacks could change and that are sent to another process."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_shared_objects(callback: Any, sent: Any, text: str | None) -> None:
     assert shared is None if text is None else text in (shared or "")
 
 
-def test_what_is_too_much_to_look_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_through_too_many_objects_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachable, "MAX_OBJECTS", 50)
     many = [[number] for number in range(100)]
     with pytest.raises(TooManyObjects, match="more than 50 objects"):

@@ -1,4 +1,4 @@
-"""What comes back from another process is of the classes and functions that this one has."""
+"""Objects from another process come back with the classes and functions of this one."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def copied(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["Net", "Color", "doubled"])
 def test_classes_and_functions_come_back_as_those_of_this_process(name: str) -> None:
-    there, here = copied(name), globals()[name]
-    assert there is not here
-    assert unpack_message(pack_message(there)) is here
+    received, original = copied(name), globals()[name]
+    assert received is not original
+    assert unpack_message(pack_message(received)) is original
 
 
 def test_objects_come_back_with_the_classes_of_this_process() -> None:
@@ -71,7 +71,7 @@ def test_objects_come_back_with_the_classes_of_this_process() -> None:
     assert torch.equal(back.linear.weight, sent.linear.weight)
 
 
-def test_what_this_process_lacks_is_an_error() -> None:
+def test_a_function_that_this_process_lacks_is_an_error() -> None:
     def local() -> None:
         pass
 
@@ -113,8 +113,8 @@ def test_a_script_trains_what_it_defines(variant: str) -> None:
         pytest.importorskip("ray")
     script = Path(__file__).with_name("own_script.py")
     command = {"file": [str(script)], "-c": ["-c", script.read_text()], "ray": [str(script), "--ray"]}[variant]
-    place = {**os.environ, **RAY_ENVIRONMENT, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], env=place, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, **RAY_ENVIRONMENT, "PYTHONPATH": str(script.parents[2]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1:] == ["all classes are the script's"], done.stderr
 
 

@@ -31,19 +31,19 @@ LONG = pytest.mark.cluster
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary files are; no process and no file is left in the end."""
+    """The folder for temporary files; no process and no file is left in the end."""
     yield from emptied_temporary(tmp_path / "temporary", monkeypatch)
 
 
-def trained(found: list[hf.Task], folder: Path, processes: Processes | None, **options: Any) -> Any:
+def trained(task_list: list[hf.Task], folder: Path, processes: Processes | None, **options: Any) -> Any:
     devices = machine(folder, 2)
-    plan = replace(hf.plan(found, devices), processes=processes)
+    plan = replace(hf.plan(task_list, devices), processes=processes)
     torch.manual_seed(1)
-    return hf.train(found, devices, plan=plan, **options)
+    return hf.train(task_list, devices, plan=plan, **options)
 
 
-def in_one(found: list[hf.Task], folder: Path, **options: Any) -> Any:
-    return trained(found, folder, Processes(1, "asked for"), **options)
+def in_one(task_list: list[hf.Task], folder: Path, **options: Any) -> Any:
+    return trained(task_list, folder, Processes(1, "asked for"), **options)
 
 
 def stopping(heard: list[Any]) -> Callable[[Any], Any]:
@@ -59,10 +59,10 @@ def stopping(heard: list[Any]) -> Callable[[Any], Any]:
 
 
 def by_array(heard: list[Any]) -> dict[Any, list[Any]]:
-    found: dict[Any, list[Any]] = {}
+    results: dict[Any, list[Any]] = {}
     for kind, task, epoch, members, losses in heard:
-        found.setdefault((task, members), []).append((kind, epoch, losses.nan_to_num(-1.0).tolist()))
-    return found
+        results.setdefault((task, members), []).append((kind, epoch, losses.nan_to_num(-1.0).tolist()))
+    return results
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -71,7 +71,7 @@ def test_two_processes_give_what_one_gives(stops: bool, tmp_path: Path) -> None:
     heard: dict[str, list[Any]] = {"one": [], "two": [], "one asked": [], "two asked": []}
     loggers = {name: hf.MemberLogger(csv=tmp_path / f"{name}.csv") for name in ("one", "two")}
 
-    def made(name: str) -> list[hf.Task]:
+    def make_tasks(name: str) -> list[hf.Task]:
         def log(event: Any) -> None:
             heard[name].append((type(event), event.task, event.epoch, event.members, event.losses))
             if isinstance(event, hf.Step):
@@ -81,27 +81,27 @@ def test_two_processes_give_what_one_gives(stops: bool, tmp_path: Path) -> None:
         return tasks(log)
 
     options = [{"on_result": stopping(heard[f"{name} asked"])} if stops else {} for name in ("one", "two")]
-    wanted = in_one(made("one"), tmp_path, **options[0])
-    found = trained(made("two"), tmp_path, SEVERAL, **options[1])
-    for name in wanted:
-        assert torch.equal(found[name].losses.nan_to_num(-1.0), wanted[name].losses.nan_to_num(-1.0))
-        assert found[name].stopped == wanted[name].stopped
-        for ours, theirs in zip(found[name].models, wanted[name].models, strict=True):
-            assert type(ours) is Net
-            for key, value in theirs.state_dict().items():
-                assert torch.equal(ours.state_dict()[key], value), (name, key)
-    assert bool(wanted["plain"].stopped) == stops
+    expected = in_one(make_tasks("one"), tmp_path, **options[0])
+    report = trained(make_tasks("two"), tmp_path, SEVERAL, **options[1])
+    for name in expected:
+        assert torch.equal(report[name].losses.nan_to_num(-1.0), expected[name].losses.nan_to_num(-1.0))
+        assert report[name].stopped == expected[name].stopped
+        for model, expected_model in zip(report[name].models, expected[name].models, strict=True):
+            assert type(model) is Net
+            for key, value in expected_model.state_dict().items():
+                assert torch.equal(model.state_dict()[key], value), (name, key)
+    assert bool(expected["plain"].stopped) == stops
     for logger in loggers.values():
         logger.close()
-    one, two = (sorted((tmp_path / f"{name}.csv").read_text().splitlines()) for name in loggers)
-    assert one == two
+    expected_rows, rows = (sorted((tmp_path / f"{name}.csv").read_text().splitlines()) for name in loggers)
+    assert expected_rows == rows
     assert by_array(heard["two"]) == by_array(heard["one"])
     assert by_array(heard["two asked"]) == by_array(heard["one asked"])
-    assert found.plan.processes == SEVERAL
-    assert "2 processes, one for each device" in str(found.plan)
+    assert report.plan.processes == SEVERAL
+    assert "2 processes, one for each device" in str(report.plan)
     if not stops:
-        found.timeline.validate(found.plan)
-    assert {span.device for span in found.timeline.actions} == {"cpu:0", "cpu:1"}
+        report.timeline.validate(report.plan)
+    assert {span.device for span in report.timeline.actions} == {"cpu:0", "cpu:1"}
 
 
 class Broken(Exception):
@@ -122,7 +122,7 @@ def test_a_run_that_broke_off_goes_on_in_other_processes(order: str, tmp_path: P
     choice = {"one": Processes(1, "asked for"), "two": SEVERAL}
     first, second = (choice[name] for name in order.split())
     whole: list[int] = []
-    wanted = in_one(tasks(lambda event: whole.append(event.epoch)), tmp_path)
+    expected = in_one(tasks(lambda event: whole.append(event.epoch)), tmp_path)
     saves = {"checkpoint": tmp_path / "saves", "every": 2}
     with pytest.raises(hf.TrainError, match=r"task 'mixed\.[01]' failed: Broken: enough; finished before: ") as caught:
         trained(tasks(breaking(9)), tmp_path, first, **saves)
@@ -130,32 +130,32 @@ def test_a_run_that_broke_off_goes_on_in_other_processes(order: str, tmp_path: P
     assert {path.name.split(".")[0] for path in (tmp_path / "saves").iterdir()} <= {"mixed", "plain", "logs"}
     heard: list[int] = []
     again = trained(tasks(lambda event: heard.append(event.epoch)), tmp_path, second, **saves)
-    assert_same(again, wanted)
+    assert_same(again, expected)
     # How far another process was at the break depends on the machine.
-    assert len(heard) < (len(whole) if order == "two one" else len(wanted["mixed"].losses) * 2)
+    assert len(heard) < (len(whole) if order == "two one" else len(expected["mixed"].losses) * 2)
 
 
 def test_an_array_is_trained_in_place_and_generators_go_on(tmp_path: Path) -> None:
-    def made() -> list[Any]:
-        found = []
+    def make_tasks() -> list[Any]:
+        new_tasks = []
         for seed in range(2):
             fused = hf.fuse([Net(4, seed), Net(4, seed + 2)])
             draws = torch.Generator().manual_seed(seed)
             loader = DataLoader(samples(), batch_size=12, shuffle=True, generator=draws)
             optimizer = hf.optim.Adam(fused.parameters(), lr=[0.1, 0.2])
-            found.append(hf.Task(fused, F.cross_entropy, optimizer, loader, name=f"task{seed}", epochs=2))
-        return found
+            new_tasks.append(hf.Task(fused, F.cross_entropy, optimizer, loader, name=f"task{seed}", epochs=2))
+        return new_tasks
 
-    ours, theirs = made(), made()
-    trained(ours, tmp_path, SEVERAL)
-    in_one(theirs, tmp_path)
-    for one, other in zip(ours, theirs, strict=True):
-        for key, value in other.models.state_dict().items():
-            assert torch.equal(one.models.state_dict()[key], value)
-        for param, like in zip(one.models.parameters(), other.models.parameters(), strict=True):
-            for name, value in other.optimizer.state[like].items():
-                assert torch.equal(one.optimizer.state[param][name], value)
-        assert torch.equal(one.loader.generator.get_state(), other.loader.generator.get_state())
+    trained_tasks, expected_tasks = make_tasks(), make_tasks()
+    trained(trained_tasks, tmp_path, SEVERAL)
+    in_one(expected_tasks, tmp_path)
+    for trained_task, expected_task in zip(trained_tasks, expected_tasks, strict=True):
+        for key, value in expected_task.models.state_dict().items():
+            assert torch.equal(trained_task.models.state_dict()[key], value)
+        for param, like in zip(trained_task.models.parameters(), expected_task.models.parameters(), strict=True):
+            for name, value in expected_task.optimizer.state[like].items():
+                assert torch.equal(trained_task.optimizer.state[param][name], value)
+        assert torch.equal(trained_task.loader.generator.get_state(), expected_task.loader.generator.get_state())
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
@@ -182,16 +182,16 @@ class Home(nn.Module):
 
 
 def test_what_fails_elsewhere_is_trained_here(tmp_path: Path) -> None:
-    def made() -> list[hf.Task]:
+    def make_tasks() -> list[hf.Task]:
         loader = DataLoader(samples(), batch_size=12, shuffle=True)
         torch.manual_seed(0)
         return [hf.Task(Home(), F.cross_entropy, lambda p: hf.optim.SGD(p, lr=0.1), loader, name=name) for name in "ab"]
 
-    wanted = in_one(made(), tmp_path)
+    expected = in_one(make_tasks(), tmp_path)
     with pytest.warns(UserWarning, match="goes on in one process, as processes could not begin: .*not at home"):
-        found = trained(made(), tmp_path, SEVERAL)
-    assert_same(found, wanted)
-    assert "could not begin" in str(found.plan)
+        report = trained(make_tasks(), tmp_path, SEVERAL)
+    assert_same(report, expected)
+    assert "could not begin" in str(report.plan)
 
 
 def slow_python(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Of a large array the self-check compares few members: every kind of them, and those of extreme numbers."""
+"""The self-check of a large array compares few members: each kind of them, and those with extreme numbers."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_kind_of_member_is_compared(case: str, compared: list[int]) -> None:
-    make, wanted = CASES[case]
+    make, expected = CASES[case]
     models, x = [make(b).double() for b in range(MEMBERS)], torch.randn(5, 3, dtype=torch.float64)
     fused = hf.fuse(models)
     outputs = fused(x)
     outputs.sum().backward()
-    assert wanted <= set(compared)
+    assert expected <= set(compared)
     assert MIN_COMPARED <= len(compared) <= MIN_COMPARED + 8
     assert f"gradients of {len(compared)} of {MEMBERS} members" in str(fused.report())
     for member, model in enumerate(models):

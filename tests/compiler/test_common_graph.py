@@ -52,7 +52,7 @@ def test_what_differs_is_named_and_its_groups_can_be_fused(name: str) -> None:
 
 
 class Configured(nn.Module):
-    """What it does hangs on one of two attributes that differ, or on a class that is made per model."""
+    """Its forward depends on one of two attributes that differ, or on a class that is made per model."""
 
     def __init__(self, config: Any, slope: float, **more: Any) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Configured(nn.Module):
         return h * self.table if hasattr(self, "table") else h
 
 
-def made(act: str) -> nn.Module:
+def local_model(act: str) -> nn.Module:
     class Local(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -117,7 +117,10 @@ MODELS: dict[str, tuple[list[nn.Module], str]] = {
         [Configured("", 0.1, table=torch.ones(size, dtype=torch.float64)) for size in (1, 2)],
         r"the tensor table is \(1,\) torch.float64 on cpu in model 0, \(2,\) torch.float64",
     ),
-    "a closure": ([made("tanh"), made("relu")], r"forward of module \(root\) is closed over other values in model 0"),
+    "a closure": (
+        [local_model("tanh"), local_model("relu")],
+        r"forward of module \(root\) is closed over other values in model 0",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Programs are made when calls first need them, and what makes many of them is told."""
+"""Programs are compiled when calls first need them, and the cause of many of them is reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import hfusion as hf
 from tests.alone import net, normal
 
 
-def test_a_number_of_many_values_is_told() -> None:
+def test_a_number_of_many_values_is_reported() -> None:
     powered = net(lambda self, x, power: self.fc(x) ** power)
     models = [powered(), powered()]
     array, x = hf.fuse(models, verify=False), normal(3, 4).abs()

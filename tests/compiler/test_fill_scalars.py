@@ -128,9 +128,9 @@ def check(fused: Any, models: list[nn.Module], x: Tensor) -> None:
     y = fused(x)
     alone = [model(x) for model in models]
     y.square().sum().backward()
-    for b, (model, theirs) in enumerate(zip(models, alone, strict=True)):
-        torch.testing.assert_close(y[b], theirs, rtol=1e-9, atol=1e-12)
-        theirs.square().sum().backward()
+    for b, (model, output) in enumerate(zip(models, alone, strict=True)):
+        torch.testing.assert_close(y[b], output, rtol=1e-9, atol=1e-12)
+        output.square().sum().backward()
         grad = model.get_parameter("linear.weight").grad
         torch.testing.assert_close(fused.linear.weight.grad[b], grad, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(fused.average[b], model.average, rtol=1e-9, atol=1e-12)
@@ -187,10 +187,10 @@ def test_layers_of_torch(train: bool, exports: list[str]) -> None:
 
 def test_each_member_differs_in_another_place(exports: list[str]) -> None:
     class Many(nn.Module):
-        def __init__(self, place: int) -> None:
+        def __init__(self, position: int) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
-            self.numbers = [1.0 + 0.5 * (place == k) for k in range(8)]
+            self.numbers = [1.0 + 0.5 * (position == k) for k in range(8)]
             self.register_buffer("average", torch.zeros(4))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def test_each_member_differs_in_another_place(exports: list[str]) -> None:
                 h = h.sin() * number + k
             return h
 
-    models: list[nn.Module] = [Many(place).double() for place in range(8)]
+    models: list[nn.Module] = [Many(position).double() for position in range(8)]
     check(hf.fuse(models), models, torch.randn(8, 4, dtype=torch.float64))
     assert len(exports) <= MAX_CAPTURES
 
@@ -290,7 +290,7 @@ def test_equal_members_and_one_that_joins_with_another_number(train: bool, expor
 
 
 class Hooked(nn.Module):
-    """Turns gradients round, by a hook that no operator tells of."""
+    """Scales gradients by a hook, which no operator of the graph shows."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()

@@ -40,15 +40,15 @@ def test_arguments_come_back(argument: Any) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output(graph.call_function(operator.getitem, (x, argument)))
-    found = read_graph(json.loads(texts(graph)))
-    _, call, _ = found.graph.nodes
+    restored = read_graph(json.loads(texts(graph)))
+    _, call, _ = restored.graph.nodes
     assert repr(call.args[1]) == repr(argument)
-    assert texts(found.graph) == texts(graph)
+    assert texts(restored.graph) == texts(graph)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_programs_come_back(model: Model) -> None:
-    """What is read computes the same bits: the members' graph, the program, and its code with gathered loops."""
+    """A restored graph computes the same bits: the members' graph, the program, and its code with gathered loops."""
     fused = hf.fuse([model.make().double() for _ in range(3)], verify=False)
     fused.eval()
     x = model.draw(4)
@@ -58,16 +58,16 @@ def test_programs_come_back(model: Model) -> None:
         return
     code = compiled.program.code
     for module in (compiled.program.module, code):
-        found = read_graph(json.loads(texts(module.graph, module)))
-        assert texts(found.graph, found) == texts(module.graph, module)
+        restored = read_graph(json.loads(texts(module.graph, module)))
+        assert texts(restored.graph, restored) == texts(module.graph, module)
     state = fused.state_dict() | compiled.constants
 
-    def given() -> list[Any]:
+    def arguments() -> list[Any]:
         # A program may write to buffers.
         return [x if s.kind.value == "input" else state[s.name].clone() for s in compiled.program.slots]
 
-    for ours, theirs in zip(found(*given()), code(*given()), strict=True):
-        assert torch.equal(ours, theirs)
+    for value, expected in zip(restored(*arguments()), code(*arguments()), strict=True):
+        assert torch.equal(value, expected)
 
 
 NO_OPERATORS = {
@@ -78,7 +78,7 @@ NO_OPERATORS = {
 
 
 @pytest.mark.parametrize("target", NO_OPERATORS.values(), ids=NO_OPERATORS)
-def test_what_is_no_operator_is_refused(target: Any) -> None:
+def test_targets_that_are_no_operators_are_refused(target: Any) -> None:
     if callable(target):
         graph = fx.Graph()
         graph.output(graph.call_function(target, (graph.placeholder("x"),)))

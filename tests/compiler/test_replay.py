@@ -89,7 +89,7 @@ CHECKED: dict[str, Forward] = {
     "a checkpoint between draws": stages,
     "rand with out": lambda self, h: h * torch.rand(4, out=torch.empty(4, dtype=h.dtype)),
 }
-# Their draws have no place in the program by itself.
+# The program alone has no place for their draws.
 LEFT_OUT: dict[str, Forward] = {
     "gamma": lambda self, h: torch._standard_gamma(h.exp()),
     "random_ of a range": lambda self, h: h * torch.empty_like(h).random_(2, 50),
@@ -102,25 +102,25 @@ def drawing(forwards: dict[str, Forward]) -> tuple[hf.FusedModule, dict[str, Ten
     model = net(lambda self, x: {name: forward(self, self.fc(x)) for name, forward in forwards.items()})()
     array, x = hf.fuse([copy.deepcopy(model) for _ in range(3)]), normal(16, 4)
     before = x.clone()
-    found = array(x)
+    outputs = array(x)
     assert torch.equal(x, before)
-    sum(y.sum() for y in found.values()).backward()
-    return array, found
+    sum(y.sum() for y in outputs.values()).backward()
+    return array, outputs
 
 
 def test_members_draw_for_themselves_and_are_checked() -> None:
-    array, found = drawing(CHECKED)
+    array, outputs = drawing(CHECKED)
     assert "self-check passed" in str(array.report())
-    for name, y in found.items():
+    for name, y in outputs.items():
         assert not torch.equal(y[0], y[1]), name
         assert not torch.equal(y[0], y[2]), name
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_members_draw_for_themselves_where_no_check_is_possible(name: str) -> None:
-    array, found = drawing({name: LEFT_OUT[name]})
+    array, outputs = drawing({name: LEFT_OUT[name]})
     assert "self-check left out: " in str(array.report())
-    y = found[name]
+    y = outputs[name]
     assert not torch.equal(y[0], y[1])
     assert not torch.equal(y[0], y[2])
 
@@ -153,10 +153,10 @@ def forked(self: Any, h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("forward", [seeded, forked])
 def test_a_forward_that_seeds_runs_member_by_member(forward: Forward) -> None:
-    array, found = drawing({"output": forward})
+    array, outputs = drawing({"output": forward})
     assert "forward does what a graph would lose" in str(array.report())
     if forward is seeded:
-        assert torch.equal(found["output"][0], found["output"][1])
+        assert torch.equal(outputs["output"][0], outputs["output"][1])
 
 
 @pytest.fixture(params=[1, 3])
@@ -182,9 +182,9 @@ def drawn_elsewhere(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("drawn_elsewhere")
 def test_what_other_threads_draw_is_no_seed() -> None:
     forwards = {name: CHECKED[name] for name in ("dropout", "dropout1d_", "rand_like", "normal_")}
-    array, found = drawing(forwards)
+    array, outputs = drawing(forwards)
     assert "self-check passed" in str(array.report())
-    assert not torch.equal(found["dropout"][0], found["dropout"][1])
+    assert not torch.equal(outputs["dropout"][0], outputs["dropout"][1])
 
 
 @pytest.mark.usefixtures("drawn_elsewhere")

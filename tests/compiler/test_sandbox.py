@@ -1,4 +1,4 @@
-"""What runs apart leaves no trace."""
+"""Code that runs in the sandbox leaves no trace."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def test_random_states_and_the_default_dtype_are_as_before_also_after_an_error()
 
 
 def test_an_outer_checkpoint_sees_nothing_of_it() -> None:
-    seen = []
+    outputs = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if not seen:
+        if not outputs:
             with without_trace():
-                seen.append(x.sin().exp())
+                outputs.append(x.sin().exp())
         return x.sin()
 
     x = torch.ones(3, requires_grad=True)

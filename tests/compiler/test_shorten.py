@@ -99,14 +99,14 @@ CASES: dict[str, tuple[Any, Callable[[], tuple[Tensor, ...]], bool]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_check_runs_and_takes_few_samples_where_it_may(name: str) -> None:
     make, draw, few = CASES[name]
-    given = draw()
-    array = assert_alone([make() for _ in range(3)], call(*given))
+    inputs = draw()
+    array = assert_alone([make() for _ in range(3)], call(*inputs))
     assert "self-check passed" in str(array.report())
-    arguments = Arguments.of(given, {})
+    arguments = Arguments.of(inputs, {})
     short = shortened(array.compiled(arguments), arguments)
     assert (short is not None) == few
     if short is not None:
-        assert short.leaves[0].shape[0] == min(FEW, given[0].shape[0])
+        assert short.leaves[0].shape[0] == min(FEW, inputs[0].shape[0])
 
 
 def test_one_sample_of_each_member() -> None:
@@ -117,7 +117,7 @@ def test_one_sample_of_each_member() -> None:
 
 
 class Few(nn.Module):
-    """Cannot compute fewer than six samples, and does not tell a tracer so."""
+    """Cannot compute fewer than six samples, which a tracer cannot see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Few(nn.Module):
         return self.fc(x)
 
 
-def test_what_fails_on_few_samples_is_checked_on_all() -> None:
+def test_a_model_that_fails_on_few_samples_is_checked_on_all() -> None:
     array = hf.fuse([Few(), Few()])
     array(normal(8, 4))
     assert "self-check passed" in str(array.report())

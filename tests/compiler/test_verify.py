@@ -107,8 +107,8 @@ def test_the_check_leaves_no_trace() -> None:
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(states[0], states[1])
     assert all(p.grad is None for p in arrays[0].parameters())
-    for (name, ours), theirs in zip(arrays[0].named_buffers(), arrays[1].buffers(), strict=True):
-        assert torch.equal(ours, theirs), name
+    for (name, buffer), expected in zip(arrays[0].named_buffers(), arrays[1].buffers(), strict=True):
+        assert torch.equal(buffer, expected), name
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hfusion.core.event_log import EventLog, first_line, read_events
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_events_are_read_back(tmp_path: Path) -> None:
     error = ValueError('a "quoted" line = one\nand another')
     with EventLog(tmp_path, "train", arrays=1) as log:
         log.array("../a b", "failed", {"device": "cpu:0", "loss": "0.5 nan", "error": first_line(error), "gone": None})
@@ -20,8 +20,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert (last.event, last.values["process"]) == ("finished", str(os.getpid()))
     (event,) = read_events(tmp_path / "logs/arrays/%2E.%2Fa%20b.log")
     assert event.time.tzinfo is not None
-    found = {key: text for key, text in event.values.items() if key not in ("process", "node")}
-    assert found == {"device": "cpu:0", "loss": "0.5 nan", "error": 'ValueError: a "quoted" line = one'}
+    values = {key: text for key, text in event.values.items() if key not in ("process", "node")}
+    assert values == {"device": "cpu:0", "loss": "0.5 nan", "error": 'ValueError: a "quoted" line = one'}
     assert read_events(tmp_path / "logs/trials/3.log")[0].values["name"] == "größer"
     assert (tmp_path / "logs/trials/3.log").read_bytes().isascii()
 

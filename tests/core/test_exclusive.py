@@ -39,9 +39,9 @@ def train(rounds: int) -> None:
         for _ in range(2):
             losses = step(x, y)
             for loss, model in zip(losses, alone, strict=True):
-                mine = F.mse_loss(model(x), y)
-                torch.testing.assert_close(loss, mine.detach(), rtol=1e-9, atol=1e-11)
-                grads = torch.autograd.grad(mine, list(model.parameters()))
+                expected = F.mse_loss(model(x), y)
+                torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=1e-11)
+                grads = torch.autograd.grad(expected, list(model.parameters()))
                 for parameter, grad in zip(model.parameters(), grads, strict=True):
                     parameter.data -= 0.1 * grad
         hf.fuse([Branch(4, 1).double(), Branch(4, 1).double()])(x)
@@ -104,19 +104,19 @@ def test_an_interrupt_in_a_capture_frees_the_way() -> None:
     with pytest.raises(KeyboardInterrupt):
         hf.fuse([Interrupted(2, 2), Interrupted(2, 2)])(torch.ones(1, 2))
     assert (torch.autograd.Function.__dict__["apply"], list(warnings.filters)) == before
-    got: list[bool] = []
+    acquired: list[bool] = []
 
     def take() -> None:
-        got.append(tracing.acquire(timeout=5))
+        acquired.append(tracing.acquire(timeout=5))
         tracing.release()
 
     thread = threading.Thread(target=take)
     thread.start()
     thread.join()
-    assert got == [True]
+    assert acquired == [True]
 
 
-def test_who_waits_for_a_fair_lock_is_next() -> None:
+def test_a_waiting_thread_gets_a_fair_lock_next() -> None:
     lock, order = FairLock(), list[str]()
 
     def wait() -> None:

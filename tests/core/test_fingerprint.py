@@ -1,4 +1,4 @@
-"""The state that a function reads: another one wherever a value that it reads is another."""
+"""The fingerprint of the state that a function reads changes with each value that it reads."""
 
 from __future__ import annotations
 

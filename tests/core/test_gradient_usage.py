@@ -67,7 +67,7 @@ class Exit(nn.Module):
 
 
 class Before(nn.Module):
-    """What comes before an exit is not used either, batched or looped, but for the part of it that goes around."""
+    """Layers before an exit are unused too, batched or looped, except for the part that bypasses the exit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,8 +111,8 @@ class Checkpointed(nn.Module):
         self.first, self.branch = nn.Linear(4, 4), Branch()
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.branch, self.first(x), use_reentrant=False)
-        return found
+        output: Tensor = checkpoint(self.branch, self.first(x), use_reentrant=False)
+        return output
 
 
 def batch(*keys: float) -> Tensor:
@@ -177,26 +177,26 @@ class Pair:
         """Gradients that are none alone, parameters and state."""
         states = [optimizer.state for optimizer in self.alone]
         for key, param in self.fused.named_parameters():
-            own = [model.get_parameter(key) for model in self.models]
-            none = [p.grad is None for p in own]
+            parameters = [model.get_parameter(key) for model in self.models]
+            none = [p.grad is None for p in parameters]
             rows = None if param.grad is None else absent_rows(param.grad)
-            found = [param.grad is None] * MEMBERS if rows is None else rows.tolist()
-            assert found == none, (key, found, none)
-            close(param, own, key)
+            absent = [param.grad is None] * MEMBERS if rows is None else rows.tolist()
+            assert absent == none, (key, absent, none)
+            close(param, parameters, key)
             for member, state in enumerate(states):
-                mine = self.optimizer.state.get(param, {})
-                for kind, value in state.get(own[member], {}).items():
+                fused_state = self.optimizer.state.get(param, {})
+                for kind, value in state.get(parameters[member], {}).items():
                     if isinstance(value, Tensor):
-                        close(mine[kind][member : member + 1], [value], f"{kind} of {key}")
+                        close(fused_state[kind][member : member + 1], [value], f"{kind} of {key}")
         for member, saved in enumerate(self.optimizer.unfuse()):
             alone = self.alone[member].state_dict()["state"]
             begun = {k for k, entry in alone.items() if any(isinstance(v, Tensor) for v in entry.values())}
             assert set(saved["state"]) == begun
 
 
-def close(stack: Tensor, rows: Sequence[Tensor], what: str) -> None:
+def close(stack: Tensor, rows: Sequence[Tensor], label: str) -> None:
     expected = torch.stack([row.detach() for row in rows]).to(stack.dtype)
-    torch.testing.assert_close(stack.detach(), expected, rtol=1e-9, atol=1e-11, msg=lambda m: f"{what}: {m}")
+    torch.testing.assert_close(stack.detach(), expected, rtol=1e-9, atol=1e-11, msg=lambda m: f"{label}: {m}")
 
 
 def whole(outputs: Any) -> Tensor:
@@ -249,10 +249,10 @@ def test_several_backward_passes_count_together(set_to_none: bool) -> None:
 def test_two_calls_in_one_pass_count_together() -> None:
     pair = Pair(Alone, "AdamW", {})
     first, second = batch(2.0, 0.5, -1.0), batch(0.5, 0.5, 2.0)
-    both = [pair.fused(hf.stacked(xs)).square().sum() for xs in (first, second)]
-    torch.stack(both).sum().backward()
-    for model, one, other in zip(pair.models, first, second, strict=True):
-        (model(one).square().sum() + model(other).square().sum()).backward()
+    losses = [pair.fused(hf.stacked(xs)).square().sum() for xs in (first, second)]
+    torch.stack(losses).sum().backward()
+    for model, first_x, second_x in zip(pair.models, first, second, strict=True):
+        (model(first_x).square().sum() + model(second_x).square().sum()).backward()
     pair.step()
     pair.check()
 
@@ -348,7 +348,7 @@ def test_copies_and_pickles() -> None:
 def test_a_run_without_backward_leaves_nothing() -> None:
     def nodes() -> int:
         gc.collect()
-        return sum(type(found) is Join._backward_cls for found in gc.get_objects())  # type: ignore[attr-defined]
+        return sum(type(item) is Join._backward_cls for item in gc.get_objects())  # type: ignore[attr-defined]
 
     pair, before = Pair(Before, "SGD", {}), nodes()
     outputs = pair.fused(hf.stacked(batch(2.0, 0.5, -1.0)))
@@ -367,9 +367,9 @@ def test_hf_train(make: Callable[[], nn.Module], memory: str, accumulate: int) -
     hf.train([hf.Task(pair.fused, loss, pair.optimizer, batches, accumulate=accumulate)], machine)
     for model, optimizer, member in zip(pair.models, pair.alone, range(MEMBERS), strict=True):
         for k, (xs, target) in enumerate(batches):
-            one = loss(model(xs.tensor[member]), target)
-            if one.requires_grad:
-                (one / accumulate).backward()
+            member_loss = loss(model(xs.tensor[member]), target)
+            if member_loss.requires_grad:
+                (member_loss / accumulate).backward()
             if (k + 1) % accumulate == 0 or k + 1 == len(batches):
                 optimizer.step()
                 optimizer.zero_grad()

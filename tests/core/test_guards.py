@@ -1,4 +1,4 @@
-"""What a trace assumes of sizes, asked of numbers and of another trace's symbols."""
+"""Assumptions of a trace about sizes, checked on numbers and on another trace's symbols."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Halves(nn.Module):
     ],
 )
 def test_sizes(shapes: list[tuple[int, ...]], holds: bool) -> None:
-    found = capture(Halves(), (torch.ones(3, 8), torch.ones(6, 4)), {}, dims=[{1}, {1}])
-    assert found.guards(shapes) is holds
-    assert isinstance(found.guards, Guards)
-    assumed = found.guards.assumptions()
+    captured = capture(Halves(), (torch.ones(3, 8), torch.ones(6, 4)), {}, dims=[{1}, {1}])
+    assert captured.guards(shapes) is holds
+    assert isinstance(captured.guards, Guards)
+    assumed = captured.guards.assumptions()
     assert assumed(shapes) is holds
     # They are plain values.
     assert Assumptions(*ast.literal_eval(repr((assumed.sizes, assumed.code)))) == assumed

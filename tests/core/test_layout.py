@@ -1,4 +1,4 @@
-"""What all members share becomes one value for each of them."""
+"""A value that all members share becomes one value for each of them."""
 
 from __future__ import annotations
 

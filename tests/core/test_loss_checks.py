@@ -1,4 +1,4 @@
-"""Losses that cannot train are errors of hfusion with the remedy, whoever is given them."""
+"""Losses that cannot train raise errors of hfusion that name the remedy, in every function that takes a loss."""
 
 from __future__ import annotations
 

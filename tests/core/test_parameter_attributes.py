@@ -1,4 +1,4 @@
-"""What users set on parameters stays: on stacks, on members, and on what is copied of them."""
+"""Attributes that users set on parameters stay: on stacks, on members, and on copies of them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.oracle import RELATIVE
 
 
 class Scale(nn.Parameter):
-    """A kind of parameter that an optimizer is to tell from others."""
+    """A kind of parameter that an optimizer has to distinguish from others."""
 
 
 class InfShape:
-    """As of mup: equal by its attributes, and an object of its own in every model."""
+    """Like the one of mup: equal by its attributes, and a separate object in every model."""
 
     def __init__(self, base: int) -> None:
         self.base = base
@@ -121,8 +121,8 @@ USES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_a_mark_on_which_members_differ_is_no_value(use: Callable[[Any], Any]) -> None:
     fused: Any = hf.fuse(members([1.0, 2.0], False))
-    told = r"different values of 'gain' on their parameter 'scale'.*hf.optim.groups\(fused, rule\)"
-    with pytest.raises(hf.FusionError, match=told):
+    message = r"different values of 'gain' on their parameter 'scale'.*hf.optim.groups\(fused, rule\)"
+    with pytest.raises(hf.FusionError, match=message):
         use(fused.scale.gain)
     assert "different values" in repr(fused.scale.gain)
     # What refers to a part of a model is another one in each.

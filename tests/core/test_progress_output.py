@@ -13,25 +13,25 @@ from hfusion.core.progress_output import ProgressBars, Tenths, plain, redraws
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("options", "expected"),
     [({}, False), ({"force_terminal": True}, True), ({"force_terminal": True, "_environ": {"TERM": "dumb"}}, False)],
     ids=["file", "terminal", "dumb"],
 )
-def test_only_terminals_are_drawn_over(options: dict[str, object], wanted: bool) -> None:
-    assert redraws(Console(file=io.StringIO(), **options)) is wanted  # type: ignore[arg-type]
+def test_only_terminals_are_drawn_over(options: dict[str, object], expected: bool) -> None:
+    assert redraws(Console(file=io.StringIO(), **options)) is expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_notebook_is_drawn_over_where_it_has_outputs(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfusion.core.progress_output.find_spec", lambda name: object() if there else None)
-    assert redraws(Console(file=io.StringIO(), force_jupyter=True)) is there
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_notebook_is_drawn_over_where_it_has_outputs(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfusion.core.progress_output.find_spec", lambda name: object() if installed else None)
+    assert redraws(Console(file=io.StringIO(), force_jupyter=True)) is installed
 
 
 def test_the_bars_of_a_notebook_are_one_output_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs: list[str] = []
 
     class Output:
-        """What a notebook keeps of a cell: the page of the last drawing."""
+        """Stored output of a notebook cell: the page of the last drawing."""
 
         def update(self, table: Any) -> None:
             outputs[-1] = table._repr_mimebundle_([], [])["text/html"]
@@ -48,8 +48,8 @@ def test_the_bars_of_a_notebook_are_one_output_that_is_replaced(monkeypatch: pyt
         monkeypatch.setitem(sys.modules, name, module)
     console = Console(file=(file := io.StringIO()), force_jupyter=True)
     with ProgressBars(console, plain("{task.description}"), MofNCompleteColumn()) as bars:
-        one = bars.progress.add_task("[red]a", total=2)
-        bars.progress.update(one, advance=1)
+        task = bars.progress.add_task("[red]a", total=2)
+        bars.progress.update(task, advance=1)
         bars.draw()
     assert len(outputs) == 1
     assert "[red]a" in outputs[0]

@@ -57,10 +57,10 @@ def test_a_sweep(key: str) -> None:
         def space(trial: Any) -> dict[str, Any]:
             return {"lr": trial.suggest_float("lr", 0.1, 0.2), name: 0.01} if name else {"lr": 0.1}
 
-        found = hf.sweep(
+        result = hf.sweep(
             lambda: nn.Linear(3, 2), space, F.mse_loss, LOADER, trials=2, epochs=1, optimizer=hf.optim.SGD, **options
         )
-        return [trial.value for trial in found.trials]
+        return [trial.value for trial in result.trials]
 
     with pytest.warns(DeprecationWarning, match="clip.* is now .*clip_norm"):
         former = clipped(key)
@@ -70,14 +70,14 @@ def test_a_sweep(key: str) -> None:
 
 
 def test_a_model_may_take_the_former_name() -> None:
-    taken: list[float] = []
+    clips: list[float] = []
 
     def make_model(clip: float) -> nn.Module:
-        taken.append(clip)
+        clips.append(clip)
         return nn.Linear(3, 2)
 
     hf.sweep(make_model, lambda trial: {"clip": 3.0}, F.mse_loss, LOADER, trials=1, epochs=1)
-    assert set(taken) == {3.0}
+    assert set(clips) == {3.0}
 
 
 def test_saves(tmp_path: Path) -> None:
@@ -86,9 +86,9 @@ def test_saves(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match="save: 'names' is now 'tags'"):
         hf.save(tmp_path, hf.fuse(models()), names=["a", "b"])
     with pytest.warns(DeprecationWarning, match="load: 'names' is now 'tags'"):
-        found = hf.load(tmp_path, nn.Linear(3, 2), names="b")
+        loaded = hf.load(tmp_path, nn.Linear(3, 2), names="b")
     with pytest.warns(DeprecationWarning, match="Loaded: 'names' is now 'tags'"):
-        assert found.names == found.tags == ["b"]
+        assert loaded.names == loaded.tags == ["b"]
 
 
 def test_a_population(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whether a process runs: not one that has ended, nor another of the same number."""
+"""Check if a process runs, as opposed to one that has ended or another one of the same number."""
 
 from __future__ import annotations
 

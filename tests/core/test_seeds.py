@@ -27,22 +27,22 @@ def test_the_numbers_are_hashes() -> None:
     seed = (0x1234567 << 32) + 0x89ABCDEF
     low = hashed((0x89ABCDEF + 0x9E3779B9) & 0xFFFFFFFF)
     high = hashed(0x1234567 ^ low)
-    found = MemberSeeds(torch.tensor([seed])).uniform((1, 2, 3), torch.float32)
+    single = MemberSeeds(torch.tensor([seed])).uniform((1, 2, 3), torch.float32)
     wide = MemberSeeds(torch.tensor([seed])).uniform((1, 2, 3), torch.float64)
-    for place in range(6):
-        number = hashed((place + low) & 0xFFFFFFFF)
+    for index in range(6):
+        number = hashed((index + low) & 0xFFFFFFFF)
         first, second = hashed(number ^ high), hashed(number ^ hashed(high ^ 0x9E3779B9))
-        assert found.flatten()[place].item() == (first >> 8) * 2.0**-24
-        assert wide.flatten()[place].item() == (first >> 5) * 2.0**-27 + (second >> 6) * 2.0**-53
+        assert single.flatten()[index].item() == (first >> 8) * 2.0**-24
+        assert wide.flatten()[index].item() == (first >> 5) * 2.0**-27 + (second >> 6) * 2.0**-53
 
 
 @DTYPES
 def test_the_numbers_of_a_member_are_its_own(dtype: torch.dtype) -> None:
     whole, row = MemberSeeds(seeds(5)), MemberSeeds(seeds(5)[3:4])
     for shape in ((2, 3), (7,)):
-        both = whole.uniform((5, *shape), dtype), row.uniform((1, *shape), dtype)
-        assert torch.equal(both[0][3:4], both[1])
-        assert both[0].dtype is dtype
+        draws = whole.uniform((5, *shape), dtype), row.uniform((1, *shape), dtype)
+        assert torch.equal(draws[0][3:4], draws[1])
+        assert draws[0].dtype is dtype
     assert not torch.equal(whole.uniform((5, 4), dtype), whole.uniform((5, 4), dtype))
     assert len(whole.uniform((5, 99), dtype)[:, 0].unique()) == 5
 
@@ -51,25 +51,25 @@ def test_the_numbers_of_a_member_are_its_own(dtype: torch.dtype) -> None:
 def test_uniform(dtype: torch.dtype) -> None:
     """Moments, and how often each of 64 stretches is met, in one member and in one place of many members."""
     for shape in ((1, 1 << 16), (1 << 16, 1)):
-        found = MemberSeeds(seeds(shape[0])).uniform(shape, dtype).flatten().double()
-        assert 0 <= found.min() < 1e-3
-        assert 1 - 1e-3 < found.max() < 1
-        assert found.mean().item() == pytest.approx(0.5, abs=5 * math.sqrt(1 / 12 / len(found)))
-        counts = torch.histc(found, 64, 0, 1)
-        expected = len(found) / 64
+        values = MemberSeeds(seeds(shape[0])).uniform(shape, dtype).flatten().double()
+        assert 0 <= values.min() < 1e-3
+        assert 1 - 1e-3 < values.max() < 1
+        assert values.mean().item() == pytest.approx(0.5, abs=5 * math.sqrt(1 / 12 / len(values)))
+        counts = torch.histc(values, 64, 0, 1)
+        expected = len(values) / 64
         # 63 degrees of freedom: beyond 130 once in a million.
         assert ((counts - expected) ** 2 / expected).sum() < 130
-        neighbours = torch.corrcoef(torch.stack([found[:-1], found[1:]]))[0, 1]
-        assert abs(neighbours) < 5 / math.sqrt(len(found))
+        neighbours = torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1]
+        assert abs(neighbours) < 5 / math.sqrt(len(values))
 
 
 @DTYPES
 def test_normal(dtype: torch.dtype) -> None:
-    found = MemberSeeds(seeds(4)).normal((4, 1 << 14), dtype).double()
-    assert torch.isfinite(found).all()
-    assert found.mean().item() == pytest.approx(0, abs=5 / math.sqrt(found.numel()))
-    assert found.var().item() == pytest.approx(1, abs=0.05)
-    assert (found**4).mean().item() == pytest.approx(3, abs=0.2)
+    values = MemberSeeds(seeds(4)).normal((4, 1 << 14), dtype).double()
+    assert torch.isfinite(values).all()
+    assert values.mean().item() == pytest.approx(0, abs=5 / math.sqrt(values.numel()))
+    assert values.var().item() == pytest.approx(1, abs=0.05)
+    assert (values**4).mean().item() == pytest.approx(3, abs=0.2)
 
 
 def test_seeds_are_for_a_while() -> None:

@@ -32,16 +32,16 @@ for place in (work, thread):
 
 # glibc keeps blocks of up to 32 MiB by itself; a heap of a thread holds less than 64.
 @pytest.mark.parametrize("size", [40 << 20, 100 << 20])
-@pytest.mark.parametrize(("setting", "kept"), [("1", True), ("0", False)])
-def test_large_blocks_are_mapped_once(setting: str, kept: bool, size: int) -> None:
+@pytest.mark.parametrize(("setting", "is_kept"), [("1", True), ("0", False)])
+def test_large_blocks_are_mapped_once(setting: str, is_kept: bool, size: int) -> None:
     environment = {**os.environ, "HFUSION_KEEP_MEMORY": setting}
     command = [sys.executable, "-c", SCRIPT, str(size)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     main, thread = (line.split() for line in result.stdout.splitlines())
-    assert main[0] == thread[0] == str(kept)
+    assert main[0] == thread[0] == str(is_kept)
     # Memory that is handed back is faulted in again all three times.
     faults = 2 * (size >> 12)
-    assert (int(main[1]) < faults) == (int(thread[1]) < faults) == kept
+    assert (int(main[1]) < faults) == (int(thread[1]) < faults) == is_kept
 
 
 def test_threads_have_heaps_of_their_own_unless_blocks_are_too_large_for_them() -> None:
@@ -57,6 +57,6 @@ thread.start()
 thread.join()
 print(abs(found[0] - main) > 1 << 30)
 """
-    for size, own in ((40 << 20, "True"), (100 << 20, "False")):
+    for size, separate in ((40 << 20, "True"), (100 << 20, "False")):
         command = [sys.executable, "-c", script, str(size)]
-        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == own
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == separate

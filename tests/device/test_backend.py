@@ -1,4 +1,4 @@
-"""What a device is asked for: here the host's answers, and on an accelerator those of its own module of torch."""
+"""Backends of devices: the answers of the host here, and on an accelerator those of its module of torch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def test_a_queue_does_what_it_is_asked_for_in_turn(device: torch.device) -> None
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_random_states_come_back(device: torch.device) -> None:
-    asked = backend(device)
-    before = asked.random_states()
+    device_backend = backend(device)
+    before = device_backend.random_states()
     first = torch.rand(3, device=device).cpu(), torch.rand(3)
-    asked.set_random_states(before)
+    device_backend.set_random_states(before)
     with random_states_kept():
         torch.rand(5, device=device)
     again = torch.rand(3, device=device).cpu(), torch.rand(3)
@@ -48,7 +48,7 @@ def test_pinned_memory_is_taken_in_powers_of_two() -> None:
 
 
 class Graph:
-    """In a pool of its own, or in the one that it was given."""
+    """A graph in a new pool, or in the pool that it was given."""
 
     def __init__(self, handle: object) -> None:
         self._handle = handle or object()
@@ -67,7 +67,7 @@ def test_graphs_share_a_pool_as_long_as_one_of_them_is_alive() -> None:
     assert second.pool() is first.pool() is pool.handle()
     del first
     assert pool.handle() is second.pool()
-    # torch frees the pool with its last graph, and asserts that nobody asks for it again.
+    # torch frees the pool with its last graph, and asserts that it is not requested again.
     del second
     assert pool.handle() is None
 
@@ -77,7 +77,7 @@ def test_the_host_records_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", ["xpu", "cuda"])
-def test_where_nothing_is_recorded_it_says_why(kind: str) -> None:
+def test_a_device_that_records_nothing_says_why(kind: str) -> None:
     if torch.accelerator.is_available():
         pytest.skip("records graphs")
     assert backend(torch.device(kind, 0)).recorder()

@@ -48,7 +48,7 @@ def test_only_the_user_reads_and_writes_whatever_the_umask(mask: int, tmp_path: 
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert read(path) == b"x"
-    assert {found.name for found in path.parent.iterdir()} == {"first", "kernels.so"}
+    assert {entry.name for entry in path.parent.iterdir()} == {"first", "kernels.so"}
 
 
 HOMES: dict[str, tuple[dict[str, str | None], str]] = {
@@ -60,11 +60,11 @@ HOMES: dict[str, tuple[dict[str, str | None], str]] = {
 
 
 @pytest.mark.parametrize("name", HOMES)
-def test_where_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables, wanted = HOMES[name]
+def test_location_of_the_cache_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables, expected = HOMES[name]
     monkeypatch.chdir(tmp_path)
     set_all(variables, tmp_path, monkeypatch)
-    assert cache_folder() == Path(wanted.format(tmp_path))
+    assert cache_folder() == Path(expected.format(tmp_path))
 
 
 def set_all(variables: dict[str, str | None], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,14 +98,14 @@ FOLDERS = [
 
 
 @pytest.mark.parametrize(("make", "why"), FOLDERS)
-def test_a_folder_that_cannot_be_used_is_told_once(
+def test_an_unusable_folder_is_reported_once(
     make: Callable[[Path], None], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     make(tmp_path / "hfusion")
-    with pytest.warns(UserWarning, match=f"no cache folder can be used .*hfusion: .*{why}") as told:
+    with pytest.warns(UserWarning, match=f"no cache folder can be used .*hfusion: .*{why}") as records:
         private = cache_folder()
-    assert len(told) == 1
+    assert len(records) == 1
     assert private.parent != tmp_path
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
     assert cache_folder() == private
@@ -117,12 +117,12 @@ def test_a_folder_that_cannot_be_used_is_told_once(
 def test_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_all({"XDG_CACHE_HOME": None, "HOME": None}, tmp_path, monkeypatch)
     try:
-        known = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache" / "hfusion"
+        expected = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache" / "hfusion"
     except KeyError:
-        known = None
+        expected = None
     for home in (None, ""):
         set_all({"HOME": home}, tmp_path, monkeypatch)
-        assert cache._preferred_folder() == known
+        assert cache._preferred_folder() == expected
     set_all({"HOME": "."}, tmp_path, monkeypatch)
     assert cache._preferred_folder() is None
     cache._usable.cache_clear()
@@ -176,14 +176,14 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize(("attack", "why"), ATTACKS.values(), ids=ATTACKS)
-def test_what_is_not_believed(attack: Callable[[Path], None], why: str, tmp_path: Path) -> None:
+def test_untrusted_files_are_refused(attack: Callable[[Path], None], why: str, tmp_path: Path) -> None:
     path = tmp_path / "hfusion" / "kept"
     write_sealed(path, b"content of some length")
     assert read_sealed(path) == b"content of some length"
     attack(path)
-    with pytest.raises(OSError, match=why) as told:
+    with pytest.raises(OSError, match=why) as error:
         read_sealed(path)
-    assert told.value.strerror
+    assert error.value.strerror
     if path.is_dir():
         with pytest.raises(OSError, match="directory"):
             write_sealed(path, b"new")
@@ -216,7 +216,7 @@ def test_the_first_who_keeps_once_is_believed(damaged: bool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("content", ["", "[" * 1_000_000, '{"a":' * 100_000, "\x00", "[" + "9" * 5000 + "]"])
-def test_what_is_no_json(content: str, tmp_path: Path) -> None:
+def test_invalid_json_is_refused(content: str, tmp_path: Path) -> None:
     write(tmp_path / "hfusion" / "kept.json", content.encode())
     with pytest.raises(ValueError):  # noqa: PT011
         read_json(tmp_path / "hfusion" / "kept.json")
@@ -230,7 +230,7 @@ def test_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["1", None, True, float("nan"), float("inf"), -1, 0, 0.5, 10**400, [1], {}])
-def test_what_is_no_number(value: object) -> None:
+def test_invalid_numbers_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match="is no number from 1 to 1000"):
         number(value, 1, 1000)
     assert number(7, 1, 1000) == 7.0

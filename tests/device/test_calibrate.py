@@ -1,4 +1,4 @@
-"""What measured rates are kept for."""
+"""The machines and devices for which measured rates are kept."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("others", [False, True])
 def test_a_thread_draws_as_if_there_were_no_other(others: bool) -> None:
-    """Another one draws, and seeds, within it; what that draws is what it would draw by itself."""
+    """Another thread draws and seeds at the same time, and draws the numbers that it would draw alone."""
     with ThreadPoolExecutor(1) as pool:
         if others:
             pool.submit(torch.get_rng_state).result()
@@ -33,8 +33,8 @@ def test_a_thread_draws_as_if_there_were_no_other(others: bool) -> None:
             inside.append(torch.rand(2))
             torch.manual_seed(5)
             inside.append(torch.rand(4))
-        one, other = torch.cat(inside[:2]), inside[2]
-        assert torch.equal(one, other)
+        first, other = torch.cat(inside[:2]), inside[2]
+        assert torch.equal(first, other)
         if aside is None:
             assert torch.equal(torch.get_rng_state(), before)
         else:
@@ -64,8 +64,8 @@ def test_a_copy_draws_the_same_and_goes_its_own_way() -> None:
         torch.rand(3)
     copy = generators.copy()
     drawn = []
-    for each in (copy, generators, copy):
-        with each.active(CPU):
+    for source in (copy, generators, copy):
+        with source.active(CPU):
             drawn.append(torch.rand(3))
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
@@ -86,17 +86,17 @@ def test_tasks_in_several_threads_draw_as_if_alone() -> None:
     start = Barrier(3)
 
     def draw(seed: int) -> torch.Tensor:
-        generators, found = Generators(seed), []
+        generators, draws = Generators(seed), []
         start.wait()
         for _ in range(30):
             with generators.active(CPU):
-                found.append(torch.rand(2))
-        return torch.stack(found)
+                draws.append(torch.rand(2))
+        return torch.stack(draws)
 
     with ThreadPoolExecutor(3) as pool:
         together = list(pool.map(draw, range(3)))
-    for seed, found in enumerate(together):
-        assert torch.equal(found.flatten(), torch.rand(60, generator=torch.Generator().manual_seed(seed)))
+    for seed, draws in enumerate(together):
+        assert torch.equal(draws.flatten(), torch.rand(60, generator=torch.Generator().manual_seed(seed)))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

@@ -1,4 +1,4 @@
-"""What kinds of lowerings take of a device's rates, from the times of layers."""
+"""Fits of the share of a device's rates that each kind of lowering reaches, from the times of layers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ TINY = {"small": LayerSizes(2, 1, 1, 3, 2, 3), "large": LayerSizes(2, 2, 4, 5, 1
 KNOWN = {kind: KindFit(calls=3.0 + number, arithmetic=0.5 * number + 0.25) for number, kind in enumerate(KINDS)}
 
 
-def estimated(known: dict[str, KindFit]) -> dict[str, float]:
+def estimated(fits: dict[str, KindFit]) -> dict[str, float]:
     """Return how often per second layers run by the estimates of the cost model."""
-    rates, found = ComputeRates(RATES.flops, RATES.memory, RATES.calls, device="cuda", kinds=known), {}
+    rates, frequencies = ComputeRates(RATES.flops, RATES.memory, RATES.calls, device="cuda", kinds=fits), {}
     for name, layer in timed_layers().items():
         kind, _, _ = name.rpartition(", ")
         lowering = Lowering(torch.add, Layout.STACKED, "", Efficiency(gpu=Efficiency(kind=kind)))
         # A third of operations and traffic is forward.
         work = Work(layer.calls, layer.flops / 3, 2, 0, layer.traffic / 3, tracked=True)
-        found[name] = 1 / seconds(lowering, work, rates).total
-    return found
+        frequencies[name] = 1 / seconds(lowering, work, rates).total
+    return frequencies
 
 
 def fit(measured: dict[str, float]) -> dict[str, KindFit]:
@@ -35,8 +35,8 @@ def fit(measured: dict[str, float]) -> dict[str, KindFit]:
 
 
 def test_times_by_the_estimate_give_its_numbers() -> None:
-    found = fit(estimated(KNOWN))
-    assert {kind: pytest.approx(each) for kind, each in KNOWN.items()} == found
+    fits = fit(estimated(KNOWN))
+    assert {kind: pytest.approx(kind_fit) for kind, kind_fit in KNOWN.items()} == fits
 
 
 def test_absurd_times_give_plausible_numbers() -> None:

@@ -104,8 +104,8 @@ def kept(kind: str) -> Path:
 
 
 def rates_in(path: Path) -> dict[str, float]:
-    found: dict[str, float] = json.loads(path.read_text())["rates"]
-    return found
+    rates: dict[str, float] = json.loads(path.read_text())["rates"]
+    return rates
 
 
 @pytest.mark.usefixtures("measured")
@@ -163,7 +163,7 @@ def test_a_damaged_calibration_is_measured_anew(
     assert len(list(cache_folder().iterdir())) == 2
 
 
-def test_a_missing_device_is_told() -> None:
+def test_a_missing_device_is_an_error() -> None:
     with pytest.raises(PlanError, match="there is no device cuda:99: torch sees"):
         Machine([Device("cuda:99", memory=1)]).calibrate()
 
@@ -184,7 +184,7 @@ def test_devices_share_an_interpreter_and_what_is_one_device_its_speed() -> None
     assert card.shared(1, 2).action_seconds == 2 * card.action_seconds > 0
 
 
-def test_a_cache_that_cannot_be_written_is_told_and_done_without(
+def test_calibration_warns_and_goes_on_if_the_cache_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -228,7 +228,7 @@ def test_a_busy_machine_is_not_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert rates.flops == standard_rates(cpu).flops
     assert not list(cache_folder().glob("compute-*"))
     assert torch.get_num_threads() == 2
-    # One thread has nobody to wait for.
+    # One thread waits for no other.
     torch.set_num_threads(1)
     calibrate.calibrate(cpu, tmp_path)
     assert kept("compute").exists()
@@ -278,7 +278,7 @@ def test_each_dtype_has_its_rate(name: str) -> None:
 
 
 @pytest.mark.usefixtures("measured")
-def test_where_nothing_can_be_kept_lowerings_are_chosen_by_standard_rates(
+def test_standard_rates_choose_lowerings_if_nothing_can_be_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -310,7 +310,7 @@ def test_absurd_rates_are_not_believed(value: str, tmp_path: Path) -> None:
     assert calibrate._read(path, {}, ("load", "read")) is None
 
 
-def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))

@@ -52,11 +52,11 @@ def naming(source: str) -> list[str]:
 
 def test_no_other_file_names_an_accelerator() -> None:
     files = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
-    found = {str(path.relative_to(ROOT)): naming(path.read_text()) for path in files}
-    assert {name for name, names in found.items() if names} == set(WHY)
+    names_by_file = {str(path.relative_to(ROOT)): naming(path.read_text()) for path in files}
+    assert {name for name, names in names_by_file.items() if names} == set(WHY)
 
 
-def test_what_names_one_is_seen() -> None:
+def test_names_of_accelerators_are_found_in_source() -> None:
     assert naming("import torch\nx = torch.cuda.Stream()") == ["cuda"]
     assert naming('"""Of CUDA."""\nx.to("cuda:0")') == ["cuda:0"]
     assert naming('def f():\n    """cuda"""\n    return 1') == []
@@ -80,7 +80,7 @@ def test_the_default_device_decides_nothing() -> None:
     """Under ``torch.set_default_device``, a tensor of ours would be where nothing expects it."""
     folders = ("hfusion", "ops", "passes")
     files = [path for name in folders for path in (ROOT / name).rglob("*.py") if "bench" not in path.parts]
-    found = {str(path.relative_to(ROOT)): without_device(path.read_text()) for path in files}
-    assert {name: calls for name, calls in found.items() if calls} == {}
+    calls_by_file = {str(path.relative_to(ROOT)): without_device(path.read_text()) for path in files}
+    assert {name: calls for name, calls in calls_by_file.items() if calls} == {}
     assert without_device("torch.zeros(3)") == ["torch.zeros(3)"]
     assert without_device("torch.zeros(3, device=d)\ntorch.zeros_like(x)") == []

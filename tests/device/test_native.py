@@ -21,11 +21,11 @@ from tests.device.test_cache import ATTACKS
 def test_a_library_is_compiled_once(source: Path, compiler: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     assert isinstance(native.build(source, compiler, folder), ctypes.CDLL)
-    (made,) = folder.iterdir()
-    stamp = made.stat().st_mtime_ns
+    (binary,) = folder.iterdir()
+    stamp = binary.stat().st_mtime_ns
     assert isinstance(native.build(source, compiler, folder), ctypes.CDLL)
-    assert made.stat().st_mtime_ns == stamp
-    assert list(folder.iterdir()) == [made]
+    assert binary.stat().st_mtime_ns == stamp
+    assert list(folder.iterdir()) == [binary]
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ def seven(tmp_path: Path) -> Path:
 def test_a_library_is_compiled_meanwhile(seven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)
-    asked: list[str] = []
+    calls: list[str] = []
     for _ in range(2):
-        native.compile_in_background(seven, lambda: asked.append("before"))
-    assert asked == ["before"]
+        native.compile_in_background(seven, lambda: calls.append("before"))
+    assert calls == ["before"]
     begun = native._pending_libraries[seven]
     library = native.library(seven)
     assert isinstance(library, ctypes.CDLL)
@@ -52,7 +52,7 @@ def test_a_library_is_compiled_meanwhile(seven: Path, tmp_path: Path, monkeypatc
     assert seven not in native._pending_libraries
 
 
-def test_why_a_library_is_not_compiled_meanwhile_is_told_when_it_is_wanted(
+def test_a_failed_background_compilation_is_reported_when_the_library_is_requested(
     seven: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", "false")
@@ -64,12 +64,12 @@ def test_why_a_library_is_not_compiled_meanwhile_is_told_when_it_is_wanted(
 def test_a_library_that_does_not_load_is_compiled_again(seven: Path, compiler: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     assert isinstance(native.build(seven, compiler, folder), ctypes.CDLL)
-    (made,) = folder.iterdir()
-    write_sealed(made, b"no library")
+    (binary,) = folder.iterdir()
+    write_sealed(binary, b"no library")
     library = native.build(seven, compiler, folder)
     assert isinstance(library, ctypes.CDLL)
     assert library.seven() == 7
-    assert made.stat().st_size > 1000
+    assert binary.stat().st_size > 1000
 
 
 @pytest.mark.parametrize(("attack", "why"), ATTACKS.values(), ids=ATTACKS)
@@ -79,14 +79,14 @@ def test_a_library_that_is_not_believed_is_compiled_again(
 ) -> None:
     folder = tmp_path / "cache"
     native.build(seven, compiler, folder)
-    (made,) = folder.iterdir()
-    attack(made)
-    with pytest.warns(UserWarning, match=rf"the compiled kernels in {made} are built again: .*{why}"):
+    (binary,) = folder.iterdir()
+    attack(binary)
+    with pytest.warns(UserWarning, match=rf"the compiled kernels in {binary} are built again: .*{why}"):
         library = native.build(seven, compiler, folder)
     assert isinstance(library, ctypes.CDLL)
     assert library.seven() == 7
-    if made.is_dir():
-        made.rmdir()
+    if binary.is_dir():
+        binary.rmdir()
         native.build(seven, compiler, folder)
     assert isinstance(native.build(seven, compiler, folder), ctypes.CDLL)
 
@@ -95,29 +95,27 @@ def test_code_of_a_stranger_does_not_run(seven: Path, compiler: list[str], tmp_p
     """A library of that name whose constructor would leave a file."""
     folder, mark, evil = tmp_path / "cache", tmp_path / "mark", tmp_path / "evil.c"
     native.build(seven, compiler, folder)
-    (made,) = folder.iterdir()
+    (binary,) = folder.iterdir()
     evil.write_text(
         f'#include <stdio.h>\n__attribute__((constructor)) void run(void) {{ fclose(fopen("{mark}", "w")); }}'
     )
-    subprocess.run([*compiler, "-shared", "-fPIC", "-o", str(made), str(evil)], check=True)
+    subprocess.run([*compiler, "-shared", "-fPIC", "-o", str(binary), str(evil)], check=True)
     with pytest.warns(UserWarning, match="are built again: it is damaged"):
         native.build(seven, compiler, folder)
     assert not mark.exists()
 
 
-def test_a_file_that_is_cut_short_while_it_is_loaded_harms_nobody(
-    seven: Path, compiler: list[str], tmp_path: Path
-) -> None:
+def test_a_loaded_library_works_after_its_file_is_truncated(seven: Path, compiler: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     native.build(seven, compiler, folder)
     library = native.build(seven, compiler, folder)
-    (made,) = folder.iterdir()
-    os.truncate(made, 0)
+    (binary,) = folder.iterdir()
+    os.truncate(binary, 0)
     assert isinstance(library, ctypes.CDLL)
     assert library.seven() == 7
 
 
-def test_a_folder_that_cannot_be_written_is_told(seven: Path, compiler: list[str], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_warned_of(seven: Path, compiler: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.warns(UserWarning, match=r"are built again: Not a directory"),

@@ -21,7 +21,7 @@ def threads_of_process() -> int:
 def test_a_thread_that_waits_keeps_no_team() -> None:
     if _pause() is _nothing:
         pytest.skip("torch computes by another runtime than GNU's")
-    counts, left, sums = [], [], []
+    counts, remaining, sums = [], [], []
 
     def compute() -> None:
         with torch_threads(2):
@@ -35,16 +35,16 @@ def test_a_thread_that_waits_keeps_no_team() -> None:
                     if threads_of_process() == before:
                         break
                     time.sleep(0.05)
-                left.append(threads_of_process() - before)
+                remaining.append(threads_of_process() - before)
 
     thread = Thread(target=compute)
     thread.start()
     thread.join()
     assert counts == [1, 1]
-    assert left == [0, 0]
+    assert remaining == [0, 0]
     assert sums == [2.0 * (1 << 20)] * 2
 
 
-def test_where_there_is_no_team_nothing_happens() -> None:
+def test_releasing_no_team_does_nothing() -> None:
     release_team()
     release_team()

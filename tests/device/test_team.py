@@ -40,7 +40,7 @@ def test_pieces_are_done_at_the_same_time() -> None:
 
 
 @needs_library
-def test_the_first_piece_that_fails_is_told_when_all_have_ended() -> None:
+def test_the_first_failed_piece_is_raised_when_all_have_ended() -> None:
     ended: list[int] = []
 
     def do(work: int, index: int, message: object, room: int) -> int:
@@ -52,17 +52,17 @@ def test_the_first_piece_that_fails_is_told_when_all_have_ended() -> None:
         return 0
 
     piece = Piece(do)
-    with pytest.raises(PieceError, match="no luck") as found:
+    with pytest.raises(PieceError, match="no luck") as error:
         team(2).run(address(piece), 0, 1000)
-    assert found.value.piece == 1
+    assert error.value.piece == 1
     assert 0 in ended
     assert len(ended) < 999
 
 
 @needs_library
 def test_threads_compute_alone_and_others_as_before() -> None:
-    found: list[int] = []
-    piece = Piece(lambda work, index, message, room: found.append(torch.get_num_threads()) or 0)
+    thread_counts: list[int] = []
+    piece = Piece(lambda work, index, message, room: thread_counts.append(torch.get_num_threads()) or 0)
     try:
         torch.set_num_threads(5)
         team(2).run(address(piece), 0, 3)
@@ -70,22 +70,22 @@ def test_threads_compute_alone_and_others_as_before() -> None:
         other = threading.Thread(target=lambda: born.append(torch.get_num_threads()))
         other.start()
         other.join()
-        assert (found, torch.get_num_threads(), born) == ([1, 1, 1], 5, [5])
+        assert (thread_counts, torch.get_num_threads(), born) == ([1, 1, 1], 5, [5])
     finally:
         torch.set_num_threads(1)
 
 
 @needs_library
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_who_asks_is_one_of_the_threads(threads: int) -> None:
-    """And computes as the others do, until all is done; the threads meet, so that each takes one piece."""
-    met: set[int] = set()
+def test_the_caller_is_one_of_the_threads(threads: int) -> None:
+    """The caller computes like the other threads. A barrier makes each thread take one piece."""
+    identifiers: set[int] = set()
     numbers: list[int] = []
     meeting = threading.Barrier(threads)
 
     def do(work: int, index: int, message: object, room: int) -> int:
         meeting.wait(60)
-        met.add(threading.get_ident())
+        identifiers.add(threading.get_ident())
         numbers.append(torch.get_num_threads())
         return 0
 
@@ -94,10 +94,10 @@ def test_who_asks_is_one_of_the_threads(threads: int) -> None:
     try:
         torch.set_num_threads(3)
         for times in range(1, 31):
-            met.clear()
+            identifiers.clear()
             helpers.run(address(piece), 0, threads)
-            assert len(met) == threads
-            assert threading.get_ident() in met
+            assert len(identifiers) == threads
+            assert threading.get_ident() in identifiers
             assert torch.get_num_threads() == 3
             assert numbers == [1] * threads * times
             # Closer and further apart than the threads look for work.

@@ -15,8 +15,8 @@ pytest.importorskip("sklearn")
 def test_the_ways_agree(capsys: pytest.CaptureFixture[str]) -> None:
     from examples import all_cores
 
-    found = all_cores.main(["--members", "4", "--steps", "30"])
-    assert set(found) == {"1", "2", "auto"}
-    assert torch.equal(found["2"], found["auto"])
-    torch.testing.assert_close(found["1"], found["2"], rtol=1e-3, atol=1e-3)
+    losses = all_cores.main(["--members", "4", "--steps", "30"])
+    assert set(losses) == {"1", "2", "auto"}
+    assert torch.equal(losses["2"], losses["auto"])
+    torch.testing.assert_close(losses["1"], losses["2"], rtol=1e-3, atol=1e-3)
     assert "2 threads of torch's" in capsys.readouterr().out

@@ -22,7 +22,7 @@ def data() -> Data:
 
 
 def trained_alone(data: Data, epochs: int) -> list[Network]:
-    """What ``train`` must give, with torch.optim and one member after the other."""
+    """Reference for ``train``: train one member after the other with torch.optim."""
     networks = []
     for b, (seed, decay) in enumerate(zip(SEEDS, DECAYS, strict=True)):
         torch.manual_seed(seed)
@@ -52,8 +52,8 @@ def test_members_equal_their_solo_runs(data: Data) -> None:
     finally:
         torch.set_default_dtype(default)
     for member, network in zip(fused.unfuse(), alone, strict=True):
-        for ours, theirs in zip(member.parameters(), network.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+        for actual, expected in zip(member.parameters(), network.parameters(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_every_member_has_its_own_sample(data: Data) -> None:

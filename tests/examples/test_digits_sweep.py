@@ -48,14 +48,14 @@ def test_check_sees_another_learning_rate(data: tuple[Labelled, Labelled]) -> No
 def test_sweep_learns_and_agrees(data: tuple[Labelled, Labelled]) -> None:
     batches = digits_sweep.shuffled(data[0], 32, 2, seed=0)
     models = digits_sweep.make_models(3, 0, CPU)
-    fused, found = digits_sweep.sweep(models, RATES, batches, data[1], epochs=2)
+    fused, result = digits_sweep.sweep(models, RATES, batches, data[1], epochs=2)
     assert len(fused) == 3
-    assert found.array.losses.shape == found.alone.losses.shape == (len(batches), 3)
-    assert max(found.accuracies) > 0.9
+    assert result.array.losses.shape == result.alone.losses.shape == (len(batches), 3)
+    assert max(result.accuracies) > 0.9
     # The smallest rate moves nothing in two epochs.
-    assert found.accuracies[0] < 0.5
-    torch.testing.assert_close(found.array.losses[0], found.alone.losses[0])
-    assert found.accuracies == pytest.approx(found.alone_accuracies, abs=0.05)
+    assert result.accuracies[0] < 0.5
+    torch.testing.assert_close(result.array.losses[0], result.alone.losses[0])
+    assert result.accuracies == pytest.approx(result.alone_accuracies, abs=0.05)
 
 
 def test_main_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

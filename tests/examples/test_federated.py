@@ -42,8 +42,8 @@ def test_who_has_ended_stays_as_it_is() -> None:
 
 
 def test_it_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    found = federated.main(["--clients", "20", "--rounds", "12", "--part", "0.5", "--eager"])
-    assert min(found.values()) > 0.3
+    accuracies = federated.main(["--clients", "20", "--rounds", "12", "--part", "0.5", "--eager"])
+    assert min(accuracies.values()) > 0.3
     assert "FedProx: accuracy" in capsys.readouterr().out
 
 

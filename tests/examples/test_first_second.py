@@ -15,8 +15,8 @@ from tests.step.test_train_step import needs_compiler
 def test_it_changes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HFUSION_CHECK")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = [first_second.train(2, lambda done: done < 6, eager_steps=3) for _ in range(2)]
-    (change, losses), (again, others) = found
+    runs = [first_second.train(2, lambda done: done < 6, eager_steps=3) for _ in range(2)]
+    (change, losses), (again, others) = runs
     assert (len(change.eager), len(change.compiled)) == (3, 3)
     assert str(again).startswith("3 eager steps")
     assert torch.equal(losses, others)

@@ -23,10 +23,10 @@ def test_every_fold_is_trained_as_alone() -> None:
                 opt.zero_grad()
                 F.cross_entropy(model(x[chosen[member]]), y[chosen[member]]).backward()
                 opt.step()
-    for ours, model in zip(pop.models, models, strict=True):
-        assert ours is not None
-        for mine, theirs in zip(ours.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+    for fold_model, model in zip(pop.models, models, strict=True):
+        assert fold_model is not None
+        for actual, expected in zip(fold_model.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_kfold_learns() -> None:
@@ -46,5 +46,5 @@ def test_a_killed_run_ends_as_the_other() -> None:
 
 
 def test_a_model_for_each_customer() -> None:
-    common, each = customers.main(["--customers", "50", "--days", "12", "--eager"])
-    assert each < 0.7 * common
+    common, per_customer = customers.main(["--customers", "50", "--days", "12", "--eager"])
+    assert per_customer < 0.7 * common

@@ -41,9 +41,9 @@ def test_it_equals_plain_torch() -> None:
 
 
 def test_it_finds_directions(capsys: pytest.CaptureFixture[str]) -> None:
-    found = example.main(["--width", "16", "--features", "24", "--steps", "400", "--ks", "2", "5", "8"])
-    assert found[2].explained < found[5].explained
-    assert found[5].explained > 0.6
+    results = example.main(["--width", "16", "--features", "24", "--steps", "400", "--ks", "2", "5", "8"])
+    assert results[2].explained < results[5].explained
+    assert results[5].explained > 0.6
     assert "variance explained" in capsys.readouterr().out
 
 

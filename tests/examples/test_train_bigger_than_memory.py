@@ -69,20 +69,20 @@ def test_steps_and_memory_are_read_from_the_timeline() -> None:
     assert example.memory_in_time(timeline) == moments
 
 
-def test_a_budget_for_no_shard_is_told(tmp_path: Path) -> None:
+def test_a_budget_below_one_shard_is_refused(tmp_path: Path) -> None:
     with pytest.raises(hf.PlanError, match="smallest budget that would do"):
         example.main([*SMALL[:-1], "64KiB", "--out", str(tmp_path / "plot.png")])
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         (["--width", "30"], "--width is 30; it must be a multiple of 4"),
         (["--layers", "0"], "--layers is 0; it must be at least 1"),
         (["--steps", "2"], "--steps is 2; it must be at least 3"),
     ],
 )
-def test_refuses_what_cannot_be_trained(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_what_cannot_be_trained(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        example.main(given)
+        example.main(arguments)
     assert message in capsys.readouterr().err

@@ -42,8 +42,8 @@ Result = tuple[Tensor, dict[str, Tensor]]
 def made(index: int) -> tuple[hf.FusedModule, Result]:
     """An array for many runs, each of which puts its state back, and what the plain loop makes of it."""
     torch.manual_seed(index)
-    one = fused(Small)
-    return one, plain(one, WAY, LOADER)
+    module = fused(Small)
+    return module, plain(module, WAY, LOADER)
 
 
 def array(index: int) -> hf.FusedModule:
@@ -54,12 +54,12 @@ def by_loop(index: int) -> Result:
     return made(index)[1]
 
 
-def state_of(one: hf.FusedModule) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in one.state_dict().items()}
+def state_of(module: hf.FusedModule) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def equal_states(one: hf.FusedModule, state: dict[str, Tensor]) -> bool:
-    return all(torch.equal(tensor, state[name]) for name, tensor in one.state_dict().items())
+def equal_states(module: hf.FusedModule, state: dict[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, state[name]) for name, tensor in module.state_dict().items())
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What goes wrong in a run is told where the user stands, harms no other task, and leaves nothing behind."""
+"""An error in a run is raised in the caller, harms no other task, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Broken:
         self.epochs.append(None)
         for index, pair in enumerate(LOADER):
             # Planning reads the first minibatch.
-            found = self.act(pair) if len(self.epochs) > 2 and index == self.at else pair
-            if found is None:
+            minibatch = self.act(pair) if len(self.epochs) > 2 and index == self.at else pair
+            if minibatch is None:
                 return
-            yield found
+            yield minibatch
 
 
 class Long(list[Pair]):
@@ -54,7 +54,7 @@ class Long(list[Pair]):
 
 
 def breaks(act: Callable[[Pair], Pair | None], at: int = 1) -> dict[str, Any]:
-    """What makes a task whose loader breaks."""
+    """Return the arguments of a task whose loader breaks."""
     return {"loader": Broken(at, act, [])}
 
 
@@ -117,9 +117,12 @@ def test_a_fault_in_one_task(fault: str, resident: bool, on: hf.Machine) -> None
     plan = planned(tasks, on, [2, 3, 1], [resident] * 3)
     if isinstance(bad.loader, Broken):
         bad.loader.epochs.clear()
-    with nothing_left(on), pytest.raises(hf.TrainError, match=r"task 'bad' failed: .*; finished before: good ") as told:
+    with (
+        nothing_left(on),
+        pytest.raises(hf.TrainError, match=r"task 'bad' failed: .*; finished before: good ") as raised,
+    ):
         hf.train(tasks, on, "fifo", plan=plan)
-    cause, report = told.value.__cause__, told.value.report
+    cause, report = raised.value.__cause__, raised.value.report
     assert isinstance(cause, kind)
     with pytest.raises(kind, match=words):
         raise cause
@@ -129,16 +132,16 @@ def test_a_fault_in_one_task(fault: str, resident: bool, on: hf.Machine) -> None
     assert equal_states(array(0), after)
     assert [type(model) for model in report["good"].models] == [Small] * 3
     assert equal_states(array(2), before[2])
-    for one, state in zip(map(array, range(3)), before, strict=True):
-        assert all(tensor.isfinite().all() for tensor in one.state_dict().values())
-        one.load_state_dict(state)
-    again = [task(array(index), WAY, LOADER, one.name) for index, one in enumerate(tasks)]
+    for module, state in zip(map(array, range(3)), before, strict=True):
+        assert all(tensor.isfinite().all() for tensor in module.state_dict().values())
+        module.load_state_dict(state)
+    again = [task(array(index), WAY, LOADER, original.name) for index, original in enumerate(tasks)]
     with nothing_left(on):
         assert_same([array(index) for index in range(3)], again, [by_loop(index) for index in range(3)], on, plan)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_who_ends_the_process_is_no_fault_of_a_task(kind: type[BaseException], on: hf.Machine) -> None:
+def test_ending_the_process_is_no_fault_of_a_task(kind: type[BaseException], on: hf.Machine) -> None:
     def end(result: object) -> None:
         raise kind("enough")
 
@@ -158,27 +161,27 @@ def test_a_fault_on_one_of_two_devices(on: hf.Machine) -> None:
         ended.wait()
         raise ValueError("now")
 
-    way = replace(WAY, clip=None)
-    expected = plain(array(0), way, LOADER)
+    options = replace(WAY, clip=None)
+    expected = plain(array(0), options, LOADER)
     tasks = [
-        task(array(0), way, LOADER, "good", callbacks=[tell]),
-        task(array(1), way, LOADER, "bad", callbacks=[fail]),
+        task(array(0), options, LOADER, "good", callbacks=[tell]),
+        task(array(1), options, LOADER, "bad", callbacks=[fail]),
     ]
     two = machine(2, host="1B", disk=on.disk)
     plan = planned(tasks, two, [1, 2], [False, False])
-    with nothing_left(on), pytest.raises(hf.TrainError, match=r"'bad' failed: ValueError: now; .*: good ") as told:
+    with nothing_left(on), pytest.raises(hf.TrainError, match=r"'bad' failed: ValueError: now; .*: good ") as raised:
         hf.train(tasks, two, plan=plan)
-    assert torch.equal(told.value.report["good"].losses, expected[0])
+    assert torch.equal(raised.value.report["good"].losses, expected[0])
     assert equal_states(array(0), expected[1])
 
 
 def test_a_task_that_failed_at_its_very_end_has_not_finished(on: hf.Machine) -> None:
     """All its units have run when its last callback fails."""
-    one = task(array(0), Way(), LOADER, "bad", callbacks=[at_the_end])
+    bad = task(array(0), Way(), LOADER, "bad", callbacks=[at_the_end])
     for count in (1, 2):
-        with nothing_left(on), pytest.raises(hf.TrainError, match="finished before: none") as told:
-            hf.train([one], on, plan=planned([one], on, [count], [False]))
-        assert not told.value.report
+        with nothing_left(on), pytest.raises(hf.TrainError, match="finished before: none") as raised:
+            hf.train([bad], on, plan=planned([bad], on, [count], [False]))
+        assert not raised.value.report
 
 
 # From Python 3.12 on fork warns where there are threads.
@@ -187,10 +190,10 @@ def test_a_task_that_failed_at_its_very_end_has_not_finished(on: hf.Machine) -> 
 def test_processes_that_read_for_a_loader_are_gone(fails: bool, on: hf.Machine) -> None:
     x, y = (torch.cat(parts) for parts in zip(*LOADER, strict=True))
     loader = DataLoader(TensorDataset(x, y), 6, num_workers=1)
-    one = task(array(0), WAY, loader, callbacks=[interrupt] if fails else [], eval_loader=loader)  # type: ignore[arg-type]
+    loader_task = task(array(0), WAY, loader, callbacks=[interrupt] if fails else [], eval_loader=loader)  # type: ignore[arg-type]
     before = multiprocessing.active_children()
     with nothing_left(on), pytest.raises(hf.TrainError) if fails else nullcontext():
-        hf.train([one], on)
+        hf.train([loader_task], on)
     assert set(multiprocessing.active_children()) <= set(before)
 
 
@@ -212,9 +215,9 @@ def test_a_fault_before_anything_runs_is_raised_as_it_is(where: str, on: hf.Mach
     before = state_of(array(0))
     loader = Unread() if where == "first minibatch" else LOADER
     bad = hf.Task(array(0), nn.functional.cross_entropy, factory, loader, name="bad")
-    with nothing_left(on), pytest.raises(LookupError, match=where) as told:
+    with nothing_left(on), pytest.raises(LookupError, match=where) as raised:
         hf.train(bad, on)
-    assert told.value.__notes__ == ["in the task 'bad'"]
+    assert raised.value.__notes__ == ["in the task 'bad'"]
     assert equal_states(array(0), before)
 
 
@@ -241,7 +244,7 @@ LOSSES: dict[str, tuple[Any, str]] = {
 def test_a_loss_that_cannot_be_used(case: str, on: hf.Machine) -> None:
     loss, words = LOSSES[case]
     before = state_of(array(0))
-    with nothing_left(on), pytest.raises(PlanError, match=f"^task 'bad': the loss.*{words}") as told:
+    with nothing_left(on), pytest.raises(PlanError, match=f"^task 'bad': the loss.*{words}") as raised:
         hf.train(task(array(0), WAY, LOADER, "bad", loss=loss), on)
-    assert isinstance(told.value.__cause__, LookupError) or case != "fails"
+    assert isinstance(raised.value.__cause__, LookupError) or case != "fails"
     assert equal_states(array(0), before)

@@ -1,4 +1,4 @@
-"""Disks that fail, processes that are killed, Ctrl-C: told where the user stands, and nothing stays."""
+"""Disks that fail, processes that are killed, Ctrl-C: the error reaches the caller, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -55,42 +55,42 @@ def test_a_full_disk(on: hf.Machine) -> None:
         assert_same([array(0), large], again, expected, on, plan)
 
 
-@pytest.mark.parametrize("place", ["file", "file/inside/it"])
-def test_a_disk_that_is_no_folder(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("location", ["file", "file/inside/it"])
+def test_a_disk_that_is_no_folder(location: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("taken")
-    one, on = task(array(0), WAY, LOADER), machine(host="1B", disk=tmp_path / place)
+    spilled_task, on = task(array(0), WAY, LOADER), machine(host="1B", disk=tmp_path / location)
     before = state_of(array(0))
     with pytest.raises(SpillError, match=r"cannot make a folder for spilled state in .*file.*as the machine's disk"):
-        hf.train([one], on)
+        hf.train([spilled_task], on)
     assert equal_states(array(0), before)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["files", "folder"])
 def test_spill_files_that_are_deleted_in_a_run_are_not_missed(folder: bool, on: hf.Machine) -> None:
-    """What is mapped stays there until the mapping ends."""
-    gone: list[Path] = []
+    """A deleted file stays readable until its mapping ends."""
+    deleted: list[Path] = []
 
     def delete(step: Step) -> None:
         for path in on.disk.rglob("*.safetensors"):
-            gone.append(path)
+            deleted.append(path)
             path.unlink()
         if folder and on.disk.exists():
             for path in on.disk.iterdir():
                 path.rmdir()
             on.disk.rmdir()
 
-    one = task(array(0), WAY, LOADER, callbacks=[delete])
+    spilled_task = task(array(0), WAY, LOADER, callbacks=[delete])
     with nothing_left(on):
-        assert_same([array(0)], [one], [by_loop(0)], on, planned([one], on, [3], [False]))
-    assert len(gone) == 3
+        assert_same([array(0)], [spilled_task], [by_loop(0)], on, planned([spilled_task], on, [3], [False]))
+    assert len(deleted) == 3
 
 
 def spilled(disk: str, callback: Callable[[Step], None] | None = None) -> tuple[hf.Task, hf.Machine, Plan]:
     """A task, a machine, and a plan that spills to ``disk``."""
-    one = task(array(0), WAY, LOADER, callbacks=[callback] if callback else [])
+    spilled_task = task(array(0), WAY, LOADER, callbacks=[callback] if callback else [])
     on = machine(host="1B", disk=disk)
-    return one, on, planned([one], on, [3], [False])
+    return spilled_task, on, planned([spilled_task], on, [3], [False])
 
 
 def train_until_killed(disk: str) -> None:
@@ -101,39 +101,39 @@ def train_until_killed(disk: str) -> None:
             print("training", flush=True)
             threading.Event().wait()
 
-    one, on, plan = spilled(disk, wait)
-    hf.train([one], on, plan=plan)
+    spilled_task, on, plan = spilled(disk, wait)
+    hf.train([spilled_task], on, plan=plan)
 
 
 def test_a_killed_process(on: hf.Machine) -> None:
     code = "import sys; from tests.faults import test_outside; test_outside.train_until_killed(sys.argv[1])"
     root = Path(__file__).parents[2]
     others: list[Path] = []
-    one, _, plan = spilled(str(on.disk), lambda step: others.extend(on.disk.iterdir()))
+    spilled_task, _, plan = spilled(str(on.disk), lambda step: others.extend(on.disk.iterdir()))
     with subprocess.Popen([sys.executable, "-c", code, on.disk], cwd=root, stdout=subprocess.PIPE) as child:
         try:
             assert child.stdout is not None
             assert child.stdout.readline() == b"training\n"
-            (left,) = on.disk.iterdir()
-            assert_same([array(0)], [one], [by_loop(0)], on, plan)
-            assert left in others
+            (leftover,) = on.disk.iterdir()
+            assert_same([array(0)], [spilled_task], [by_loop(0)], on, plan)
+            assert leftover in others
         finally:
             child.kill()
-    assert len(list(left.glob("*.safetensors"))) == 3
+    assert len(list(leftover.glob("*.safetensors"))) == 3
     others.clear()
-    assert_same([array(0)], [one], [by_loop(0)], on, plan)
+    assert_same([array(0)], [spilled_task], [by_loop(0)], on, plan)
     assert others
-    assert left not in others
+    assert leftover not in others
     assert not list(on.disk.iterdir())
     on.disk.rmdir()
 
 
 @contextmanager
-def interruptible(seen: threading.Semaphore) -> Iterator[None]:
-    """Ctrl-C as Python handles it, which workers of pytest-xdist do not; releases ``seen``."""
+def interruptible(handled: threading.Semaphore) -> Iterator[None]:
+    """Ctrl-C as Python handles it, which workers of pytest-xdist do not; releases ``handled``."""
 
     def handle(number: int, frame: Any) -> None:
-        seen.release()
+        handled.release()
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, handle)
@@ -146,7 +146,7 @@ def interruptible(seen: threading.Semaphore) -> Iterator[None]:
 @pytest.mark.parametrize("times", [1, 2, 5])
 @pytest.mark.parametrize("resident", [False, True], ids=["spilled", "resident"])
 def test_ctrl_c(resident: bool, times: int, on: hf.Machine) -> None:
-    seen = threading.Semaphore(0)
+    handled = threading.Semaphore(0)
 
     def press(step: Step) -> None:
         if (step.epoch, step.step) == (0, 3):
@@ -154,13 +154,13 @@ def test_ctrl_c(resident: bool, times: int, on: hf.Machine) -> None:
             assert main is not None
             for _ in range(times):
                 signal.pthread_kill(main, signal.SIGINT)
-                seen.acquire()
+                handled.acquire()
 
     before = state_of(array(0))
-    one = task(array(0), WAY, LOADER, callbacks=[press])
-    plan = planned([one], on, [3], [resident])
-    with nothing_left(on), interruptible(seen), pytest.raises(KeyboardInterrupt):
-        hf.train([one], on, plan=plan)
+    interrupted = task(array(0), WAY, LOADER, callbacks=[press])
+    plan = planned([interrupted], on, [3], [resident])
+    with nothing_left(on), interruptible(handled), pytest.raises(KeyboardInterrupt):
+        hf.train([interrupted], on, plan=plan)
     assert not equal_states(array(0), before)
     storages = [tensor.untyped_storage() for tensor in array(0).state_dict().values()]
     sizes = [tensor.nbytes for tensor in array(0).state_dict().values()]
@@ -201,7 +201,7 @@ def blocking(where: str) -> DataLoader[Any]:
 
 
 def train_until_blocked(disk: str, *places: str) -> None:
-    """Train two tasks on two devices, the loader of one of which blocks; tell what is left once that is interrupted."""
+    """Train two tasks on two devices, one of whose loaders blocks; print what is left after each interrupt."""
     # A shell's background job ignores Ctrl-C, and so do its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for where in places:
@@ -211,8 +211,8 @@ def train_until_blocked(disk: str, *places: str) -> None:
             hf.train(tasks, machine(2, disk=disk))
         except KeyboardInterrupt:
             # torch.fx starts the monitor where tqdm is installed.
-            left = {thread.name for thread in threading.enumerate()} - {"MainThread", "tqdm_monitor"}
-            print(f"interrupted, left: {left or '{}'} {multiprocessing.active_children()}", flush=True)
+            remaining = {thread.name for thread in threading.enumerate()} - {"MainThread", "tqdm_monitor"}
+            print(f"interrupted, left: {remaining or '{}'} {multiprocessing.active_children()}", flush=True)
     raise KeyboardInterrupt
 
 
@@ -227,10 +227,10 @@ def test_ctrl_c_while_a_loader_blocks(tmp_path: Path) -> None:
         guard.start()
         try:
             assert child.stdout is not None
-            for left in places.values():
+            for remaining in places.values():
                 assert child.stdout.readline() == "blocks\n"
                 child.send_signal(signal.SIGINT)
-                assert child.stdout.readline() == f"interrupted, left: {left} []\n"
+                assert child.stdout.readline() == f"interrupted, left: {remaining} []\n"
             _, errors = child.communicate(timeout=60)
         finally:
             guard.cancel()

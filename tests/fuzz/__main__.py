@@ -18,21 +18,21 @@ from tests.fuzz.shrink import shrink
 
 @dataclass
 class Tally:
-    """What came of the programs so far."""
+    """Counts of the outcomes so far."""
 
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     invalid: Counter[str] = field(default_factory=Counter)
     faults: dict[str, list[int]] = field(default_factory=dict)
 
-    def add(self, program: Program, found: Outcome) -> None:
-        self.verdicts[found.verdict] += 1
-        if found.verdict is Verdict.REFUSED:
-            self.refusals[gist(found.words)] += 1
-        if found.verdict is Verdict.INVALID:
-            self.invalid[gist(found.words)] += 1
-        if found.bad:
-            self.faults.setdefault(gist(found.words), []).append(program.seed)
+    def add(self, program: Program, result: Outcome) -> None:
+        self.verdicts[result.verdict] += 1
+        if result.verdict is Verdict.REFUSED:
+            self.refusals[gist(result.words)] += 1
+        if result.verdict is Verdict.INVALID:
+            self.invalid[gist(result.words)] += 1
+        if result.bad:
+            self.faults.setdefault(gist(result.words), []).append(program.seed)
 
 
 def gist(words: str) -> str:
@@ -41,17 +41,17 @@ def gist(words: str) -> str:
     return re.sub(r"[-\d.e]*\d[-\d.e+]*", "#", words)[:200]
 
 
-def same_fault(found: Outcome) -> str:
-    """What a smaller program must show, too."""
-    if found.verdict is Verdict.RAW:
-        return found.words.split(":")[0]
-    return "self-check" if "self-check" in found.words else "different"
+def same_fault(result: Outcome) -> str:
+    """The part of an outcome that a smaller program must share."""
+    if result.verdict is Verdict.RAW:
+        return result.words.split(":")[0]
+    return "self-check" if "self-check" in result.words else "different"
 
 
-def shrunk(program: Program, found: Outcome, seconds: float, worker: Worker) -> Program:
+def shrunk(program: Program, original: Outcome, seconds: float, worker: Worker) -> Program:
     def faulty(candidate: Program) -> bool:
-        now = worker.outcome(candidate)
-        return now.verdict is found.verdict and same_fault(now) == same_fault(found)
+        result = worker.outcome(candidate)
+        return result.verdict is original.verdict and same_fault(result) == same_fault(original)
 
     return shrink(program, faulty, seconds)
 
@@ -64,22 +64,22 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small programs, as where they are compiled")
     parser.add_argument("--compiled", action="store_true", help="train by hf.train_step, compiled")
     parser.add_argument("--shrink", type=float, default=120.0, help="seconds for one difference")
-    given = parser.parse_args()
-    first = time.time_ns() // 1000 % 10**9 if given.seed is None else given.seed
+    arguments = parser.parse_args()
+    first = time.time_ns() // 1000 % 10**9 if arguments.seed is None else arguments.seed
     print(f"seeds from {first}", flush=True)
     tally, start = Tally(), time.monotonic()
     seed = first
     with Worker() as worker:
-        while time.monotonic() < start + given.seconds and seed < first + given.programs:
-            program = generate(seed, SMALL if given.small or given.compiled else LARGE)
-            if given.compiled:
+        while time.monotonic() < start + arguments.seconds and seed < first + arguments.programs:
+            program = generate(seed, SMALL if arguments.small or arguments.compiled else LARGE)
+            if arguments.compiled:
                 program = for_compilation(program)
-            found = worker.outcome(program)
-            new = found.bad and gist(found.words) not in tally.faults
-            tally.add(program, found)
+            result = worker.outcome(program)
+            new = result.bad and gist(result.words) not in tally.faults
+            tally.add(program, result)
             if new:
-                print(f"--- seed {seed}: {found.verdict}: {found.words}", flush=True)
-                small = shrunk(program, found, given.shrink, worker)
+                print(f"--- seed {seed}: {result.verdict}: {result.words}", flush=True)
+                small = shrunk(program, result, arguments.shrink, worker)
                 print(f"{small.text()}\n--- {worker.outcome(small).words}\n", flush=True)
             seed += 1
     _summary(tally, seed - first, time.monotonic() - start)

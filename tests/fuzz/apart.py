@@ -1,4 +1,4 @@
-"""Programs run in a process of their own: torch's kernels, and ours, may end it where they should raise."""
+"""Run programs in a separate process: kernels of torch, and ours, may crash it where they should raise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fuzz.program import Program
 
 
 class Worker:
-    """The process, which is begun anew after its end. Use it in a with block."""
+    """A process that runs programs, and is restarted after a crash. Use it in a with block."""
 
     def __enter__(self) -> Worker:
         self._begin()
@@ -24,9 +24,9 @@ class Worker:
 
     def outcome(self, program: Program) -> Outcome:
         """As `compare.outcome`; a process that ended is a fault, unless it ends with the members alone, too."""
-        found = self._ask(program, alone=False)
-        if found is not None:
-            return found
+        result = self._ask(program, alone=False)
+        if result is not None:
+            return result
         words = f"the process ended with the status {self._process.exitcode}"
         self._begin()
         if self._ask(program, alone=True) is not None:
@@ -35,21 +35,21 @@ class Worker:
         return Outcome(Verdict.INVALID, words)
 
     def _ask(self, program: Program, *, alone: bool) -> Outcome | None:
-        """None where the process ended."""
+        """Return the outcome, or None if the process ended."""
         try:
             self._pipe.send((program, alone))
-            found: Outcome = self._pipe.recv()
+            result: Outcome = self._pipe.recv()
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self._end()
             return None
-        return found
+        return result
 
     def _begin(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
+        self._pipe, worker_pipe = context.Pipe()
+        self._process = context.Process(target=_answer, args=(worker_pipe,), daemon=True)
         self._process.start()
-        theirs.close()
+        worker_pipe.close()
 
     def _end(self) -> None:
         self._pipe.close()

@@ -1,4 +1,4 @@
-"""A program run fused and by its members alone, step by step in float64, and what came of it."""
+"""Run a program fused and member by member, in float64, and compare every step."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Outcome:
 
 @dataclass
 class Seen:
-    """What one step showed: values by name, and the plain ones among the outputs."""
+    """Results of one step: tensors by name, and values that are no tensors."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
 
 
 class _Different(Exception):
-    """In words, what differs."""
+    """Describes the difference."""
 
 
 class Trial:
@@ -85,44 +85,44 @@ class Trial:
 
     def models(self) -> list[nn.Module]:
         torch.manual_seed(self.names["SEED"])
-        kept: dict[str, nn.Module] = {}
+        shared_modules: dict[str, nn.Module] = {}
 
         def once(key: str, make: Any) -> nn.Module:
-            if key not in kept:
-                kept[key] = make()
-            return kept[key]
+            if key not in shared_modules:
+                shared_modules[key] = make()
+            return shared_modules[key]
 
         return [self.names["Net"](b, once) for b in range(self.members)]
 
-    def turn_to(self, place: int) -> None:
+    def turn_to(self, index: int) -> None:
         """Give the globals of the program the values that they have in a step."""
-        self.names["tick"], self.names["tock"] = place % 3, place % 2 == 1
+        self.names["tick"], self.names["tock"] = index % 3, index % 2 == 1
 
-    def draw(self, place: int) -> tuple[list[Tensor], Tensor]:
+    def draw(self, index: int) -> tuple[list[Tensor], Tensor]:
         """The inputs of a step, and its target; stacked ones ``[B, ...]``."""
-        generator = torch.Generator().manual_seed(1000 * self.names["SEED"] + place)
-        step = self.steps[place]
-        drawn = [self._drawn(one, step, generator) for one in (*self.inputs, self.names["TARGET"])]
+        generator = torch.Generator().manual_seed(1000 * self.names["SEED"] + index)
+        step = self.steps[index]
+        drawn = [self._drawn(spec, step, generator) for spec in (*self.inputs, self.names["TARGET"])]
         return drawn[:-1], drawn[-1]
 
-    def _drawn(self, one: Input, step: Step, generator: torch.Generator) -> Tensor:
-        shape = [{"n": step.n, "t": step.t}.get(size, size) for size in SIZES[one.kind]]
-        shape = [self.members, *shape] if one.stacked else shape
-        if one.kind in ("ids", "lab"):
+    def _drawn(self, spec: Input, step: Step, generator: torch.Generator) -> Tensor:
+        shape = [{"n": step.n, "t": step.t}.get(size, size) for size in SIZES[spec.kind]]
+        shape = [self.members, *shape] if spec.stacked else shape
+        if spec.kind in ("ids", "lab"):
             return torch.randint(5, shape, generator=generator)
-        if one.kind == "mask":
+        if spec.kind == "mask":
             return torch.rand(shape, generator=generator) < 0.5
-        dtype = torch.complex128 if one.kind == "cvec" else torch.float64
+        dtype = torch.complex128 if spec.kind == "cvec" else torch.float64
         drawn = torch.randn(shape, generator=generator, dtype=dtype)
         # Now and then samples are the last dim in memory, as after a transpose.
-        if len(SIZES[one.kind]) > 1 and torch.rand((), generator=generator) < 0.1:
-            first = int(one.stacked)
+        if len(SIZES[spec.kind]) > 1 and torch.rand((), generator=generator) < 0.1:
+            first = int(spec.stacked)
             drawn = drawn.transpose(first, -1).contiguous().transpose(first, -1)
-        return drawn.requires_grad_(one.grad)
+        return drawn.requires_grad_(spec.grad)
 
 
 def outcome(program: Program) -> Outcome:
-    """Run ``program`` both ways."""
+    """Run ``program`` fused and member by member."""
     try:
         trial = Trial.of(program)
     except SyntaxError:
@@ -131,11 +131,11 @@ def outcome(program: Program) -> Outcome:
 
 
 def outcome_alone(program: Program) -> Outcome:
-    """What comes of the members by themselves."""
+    """Run the members alone, without comparison."""
     with _float64(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for seen in alone(Trial.of(program)):
-            del seen
+        for values in alone(Trial.of(program)):
+            del values
     return Outcome(Verdict.EQUAL)
 
 
@@ -149,22 +149,22 @@ def _run(trial: Trial) -> Outcome:
     try:
         expected = list(alone(trial))
     except Exception as error:
-        return Outcome(Verdict.INVALID, _told(error))
-    if not all(_tame(seen) for seen in expected):
+        return Outcome(Verdict.INVALID, _describe(error))
+    if not all(_tame(step_values) for step_values in expected):
         return Outcome(Verdict.UNTAME, "not finite, or large")
     try:
-        for seen in fused(trial, expected):
-            del seen
-    except _Different as found:
-        return _different(trial, expected, str(found))
+        for step_values in fused(trial, expected):
+            del step_values
+    except _Different as difference:
+        return _different(trial, expected, str(difference))
     except WORDS as error:
         if str(error).startswith("self-check"):
-            return _different(trial, expected, _told(error))
+            return _different(trial, expected, _describe(error))
         if not isinstance(error, hf.HFusionError) and not _raised_by_us(error):
-            return Outcome(Verdict.RAW, _told(error))
+            return Outcome(Verdict.RAW, _describe(error))
         return Outcome(Verdict.REFUSED, str(error))
     except Exception as error:
-        return Outcome(Verdict.RAW, _told(error))
+        return Outcome(Verdict.RAW, _describe(error))
     return Outcome(Verdict.EQUAL)
 
 
@@ -175,23 +175,23 @@ def _different(trial: Trial, expected: Sequence[Seen], words: str) -> Outcome:
 
 
 def alone(trial: Trial, moved: int = 0) -> Iterator[Seen]:
-    """Each member by itself; ``moved`` > 0 moves parameters and inputs by a rounding step."""
+    """Run the members one after the other; ``moved`` > 0 moves parameters and inputs by a rounding step."""
     models = trial.models()
     _move([*_state(models[0]).values(), *(t for m in models[1:] for t in _state(m).values())], moved)
     optimizers: list[Any] = [None] * len(models)
-    for place, step in enumerate(trial.steps):
-        trial.turn_to(place)
-        inputs, target = trial.draw(place)
+    for index, step in enumerate(trial.steps):
+        trial.turn_to(index)
+        inputs, target = trial.draw(index)
         _move(inputs, moved)
-        rows = [_rows(x, one.stacked, len(models)) for x, one in zip(inputs, trial.inputs, strict=True)]
+        rows = [_rows(x, spec.stacked, len(models)) for x, spec in zip(inputs, trial.inputs, strict=True)]
         targets = _rows(target, trial.names["TARGET"].stacked, len(models))
-        found = []
+        recorded = []
         for b, model in enumerate(models):
             _set(model, step)
             before = _random_state()
-            found.append(_step_alone(trial, step, b, model, [row[b] for row in rows], targets[b], optimizers))
-            found[-1].plain["random state moved"] = before != _random_state()
-        yield _stacked(trial, models, inputs, rows, found)
+            recorded.append(_step_alone(trial, step, b, model, [row[b] for row in rows], targets[b], optimizers))
+            recorded[-1].plain["random state moved"] = before != _random_state()
+        yield _stacked(trial, models, inputs, rows, recorded)
 
 
 def _step_alone(
@@ -199,15 +199,15 @@ def _step_alone(
 ) -> Seen:
     if step.zeros:
         model.zero_grad()
-    seen = Seen()
+    recorded = Seen()
     if step.does == "forward":
         with torch.no_grad():
-            _note(seen, trial.names["call"](model, *inputs))
-        return seen
+            _note(recorded, trial.names["call"](model, *inputs))
+        return recorded
     out = trial.names["call"](model, *inputs)
-    _note(seen, out)
+    _note(recorded, out)
     loss = trial.names["loss"](out, target)
-    seen.values["loss"] = loss.detach().clone()
+    recorded.values["loss"] = loss.detach().clone()
     if loss.requires_grad or trial.names["JOINT"]:
         loss.backward()
     if step.does == "step":
@@ -219,7 +219,7 @@ def _step_alone(
                 else SimpleNamespace(step=lambda: None)
             )
         optimizers[b].step()
-    return seen
+    return recorded
 
 
 def _stacked(
@@ -227,49 +227,51 @@ def _stacked(
     models: Sequence[nn.Module],
     inputs: Sequence[Tensor],
     rows: Sequence[Sequence[Tensor]],
-    found: Sequence[Seen],
+    recorded: Sequence[Seen],
 ) -> Seen:
-    """What the array should show: the members' values stacked."""
-    seen = Seen(plain=dict(found[0].plain))
-    for one in found[1:]:
-        if one.plain != found[0].plain or one.values.keys() != found[0].values.keys():
+    """The expected results of the array: the members' values stacked."""
+    combined = Seen(plain=dict(recorded[0].plain))
+    for member in recorded[1:]:
+        if member.plain != recorded[0].plain or member.values.keys() != recorded[0].values.keys():
             raise ValueError("the members give different structures")
-    for name in found[0].values:
-        seen.values[name] = torch.stack([one.values[name] for one in found])
-    seen.plain["random state moved"] = any(one.plain["random state moved"] for one in found)
+    for name in recorded[0].values:
+        combined.values[name] = torch.stack([member.values[name] for member in recorded])
+    combined.plain["random state moved"] = any(member.plain["random state moved"] for member in recorded)
     tables = [_state(model) for model in models]
     for name, first in tables[0].items():
         shared = len(models) > 1 and all(table[name] is first for table in tables)
         parts = [table[name] for table in tables]
-        seen.values[f"state {name}"] = first.detach().clone() if shared else torch.stack([p.detach() for p in parts])
+        combined.values[f"state {name}"] = (
+            first.detach().clone() if shared else torch.stack([p.detach() for p in parts])
+        )
         if isinstance(first, nn.Parameter) and first.requires_grad:
-            seen.values[f"gradient of {name}"] = torch.stack([_gradient(p) for p in parts])
-    for k, (x, one, row) in enumerate(zip(inputs, trial.inputs, rows, strict=True)):
-        now = torch.stack([r.detach() for r in row]) if one.stacked else row[0].detach()
-        seen.plain[f"input {k} written"] = not _same(now, x.detach())
-        if one.grad:
-            seen.values[f"gradient of input {k}"] = (
-                torch.stack([_gradient(r) for r in row]) if one.stacked else _gradient(row[0])
+            combined.values[f"gradient of {name}"] = torch.stack([_gradient(p) for p in parts])
+    for k, (x, spec, row) in enumerate(zip(inputs, trial.inputs, rows, strict=True)):
+        current = torch.stack([r.detach() for r in row]) if spec.stacked else row[0].detach()
+        combined.plain[f"input {k} written"] = not _same(current, x.detach())
+        if spec.grad:
+            combined.values[f"gradient of input {k}"] = (
+                torch.stack([_gradient(r) for r in row]) if member.stacked else _gradient(row[0])
             )
-    return seen
+    return combined
 
 
 def fused(trial: Trial, expected: Sequence[Seen]) -> Iterator[Seen]:
-    """The array, compared after every step; raises `_Different`, and what the array raises."""
+    """Run the array, and compare it after every step. Raises `_Different`, and errors of the array."""
     models = trial.models()
     pristine = copy.deepcopy([(_state(m), [x.training for x in m.modules()]) for m in models])
     array = hf.fuse(models, verify=trial.names["VERIFY"])
     optimizer: Any = None
     loss_fn = hf.per_model(trial.names["loss"])
     step_fn: Any = None
-    for place, (step, theirs) in enumerate(zip(trial.steps, expected, strict=True)):
-        trial.turn_to(place)
-        inputs, target = trial.draw(place)
-        kept = [(x.detach().clone(), x._version, x.stride()) for x in (*inputs, target)]
-        given = [hf.stacked(x) if one.stacked else x for x, one in zip(inputs, trial.inputs, strict=True)]
+    for index, (step, expected_values) in enumerate(zip(trial.steps, expected, strict=True)):
+        trial.turn_to(index)
+        inputs, target = trial.draw(index)
+        copies = [(x.detach().clone(), x._version, x.stride()) for x in (*inputs, target)]
+        stacked_inputs = [hf.stacked(x) if spec.stacked else x for x, spec in zip(inputs, trial.inputs, strict=True)]
         aim = hf.stacked(target) if trial.names["TARGET"].stacked else target
         _set(array, step)
-        before, ours = _random_state(), Seen()
+        before, actual_values = _random_state(), Seen()
         if step.zeros:
             array.zero_grad()
         if step.does == "step" and optimizer is None:
@@ -287,36 +289,36 @@ def fused(trial: Trial, expected: Sequence[Seen]) -> Iterator[Seen]:
         try:
             if step.does == "forward":
                 with torch.no_grad():
-                    _note(ours, trial.names["call"](array, *given))
+                    _note(actual_values, trial.names["call"](array, *stacked_inputs))
             elif step.does == "step" and step_fn is not None:
-                ours.values["loss"] = trial.names["call"](_Stepped(step_fn, aim), *given).clone()
+                actual_values.values["loss"] = trial.names["call"](_Stepped(step_fn, aim), *stacked_inputs).clone()
             else:
-                out = trial.names["call"](array, *given)
-                _note(ours, out)
+                out = trial.names["call"](array, *stacked_inputs)
+                _note(actual_values, out)
                 losses = loss_fn(out, aim)
-                ours.values["loss"] = losses.detach().clone()
+                actual_values.values["loss"] = losses.detach().clone()
                 if losses.requires_grad:
                     losses.sum().backward()
                 if step.does == "step":
                     optimizer.step()
         finally:
-            _check_kept(place, (*inputs, target), kept)
+            _check_kept(index, (*inputs, target), copies)
         # In training an array draws in its own way: for all members at once, and not what nothing uses.
         if any(module.training for module in array.modules()):
-            ours.plain["random state moved"] = theirs.plain["random state moved"]
+            actual_values.plain["random state moved"] = expected_values.plain["random state moved"]
         else:
-            ours.plain["random state moved"] = before != _random_state()
+            actual_values.plain["random state moved"] = before != _random_state()
         for name, tensor in _state(array).items():
-            ours.values[f"state {name}"] = tensor.detach()
+            actual_values.values[f"state {name}"] = tensor.detach()
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                ours.values[f"gradient of {name}"] = _gradient(tensor)
+                actual_values.values[f"gradient of {name}"] = _gradient(tensor)
         for k, x in enumerate(inputs):
-            ours.plain[f"input {k} written"] = False
+            actual_values.plain[f"input {k} written"] = False
             if trial.inputs[k].grad:
-                ours.values[f"gradient of input {k}"] = _gradient(x)
-        _compare(place, ours, theirs, partial=step.does == "step" and step_fn is not None)
-        _check_models(place, models, pristine)
-        yield ours
+                actual_values.values[f"gradient of input {k}"] = _gradient(x)
+        _compare(index, actual_values, expected_values, partial=step.does == "step" and step_fn is not None)
+        _check_models(index, models, pristine)
+        yield actual_values
 
 
 class _Stepped:
@@ -329,50 +331,54 @@ class _Stepped:
         return self._step(args, self._target, **kwargs)
 
 
-def _compare(place: int, ours: Seen, theirs: Seen, partial: bool) -> None:
-    plain = {k: v for k, v in theirs.plain.items() if k in ours.plain} if partial else theirs.plain
-    if ours.plain != plain:
-        both = [k for k in {*plain, *ours.plain} if ours.plain.get(k) != plain.get(k)]
-        told = "; ".join(f"{k} is {ours.plain.get(k)}, alone {plain.get(k)}" for k in sorted(both))
-        raise _Different(f"step {place}: {told}")
-    # What is nearest to the cause first.
-    names = sorted((n for n in theirs.values if n in ours.values or not partial), key=lambda n: n.startswith("state"))
-    if not partial and ours.values.keys() != theirs.values.keys():
-        raise _Different(f"step {place}: {sorted(ours.values.keys() ^ theirs.values.keys())} on one side only")
+def _compare(index: int, actual: Seen, expected: Seen, partial: bool) -> None:
+    plain = {k: v for k, v in expected.plain.items() if k in actual.plain} if partial else expected.plain
+    if actual.plain != plain:
+        differing = [k for k in {*plain, *actual.plain} if actual.plain.get(k) != plain.get(k)]
+        message = "; ".join(f"{k} is {actual.plain.get(k)}, alone {plain.get(k)}" for k in sorted(differing))
+        raise _Different(f"step {index}: {message}")
+    # Compare the values nearest to the cause first.
+    names = sorted(
+        (n for n in expected.values if n in actual.values or not partial), key=lambda n: n.startswith("state")
+    )
+    if not partial and actual.values.keys() != expected.values.keys():
+        raise _Different(f"step {index}: {sorted(actual.values.keys() ^ expected.values.keys())} on one side only")
     for name in names:
-        _close(f"step {place}: {name}", ours.values[name], theirs.values[name])
+        _close(f"step {index}: {name}", actual.values[name], expected.values[name])
 
 
-def _close(what: str, ours: Tensor, theirs: Tensor) -> None:
-    if ours.shape != theirs.shape and ours.shape == theirs.shape[1:]:
-        theirs = theirs[0]
-    if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-        raise _Different(f"{what} is {tuple(ours.shape)} {ours.dtype}, alone {tuple(theirs.shape)} {theirs.dtype}")
-    gap = distance(ours, theirs)
+def _close(title: str, actual: Tensor, expected: Tensor) -> None:
+    if actual.shape != expected.shape and actual.shape == expected.shape[1:]:
+        expected = expected[0]
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        raise _Different(
+            f"{title} is {tuple(actual.shape)} {actual.dtype}, alone {tuple(expected.shape)} {expected.dtype}"
+        )
+    gap = distance(actual, expected)
     if gap > RELATIVE:
-        raise _Different(f"{what} differs by {gap:.1e}")
+        raise _Different(f"{title} differs by {gap:.1e}")
 
 
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference relative to the largest value; what lies below `FLOOR` is no difference."""
-    if ours.numel() == 0:
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """The largest difference relative to the largest value; differences below `FLOOR` count as 0."""
+    if actual.numel() == 0:
         return 0.0
-    if not (ours.is_floating_point() or ours.is_complex()):
-        return float(not torch.equal(ours, theirs))
-    gap = float((ours - theirs).abs().max())
+    if not (actual.is_floating_point() or actual.is_complex()):
+        return float(not torch.equal(actual, expected))
+    gap = float((actual - expected).abs().max())
     if math.isnan(gap):
         return float("inf")
-    return 0.0 if gap <= FLOOR else gap / max(float(theirs.abs().max()), 1e-2)
+    return 0.0 if gap <= FLOOR else gap / max(float(expected.abs().max()), 1e-2)
 
 
 def _noisy(trial: Trial, expected: Sequence[Seen]) -> bool:
-    """Whether moving the members' values by a rounding step explains differences of this size."""
+    """Return whether moving the members' values by a rounding step explains differences of this size."""
     for run in range(1, NOISE_RUNS + 1):
         try:
-            for seen, moved in zip(expected, alone(trial, run), strict=True):
-                if seen.plain != moved.plain:
+            for recorded, moved in zip(expected, alone(trial, run), strict=True):
+                if recorded.plain != moved.plain:
                     return True
-                for name, value in seen.values.items():
+                for name, value in recorded.values.items():
                     if (
                         value.shape != moved.values[name].shape
                         or distance(moved.values[name], value) * NOISE_FACTOR > RELATIVE
@@ -395,47 +401,47 @@ def _move(tensors: Sequence[Tensor], run: int) -> None:
                 tensor.mul_(1 + step * 4e-16)
 
 
-def _note(seen: Seen, out: Any) -> None:
+def _note(recorded: Seen, out: Any) -> None:
     leaves, spec = pytree.tree_flatten(out)
-    seen.plain["structure"] = spec
+    recorded.plain["structure"] = spec
     for k, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            seen.values[f"output {k}"] = leaf.detach().clone()
+            recorded.values[f"output {k}"] = leaf.detach().clone()
             # A view taken in torch.no_grad requires a gradient that goes nowhere; so does what is made of it.
             unknown = leaf.requires_grad and not _leads_back(leaf)
-            seen.plain[f"output {k} has a gradient"] = ANY if unknown else leaf.requires_grad
+            recorded.plain[f"output {k} has a gradient"] = ANY if unknown else leaf.requires_grad
         else:
-            seen.plain[f"output {k}"] = leaf
+            recorded.plain[f"output {k}"] = leaf
 
 
 def _leads_back(tensor: Tensor) -> bool:
-    """Whether a gradient of ``tensor`` reaches a tensor that was made to have one."""
-    seen, left = set[Any](), [tensor.grad_fn]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
+    """Return whether a gradient of ``tensor`` reaches a leaf that requires one."""
+    visited, pending = set[Any](), [tensor.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None and not variable._is_view():
             return True
-        left.extend(before for before, _ in node.next_functions)
+        pending.extend(before for before, _ in node.next_functions)
     return False
 
 
-def _check_kept(place: int, tensors: Sequence[Tensor], kept: Sequence[tuple[Tensor, int, Any]]) -> None:
-    for k, (tensor, (value, _, stride)) in enumerate(zip(tensors, kept, strict=True)):
+def _check_kept(index: int, tensors: Sequence[Tensor], copies: Sequence[tuple[Tensor, int, Any]]) -> None:
+    for k, (tensor, (value, _, stride)) in enumerate(zip(tensors, copies, strict=True)):
         if not _same(tensor.detach(), value) or tensor.stride() != stride:
-            raise _Different(f"step {place}: the caller's tensor {k} was changed")
+            raise _Different(f"step {index}: the caller's tensor {k} was changed")
 
 
-def _check_models(place: int, models: Sequence[nn.Module], pristine: Any) -> None:
+def _check_models(index: int, models: Sequence[nn.Module], pristine: Any) -> None:
     for b, (model, (state, flags)) in enumerate(zip(models, pristine, strict=True)):
         for name, tensor in _state(model).items():
             if not _same(tensor.detach(), state[name].detach()):
-                raise _Different(f"step {place}: {name} of the caller's model {b} was changed")
+                raise _Different(f"step {index}: {name} of the caller's model {b} was changed")
         if [x.training for x in model.modules()] != flags:
-            raise _Different(f"step {place}: the training flags of the caller's model {b} were changed")
+            raise _Different(f"step {index}: the training flags of the caller's model {b} were changed")
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -458,13 +464,13 @@ def _gradient(tensor: Tensor) -> Tensor:
 def _rows(x: Tensor, stacked: bool, members: int) -> list[Tensor]:
     if not stacked:
         # One leaf: what members add to its gradient sums up, and what they write is seen by the next.
-        one = x.detach().clone().requires_grad_(x.requires_grad)
-        return [one] * members
+        leaf = x.detach().clone().requires_grad_(x.requires_grad)
+        return [leaf] * members
     return [x[b].detach().clone().requires_grad_(x.requires_grad) for b in range(members)]
 
 
-def _tame(seen: Seen) -> bool:
-    floats = [v for v in seen.values.values() if v.is_floating_point() or v.is_complex()]
+def _tame(recorded: Seen) -> bool:
+    floats = [v for v in recorded.values.values() if v.is_floating_point() or v.is_complex()]
     return all(bool(v.abs().max() < LARGEST) for v in floats if v.numel())
 
 
@@ -478,7 +484,7 @@ def _raised_by_us(error: BaseException) -> bool:
     return "torch" not in parts and any(part in parts for part in ("hfusion", "ops", "passes"))
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     places = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     where = " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(places[-4:]))
@@ -497,5 +503,5 @@ def _float64() -> Iterator[None]:
 
 def main(names: Mapping[str, Any]) -> None:
     """Run a printed program."""
-    found = run(Trial(names))
-    print(found.verdict, found.words)
+    result = run(Trial(names))
+    print(result.verdict, result.words)

@@ -1,4 +1,4 @@
-"""A seed gives a program."""
+"""Generate a random program from a seed."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def generate(seed: int, scale: Scale = LARGE) -> Program:
     inputs = [Input(rng.choice(MAIN), rng.random() < 0.3, rng.random() < 0.25)]
     while rng.random() < 0.3:
         inputs.append(Input(rng.choice(BESIDE), rng.random() < 0.4, rng.random() < 0.25))
-    inputs = [Input(one.kind, one.stacked, one.grad and one.kind in FLOATS) for one in inputs]
+    inputs = [Input(spec.kind, spec.stacked, spec.grad and spec.kind in FLOATS) for spec in inputs]
     blocks: list[Block] = []
     for k in range(min(scale.blocks, rng.choice((0, 0, 1, 1, 2, 3)))):
         blocks.append(_block(rng, f"Block{k}", blocks, scale, island=rng.random() < 0.2, members=members))
@@ -128,7 +128,7 @@ def generate(seed: int, scale: Scale = LARGE) -> Program:
 
 def for_compilation(program: Program) -> Program:
     """``program`` as steps that are compiled: the second of one size is, and serves another number of samples."""
-    inputs = tuple(Input(one.kind, one.stacked) for one in program.inputs)
+    inputs = tuple(Input(spec.kind, spec.stacked) for spec in program.inputs)
     step = Step("train", "step", program.steps[0].n, program.steps[0].t)
     return replace(
         _with_gradients(program), inputs=inputs, steps=(step, step, step, replace(step, n=step.n + 2)), joint="compiled"
@@ -151,14 +151,17 @@ def _with_gradients(program: Program) -> Program:
 
 
 def _reached(net: Block) -> set[str]:
-    """The values of ``net`` that mostly hang on parameters that are trained."""
-    found: set[str] = set()
+    """The values of ``net`` that mostly depend on trained parameters."""
+    reached: set[str] = set()
     for s in net.statements:
         text = s.piece.module + s.piece.init
-        own = any(part in text for part in (*TRAINED, "nn.Parameter", "Block")) and s.care not in ("frozen", "shared")
-        if not s.region and (own or found & set(s.operands)):
-            found |= {*s.results, *s.operands[: s.piece.writes]}
-    return found
+        is_trained = any(part in text for part in (*TRAINED, "nn.Parameter", "Block")) and s.care not in (
+            "frozen",
+            "shared",
+        )
+        if not s.region and (is_trained or reached & set(s.operands)):
+            reached |= {*s.results, *s.operands[: s.piece.writes]}
+    return reached
 
 
 def _forms(rng: random.Random, count: int) -> tuple[str, ...]:
@@ -168,7 +171,7 @@ def _forms(rng: random.Random, count: int) -> tuple[str, ...]:
 
 
 def _net(rng: random.Random, blocks: Sequence[Block], inputs: Sequence[Input], scale: Scale, members: int) -> Block:
-    names = tuple((f"x{k}", one.kind) for k, one in enumerate(inputs))
+    names = tuple((f"x{k}", spec.kind) for k, spec in enumerate(inputs))
     body = _Body(rng, dict(names), {name for name, _ in names}, "v", scale)
     calls = [_call(block) for block in blocks]
     island = rng.random() < 0.02
@@ -190,8 +193,8 @@ def _block(
     body = _Body(rng, dict(inputs), {n for n, _ in inputs}, "h", scale)
     for k in range(rng.randint(1, max(2, scale.statements // 3))):
         _grow(body, [_call(block) for block in before], island and k == 0, members)
-    same = [n for n in body.of_kind(kinds[0]) if n != "x0"] or ["x0"]
-    return Block(name, inputs, tuple(body.statements), (same[-1],), "plain", _evals(rng, body))
+    candidates = [n for n in body.of_kind(kinds[0]) if n != "x0"] or ["x0"]
+    return Block(name, inputs, tuple(body.statements), (candidates[-1],), "plain", _evals(rng, body))
 
 
 def _call(block: Block) -> Piece:
@@ -231,10 +234,12 @@ def _grow(body: _Body, calls: Sequence[Piece], island: bool, members: int) -> No
     again = [s for s in body.statements if s.piece == piece and s.piece.module]
     if again and rng.random() < 0.6:
         first = again[0]
-        made = Statement(piece, operands, results, first.slot, first.choices, first.holder, first.chain, first.care)
+        statement = Statement(
+            piece, operands, results, first.slot, first.choices, first.holder, first.chain, first.care
+        )
     else:
-        made = _fresh(body, piece, operands, results, members)
-    body.statements.append(made)
+        statement = _fresh(body, piece, operands, results, members)
+    body.statements.append(statement)
     body.kinds |= dict(zip(results, piece.gives, strict=True))
     if (piece.view and operands[0] in body.outside) or piece.name.startswith("Block"):
         body.outside |= set(results) if set(operands) & body.outside else set()
@@ -242,30 +247,30 @@ def _grow(body: _Body, calls: Sequence[Piece], island: bool, members: int) -> No
 
 def _trainable(body: _Body, members: int) -> None:
     """Mostly, begin with parameters, so that there are gradients to compare."""
-    found = [p for p in GROUPS["layers"] if p.module.startswith(TRAINED) and len(p.takes) == 1 and body.fits(p)]
-    if found and body.rng.random() < 0.8:
-        piece = body.rng.choice(found)
+    layers = [p for p in GROUPS["layers"] if p.module.startswith(TRAINED) and len(p.takes) == 1 and body.fits(p)]
+    if layers and body.rng.random() < 0.8:
+        piece = body.rng.choice(layers)
         body.statements.append(_fresh(body, piece, (_operand(body, piece, 0),), (f"{body.prefix}0",), members))
         body.kinds[f"{body.prefix}0"] = piece.gives[0]
 
 
-def _operand(body: _Body, piece: Piece, place: int) -> str:
-    found = body.of_kind(piece.takes[place])
-    recent = found[-2:]
-    return body.rng.choice(recent if body.rng.random() < 0.6 else found)
+def _operand(body: _Body, piece: Piece, index: int) -> str:
+    candidates = body.of_kind(piece.takes[index])
+    recent = candidates[-2:]
+    return body.rng.choice(recent if body.rng.random() < 0.6 else candidates)
 
 
 def _fresh(body: _Body, piece: Piece, operands: tuple[str, ...], results: tuple[str, ...], members: int) -> Statement:
     rng = body.rng
-    choices = tuple((place, _choice(rng, place, values, members)) for place, values in piece.choices.items())
+    choices = tuple((key, _choice(rng, key, values, members)) for key, values in piece.choices.items())
     holder, chain, care = "attr", (), "plain"
     if piece.module:
         holder = rng.choice(("attr", "attr", "attr", "dict", "list", "seq"))
         if holder == "seq" and not (piece.chains and piece.takes[0] in CHAINED):
             holder = "attr"
         if holder == "seq":
-            found = CHAINED[piece.takes[0]]
-            chain = tuple(rng.choice(found) for _ in range(rng.randint(0, 2)))
+            modules = CHAINED[piece.takes[0]]
+            chain = tuple(rng.choice(modules) for _ in range(rng.randint(0, 2)))
         care = rng.choice(("plain",) * 8 + ("frozen", "shared", "eval"))
         if care == "shared" and not (piece.module.startswith(SHAREABLE) and not chain):
             care = "frozen"
@@ -275,23 +280,23 @@ def _fresh(body: _Body, piece: Piece, operands: tuple[str, ...], results: tuple[
     return Statement(piece, operands, results, f"s{len(body.statements)}", choices, holder, chain, care, region)
 
 
-def _choice(rng: random.Random, place: str, values: Sequence[str], members: int) -> str:
-    if not place.startswith("each_"):
+def _choice(rng: random.Random, key: str, values: Sequence[str], members: int) -> str:
+    if not key.startswith("each_"):
         return rng.choice(values)
     rows = [rng.choice(values) for _ in range(members)] if rng.random() < 0.7 else [rng.choice(values)] * members
     return f"[{', '.join(rows)}][b]" if len(set(rows)) > 1 else rows[0]
 
 
 def _evals(rng: random.Random, body: _Body) -> tuple[str, ...]:
-    found = [s.slot for s in body.statements if s.piece.module and any(n in s.piece.module for n in NORMS)]
-    return tuple(dict.fromkeys(found[:1])) if found and rng.random() < 0.15 else ()
+    slots = [s.slot for s in body.statements if s.piece.module and any(n in s.piece.module for n in NORMS)]
+    return tuple(dict.fromkeys(slots[:1])) if slots and rng.random() < 0.15 else ()
 
 
 def _results(body: _Body) -> tuple[str, ...]:
-    """What was not used by others, the last float first, at most four."""
-    used = {name for s in body.statements for name in s.operands}
+    """Values that no other statement reads, the last float first, at most four."""
+    operands = {name for s in body.statements for name in s.operands}
     names = [name for name, kind in body.kinds.items() if kind in FLOATS]
-    loose = [name for name in body.kinds if name not in used]
+    loose = [name for name in body.kinds if name not in operands]
     first = next((n for n in reversed(names) if body.kinds[n] == "vec"), names[-1] if names else list(body.kinds)[-1])
     rest = [name for name in reversed(loose) if name != first]
     return (first, *rest[: body.rng.choice((0, 1, 2, 3))])
@@ -300,9 +305,9 @@ def _results(body: _Body) -> tuple[str, ...]:
 def _loss(rng: random.Random, net: Block, target: str) -> str:
     kinds = net.kinds()
     parts = []
-    for place, name in enumerate(net.results):
-        kind, picked = kinds[name], net.picked(place)
-        if place == 0 and kind == "vec":
+    for index, name in enumerate(net.results):
+        kind, picked = kinds[name], net.picked(index)
+        if index == 0 and kind == "vec":
             parts.append(rng.choice(VEC_LOSSES[target]).format(y=picked))
         elif kind == "cvec":
             parts.append(f"torch.view_as_real({picked}).sin().mean()")

@@ -1,4 +1,4 @@
-"""Modules that random programs use by name: state in Python attributes, properties, an optimizer of their own."""
+"""Modules that random programs use by name: state in Python attributes, properties, optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Python does beside tensors: metadata that forward reads, conditions on numbers, state in attributes."""
+"""Python code beside tensors: metadata that forward reads, conditions on numbers, state in attributes."""
 
 from __future__ import annotations
 

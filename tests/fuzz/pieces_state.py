@@ -1,4 +1,4 @@
-"""Parameters, buffers, attributes; and what no graph holds."""
+"""Parameters, buffers, attributes; and code that cannot be captured in a graph."""
 
 from __future__ import annotations
 

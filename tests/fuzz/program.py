@@ -28,11 +28,11 @@ FLOATS = frozenset(SIZES) - {"ids", "lab", "mask"}
 
 @dataclass(frozen=True)
 class Piece:
-    """One way to compute something, as text with places to fill in.
+    """A computation, as text with placeholders.
 
     ``{0}``, ``{1}`` are the operands, ``{o}``, ``{o1}`` the results, ``{s}`` what ``module`` or ``init`` makes of it;
-    other places are drawn from ``choices``, those named ``each_...`` once per member. ``view``: the result may lie in
-    the memory of the first operand. ``writes``: the first operand is written. ``island``: no graph holds it.
+    other placeholders are drawn from ``choices``, those named ``each_...`` once per member. ``view``: the result may
+    lie in the memory of the first operand. ``writes``: the first operand is written. ``island``: no graph holds it.
     """
 
     name: str
@@ -48,15 +48,15 @@ class Piece:
 
     @property
     def chains(self) -> bool:
-        """Whether it may stand in an ``nn.Sequential``."""
+        """True if the piece can be an element of an ``nn.Sequential``."""
         return bool(self.module) and self.code == "{o} = {s}({0})" and self.takes == self.gives
 
 
 @dataclass(frozen=True)
 class Statement:
-    """A piece at its place. ``slot`` names its state: two statements of one slot use one submodule.
+    """A piece with its operands and results. ``slot`` names its state: two statements of one slot use one submodule.
 
-    ``holder`` says where a submodule hangs: attr, dict, list or seq, the last followed by ``chain``, more submodules;
+    ``holder`` says how a submodule is stored: attr, dict, list or seq, the last followed by ``chain``, more submodules;
     ``care`` is plain, frozen, shared (one object in all members) or eval.
     """
 
@@ -77,10 +77,10 @@ class Statement:
             return self.piece.init.format(s=self.slot, **names).splitlines()
         if not self.piece.module:
             return []
-        made = self.piece.module.format(**names)
+        module = self.piece.module.format(**names)
         if self.care == "shared":
-            made = f'once("{block}.{self.slot}", lambda: {made})'
-        lines = [f"{self.place} = {self._held(made)}" if self.holder != "dict" else f"{self.place} = {made}"]
+            module = f'once("{block}.{self.slot}", lambda: {module})'
+        lines = [f"{self.place} = {self._held(module)}" if self.holder != "dict" else f"{self.place} = {module}"]
         if self.care in ("frozen", "shared"):
             lines.append(f"{self.place}.requires_grad_(False)")
         if self.care == "eval":
@@ -89,12 +89,12 @@ class Statement:
             lines = [line.replace(self.place, f"self.{self.slot}", 1) for line in lines]
         return lines
 
-    def _held(self, made: str) -> str:
+    def _held(self, module: str) -> str:
         if self.holder == "list":
-            return f"nn.ModuleList([{made}])"
+            return f"nn.ModuleList([{module}])"
         if self.holder == "seq":
-            return f"nn.Sequential({', '.join((made, *self.chain))})"
-        return made
+            return f"nn.Sequential({', '.join((module, *self.chain))})"
+        return module
 
     @property
     def place(self) -> str:
@@ -107,7 +107,7 @@ class Statement:
 
     def lines(self) -> list[str]:
         """The lines of ``forward``."""
-        names = {place: text.format(*self.operands) for place, text in self.choices}
+        names = {key: text.format(*self.operands) for key, text in self.choices}
         results = {"o" if k == 0 else f"o{k}": name for k, name in enumerate(self.results)}
         text = self.piece.code.format(*self.operands, s=self.place, **results, **names)
         if self.region:
@@ -131,29 +131,29 @@ class Block:
 
     def kinds(self) -> dict[str, str]:
         """The kind of every value."""
-        found = dict(self.inputs)
+        kinds = dict(self.inputs)
         for s in self.statements:
-            found |= dict(zip(s.results, s.piece.gives, strict=True))
-        return found
+            kinds |= dict(zip(s.results, s.piece.gives, strict=True))
+        return kinds
 
     def text(self) -> str:
-        made: dict[str, list[str]] = {}
+        init_lines: dict[str, list[str]] = {}
         for s in self.statements:
-            made.setdefault(s.slot, s.made(self.name))
+            init_lines.setdefault(s.slot, s.made(self.name))
         parts = any(s.holder == "dict" and s.piece.module for s in self.statements)
         start = ["super().__init__()", *(["self.parts = nn.ModuleDict()"] if parts else [])]
-        init = [*start, *(line for lines in made.values() for line in lines)]
+        init = [*start, *(line for lines in init_lines.values() for line in lines)]
         body = [line for s in self.statements for line in s.lines()]
         names = ", ".join(name for name, _ in self.inputs)
         lines = [f"class {self.name}(nn.Module):", "    def __init__(self, b, once):"]
         lines += ["        " + line for line in init]
         lines += ["", f"    def forward(self, {names}):"]
         lines += ["        " + line for line in [*body, f"return {self._returned()}"]]
-        places = {s.slot: s.place for s in self.statements if s.piece.module}
-        kept = [places[slot] for slot in self.evals if slot in places]
-        if kept:
+        paths = {s.slot: s.place for s in self.statements if s.piece.module}
+        eval_paths = [paths[slot] for slot in self.evals if slot in paths]
+        if eval_paths:
             lines += ["", "    def train(self, mode=True):", "        super().train(mode)"]
-            lines += [f"        {place}.eval()" for place in kept] + ["        return self"]
+            lines += [f"        {path}.eval()" for path in eval_paths] + ["        return self"]
         return "\n".join(lines)
 
     def _returned(self) -> str:
@@ -166,15 +166,15 @@ class Block:
             return f'{{"first": [{first}], "rest": ({"".join(f"{name}, " for name in rest)})}}'
         return f"({', '.join(self.results)},)"
 
-    def picked(self, place: int) -> str:
+    def picked(self, index: int) -> str:
         """How a result is reached in ``out``."""
         if self.form == "plain" and len(self.results) == 1:
             return "out"
         if self.form == "dict":
-            return f'out["{self.results[place]}"]'
+            return f'out["{self.results[index]}"]'
         if self.form == "nested":
-            return 'out["first"][0]' if place == 0 else f'out["rest"][{place - 1}]'
-        return f"out[{place}]"
+            return 'out["first"][0]' if index == 0 else f'out["rest"][{index - 1}]'
+        return f"out[{index}]"
 
 
 @dataclass(frozen=True)
@@ -222,17 +222,17 @@ class Program:
 
     def used(self) -> Iterator[Block]:
         """The blocks that the model is made of."""
-        needed = {self.net.name}
+        required = {self.net.name}
         for block in reversed(self.blocks):
-            if block.name in needed:
-                needed |= {s.piece.name for s in block.statements}
-        return (block for block in self.blocks if block.name in needed)
+            if block.name in required:
+                required |= {s.piece.name for s in block.statements}
+        return (block for block in self.blocks if block.name in required)
 
     def text(self) -> str:
-        """Source that runs by itself, from the root of the repository."""
+        """Source of a script that runs the program from the root of the repository."""
         names = [name for name, _ in self.net.inputs]
-        given = [f"{name}={name}" if form == "keyword" else name for name, form in zip(names, self.forms, strict=True)]
-        ordered = sorted(given, key=lambda word: "=" in word)
+        passed = [f"{name}={name}" if form == "keyword" else name for name, form in zip(names, self.forms, strict=True)]
+        ordered = sorted(passed, key=lambda word: "=" in word)
         classes = "\n\n\n".join(block.text() for block in self.used())
         return f'''import torch
 import torch.nn.functional as F
@@ -243,9 +243,9 @@ from tests.fuzz.program import Input, Step
 
 tick, tock = 0, False
 SEED, MEMBERS, VERIFY, JOINT = {self.seed}, {self.members}, {self.verify}, "{self.joint}"
-INPUTS = ({"".join(f"{one}, " for one in self.inputs).strip()})
+INPUTS = ({"".join(f"{spec}, " for spec in self.inputs).strip()})
 TARGET = {self.target}
-STEPS = ({"".join(f"{one}, " for one in self.steps).strip()})
+STEPS = ({"".join(f"{step}, " for step in self.steps).strip()})
 
 
 {classes}
@@ -270,6 +270,6 @@ if __name__ == "__main__":
 '''
 
 
-def with_block(program: Program, place: int, block: Block) -> Program:
-    """``program`` with another block at ``place``."""
-    return replace(program, blocks=(*program.blocks[:place], block, *program.blocks[place + 1 :]))
+def with_block(program: Program, index: int, block: Block) -> Program:
+    """``program`` with another block at ``index``."""
+    return replace(program, blocks=(*program.blocks[:index], block, *program.blocks[index + 1 :]))

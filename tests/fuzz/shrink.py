@@ -1,4 +1,4 @@
-"""The smallest program with the same fault: whatever can be left out or made plain is."""
+"""Find the smallest program with the same fault, by leaving out or simplifying its parts."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def candidates(program: Program) -> Iterator[Program]:
     for k in range(len(program.steps)):
         if len(program.steps) > 1:
             yield replace(program, steps=(*program.steps[:k], *program.steps[k + 1 :]))
-    for place in reversed(range(len(program.blocks))):
-        block = program.blocks[place]
+    for index in reversed(range(len(program.blocks))):
+        block = program.blocks[index]
         for smaller in _halved(block):
-            yield with_block(program, place, smaller)
-    for place in reversed(range(len(program.blocks))):
-        for smaller in _fewer_statements(program.blocks[place]):
-            yield with_block(program, place, smaller)
+            yield with_block(program, index, smaller)
+    for index in reversed(range(len(program.blocks))):
+        for smaller in _fewer_statements(program.blocks[index]):
+            yield with_block(program, index, smaller)
     yield from _fewer_results(program)
     yield from _fewer_inputs(program)
     yield from _plainer(program)
-    for place, block in enumerate(program.blocks):
+    for index, block in enumerate(program.blocks):
         for smaller in _plainer_statements(block):
-            yield with_block(program, place, smaller)
+            yield with_block(program, index, smaller)
 
 
 def _halved(block: Block) -> Iterator[Block]:
@@ -77,17 +77,17 @@ def _every_without(block: Block, k: int) -> Iterator[Block]:
     before = dict(block.inputs)
     for s in block.statements[:k]:
         before |= dict(zip(s.results, s.piece.gives, strict=True))
-    kept = (*block.statements[:k], *block.statements[k + 1 :])
-    used = {name for s in kept for name in s.operands} | set(block.results)
-    needed = [(r, kind) for r, kind in zip(statement.results, statement.piece.gives, strict=True) if r in used]
+    remaining = (*block.statements[:k], *block.statements[k + 1 :])
+    read_names = {name for s in remaining for name in s.operands} | set(block.results)
+    replaced = [(r, kind) for r, kind in zip(statement.results, statement.piece.gives, strict=True) if r in read_names]
     names: dict[str, str] = {}
-    for result, kind in needed:
-        same = [name for name in statement.operands if before[name] == kind]
-        same += [name for name, found in reversed(before.items()) if found == kind]
-        if not same:
+    for result, kind in replaced:
+        replacements = [name for name in statement.operands if before[name] == kind]
+        replacements += [name for name, earlier_kind in reversed(before.items()) if earlier_kind == kind]
+        if not replacements:
             return
-        names[result] = same[0]
-    statements = tuple(replace(s, operands=tuple(names.get(o, o) for o in s.operands)) for s in kept)
+        names[result] = replacements[0]
+    statements = tuple(replace(s, operands=tuple(names.get(o, o) for o in s.operands)) for s in remaining)
     results = tuple(dict.fromkeys(names.get(r, r) for r in block.results))
     if len(results) < len(block.results) and block.name == "Net":
         return
@@ -97,19 +97,19 @@ def _every_without(block: Block, k: int) -> Iterator[Block]:
 def _fewer_results(program: Program) -> Iterator[Program]:
     """With one result, a plain one, and the simplest loss."""
     net = program.net
-    place = len(program.blocks) - 1
+    index = len(program.blocks) - 1
     if len(net.results) > 1 or program.loss != _loss(net, net.results[0]):
         for result in net.results:
-            one = replace(net, results=(result,), form="plain")
-            yield replace(with_block(program, place, one), loss=_loss(net, result))
+            reduced = replace(net, results=(result,), form="plain")
+            yield replace(with_block(program, index, reduced), loss=_loss(net, result))
     kinds = net.kinds()
-    # What a loose end computes may show the fault, too.
+    # An unused value may show the fault, too.
     for name in reversed(kinds):
         if name not in net.results and kinds[name] not in ("ids", "lab", "mask"):
-            one = replace(net, results=(name,), form="plain")
-            smaller = _pruned(one)
+            reduced = replace(net, results=(name,), form="plain")
+            smaller = _pruned(reduced)
             if len(smaller.statements) < len(net.statements):
-                yield replace(with_block(program, place, smaller), loss=_loss(net, name))
+                yield replace(with_block(program, index, smaller), loss=_loss(net, name))
 
 
 def _pruned(block: Block) -> Block:
@@ -125,9 +125,9 @@ def _loss(net: Block, result: str) -> str:
 
 def _fewer_inputs(program: Program) -> Iterator[Program]:
     net = program.net
-    used = {name for s in net.statements for name in s.operands} | set(net.results)
+    read_names = {name for s in net.statements for name in s.operands} | set(net.results)
     for k, (name, _) in enumerate(net.inputs):
-        if name not in used and len(net.inputs) > 1:
+        if name not in read_names and len(net.inputs) > 1:
             cut = replace(net, inputs=(*net.inputs[:k], *net.inputs[k + 1 :]))
             less = replace(
                 program,
@@ -150,14 +150,14 @@ def _plainer(program: Program) -> Iterator[Program]:
         yield replace(program, target=Input("vec"))
     if "keyword" in program.forms:
         yield replace(program, forms=("plain",) * len(program.forms))
-    for k, one in enumerate(program.inputs):
-        for other in (Input(one.kind), Input(one.kind, one.stacked), Input(one.kind, grad=one.grad)):
-            if other != one:
+    for k, spec in enumerate(program.inputs):
+        for other in (Input(spec.kind), Input(spec.kind, spec.stacked), Input(spec.kind, grad=spec.grad)):
+            if other != spec:
                 yield replace(program, inputs=(*program.inputs[:k], other, *program.inputs[k + 1 :]))
     first = program.steps[0]
-    same = tuple(replace(step, n=first.n, t=first.t) for step in program.steps)
-    if same != program.steps:
-        yield replace(program, steps=same)
+    equal_sizes = tuple(replace(step, n=first.n, t=first.t) for step in program.steps)
+    if equal_sizes != program.steps:
+        yield replace(program, steps=equal_sizes)
     for k, step in enumerate(program.steps):
         for other in (Step("", "forward", step.n, step.t), replace(step, mode=""), replace(step, does="backward")):
             if other != step and not (step.does == "forward" and other.does != "forward"):
@@ -180,9 +180,9 @@ def _plainer_of(s: Statement, block: Block) -> Iterator[Statement]:
     yield replace(s, holder="attr", chain=())
     yield replace(s, care="plain")
     yield replace(s, region="")
-    for k, (place, text) in enumerate(s.choices):
-        first = s.piece.choices[place][0]
+    for k, (key, text) in enumerate(s.choices):
+        first = s.piece.choices[key][0]
         if text != first:
-            yield replace(s, choices=(*s.choices[:k], (place, first), *s.choices[k + 1 :]))
+            yield replace(s, choices=(*s.choices[:k], (key, first), *s.choices[k + 1 :]))
     if sum(other.slot == s.slot for other in block.statements) > 1:
         yield replace(s, slot=f"{s.slot}_{s.results[0] if s.results else 'w'}")

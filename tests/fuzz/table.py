@@ -10,8 +10,8 @@ from tests.fuzz.program import Piece
 def piece(
     name: str, kinds: str, code: str = "{o} = {s}({0})", *, module: str = "", init: str = "", **more: Any
 ) -> Piece:
-    """``kinds`` reads ``takes->gives``; a keyword that is no field of `Piece` is a place and its choices, ``a|b``."""
+    """``kinds`` reads ``takes->gives``; other keywords than fields of `Piece` are placeholders and choices, ``a|b``."""
     takes, gives = (tuple(filter(None, part.split(","))) for part in kinds.split("->"))
     flags = {name: more.pop(name) for name in ("view", "writes", "island") if name in more}
-    choices = {place: tuple(text.split("|")) for place, text in more.items()}
+    choices = {key: tuple(text.split("|")) for key, text in more.items()}
     return Piece(name, takes, gives, code, module, init, choices, **flags)

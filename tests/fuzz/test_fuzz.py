@@ -1,4 +1,4 @@
-"""A fixed set of random programs; and that the machine finds, shrinks and prints a rule that is wrong."""
+"""Run a fixed set of random programs, and check that the fuzzer finds, shrinks and prints a wrong rule."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SEEDS = range(200)
 def test_fused_equals_alone(first: int) -> None:
     for seed in SEEDS[first : first + 10]:
         program = generate(seed, SMALL)
-        found = outcome(program)
-        assert not found.bad, f"{program.text()}\n{found.verdict}: {found.words}"
+        result = outcome(program)
+        assert not result.bad, f"{program.text()}\n{result.verdict}: {result.words}"
 
 
 def test_a_seed_is_a_program() -> None:
@@ -38,13 +38,13 @@ def test_a_seed_is_a_program() -> None:
 
 
 def test_most_compiled_programs_are_trained() -> None:
-    found = []
+    outcomes = []
     for seed in range(40):
         try:
-            found.append(outcome_alone(for_compilation(generate(seed, SMALL))))
+            outcomes.append(outcome_alone(for_compilation(generate(seed, SMALL))))
         except RuntimeError:
             continue
-    assert len(found) >= 37
+    assert len(outcomes) >= 37
 
 
 def _piece(name: str) -> Piece:
@@ -127,22 +127,22 @@ def _plant(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], Tensor]) -
 def test_a_wrong_rule_is_found(fault: Any, verdict: Verdict, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome(_chain()).verdict is Verdict.EQUAL
     _plant(monkeypatch, fault)
-    found = outcome(_chain())
-    assert found.verdict is verdict
-    assert words in found.words
+    result = outcome(_chain())
+    assert result.verdict is verdict
+    assert words in result.words
 
 
 def test_a_wrong_rule_is_found_by_the_check_of_the_array(monkeypatch: pytest.MonkeyPatch) -> None:
     _plant(monkeypatch, _twice_the_gradient)
-    found = outcome(replace(_chain(), verify=True))
-    assert found.verdict is Verdict.DIFFERENT
-    assert "self-check" in found.words
+    result = outcome(replace(_chain(), verify=True))
+    assert result.verdict is Verdict.DIFFERENT
+    assert "self-check" in result.words
 
 
 def test_a_moved_random_state_is_found_in_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     _plant(monkeypatch, _seeded)
-    found = outcome(replace(_chain(), steps=(Step("eval", "forward", 3, 3),)))
-    assert "random state moved" in found.words
+    result = outcome(replace(_chain(), steps=(Step("eval", "forward", 3, 3),)))
+    assert "random state moved" in result.words
 
 
 def test_a_fault_is_shrunk_to_its_statement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +184,9 @@ def _own(text: str) -> Program:
     ],
 )
 def test_a_refusal_in_words_is_no_fault(text: str, words: str) -> None:
-    found = outcome(_own(text))
-    assert found.verdict is Verdict.REFUSED
-    assert words in found.words
+    result = outcome(_own(text))
+    assert result.verdict is Verdict.REFUSED
+    assert words in result.words
 
 
 @pytest.mark.parametrize(
@@ -197,14 +197,14 @@ def test_a_refusal_in_words_is_no_fault(text: str, words: str) -> None:
         ("{o} = (x0.sum(1, keepdim=True) - x0.flip(1).sum(1, keepdim=True)).sign() + x0", Verdict.UNTAME),
     ],
 )
-def test_what_cannot_be_compared_is_no_fault(text: str, verdict: Verdict) -> None:
-    found = outcome(_own(text))
-    assert found.verdict in (verdict, Verdict.EQUAL)
+def test_a_program_without_comparable_results_is_no_fault(text: str, verdict: Verdict) -> None:
+    result = outcome(_own(text))
+    assert result.verdict in (verdict, Verdict.EQUAL)
 
 
 def test_a_program_that_ends_the_process_is_told() -> None:
     with Worker() as worker:
         assert worker.outcome(_own("import os\nos._exit(3)\n{o} = x0")).verdict is Verdict.INVALID
-        found = worker.outcome(_own("import os\nif type(x0) is not torch.Tensor: os._exit(3)\n{o} = x0"))
-        assert found == Outcome(Verdict.RAW, "the process ended with the status 3")
+        result = worker.outcome(_own("import os\nif type(x0) is not torch.Tensor: os._exit(3)\n{o} = x0"))
+        assert result == Outcome(Verdict.RAW, "the process ended with the status 3")
         assert worker.outcome(_own("{o} = x0 + 1")).verdict is Verdict.EQUAL

@@ -1,4 +1,4 @@
-"""Writes the golden texts anew."""
+"""Write the golden texts again."""
 
 from tests.golden.texts import write
 

@@ -12,8 +12,8 @@ from tests.zoo import MODELS, Model
 @pytest.mark.skipif(not torch.__version__.startswith(f"{TORCH}."), reason=f"the texts are of torch {TORCH}")
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_the_program_is_the_golden_one(model: Model) -> None:
-    if model.name == "recurrent" and isinstance(found := native.library(rnn.SOURCE), str):
-        pytest.skip(found)
+    if model.name == "recurrent" and isinstance(error := native.library(rnn.SOURCE), str):
+        pytest.skip(error)
     assert text(model) == path(model).read_text()
 
 

@@ -2,7 +2,7 @@
 
 They show what a change of capture, rules, passes or costs does.
 
-``python -m tests.golden`` writes the files anew; read the difference before you commit it.
+``python -m tests.golden`` writes the files again; read the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def path(model: Model) -> Path:
 
 
 def text(model: Model) -> str:
-    """What is seen of a member, and the program in training. Of sources only the file's name is told: lines move."""
+    """Return the observation of a member, and the program in training. Sources show no line numbers: lines move."""
     torch.manual_seed(0)
     observed = observe(model.make().double(), (model.draw(4),), {})
     torch.manual_seed(0)

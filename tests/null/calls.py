@@ -43,11 +43,11 @@ def absence() -> str:
 
 @dataclass(frozen=True)
 class Calls:
-    """What a step asks of the device, each as a number per step.
+    """The calls of a step to the device, each as a number per step.
 
-    ``launches``: of kernels, library calls, copies and fills by themselves. ``graphs``: replays. ``waits``: of the host
-    for the device. ``pageable``: copies of memory that is not pinned. ``refused``: calls that fail on a real device,
-    such as those forbidden in capture.
+    ``launches``: of kernels, library calls, copies and fills outside of graphs. ``graphs``: replays. ``waits``: of the
+    host for the device. ``pageable``: copies of memory that is not pinned. ``refused``: calls that fail on a real
+    device, such as those forbidden in capture.
     """
 
     launches: float

@@ -31,7 +31,7 @@ from tests.null.calls import Calls, absence, by_name, calls_per_step, compare_as
 
 MEMBERS = 16
 FIRST_STEPS = 2
-"""Steps in which programs are compiled and checked, which takes memory of its own."""
+"""Steps in which programs are compiled and checked, which takes additional memory."""
 WARM_STEPS, COUNTED_STEPS = 8, 12
 """Steps in which launches are recorded, and those that are counted."""
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,8 +67,8 @@ class Contender:
 
     Attributes:
         title: of its column in the table.
-        steady: whether all steps are alike. Eager gradients change their addresses by chance, of which the device is
-            told, and the optimizer's launches are recorded where they stay for three steps.
+        steady: whether all steps are alike. Eager gradients change their addresses by chance. The new addresses are
+            copied to the device, and the optimizer's launches are recorded once they stay for three steps.
     """
 
     name: str
@@ -169,7 +169,7 @@ def counted(step: Callable[[], object]) -> tuple[int, ...]:
 
 
 def measure_apart(model: str) -> dict[str, StepCounts]:
-    """Measure a model in a process of its own, so that nothing depends on what ran before."""
+    """Measure a model in a separate process, so that nothing depends on what ran before."""
     command = [sys.executable, "-m", "tests.null.golden", model]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -207,7 +207,7 @@ def table(golden: Golden) -> Iterator[str]:
     yield _row(*["---"] * (1 + 2 * len(CONTENDERS)))
     for model, row in golden.items():
         counts = [row[contender.name] for contender in CONTENDERS]
-        yield _row(model, *(each.text() for each in counts), *(f"{each.bytes / 2**20:.3g}" for each in counts))
+        yield _row(model, *(cell.text() for cell in counts), *(f"{cell.bytes / 2**20:.3g}" for cell in counts))
 
 
 def main() -> None:
@@ -225,8 +225,8 @@ def main() -> None:
     for case in CASES:
         golden[case.name] = measure_apart(case.name)
         for name, counts in golden[case.name].items():
-            known = earlier.get(case.name, {}).get(name)
-            faults = counts.worse_than(known) if known else []
+            earlier_counts = earlier.get(case.name, {}).get(name)
+            faults = counts.worse_than(earlier_counts) if earlier_counts else []
             print(f"{case.name}, {name}: {counts.text()}, {counts.bytes / 2**20:.3g} MiB", *faults, flush=True)
     write(golden)
 

@@ -62,15 +62,15 @@ def measured(devices: int, count: int, processes: int) -> str:
         driver = time.process_time() - driver
         rate, seconds = 0.0, dict[int, float]()
         for task in tasks:
-            (begin, used, process), (end, all_used, _) = (
+            (start, start_cpu, process), (end, end_cpu, _) = (
                 json.loads((folder / f"{task.name}-{warm}").read_text()) for warm in (True, False)
             )
-            rate += (count - 1 - WARM) / (end - begin)
-            seconds[process] = max(seconds.get(process, 0.0), all_used - used)
-    each = 1e3 * sum(seconds.values()) / devices / (count - 1 - WARM)
+            rate += (count - 1 - WARM) / (end - start)
+            seconds[process] = max(seconds.get(process, 0.0), end_cpu - start_cpu)
+    cpu_ms = 1e3 * sum(seconds.values()) / devices / (count - 1 - WARM)
     return (
-        f"{devices} devices, {processes} processes: {rate:.0f} minibatches/s, {each:.2f} ms of CPU each where they are "
-        f"trained, {driver:.2f} s of CPU in the driver's process"
+        f"{devices} devices, {processes} processes: {rate:.0f} minibatches/s, {cpu_ms:.2f} ms of CPU each where they "
+        f"are trained, {driver:.2f} s of CPU in the driver's process"
     )
 
 
@@ -78,6 +78,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--minibatches", type=int, default=500)
-    given = parser.parse_args()
-    for processes in (1, given.devices) * 2:
-        print(measured(given.devices, given.minibatches, processes), flush=True)
+    options = parser.parse_args()
+    for processes in (1, options.devices) * 2:
+        print(measured(options.devices, options.minibatches, processes), flush=True)

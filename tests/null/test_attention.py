@@ -49,7 +49,7 @@ def test_weights_are_not_kept(rates: tuple[float, ...], kernels: int) -> None:
     assert calls.launches <= 4 + 2 * kernels
 
 
-def test_what_no_kernel_computes_goes_by_blocks() -> None:
+def test_attention_without_a_kernel_is_computed_by_blocks() -> None:
     fused = hf.fuse([Dropped(0.1).double() for _ in range(MEMBERS)], verify=False).cuda()
     x = torch.zeros(9, HEADS, TOKENS, SIZE, device="cuda", dtype=torch.float64)
     fused(x).sum().backward()

@@ -28,10 +28,10 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {REFUSED_CALLS: str(folder), "PYTHONPATH": path}
     command = [sys.executable, "-m", "hfusion.bench", *arguments, "--device", "cuda"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     reports = [file.read_text() for file in folder.iterdir()]
-    assert reports, said
-    assert set(reports) == {""}, said
+    assert reports, output
+    assert set(reports) == {""}, output
     return done
 
 

@@ -38,7 +38,7 @@ def test_a_compiled_step_is_a_few_graphs_without_a_wait(model: str) -> None:
 def test_all_models_have_numbers() -> None:
     numbers = golden.read()
     assert list(numbers) == MODELS
-    assert {tuple(row) for row in numbers.values()} == {tuple(each.name for each in golden.CONTENDERS)}
+    assert {tuple(row) for row in numbers.values()} == {tuple(contender.name for contender in golden.CONTENDERS)}
 
 
 def test_the_page_shows_them() -> None:
@@ -47,7 +47,7 @@ def test_the_page_shows_them() -> None:
 
 @pytest.mark.parametrize("name", [field.name for field in fields(golden.StepCounts)])
 def test_more_is_worse(name: str) -> None:
-    known = golden.StepCounts(launches=3, graphs=2, replayed=40, waits=0, pageable=0, bytes=1000)
-    value = getattr(known, name)
-    assert replace(known, **{name: value + 1}).worse_than(known) == [f"{name}: {value + 1}, golden {value}"]
-    assert known.worse_than(replace(known, **{name: value + 1})) == []
+    baseline = golden.StepCounts(launches=3, graphs=2, replayed=40, waits=0, pageable=0, bytes=1000)
+    value = getattr(baseline, name)
+    assert replace(baseline, **{name: value + 1}).worse_than(baseline) == [f"{name}: {value + 1}, golden {value}"]
+    assert baseline.worse_than(replace(baseline, **{name: value + 1})) == []

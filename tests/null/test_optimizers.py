@@ -74,10 +74,10 @@ def test_half_precision_without_kernels_takes_as_many_launches_as_the_members_al
         for param in params:
             param.grad = torch.zeros_like(param)
         alone.append(getattr(torch.optim, name)(params, lr=rate))
-    assert calls_per_step(opt.step) == calls_per_step(lambda: [each.step() for each in alone])
+    assert calls_per_step(opt.step) == calls_per_step(lambda: [member_optimizer.step() for member_optimizer in alone])
 
 
-def test_what_is_not_recorded_says_why() -> None:
+def test_steps_that_are_not_recorded_report_the_reason() -> None:
     stacks = parameters()
     opt = optimizer("SGD", stacks)
 
@@ -85,10 +85,10 @@ def test_what_is_not_recorded_says_why() -> None:
         # Gradients that never lie where they lay.
         for stack in stacks:
             stack.grad = torch.zeros_like(stack)
-        kept.append([stack.grad for stack in stacks])
+        gradients.append([stack.grad for stack in stacks])
         opt.step()
 
-    kept: list[object] = []
+    gradients: list[object] = []
     assert calls_per_step(step).graphs == 0
     assert "gradients must lie at the same addresses" in opt.launches
 
@@ -109,9 +109,9 @@ def test_members_that_rest_are_put_back() -> None:
 
 def test_optimizers_of_members_go_on_as_one() -> None:
     models = [torch.nn.Linear(4, 2).cuda() for _ in range(3)]
-    each = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
     fused = hf.fuse(models, verify=False)
-    opt = hf.optim.fuse(each, fused)
+    opt = hf.optim.fuse(optimizers, fused)
     for stack in fused.parameters():
         stack.grad = torch.zeros_like(stack)
     assert calls_per_step(opt.step) == Calls(launches=0, graphs=1, waits=0)

@@ -95,13 +95,13 @@ def test_constants_are_copied_once() -> None:
 
 def test_runs_that_follow_take_no_further_memory() -> None:
     """cuBLAS keeps a workspace for each stream that it has met."""
-    machine, left = hf.Machine([hf.Device("cuda:0", memory="1GiB")]), []
+    machine, allocated = hf.Machine([hf.Device("cuda:0", memory="1GiB")]), []
     for _ in range(4):
         hf.train([compiled(SHORT, None)], machine)
         gc.collect()
-        left.append(torch.cuda.memory_allocated())
+        allocated.append(torch.cuda.memory_allocated())
     # A workspace is of 32 MiB. Programs that are kept for later runs may have small constants.
-    assert left[3] - left[1] < 1 << 20
+    assert allocated[3] - allocated[1] < 1 << 20
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])

@@ -1,4 +1,4 @@
-"""What the tests of several recurrent layers share."""
+"""Fixtures for the tests of recurrent layers."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from hfusion.ops import rnn
 @pytest.fixture
 def kernels() -> None:
     """The C kernels of recurrent layers; a test that needs them is skipped where they cannot be compiled."""
-    if isinstance(found := native.library(rnn.SOURCE), str):
-        pytest.skip(found)
+    if isinstance(library := native.library(rnn.SOURCE), str):
+        pytest.skip(library)

@@ -77,11 +77,11 @@ def test_each_member_drops_its_own_weights(case: Case, form: str) -> None:
     lowerings = [node.meta["lowering"].text for node in module.graph.nodes if node.op == "call_function"]
     assert any(form in text for text in lowerings)
     with recording() as draws:
-        (ours,) = module(*(torch.stack(row) for row in rows))
+        (output,) = module(*(torch.stack(row) for row in rows))
     p, causal = case.args[4], case.args[5]
     if p == 1.0:
         assert not draws
-        assert not ours.any()
+        assert not output.any()
         return
     (noise,) = draws
     assert not torch.equal(noise[0], noise[1])
@@ -89,10 +89,10 @@ def test_each_member_drops_its_own_weights(case: Case, form: str) -> None:
         operands = [row[b] for row in rows]
         if operands[-1].dtype is torch.bool:
             operands[-1] = torch.zeros(operands[-1].shape).double().masked_fill(~operands[-1], -torch.inf)
-        theirs, _ = aten._scaled_dot_product_attention_math(
+        expected, _ = aten._scaled_dot_product_attention_math(
             *operands, *([None] * (4 - len(operands))), p, causal, noise[b].bool(), **case.kwargs
         )
-        torch.testing.assert_close(ours[b], theirs, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(output[b], expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_query_that_may_attend_to_nothing_gets_zero() -> None:
@@ -145,8 +145,8 @@ def test_blocks_of_queries_give_what_all_give_together(
     inputs = [x.requires_grad_(x.is_floating_point()) for x in inputs]
     expected = outcome(attention_dropout.attend_with_dropout, inputs, p, causal, gqa)
     monkeypatch.setattr(attention_dropout, "BLOCK_BYTES", 1)
-    ours = outcome(attention_dropout.attend_by_blocks, inputs, p, causal, gqa)
-    for a, b in zip(ours, expected, strict=True):
+    actual = outcome(attention_dropout.attend_by_blocks, inputs, p, causal, gqa)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
@@ -156,29 +156,29 @@ def test_blocks_draw_the_same_in_backward_by_torchs_generator(monkeypatch: pytes
     with recording() as draws:
         y = attention_dropout.attend_by_blocks(0.5, 3, q, k, v, None, True, None, False)
     weights = torch.randn_like(y)
-    ours = torch.autograd.grad((y * weights).sum(), (q, k, v))
+    grads = torch.autograd.grad((y * weights).sum(), (q, k, v))
     (noise,) = draws
     assert 0.3 < float(noise.mean()) < 0.7
     # Each query, which is a block here, has numbers of its own.
     assert len(noise.flatten(0, 2).movedim(1, 0).flatten(1).unique(dim=0)) == 7
     expected = torch.matmul(attention.attention_weights(q, k, None, True, None) * noise * 2, v)
     torch.testing.assert_close(y, expected)
-    for a, b in zip(ours, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):
+    for a, b in zip(grads, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(a, b)
 
 
 def test_backward_of_blocks_keeps_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_dropout, "BLOCK_BYTES", 1 << 12)
     q = torch.randn(2, 1, 1, 64, 8, requires_grad=True)
-    kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+    saved_sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved_sizes.append(x.numel()) or x, lambda x: x):
         attention_dropout.attend_by_blocks(0.5, 2, q, q * 2, q * 3, None, False, None, False)
-    assert max(kept) == q.numel()
+    assert max(saved_sizes) == q.numel()
 
 
 @pytest.mark.parametrize("p", [0.5, (0.5, 0.5, 0.2), (1.0, 0.3, 0.0)], ids=str)
 def test_torchs_kernel_drops_each_members_weights(p: Any) -> None:
-    """Where all values are ones, results are sums of kept weights over what is kept on average."""
+    """If all values are ones, each result is the sum of the kept weights, divided by the keep rate."""
     q, k = (torch.randn(3, 2, 2, 64, 8, dtype=torch.float64) for _ in range(2))
     y = attention_dropout.attend_dropping(p, q, k, torch.ones_like(k), None, False, None, False)
     rates = [p] * 3 if isinstance(p, float) else p

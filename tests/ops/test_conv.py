@@ -76,8 +76,8 @@ def test_convolution(case: Case) -> None:
     ids=lambda value: str(value) if isinstance(value, Case) else " ".join(f.__name__ for f in value),
 )
 def test_lowerings_of_a_convolution(case: Case, functions: list[Any]) -> None:
-    found = lowerings(member_graph(case, [torch.zeros(d.shape) for d in draws(case.args)]), [Layout.STACKED] * 3, 2)
-    assert [next(n.meta["lowering"].fn for n in g.graph.nodes if "choice" in n.meta) for g in found] == functions
+    graphs = lowerings(member_graph(case, [torch.zeros(d.shape) for d in draws(case.args)]), [Layout.STACKED] * 3, 2)
+    assert [next(n.meta["lowering"].fn for n in g.graph.nodes if "choice" in n.meta) for g in graphs] == functions
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["dense", "grouped"])
@@ -92,6 +92,6 @@ def test_one_convolution_of_all_members_is_in_channels_last(
     convolve = torch.ops.aten.conv2d.default if len(image) == 2 else torch.ops.aten.conv3d.default
     weight = torch.randn(3, 2, channels, *kernel)
     x = torch.randn(5, channels if shared else 3 * channels, *image)
-    found = side_by_side(convolve, x, weight, None, False, groups=1 if shared else 3)
-    assert found.is_contiguous(memory_format=order)
-    assert not found.is_contiguous()
+    output = side_by_side(convolve, x, weight, None, False, groups=1 if shared else 3)
+    assert output.is_contiguous(memory_format=order)
+    assert not output.is_contiguous()

@@ -60,10 +60,10 @@ def test_large_layers_and_those_without_kernels_run_per_member(
 ) -> None:
     monkeypatch.setenv("HFUSION_NATIVE", native_code)
     for size, expected in ((4, gru.gru_stacked if native_code == "1" else call_per_member), (512, call_per_member)):
-        given = case(features=size, size=size, biases=False, first=True)
+        gru_case = case(features=size, size=size, biases=False, first=True)
         operands = [torch.zeros(2, 5, size), torch.zeros(1, 2, size)]
         operands += [torch.zeros(3 * size, size), torch.zeros(3 * size, size)]
-        graph = batch(member_graph(given, operands), [Layout.STACKED] * len(operands), MEMBERS).graph
+        graph = batch(member_graph(gru_case, operands), [Layout.STACKED] * len(operands), MEMBERS).graph
         (called,) = [n for n in graph.nodes if "origin" in n.meta and n.meta["origin"].target is aten.gru.input]
         assert called.target is expected
 
@@ -75,14 +75,14 @@ def test_second_derivatives() -> None:
     x = torch.randn(5, 2, 3, dtype=torch.float64)
 
     def penalty(model: nn.Module) -> list[Tensor]:
-        own = x.clone().requires_grad_()
-        y, h = model(own)
-        (first,) = torch.autograd.grad(y.square().sum() + h.sin().sum(), own, create_graph=True)
+        leaf = x.clone().requires_grad_()
+        y, h = model(leaf)
+        (first,) = torch.autograd.grad(y.square().sum() + h.sin().sum(), leaf, create_graph=True)
         return list(torch.autograd.grad((first * x.cos()).sum(), list(model.parameters()), allow_unused=True))
 
     expected = [penalty(model) for model in models]
-    for place, ours in enumerate(penalty(fused)):
-        torch.testing.assert_close(ours, torch.stack([theirs[place] for theirs in expected]))
+    for index, actual in enumerate(penalty(fused)):
+        torch.testing.assert_close(actual, torch.stack([member_grads[index] for member_grads in expected]))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -92,15 +92,15 @@ def test_frozen_weights_get_no_gradients_and_inputs_theirs(trained: str) -> None
     for name, parameter in fused.named_parameters():
         parameter.requires_grad_(name == trained)
     x, h = (torch.randn(*shape, 2, size, dtype=torch.float64) for shape, size in (((5,), 3), ((1,), 4)))
-    for given in (x, h):
-        given.requires_grad_()
+    for leaf in (x, h):
+        leaf.requires_grad_()
     fused(x, h)[1].sum().backward()
     assert [name for name, p in fused.named_parameters() if p.grad is not None] == [trained]
     members = fused.unfuse()
     expected = [torch.autograd.grad(m(x, h)[1].sum(), [x, h, m.get_parameter(trained)]) for m in members]
-    for ours, theirs in zip((x.grad, h.grad), list(zip(*expected, strict=True))[:2], strict=True):
-        torch.testing.assert_close(ours, sum(theirs))
-    torch.testing.assert_close(fused.get_parameter(trained).grad, torch.stack([theirs[2] for theirs in expected]))
+    for actual, member_grads in zip((x.grad, h.grad), list(zip(*expected, strict=True))[:2], strict=True):
+        torch.testing.assert_close(actual, sum(member_grads))
+    torch.testing.assert_close(fused.get_parameter(trained).grad, torch.stack([grads[2] for grads in expected]))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -110,8 +110,8 @@ def test_gates_far_from_zero_and_close_to_it(dtype: torch.dtype) -> None:
     far = torch.tensor([1e-6, 0.5, 1, 9, 20, 88, 104, 1e30, math.inf])
     x = torch.cat([far, -far, torch.tensor([0, math.nan])]).to(dtype).view(1, -1, 1).repeat(2, 1, 1)
     models = [nn.GRU(1, 1).to(dtype) for _ in range(2)]
-    for ours, *theirs in zip(hf.fuse(models, verify=False)(x), *(model(x) for model in models), strict=True):
-        torch.testing.assert_close(ours, torch.stack(theirs), equal_nan=True)
+    for actual, *expected in zip(hf.fuse(models, verify=False)(x), *(model(x) for model in models), strict=True):
+        torch.testing.assert_close(actual, torch.stack(expected), equal_nan=True)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -123,13 +123,13 @@ def test_threads_share_the_rows() -> None:
         y, _ = fused(x)
         return [y, *torch.autograd.grad(y.square().sum(), list(fused.parameters()))]
 
-    one = run()
+    single_threaded = run()
     try:
         torch.set_num_threads(3)
         other = run()
     finally:
         torch.set_num_threads(1)
-    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(single_threaded, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -137,8 +137,8 @@ def test_autocast_gives_what_torch_gives() -> None:
     models = [nn.GRU(3, 4, num_layers=2) for _ in range(2)]
     x = torch.randn(5, 2, 3)
     with torch.autocast("cpu", torch.bfloat16):
-        (ours, _), wanted = hf.fuse(models)(x), [model(x)[0] for model in models]
-    torch.testing.assert_close(ours, torch.stack(wanted), rtol=0.02, atol=0.02)
+        (output, _), expected = hf.fuse(models)(x), [model(x)[0] for model in models]
+    torch.testing.assert_close(output, torch.stack(expected), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -150,9 +150,9 @@ def test_a_step_with_a_loss_of_all_outputs_is_compiled() -> None:
         fused = hf.fuse(models)
         optimizer = hf.optim.SGD(fused.parameters(), lr=0.1)
         step = hf.train_step(fused, lambda output, y: F.mse_loss(output[0], y), optimizer, compile=compile)
-        found = [step(x, y) for _ in range(4)]
+        step_losses = [step(x, y) for _ in range(4)]
         assert ("eager" in str(step.report())) is not compile
-        return found
+        return step_losses
 
     torch.testing.assert_close(losses(True), losses(False))
 
@@ -164,5 +164,5 @@ def test_operators_are_as_they_are_described(kernels: None) -> None:
     operators, checks = torch.ops.hfusion_gru, ("test_schema", "test_faketensor")
     torch.library.opcheck(operators.steps.default, (sums, h, weights, 1), test_utils=checks)
     rows, y, gates = operators.steps(sums, h, weights, 1)
-    given = (gates, rows, torch.randn(2, 12, 4), torch.randn_like(y), torch.randn_like(h), 1)
-    torch.library.opcheck(operators.steps_backward.default, given, test_utils=checks)
+    operands = (gates, rows, torch.randn(2, 12, 4), torch.randn_like(y), torch.randn_like(h), 1)
+    torch.library.opcheck(operators.steps_backward.default, operands, test_utils=checks)

@@ -78,8 +78,8 @@ def test_index(case: Case) -> None:
 def with_layout(case: Case, layouts: list[Layout], rows: list[torch.Tensor]) -> Layout:
     graph = batch(member_graph(case, rows), layouts, 2).graph
     (node,) = [n for n in graph.nodes if n.op == "call_function" and "origin" in n.meta]
-    found: Layout = node.meta["layout"]
-    return found
+    layout: Layout = node.meta["layout"]
+    return layout
 
 
 def test_shared_rows_keep_packed() -> None:
@@ -91,7 +91,7 @@ def test_shared_rows_keep_packed() -> None:
 
 @pytest.mark.parametrize("layout", [Layout.STACKED, Layout.PACKED, Layout.LISTED])
 @pytest.mark.parametrize("target", [aten.index.Tensor, aten.one_hot.default, aten.item.default], ids=str)
-def test_what_depends_on_values_is_refused(target: Any, layout: Layout) -> None:
+def test_value_dependent_shapes_are_refused(target: Any, layout: Layout) -> None:
     graph = torch.fx.Graph()
     x, mask = graph.placeholder("x"), graph.placeholder("mask")
     x.meta["val"], mask.meta["val"] = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)

@@ -86,10 +86,10 @@ def test_frozen_parts_of_a_linear(threshold: int, monkeypatch: pytest.MonkeyPatc
     x, weight, bias = leaf(2, 3, 4), leaf(2, 5, 4), leaf(2, 5)
     for frozen in (x, weight, bias):
         operands = [p.detach() if p is frozen else p for p in (x, weight, bias)]
-        ours = torch.autograd.grad(linear.linear_stacked(*operands).sum(), [p for p in operands if p.requires_grad])
+        actual = torch.autograd.grad(linear.linear_stacked(*operands).sum(), [p for p in operands if p.requires_grad])
         plain = torch.einsum("bni,boi->bno", *operands[:2]) + operands[2].unsqueeze(1)
-        theirs = torch.autograd.grad(plain.sum(), [p for p in operands if p.requires_grad])
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        expected = torch.autograd.grad(plain.sum(), [p for p in operands if p.requires_grad])
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_gradients_come_in_the_order_of_the_parameters() -> None:
@@ -127,5 +127,5 @@ def test_exponentials_of_matrices_are_the_members_to_the_bit(norm: float) -> Non
             return x @ torch.matrix_exp(self.w)
 
     models = [Turning() for _ in range(3)]
-    ours = hf.fuse(models)(torch.eye(6, dtype=torch.float64))
-    assert torch.equal(ours, torch.stack([torch.matrix_exp(model.w) for model in models]))
+    actual = hf.fuse(models)(torch.eye(6, dtype=torch.float64))
+    assert torch.equal(actual, torch.stack([torch.matrix_exp(model.w) for model in models]))

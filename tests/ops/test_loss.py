@@ -121,7 +121,7 @@ def test_a_member_whose_targets_are_all_ignored_is_nan_alone(feature_major: bool
 def test_a_target_out_of_range_raises_as_in_torch(feature_major: bool, wrong: int) -> None:
     x = torch.randn(2, 4, 3).mT if feature_major else torch.randn(2, 3, 4)
     target = torch.tensor([0, wrong, 1])
-    with pytest.raises(IndexError, match="out of bounds") as theirs:
+    with pytest.raises(IndexError, match="out of bounds") as expected:
         F.cross_entropy(x[0], target)
-    with pytest.raises(IndexError, match=str(theirs.value)):
+    with pytest.raises(IndexError, match=str(expected.value)):
         cross_entropy(x, target, shared=True)

@@ -92,19 +92,19 @@ def run(
     module = batch(graph, [of_input, of_weight, of_weight, of_running, of_running], MEMBERS)
     singles = [rows(value, layout) for value, layout in ((mean, of_running), (var, of_running))]
     for _ in range(2):
-        (got,) = module(arranged(x, of_input), weight, bias, mean, var)
+        (output,) = module(arranged(x, of_input), weight, bias, mean, var)
         xs, weights, biases = rows(x, of_input), rows(weight, of_weight), rows(bias, of_weight)
-        own = of_running is not Layout.SHARED
+        stacked_running = of_running is not Layout.SHARED
         expected = []
         for b in range(MEMBERS):
             options = [s.values[b] if isinstance(s, MemberScalars) else s for s in scalars]
-            running = [single[b] if own or b == 0 else single[b].clone() for single in singles]
+            running = [single[b] if stacked_running or b == 0 else single[b].clone() for single in singles]
             expected.append(target(xs[b], weights[b], biases[b], *running, training, *options, False))
-        wanted = torch.stack(expected)
-        torch.testing.assert_close(got.expand_as(wanted), wanted, rtol=1e-9, atol=1e-11)
+        expected_output = torch.stack(expected)
+        torch.testing.assert_close(output.expand_as(expected_output), expected_output, rtol=1e-9, atol=1e-11)
     for value, single in zip((mean, var), singles, strict=True):
-        wanted = single[0] if of_running is Layout.SHARED else torch.stack(single)
-        torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-11)
+        expected_output = single[0] if of_running is Layout.SHARED else torch.stack(single)
+        torch.testing.assert_close(value, expected_output, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -159,25 +159,25 @@ def test_batch_norm_in_every_order_of_memory(order: tuple[int, ...]) -> None:
     case = Case(aten.batch_norm.default, (t(4, 5, 6), t(5), t(5), None, None, True, 0.1, 1e-5, False))
     weight, bias = torch.randn(2, 3, 5, dtype=torch.float64)
     graph = member_graph(case, [x[0], weight[0], bias[0]])
-    (got,) = batch(graph, [Layout.STACKED] * 3, 3)(lying, weight, bias)
+    (output,) = batch(graph, [Layout.STACKED] * 3, 3)(lying, weight, bias)
     single = [torch.batch_norm(x[b], weight[b], bias[b], None, None, True, 0.1, 1e-5, False) for b in range(3)]
-    torch.testing.assert_close(got, torch.stack(single), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(output, torch.stack(single), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("shape", [(4, 5, 6), (4, 5, 6, 3)], ids=str)
 def test_batch_norm_of_a_member_that_lies_channel_by_channel(shape: tuple[int, ...], training: bool) -> None:
     """As the product of one member gives it: the same values, gradients and statistics, in the same order of memory."""
-    given = torch.randn(shape, dtype=torch.float64).transpose(0, 1).contiguous().transpose(0, 1)
+    sample = torch.randn(shape, dtype=torch.float64).transpose(0, 1).contiguous().transpose(0, 1)
     weight, bias, seed = torch.randn(5).double(), torch.randn(5).double(), torch.randn(shape).double()
-    found = []
-    for norm, x in ((batch_norm_alone, given), (torch.batch_norm, given.contiguous())):
+    outcomes = []
+    for norm, x in ((batch_norm_alone, sample), (torch.batch_norm, sample.contiguous())):
         leaf, mean, var = x.detach().requires_grad_(), torch.zeros(5).double(), torch.ones(5).double()
         y = norm(leaf, weight, bias, mean, var, training, 0.1, 1e-5, False)
-        found.append((y, torch.autograd.grad(y, leaf, seed)[0], mean, var))
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
-    assert found[0][0].stride() == given.stride()
+        outcomes.append((y, torch.autograd.grad(y, leaf, seed)[0], mean, var))
+    for actual, expected in zip(*outcomes, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+    assert outcomes[0][0].stride() == sample.stride()
 
 
 @pytest.mark.parametrize("members", [1, 2, 20])
@@ -199,9 +199,9 @@ def test_group_norm_of_what_needs_no_gradient(members: int, dims: int) -> None:
 class Twice(nn.Module):
     """Calls one normalization for features, which need gradients, and for the input of all members, which does not."""
 
-    def __init__(self, norm: nn.Module, used: bool) -> None:
+    def __init__(self, norm: nn.Module, uses_both: bool) -> None:
         super().__init__()
-        self.conv, self.norm, self.used = nn.Conv1d(4, 4, 3, padding=1), norm, used
+        self.conv, self.norm, self.used = nn.Conv1d(4, 4, 3, padding=1), norm, uses_both
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.norm(self.conv(x)), self.norm(x)
@@ -209,11 +209,11 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("uses_both", [False, True])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, lambda size: nn.InstanceNorm1d(size, track_running_stats=True)])
-def test_a_norm_that_is_called_again_before_its_backward(norm: Any, used: bool, compiled: bool) -> None:
+def test_a_norm_that_is_called_again_before_its_backward(norm: Any, uses_both: bool, compiled: bool) -> None:
     torch.manual_seed(0)
-    models = [Twice(norm(4), used).double() for _ in range(3)]
+    models = [Twice(norm(4), uses_both).double() for _ in range(3)]
     alone = copy.deepcopy(models)
     fused = hf.fuse(models)
     x = torch.randn(5, 4, 6, dtype=torch.float64)
@@ -222,11 +222,11 @@ def test_a_norm_that_is_called_again_before_its_backward(norm: Any, used: bool, 
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in alone]
     for _ in range(3):
         losses = step(x, x)
-        for row, (model, each) in enumerate(zip(alone, optimizers, strict=True)):
-            each.zero_grad()
+        for row, (model, member_optimizer) in enumerate(zip(alone, optimizers, strict=True)):
+            member_optimizer.zero_grad()
             loss = F.mse_loss(model(x), x)
             loss.backward()
-            each.step()
+            member_optimizer.step()
             torch.testing.assert_close(losses[row], loss.detach(), rtol=1e-9, atol=1e-12)
     for row, model in enumerate(alone):
         torch.testing.assert_close(fused[row].state_dict(), model.state_dict(), rtol=1e-9, atol=1e-12)

@@ -128,26 +128,26 @@ PROMOTING = [aten.add.Tensor, aten.eq.Tensor, aten.div.Tensor, aten.where.self]
 DTYPES = [torch.bool, torch.int32, torch.int64, torch.float32, torch.float64]
 
 
-@pytest.mark.parametrize("one", [Layout.SHARED, Layout.STACKED])
+@pytest.mark.parametrize("layout", [Layout.SHARED, Layout.STACKED])
 @pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
 @pytest.mark.parametrize("target", [aten.add.Tensor, aten.eq.Tensor, aten.div.Tensor, aten.where.self], ids=str)
-def test_zero_dim_operands_rank_below_others(target: Any, shape: tuple[int, ...], one: Layout) -> None:
+def test_zero_dim_operands_rank_below_others(target: Any, shape: tuple[int, ...], layout: Layout) -> None:
     for first in DTYPES:
         for second in DTYPES:
             x = (torch.rand(4, *shape) * 3).to(first)
             y = torch.rand(4).mul(3).to(second)
             mask = [torch.rand(4, *shape) < 0.5] if target is aten.where.self else []
-            rows = [[*(m[b] for m in mask), x[0] if one is Layout.SHARED else x[b], y[b]] for b in range(4)]
+            rows = [[*(m[b] for m in mask), x[0] if layout is Layout.SHARED else x[b], y[b]] for b in range(4)]
             expected = torch.stack([target(*row) for row in rows])
             drawn = [Draw(()) for _ in rows[0]]
-            layouts = [*(Layout.STACKED for _ in mask), one, Layout.STACKED]
+            layouts = [*(Layout.STACKED for _ in mask), layout, Layout.STACKED]
             module = batch(member_graph(Case(target, tuple(drawn)), rows[0]), layouts, 4)
-            (got,) = module(*mask, x[0] if one is Layout.SHARED else x, y)
-            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+            (output,) = module(*mask, x[0] if layout is Layout.SHARED else x, y)
+            torch.testing.assert_close(output, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_every_tagged_operator_has_a_rule() -> None:
-    """What torch calls pointwise takes one tensor, gives one, and is not left to chance."""
+    """Pointwise operators have a rule, unless they are random or do not return one tensor."""
     missing = []
     for name in torch._C._dispatch_get_all_op_names():
         base, _, overload = name.removeprefix("aten::").partition(".")
@@ -168,8 +168,8 @@ def layout_of(case: Case, layouts: list[Layout], members: int = 2) -> Layout:
     rows = [torch.zeros(d.shape, dtype=torch.float64) for d in case.args if isinstance(d, Draw)]
     graph = batch(member_graph(case, rows), layouts, members).graph
     (node,) = [n for n in graph.nodes if n.op == "call_function" and "origin" in n.meta]
-    found: Layout = node.meta["layout"]
-    return found
+    layout: Layout = node.meta["layout"]
+    return layout
 
 
 def test_packed_stays_packed() -> None:
@@ -189,8 +189,8 @@ def test_copy_has_a_derivative(layout: Layout) -> None:
     x, src = (torch.randn(2, 2, 3, requires_grad=True) for _ in range(2))
     convert = CONVERSIONS.get((Layout.STACKED, layout), lambda value, members: value)
     module = batch(member_graph(case, [x[0].detach(), src[0].detach()]), [layout, layout], 2)
-    (got,) = module(convert(x, 2), convert(src, 2))
-    got.backward(weight := torch.randn(2, 2, 3))
-    assert torch.equal(got, src)
+    (output,) = module(convert(x, 2), convert(src, 2))
+    output.backward(weight := torch.randn(2, 2, 3))
+    assert torch.equal(output, src)
     assert torch.equal(src.grad, weight)
     assert not x.grad.any()

@@ -41,7 +41,7 @@ def arranged(x: Tensor, layout: Layout) -> Any:
 
 
 def with_noise(target: OpOverload, x: Tensor, noise: Tensor, p: float) -> Tensor:
-    """What torch's eager dropout computes from its draw of zeros and ones."""
+    """Compute torch's eager dropout from its draw of zeros and ones."""
     if "alpha" not in target.name():
         return x * (noise / (1 - p))
     a = 1 / ((SELU_LIMIT**2 * p + 1) * (1 - p)) ** 0.5
@@ -60,8 +60,8 @@ def test_the_formula_of_alpha_dropout_is_torchs() -> None:
     torch.manual_seed(1)
     noise = torch.empty_like(x).bernoulli_(0.7)
     torch.manual_seed(1)
-    theirs = torch.alpha_dropout(x, 0.3, True)
-    torch.testing.assert_close(with_noise(aten.alpha_dropout.default, x, noise, 0.3), theirs)
+    expected = torch.alpha_dropout(x, 0.3, True)
+    torch.testing.assert_close(with_noise(aten.alpha_dropout.default, x, noise, 0.3), expected)
 
 
 @pytest.mark.parametrize("layout", list(Layout))
@@ -69,13 +69,13 @@ def test_the_formula_of_alpha_dropout_is_torchs() -> None:
 def test_dropout_is_torchs_with_the_members_own_draw(target: OpOverload, layout: Layout) -> None:
     x = torch.randn(MEMBERS, *SHAPE, dtype=torch.float64)
     y, (noise,) = run(graph_of(target, (t(*SHAPE), 0.4, True), [x[0]]), layout, x)
-    wanted = (*SHAPE[:2], 1, 1) if "feature" in target.name() else SHAPE
-    assert noise.shape == (MEMBERS, *wanted)
+    noise_shape = (*SHAPE[:2], 1, 1) if "feature" in target.name() else SHAPE
+    assert noise.shape == (MEMBERS, *noise_shape)
     assert set(noise.unique().tolist()) == {0.0, 1.0}
     assert not torch.equal(noise[0], noise[1])
     for b in range(MEMBERS):
-        own = x[0 if layout is Layout.SHARED else b]
-        torch.testing.assert_close(y[b], with_noise(target, own, noise[b], 0.4), rtol=1e-12, atol=1e-12)
+        member_input = x[0 if layout is Layout.SHARED else b]
+        torch.testing.assert_close(y[b], with_noise(target, member_input, noise[b], 0.4), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -96,9 +96,9 @@ def test_every_member_has_its_own_probability(target: OpOverload, layout: Layout
     call = next(node for node in graph.nodes if node.op == "call_function")
     call.meta["arguments"] = ((call.args[0], MemberScalars(p), True), {})
     y, (noise,) = run(graph, layout, x)
-    own = x[0].expand_as(x) if layout is Layout.SHARED else x
-    torch.testing.assert_close(y[0], own[0], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(y[1], with_noise(target, own[1], noise[1], 0.5), rtol=1e-12, atol=1e-12)
+    rows = x[0].expand_as(x) if layout is Layout.SHARED else x
+    torch.testing.assert_close(y[0], rows[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(y[1], with_noise(target, rows[1], noise[1], 0.5), rtol=1e-12, atol=1e-12)
     assert noise[1].any()
     assert not noise[1].all()
     assert not y[2].any()
@@ -108,12 +108,12 @@ def test_every_member_has_its_own_probability(target: OpOverload, layout: Layout
 @pytest.mark.parametrize("target", DROPOUTS, ids=str)
 def test_dropping_all_or_nothing_draws_nothing(target: OpOverload, layout: Layout) -> None:
     x = torch.randn(MEMBERS, *SHAPE, dtype=torch.float64)
-    own = x[0].expand_as(x) if layout is Layout.SHARED else x
+    rows = x[0].expand_as(x) if layout is Layout.SHARED else x
     for p, train, factor in ((1.0, True, 0), (0.0, True, 1), (0.5, False, 1)):
         y, draws = run(graph_of(target, (t(*SHAPE), p, train), [x[0]]), layout, x)
         assert not draws
         if layout is not Layout.SHARED or factor == 0:
-            torch.testing.assert_close(y, own * factor)
+            torch.testing.assert_close(y, rows * factor)
 
 
 def test_gradients_pass_where_elements_are_kept() -> None:
@@ -139,10 +139,10 @@ def test_native_dropout_gives_its_mask() -> None:
 def test_rrelu_draws_slopes(layout: Layout) -> None:
     x = torch.randn(MEMBERS, 4, 6, dtype=torch.float64)
     y, (slopes,) = run(graph_of(aten.rrelu.default, (t(4, 6), 0.1, 0.4, True), [x[0]]), layout, x)
-    own = x[0].expand_as(x) if layout is Layout.SHARED else x
-    torch.testing.assert_close(y, own * slopes)
-    below = slopes[own < 0]
-    assert slopes[own > 0].eq(1).all()
+    rows = x[0].expand_as(x) if layout is Layout.SHARED else x
+    torch.testing.assert_close(y, rows * slopes)
+    below = slopes[rows < 0]
+    assert slopes[rows > 0].eq(1).all()
     assert below.ge(0.1).all()
     assert below.le(0.4).all()
     assert below.unique().numel() == below.numel()
@@ -177,8 +177,8 @@ def test_elementwise_draws(
     y, (draws,) = run(graph_of(target, args, [x[0]]), layout, x)
     torch.testing.assert_close(y, draws)
     assert not torch.equal(y[0], y[1])
-    own = x[0].expand_as(x) if layout is Layout.SHARED else x
-    torch.testing.assert_close((y - mean(own)).mean((1, 2)), torch.zeros(MEMBERS).double(), atol=0.25, rtol=0)
+    rows = x[0].expand_as(x) if layout is Layout.SHARED else x
+    torch.testing.assert_close((y - mean(rows)).mean((1, 2)), torch.zeros(MEMBERS).double(), atol=0.25, rtol=0)
 
 
 FACTORIES: list[tuple[OpOverload, tuple[Any, ...]]] = [

@@ -59,8 +59,8 @@ CASES = [
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
         monkeypatch.setenv("HFUSION_NATIVE", "0")
-    elif isinstance(found := native.library(rnn.SOURCE), str):
-        pytest.skip(found)
+    elif isinstance(library := native.library(rnn.SOURCE), str):
+        pytest.skip(library)
     return str(request.param)
 
 
@@ -80,12 +80,12 @@ def lowered(features: int, size: int, *, train: bool = True, members: int = MEMB
     return next(n for n in graph.nodes if "origin" in n.meta and n.meta["origin"].target is case.target).target
 
 
-def test_where_there_are_no_kernels_torchs_own_runs_per_member(form: str) -> None:
+def test_without_kernels_the_torch_operator_runs_per_member(form: str) -> None:
     assert lowered(3, 4) is {"kernels": rnn.lstm_stacked, "torch": call_per_member}[form]
 
 
 @pytest.mark.usefixtures("kernels")
-def test_where_torchs_own_is_faster_it_runs_per_member() -> None:
+def test_the_torch_operator_runs_per_member_if_it_is_faster() -> None:
     assert lowered(3, 4, train=False) is rnn.lstm_stacked
     assert lowered(64, 128) is rnn.lstm_stacked
     assert lowered(64, 128, train=False) is call_per_member
@@ -119,16 +119,16 @@ def test_modules_equal_their_members(name: str, dtype: torch.dtype, stacked: boo
     fused = hf.fuse(models)
     xs = torch.randn(MEMBERS if stacked else 1, 4, 5, 3, dtype=dtype)
     for train in (True, False):
-        y, state = got = fused.train(train)(hf.stacked(xs) if stacked else xs[0])
+        y, state = outputs = fused.train(train)(hf.stacked(xs) if stacked else xs[0])
         parts = [y, *(state if isinstance(state, tuple) else [state])]
         weights = [torch.randn_like(part) for part in parts]
-        ours = gradients(got, fused.parameters(), weights)
+        grads = gradients(outputs, fused.parameters(), weights)
         for b, model in enumerate(models):
             want = model.train(train)(xs[b % len(xs)])
             torch.testing.assert_close(y[b], want[0])
-            theirs = gradients(want, model.parameters(), [weight[b] for weight in weights])
-            for one, other in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(one[b], other)
+            expected_grads = gradients(want, model.parameters(), [weight[b] for weight in weights])
+            for actual, other in zip(grads, expected_grads, strict=True):
+                torch.testing.assert_close(actual[b], other)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -138,11 +138,11 @@ def test_members_drop_between_layers_by_their_own_draws() -> None:
         for parameter in fused.parameters():
             parameter.copy_(parameter[:1].expand_as(parameter).clone())
     x = torch.randn(5, 2, 3)
-    one, _ = fused(x)
-    assert not torch.equal(one[0], one[1])
+    output, _ = fused(x)
+    assert not torch.equal(output[0], output[1])
     fused.eval()
-    one, _ = fused(x)
-    assert torch.allclose(one[0], one[1])
+    output, _ = fused(x)
+    assert torch.allclose(output[0], output[1])
 
 
 @pytest.mark.usefixtures("kernels")
@@ -152,14 +152,14 @@ def test_second_derivatives() -> None:
     x = torch.randn(5, 2, 3, dtype=torch.float64)
 
     def penalty(model: nn.Module) -> list[Tensor]:
-        own = x.clone().requires_grad_()
-        (first,) = torch.autograd.grad(model(own)[0].square().sum(), own, create_graph=True)
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(leaf)[0].square().sum(), leaf, create_graph=True)
         return list(torch.autograd.grad(first.sum(), list(model.parameters()), allow_unused=True))
 
-    found = penalty(fused)
+    penalties = penalty(fused)
     expected = [penalty(model) for model in models]
-    for place, ours in enumerate(found):
-        torch.testing.assert_close(ours, torch.stack([theirs[place] for theirs in expected]))
+    for index, actual in enumerate(penalties):
+        torch.testing.assert_close(actual, torch.stack([member_penalties[index] for member_penalties in expected]))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -192,8 +192,8 @@ def test_a_member_that_explodes_changes_no_other(layer: type[nn.RNNBase]) -> Non
         fused.weight_hh_l0[1, 1] = math.inf
     after = run()
     assert after[0][1].isnan().any()
-    for one, other in zip(before, after, strict=True):
-        assert torch.equal(one[[0, 2]], other[[0, 2]])
+    for first, other in zip(before, after, strict=True):
+        assert torch.equal(first[[0, 2]], other[[0, 2]])
 
 
 @pytest.mark.usefixtures("kernels")
@@ -218,13 +218,13 @@ def test_gates_far_from_zero_and_close_to_it(dtype: torch.dtype) -> None:
 def test_threads_share_the_rows() -> None:
     fused = hf.fuse([nn.LSTM(8, 64) for _ in range(4)])
     x = torch.randn(3, 64, 8)
-    one = fused(x)[0]
+    single_threaded = fused(x)[0]
     try:
         torch.set_num_threads(3)
         other = fused(x)[0]
     finally:
         torch.set_num_threads(1)
-    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(single_threaded, other, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -237,22 +237,22 @@ def test_autocast_gives_what_torch_gives(dtype: torch.dtype, inside: bool) -> No
     x = torch.randn(5, 2, 3, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
         try:
-            wanted = [model(x) for model in models]
+            expected = [model(x) for model in models]
         except RuntimeError as error:
             # Some processors have no such LSTM; then the array has none, either.
             with pytest.raises(RuntimeError, match=re.escape(str(error))):
                 fused(x)
             return
-        given = fused(x)
+        outputs = fused(x)
     limits = {} if dtype is torch.float64 else {"rtol": 0.02, "atol": 0.02}
-    for ours, *theirs in zip(leaves(given, Tensor), *(leaves(one, Tensor) for one in wanted), strict=True):
-        torch.testing.assert_close(ours, torch.stack(theirs), **limits)
+    for actual, *rows in zip(leaves(outputs, Tensor), *(leaves(output, Tensor) for output in expected), strict=True):
+        torch.testing.assert_close(actual, torch.stack(rows), **limits)
     with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-        for (y, _), *_ in [(given,), *((pair,) for pair in wanted)]:
+        for (y, _), *_ in [(outputs,), *((pair,) for pair in expected)]:
             y.square().sum().backward()
     for name, parameter in fused.named_parameters():
-        own = [model.get_parameter(name).grad for model in models]
-        torch.testing.assert_close(parameter.grad, torch.stack([grad for grad in own if grad is not None]), **limits)
+        grads = [model.get_parameter(name).grad for model in models]
+        torch.testing.assert_close(parameter.grad, torch.stack([grad for grad in grads if grad is not None]), **limits)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -267,9 +267,9 @@ def test_a_step_with_a_loss_of_all_outputs_is_compiled(autocast: bool) -> None:
         optimizer = hf.optim.SGD(fused.parameters(), lr=0.1)
         step = hf.train_step(fused, lambda output, y: F.mse_loss(output[0].float(), y), optimizer, compile=compile)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            found = [step(x, y) for _ in range(4)]
+            step_losses = [step(x, y) for _ in range(4)]
         assert ("eager" in str(step.report())) is not compile
-        return found
+        return step_losses
 
     torch.testing.assert_close(losses(True), losses(False), **({"rtol": 1e-3, "atol": 1e-3} if autocast else {}))
 

@@ -35,17 +35,19 @@ def draw(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).requires_grad_()
 
 
-def operands(kind: str, given: dict[str, Any], stacked: bool, steps: int = STEPS) -> tuple[Tensor, list[Tensor], Any]:
-    directions, rows = (2 if given["bidirectional"] else 1), KINDS[kind] * SIZE
+def operands(
+    kind: str, settings: dict[str, Any], stacked: bool, steps: int = STEPS
+) -> tuple[Tensor, list[Tensor], Any]:
+    directions, rows = (2 if settings["bidirectional"] else 1), KINDS[kind] * SIZE
     weights: list[Tensor] = []
-    for layer in range(given["num_layers"]):
+    for layer in range(settings["num_layers"]):
         for _ in range(directions):
             inputs = directions * SIZE if layer else FEATURES
             weights += [draw(MEMBERS, rows, inputs), draw(MEMBERS, rows, SIZE)]
-            weights += [draw(MEMBERS, rows), draw(MEMBERS, rows)] if given["has_biases"] else []
+            weights += [draw(MEMBERS, rows), draw(MEMBERS, rows)] if settings["has_biases"] else []
     first = (MEMBERS,) if stacked else ()
-    x = draw(*first, SAMPLES, steps, FEATURES) if given["batch_first"] else draw(*first, steps, SAMPLES, FEATURES)
-    count = directions * given["num_layers"]
+    x = draw(*first, SAMPLES, steps, FEATURES) if settings["batch_first"] else draw(*first, steps, SAMPLES, FEATURES)
+    count = directions * settings["num_layers"]
     states = [draw(*first, count, SAMPLES, SIZE) for _ in range(2 if kind == "lstm" else 1)]
     return x, states, weights
 
@@ -61,22 +63,22 @@ def gradients(results: Any, leaves: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_torch_member_by_member(kind: str, name: str, stacked: bool) -> None:
-    given = options(name)
-    x, states, weights = operands(kind, given, stacked)
+    settings = options(name)
+    x, states, weights = operands(kind, settings, stacked)
     leaves = [x, *states, *weights]
-    ours = rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, weights, **given)
-    theirs = run_per_member(kind, MEMBERS, x, states, weights, given)
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(gradients(ours, leaves), gradients(theirs, leaves), rtol=1e-9, atol=1e-12)
+    actual = rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, weights, **settings)
+    expected = run_per_member(kind, MEMBERS, x, states, weights, settings)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradients(actual, leaves), gradients(expected, leaves), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_step(kind: str) -> None:
-    given = options("both directions")
-    x, states, weights = operands(kind, given, True, steps=1)
-    ours = rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, weights, **given)
-    theirs = run_per_member(kind, MEMBERS, x, states, weights, given)
-    torch.testing.assert_close(gradients(ours, weights), gradients(theirs, weights), rtol=1e-9, atol=1e-12)
+    settings = options("both directions")
+    x, states, weights = operands(kind, settings, True, steps=1)
+    actual = rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, weights, **settings)
+    expected = run_per_member(kind, MEMBERS, x, states, weights, settings)
+    torch.testing.assert_close(gradients(actual, weights), gradients(expected, weights), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,12 +87,12 @@ def test_operators_are_as_they_are_described(kind: str) -> None:
     sums, w_hidden = draw(STEPS, MEMBERS, SAMPLES, KINDS[kind] * SIZE), draw(MEMBERS, KINDS[kind] * SIZE, SIZE)
     h, c = draw(MEMBERS, SAMPLES, SIZE), draw(MEMBERS, SAMPLES, SIZE) if kind == "lstm" else None
     bias = draw(MEMBERS, KINDS[kind] * SIZE) if kind == "gru" else None
-    given = [None if t is None else t.detach() for t in (sums, h, c, w_hidden, bias)]
+    arguments = [None if t is None else t.detach() for t in (sums, h, c, w_hidden, bias)]
     checks = ("test_schema", "test_faketensor")
     operators: Any = torch.ops.hfusion_rnn
-    torch.library.opcheck(operators.steps.default, (*given, kind, True), test_utils=checks)
-    y, cells, kept = operators.steps(*given, kind, True)
-    saved = (y, given[1], cells, given[2], kept, given[3])
+    torch.library.opcheck(operators.steps.default, (*arguments, kind, True), test_utils=checks)
+    y, cells, step_state = operators.steps(*arguments, kind, True)
+    saved = (y, arguments[1], cells, arguments[2], step_state, arguments[3])
     d_c = None if c is None else torch.ones_like(c)
     torch.library.opcheck(operators.steps_backward.default, (y, d_c, *saved, kind, True), test_utils=checks)
 
@@ -105,12 +107,12 @@ def test_second_derivatives_are_refused() -> None:
 
 
 def test_members_drop_between_layers_by_their_own_draws() -> None:
-    given = {**options("layers"), "dropout": 0.5}
-    x, states, weights = operands("lstm", given, False)
+    settings = {**options("layers"), "dropout": 0.5}
+    x, states, weights = operands("lstm", settings, False)
     equal = [weight[:1].expand_as(weight) for weight in weights]
-    y, *_ = rnn_steps.recurrent_stacked("lstm", MEMBERS, x, states, equal, **given)
+    y, *_ = rnn_steps.recurrent_stacked("lstm", MEMBERS, x, states, equal, **settings)
     assert not torch.equal(y[0], y[1])
-    y, *_ = rnn_steps.recurrent_stacked("lstm", MEMBERS, x, states, equal, **{**given, "train": False})
+    y, *_ = rnn_steps.recurrent_stacked("lstm", MEMBERS, x, states, equal, **{**settings, "train": False})
     assert torch.allclose(y[0], y[1])
 
 
@@ -120,8 +122,8 @@ def test_a_member_that_explodes_changes_no_other(kind: str) -> None:
     spoilt = [weight.detach().clone() for weight in weights]
     spoilt[0][1, 0], spoilt[1][1, 1] = torch.nan, torch.inf
     before, after = (
-        rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, given, **options("plain"))[0]
-        for given in (weights, spoilt)
+        rnn_steps.recurrent_stacked(kind, MEMBERS, x, states, weight_set, **options("plain"))[0]
+        for weight_set in (weights, spoilt)
     )
     assert torch.equal(before[[0, 2]], after[[0, 2]])
 
@@ -138,18 +140,18 @@ LAYERS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_equal_their_members_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    kind, given = LAYERS[name]
-    models = [kind(FEATURES, SIZE, **given).to("cuda", dtype) for _ in range(rnn_steps.MIN_MEMBERS)]
+    kind, settings = LAYERS[name]
+    models = [kind(FEATURES, SIZE, **settings).to("cuda", dtype) for _ in range(rnn_steps.MIN_MEMBERS)]
     fused = hf.fuse(models, verify=False)
     x = torch.randn(SAMPLES, STEPS, FEATURES, device="cuda", dtype=dtype)
     y, _ = fused(x)
     assert "members as batch" in str(fused.report())
     weights = torch.randn_like(y)
-    ours = torch.autograd.grad((y * weights).sum(), list(fused.parameters()))
+    grads = torch.autograd.grad((y * weights).sum(), list(fused.parameters()))
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-2, torch.bfloat16: 1e-1}[dtype]
     for row, model in enumerate(models):
         want, _ = model(x)
         torch.testing.assert_close(y[row], want, rtol=tolerance, atol=tolerance)
-        theirs = torch.autograd.grad((want * weights[row]).sum(), list(model.parameters()))
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one[row], other, rtol=tolerance, atol=tolerance)
+        expected_grads = torch.autograd.grad((want * weights[row]).sum(), list(model.parameters()))
+        for actual, other in zip(grads, expected_grads, strict=True):
+            torch.testing.assert_close(actual[row], other, rtol=tolerance, atol=tolerance)

@@ -183,8 +183,8 @@ def test_sizes_are_those_of_a_member(layout: Layout, dim: int) -> None:
     graph.output((full,))
     stacked = torch.zeros(5, 2, 3, 4)
     convert = CONVERSIONS.get((Layout.STACKED, layout), lambda value, _: value)
-    (got,) = batch(graph, [layout], 5)(stacked[0] if layout is Layout.SHARED else convert(stacked, 5))
-    assert got.shape == (5, (2, 3, 4)[dim], 24)
+    (output,) = batch(graph, [layout], 5)(stacked[0] if layout is Layout.SHARED else convert(stacked, 5))
+    assert output.shape == (5, (2, 3, 4)[dim], 24)
 
 
 class Sizes(nn.Module):
@@ -212,26 +212,28 @@ class Sizes(nn.Module):
 
 def test_sizes_computed_in_the_graph() -> None:
     members = [Sizes() for _ in range(3)]
-    found = capture(members[0], (torch.randn(4, 6, dtype=torch.float64),), {})
-    layouts = [Layout.STACKED if slot.kind is Kind.PARAMETER else Layout.SHARED for slot in found.slots]
-    module = batch(found.graph, layouts, 3)
+    captured = capture(members[0], (torch.randn(4, 6, dtype=torch.float64),), {})
+    layouts = [Layout.STACKED if slot.kind is Kind.PARAMETER else Layout.SHARED for slot in captured.slots]
+    module = batch(captured.graph, layouts, 3)
     weight = torch.stack([member.weight for member in members])
     for n in (4, 7):
         x = torch.randn(n, 6, dtype=torch.float64)
-        given = {Kind.PARAMETER: weight, Kind.INPUT: x}
-        (got,) = module(*(given.get(s.kind, found.constants.get(s.name)) for s in found.slots))
+        inputs = {Kind.PARAMETER: weight, Kind.INPUT: x}
+        (output,) = module(*(inputs.get(s.kind, captured.constants.get(s.name)) for s in captured.slots))
         expected = torch.stack([member(x) for member in members])
-        torch.testing.assert_close(got, expected, rtol=RELATIVE, atol=1e-11)
+        torch.testing.assert_close(output, expected, rtol=RELATIVE, atol=1e-11)
         leaves = [member.weight for member in members]
-        ours, theirs = (torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (got, expected))
-        torch.testing.assert_close(ours, theirs, rtol=RELATIVE, atol=1e-11)
+        actual_grads, expected_grads = (
+            torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (output, expected)
+        )
+        torch.testing.assert_close(actual_grads, expected_grads, rtol=RELATIVE, atol=1e-11)
 
 
 def test_a_stack_inside_a_larger_one_is_read_from_where_it_begins() -> None:
     graph = member_graph(Case(aten.as_strided.default, (t(3, 4), [2], [5], 1)), [torch.zeros(3, 4)])
     whole = torch.randn(5, 3, 4)
-    (got,) = batch(graph, [Layout.STACKED], 2)(whole[2:4])
-    assert torch.equal(got, torch.stack([row.clone().as_strided([2], [5], 1) for row in whole[2:4]]))
+    (output,) = batch(graph, [Layout.STACKED], 2)(whole[2:4])
+    assert torch.equal(output, torch.stack([row.clone().as_strided([2], [5], 1) for row in whole[2:4]]))
 
 
 def test_writes_at_addresses_are_refused() -> None:

@@ -34,17 +34,19 @@ def main() -> int:
     print(table(pairs))
     for verdict in BAD if not options.only else (Verdict.NONE, Verdict.LOOPED, Verdict.REFUSED, *BAD):
         print(f"{verdict.name}\n{reasons(pairs, verdict)}")
-    return int(any(found.verdict in BAD for found in pairs))
+    return int(any(finding.verdict in BAD for finding in pairs))
 
 
 def _findings(only: tuple[str, ...], samples: int) -> Iterator[Finding]:
     began = time.perf_counter()
     for form in forms(only):
         for case in cases(form, samples):
-            for found in sweep(case):
-                yield found
-                if found.verdict in BAD:
-                    print(f"{found.verdict.name} {found.sample} {found.pattern}: {found.reason}", file=sys.stderr)
+            for finding in sweep(case):
+                yield finding
+                if finding.verdict in BAD:
+                    print(
+                        f"{finding.verdict.name} {finding.sample} {finding.pattern}: {finding.reason}", file=sys.stderr
+                    )
         if sys.stderr.isatty():
             print(f"{time.perf_counter() - began:6.0f} s  {form.name:60}", end="\r", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""What the sweep tries: operators of PyTorch's database with sample arguments, as modules of tensors only.
+"""Cases of the sweep: operators of PyTorch's database with sample arguments, as modules of tensors only.
 
 See `torch.testing._internal.common_methods_invocations.op_db`, tried with torch 2.13.
 """
@@ -71,8 +71,8 @@ class Case:
     process: Callable[[Any], Any]
 
     def forward(self, *tensors: Tensor) -> Any:
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         value, args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         outputs = self.form.call(value, *args, **kwargs)
         # A graph gives a torch.Size as the tuple that it is.
@@ -93,8 +93,8 @@ class Case:
         return [Operator() for _ in range(count)]
 
     def __str__(self) -> str:
-        told = [_told(leaf) for leaf in self.leaves]
-        return f"{self.form.name}({', '.join(told)})"
+        arguments = [_told(leaf) for leaf in self.leaves]
+        return f"{self.form.name}({', '.join(arguments)})"
 
 
 def _told(leaf: Any) -> str:
@@ -161,10 +161,10 @@ def _case(form: Form, draws: Sequence[SampleInput]) -> Case:
     return Case(form, held, spec, tuple(rows), draws[0].output_process_fn_grad)
 
 
-def _other(member: int, place: int, x: Tensor, drawn: Sequence[Tensor]) -> Tensor:
+def _other(member: int, index: int, x: Tensor, drawn: Sequence[Tensor]) -> Tensor:
     """Another legal value for ``x``: of another draw where shapes agree, else scaled."""
-    if place < len(drawn) and (drawn[place].shape, drawn[place].dtype) == (x.shape, x.dtype):
-        return drawn[place]
+    if index < len(drawn) and (drawn[index].shape, drawn[index].dtype) == (x.shape, x.dtype):
+        return drawn[index]
     if x.is_floating_point() or x.is_complex():
         return (x.detach() * (1 - member / 8)).requires_grad_(x.requires_grad)
     return x

@@ -1,4 +1,4 @@
-"""What a sweep found, in words: docs/coverage.md."""
+"""Write the findings of a sweep as text: docs/coverage.md."""
 
 from __future__ import annotations
 
@@ -43,33 +43,33 @@ REASONS = {
 def worst(findings: Iterable[Finding]) -> list[Finding]:
     """Of every pair the worst finding, in the order of the first."""
     pairs: dict[tuple[str, int, str], Finding] = {}
-    for found in findings:
-        key = (found.operator, found.pattern.members, found.pattern.label)
-        if key not in pairs or found.verdict > pairs[key].verdict:
-            pairs[key] = found
+    for finding in findings:
+        key = (finding.operator, finding.pattern.members, finding.pattern.label)
+        if key not in pairs or finding.verdict > pairs[key].verdict:
+            pairs[key] = finding
     return list(pairs.values())
 
 
 def document(findings: Iterable[Finding], samples: int) -> str:
     """The whole of docs/coverage.md."""
     pairs = worst(findings)
-    plain = Counter(found.verdict for found in pairs if found.group == "function, float64")
+    plain = Counter(finding.verdict for finding in pairs if finding.group == "function, float64")
     compared = sum(plain.values()) - plain[Verdict.NONE]
-    told = INTRODUCTION.format(
+    introduction = INTRODUCTION.format(
         version=torch.__version__.partition("+")[0],
-        operators=len({found.operator for found in pairs}),
+        operators=len({finding.operator for finding in pairs}),
         samples=samples,
         table=table(pairs),
         share=(plain[Verdict.RIGHT] + plain[Verdict.LOOPED]) / max(compared, 1),
     )
     parts = [f"\n## {title}\n\n{reasons(pairs, verdict)}" for verdict, title in REASONS.items()]
-    return told + "".join(parts)
+    return introduction + "".join(parts)
 
 
 def table(pairs: Sequence[Finding]) -> str:
     """How many pairs got which verdict, by kind of call."""
-    groups = list(dict.fromkeys(sorted(found.group for found in pairs)))
-    counts = Counter((found.group, found.verdict) for found in pairs)
+    groups = list(dict.fromkeys(sorted(finding.group for finding in pairs)))
+    counts = Counter((finding.group, finding.verdict) for finding in pairs)
     lines = [f"| pairs | {' | '.join(groups)} |", f"|---|{'---:|' * len(groups)}"]
     for verdict, name in NAMES.items():
         lines.append(f"| {name} | {' | '.join(str(counts[group, verdict]) for group in groups)} |")
@@ -79,9 +79,9 @@ def table(pairs: Sequence[Finding]) -> str:
 def reasons(pairs: Sequence[Finding], verdict: Verdict) -> str:
     """One line per reason, with the operators and patterns that it concerns."""
     lines: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for found in pairs:
-        if found.verdict is verdict:
-            lines[found.reason][found.operator].append(str(found.pattern))
+    for finding in pairs:
+        if finding.verdict is verdict:
+            lines[finding.reason][finding.operator].append(str(finding.pattern))
     if not lines:
         return "None.\n"
     return "".join(f"- {reason}: {_operators(where)}\n" for reason, where in sorted(lines.items()))

@@ -29,9 +29,9 @@ def test_right_or_refused(name: str) -> None:
     with warnings.catch_warnings():
         # The database's own samples warn.
         warnings.simplefilter("ignore")
-        found = [finding for form in forms([name]) for case in cases(form, 1) for finding in sweep(case, (3,))]
+        findings = [finding for form in forms([name]) for case in cases(form, 1) for finding in sweep(case, (3,))]
     allowed = {Verdict.NONE, Verdict.RIGHT, Verdict.LOOPED} | ({Verdict.REFUSED} if name in REFUSED else set())
-    assert [finding for finding in found if finding.verdict not in allowed] == []
+    assert [finding for finding in findings if finding.verdict not in allowed] == []
 
 
 def test_patterns() -> None:
@@ -45,11 +45,11 @@ def test_patterns() -> None:
 
 
 def test_of_several_samples_the_worst_counts() -> None:
-    one, other = (
+    right, other = (
         Finding("add", "function, float64", Pattern(3, (True,)), verdict, "why")
         for verdict in (Verdict.RIGHT, Verdict.WRONG)
     )
-    assert worst([one, other, one]) == [other]
-    told = document([one, other], samples=2)
-    assert "0.0% of the pairs" in told
-    assert "## Wrong\n\n- why: add (B=3 all stacked)\n" in told
+    assert worst([right, other, right]) == [other]
+    text = document([right, other], samples=2)
+    assert "0.0% of the pairs" in text
+    assert "## Wrong\n\n- why: add (B=3 all stacked)\n" in text

@@ -45,7 +45,7 @@ class Differs(Exception):
 class Operands:
     """The tensors of a pattern: ``given[k]`` for the array, ``alone[k]`` one for each member, or one for all.
 
-    A member alone has tensors of its own: a row of a stack would begin somewhere in the memory of the stack.
+    A member alone gets separate tensors, because a row of a stack would start inside the memory of the stack.
     """
 
     given: tuple[Tensor, ...]
@@ -54,13 +54,13 @@ class Operands:
 
     @staticmethod
     def of(case: Case, pattern: Pattern) -> Operands:
-        given, alone = [], []
-        for k, own in enumerate(pattern.stacked):
+        fused_inputs, alone = [], []
+        for k, is_stacked in enumerate(pattern.stacked):
             grad = case.rows[0][k].requires_grad
-            rows = [case.rows[b][k].detach().clone() for b in range(pattern.members if own else 1)]
-            given.append((torch.stack(rows) if own else rows[0].clone()).requires_grad_(grad))
+            rows = [case.rows[b][k].detach().clone() for b in range(pattern.members if is_stacked else 1)]
+            fused_inputs.append((torch.stack(rows) if is_stacked else rows[0].clone()).requires_grad_(grad))
             alone.append(tuple(row.requires_grad_(grad) for row in rows))
-        return Operands(tuple(given), tuple(alone), pattern.stacked)
+        return Operands(tuple(fused_inputs), tuple(alone), pattern.stacked)
 
     def of_member(self, member: int) -> list[Tensor]:
         return [rows[member % len(rows)] for rows in self.alone]
@@ -68,7 +68,7 @@ class Operands:
     @property
     def inputs(self) -> list[Any]:
         """As a fused module takes them."""
-        return [hf.stacked(x) if own else x for x, own in zip(self.given, self.stacked, strict=True)]
+        return [hf.stacked(x) if is_stacked else x for x, is_stacked in zip(self.given, self.stacked, strict=True)]
 
     def array_gradients(self, rows: Sequence[Sequence[Any]]) -> list[Tensor | None]:
         return _gradients(rows, [x for x in self.given if x.requires_grad])
@@ -78,18 +78,18 @@ class Operands:
         trained = [tensors for tensors in self.alone if tensors[0].requires_grad]
         flat = iter(_gradients(rows, [x for tensors in trained for x in tensors]))
         parts = [[next(flat) for _ in tensors] for tensors in trained]
-        own = [one for one, x in zip(self.stacked, self.given, strict=True) if x.requires_grad]
-        return [_stack(part) if one else part[0] for part, one in zip(parts, own, strict=True)]
+        flags = [is_stacked for is_stacked, x in zip(self.stacked, self.given, strict=True) if x.requires_grad]
+        return [_stack(part) if is_stacked else part[0] for part, is_stacked in zip(parts, flags, strict=True)]
 
 
 def _stack(parts: Sequence[Tensor | None]) -> Tensor | None:
-    known = next((part for part in parts if part is not None), None)
-    return None if known is None else torch.stack([torch.zeros_like(known) if p is None else p for p in parts])
+    present = next((part for part in parts if part is not None), None)
+    return None if present is None else torch.stack([torch.zeros_like(present) if p is None else p for p in parts])
 
 
 @dataclass(frozen=True, eq=False)
 class Alone:
-    """What the members give by themselves; their outputs flat, in a unique form."""
+    """Results of the members alone, with their outputs flattened to a canonical form."""
 
     rows: list[list[Any]]
     spec: Any
@@ -98,7 +98,7 @@ class Alone:
 
 def sweep(case: Case, members: tuple[int, ...] = (1, 3)) -> Iterator[Finding]:
     """Every pattern of one case: the first goes the whole way, the others from the graph that it captured."""
-    known: Compiled | None = None
+    compiled: Compiled | None = None
     for pattern in sorted(patterns(len(case.rows[0]), members), key=lambda p: (-p.members, not all(p.stacked))):
         operands = Operands.of(case, pattern)
         try:
@@ -110,7 +110,7 @@ def sweep(case: Case, members: tuple[int, ...] = (1, 3)) -> Iterator[Finding]:
             continue
         array = _Array(case, operands, pattern)
         try:
-            run = array.whole if known is None or known.opaque else partial(array.of_graph, known)
+            run = array.whole if compiled is None or compiled.opaque else partial(array.of_graph, compiled)
             _compare(case, operands, run(), alone, pattern.members)
             looped = _looped(array.made)
             yield _finding(case, pattern, Verdict.LOOPED if looped else Verdict.RIGHT, looped)
@@ -121,7 +121,7 @@ def sweep(case: Case, members: tuple[int, ...] = (1, 3)) -> Iterator[Finding]:
             yield _finding(case, pattern, Verdict.WRONG if failed else Verdict.REFUSED, _words(error))
         except Exception as error:
             yield _finding(case, pattern, Verdict.ERROR, _words(error))
-        known = known or array.made
+        compiled = compiled or array.made
 
 
 def _finding(case: Case, pattern: Pattern, verdict: Verdict, reason: str) -> Finding:
@@ -129,8 +129,8 @@ def _finding(case: Case, pattern: Pattern, verdict: Verdict, reason: str) -> Fin
 
 
 def _words(error: Exception) -> str:
-    told = _short(str(error).removeprefix("Operator, model 0: "))
-    return told if isinstance(error, hf.FusionError) else f"{type(error).__name__}: {told}"
+    message = _short(str(error).removeprefix("Operator, model 0: "))
+    return message if isinstance(error, hf.FusionError) else f"{type(error).__name__}: {message}"
 
 
 def _short(text: str) -> str:
@@ -155,37 +155,37 @@ class _Array:
         self.made = fused.compiled(Arguments.of(tuple(self.operands.inputs), {}))
         return fused(*self.operands.inputs)
 
-    def of_graph(self, known: Compiled) -> Any:
+    def of_graph(self, compiled: Compiled) -> Any:
         """Outputs of a program of a graph that is captured already."""
-        slots, stacked = known.program.slots, self.operands.stacked
+        slots, stacked = compiled.program.slots, self.operands.stacked
         layouts = [Layout.STACKED if s.kind is Kind.INPUT and stacked[int(s.name)] else Layout.SHARED for s in slots]
-        self.made = _program(known, layouts, self.pattern.members)
+        self.made = _program(compiled, layouts, self.pattern.members)
         inputs = iter(self.operands.given)
-        given = [next(inputs) if s.kind is Kind.INPUT else known.constants[s.name] for s in slots]
-        return pytree.tree_unflatten(list(self.made.program.run(*given)), known.program.out_spec)
+        arguments = [next(inputs) if s.kind is Kind.INPUT else compiled.constants[s.name] for s in slots]
+        return pytree.tree_unflatten(list(self.made.program.run(*arguments)), compiled.program.out_spec)
 
 
-def _program(known: Compiled, layouts: Sequence[Layout], members: int) -> Compiled:
+def _program(compiled: Compiled, layouts: Sequence[Layout], members: int) -> Compiled:
     """The same graph for operands in other layouts, made as the compiler makes it."""
-    choices = choose(known.graph, layouts, members, RULES, Model.of(known.graph, members))
-    module = batch(known.graph, layouts, members, RULES, choices)
+    choices = choose(compiled.graph, layouts, members, RULES, Model.of(compiled.graph, members))
+    module = batch(compiled.graph, layouts, members, RULES, choices)
     code = regions(module, members)
-    program = replace(known.program, members=members, module=module, code=code, layouts=tuple(layouts))
-    return replace(known, program=program)
+    program = replace(compiled.program, members=members, module=module, code=code, layouts=tuple(layouts))
+    return replace(compiled, program=program)
 
 
-def _looped(made: Compiled | None) -> str:
-    """What runs in a loop over members: operators, or the members' own code and why; empty if nothing does."""
-    assert made is not None
-    if made.opaque:
-        return _short(made.opaque[0].why)
-    nodes = made.program.module.graph.nodes
+def _looped(compiled: Compiled | None) -> str:
+    """Describe what runs in a loop over members: operators, or the reason for eager code. Empty if there is no loop."""
+    assert compiled is not None
+    if compiled.opaque:
+        return _short(compiled.opaque[0].why)
+    nodes = compiled.program.module.graph.nodes
     origins = [n.meta["origin"] for n in nodes if n.target is call_per_member]
     return ", ".join(dict.fromkeys(str(origin.target) for origin in origins if not _empty(origin)))
 
 
 def _empty(origin: fx.Node) -> bool:
-    """Whether there is nothing to compute: an operand has no elements."""
+    """Return True if an operand has no elements, so that there is nothing to compute."""
     examples = [source.meta.get("val") for source in origin.all_input_nodes]
     return any(isinstance(example, Tensor) and not example.numel() for example in examples)
 
@@ -229,13 +229,13 @@ def _compare(case: Case, operands: Operands, outputs: Any, alone: Alone, members
         if spec != alone.spec:
             raise Differs(f"the array gives {spec}, the members {alone.spec}")
         rows.append(flat)
-    for ours, theirs in zip(rows, alone.rows, strict=True):
-        for k, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    for actual_row, expected_row in zip(rows, alone.rows, strict=True):
+        for k, (a, b) in enumerate(zip(actual_row, expected_row, strict=True)):
             _check(case, a, b, f"output {k}", _relative(b))
-    for k, (given, own) in enumerate(zip(operands.given, operands.alone, strict=True)):
+    for k, (argument, member_arguments) in enumerate(zip(operands.given, operands.alone, strict=True)):
         # What forward writes into its inputs, such as running statistics.
-        after = torch.stack(own) if operands.stacked[k] else own[0]
-        _check(case, given.detach(), after.detach(), f"argument {k} afterwards", _relative(after))
+        after = torch.stack(member_arguments) if operands.stacked[k] else member_arguments[0]
+        _check(case, argument.detach(), after.detach(), f"argument {k} afterwards", _relative(after))
     # What passes through a narrower dtype is rounded before or after members' gradients are added.
     coarsest = max((_relative(x) for row in alone.rows for x in row), default=0.0)
     for k, (a, b) in enumerate(zip(operands.array_gradients(rows), alone.gradients, strict=True)):
@@ -250,25 +250,27 @@ def _relative(value: Any) -> float:
     return RELATIVE.get(value.dtype, 1e-9) if isinstance(value, Tensor) else 0.0
 
 
-def _check(case: Case, ours: Any, theirs: Any, what: str, relative: float) -> None:
-    if not isinstance(theirs, Tensor) or not isinstance(ours, Tensor):
-        if type(ours) is not type(theirs) or not (ours == theirs or (ours != ours and theirs != theirs)):
-            raise Differs(f"{what}: {ours!r} instead of {theirs!r}")
+def _check(case: Case, actual: Any, expected: Any, label: str, relative: float) -> None:
+    if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
+        if type(actual) is not type(expected) or not (
+            actual == expected or (actual != actual and expected != expected)
+        ):
+            raise Differs(f"{label}: {actual!r} instead of {expected!r}")
         return
     for name in ("shape", "dtype", "requires_grad"):
-        if getattr(ours, name) != getattr(theirs, name):
-            raise Differs(f"{what}: {name} {getattr(ours, name)} instead of {getattr(theirs, name)}")
-    if not _close(ours.detach(), theirs.detach(), relative):
-        raise Differs(f"{what}: values differ")
+        if getattr(actual, name) != getattr(expected, name):
+            raise Differs(f"{label}: {name} {getattr(actual, name)} instead of {getattr(expected, name)}")
+    if not _close(actual.detach(), expected.detach(), relative):
+        raise Differs(f"{label}: values differ")
 
 
-def _close(ours: Tensor, theirs: Tensor, relative: float) -> bool:
-    if not (theirs.is_floating_point() or theirs.is_complex()):
-        return torch.equal(ours, theirs)
-    if theirs.dtype is torch.complex32:
-        ours, theirs = ours.to(torch.complex64), theirs.to(torch.complex64)
-    size = float(theirs.nan_to_num(0, 0, 0).abs().double().max()) if theirs.numel() else 0.0
-    return torch.allclose(ours, theirs, rtol=relative, atol=relative * min(1.0, size) + 1e-12, equal_nan=True)
+def _close(actual: Tensor, expected: Tensor, relative: float) -> bool:
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(actual, expected)
+    if expected.dtype is torch.complex32:
+        actual, expected = actual.to(torch.complex64), expected.to(torch.complex64)
+    size = float(expected.nan_to_num(0, 0, 0).abs().double().max()) if expected.numel() else 0.0
+    return torch.allclose(actual, expected, rtol=relative, atol=relative * min(1.0, size) + 1e-12, equal_nan=True)
 
 
 def _gradients(rows: Sequence[Sequence[Any]], leaves: Sequence[Tensor]) -> list[Tensor | None]:

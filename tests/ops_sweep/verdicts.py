@@ -1,4 +1,4 @@
-"""What the sweep finds for one operator and one pattern of shared and stacked arguments."""
+"""Findings of the sweep for one operator and one pattern of shared and stacked arguments."""
 
 from __future__ import annotations
 

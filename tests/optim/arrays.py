@@ -19,7 +19,7 @@ SHAPES = ((4, 3), (), (5,), (2, 1, 3), (0,))
 
 @dataclass(frozen=True)
 class Per:
-    """A hyper-parameter of a test case with a value of its own for each member."""
+    """A hyper-parameter of a test case with a separate value for each member."""
 
     first: float
     ratio: float
@@ -61,8 +61,8 @@ class Array:
             [Parameter(torch.randn(shape, dtype=dtype, device=device)) for shape in shapes] for _ in range(members)
         ]
         self.params = [
-            mark(Parameter(torch.stack([p.detach() for p in same])), Membership(f"p{index}", members, True))
-            for index, same in enumerate(zip(*self.members, strict=True))
+            mark(Parameter(torch.stack([p.detach() for p in rows])), Membership(f"p{index}", members, True))
+            for index, rows in enumerate(zip(*self.members, strict=True))
         ]
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import SWALR
 
 
 def has_momentum(optimizer: Any) -> bool:
-    """Whether there is something that cycles besides the rate."""
+    """Return True if the optimizer has a momentum that cycles along with the rate."""
     return bool({"momentum", "betas"} & optimizer.defaults.keys())
 
 

@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on a CPU: operators are recorded with what they read and write, and done again."""
+"""A stand-in for CUDA graphs on a CPU: it records operators with the tensors they read and write, and replays them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class _Taping(TorchDispatchMode):
         for tensor in _tensors((args, kwargs)):
             storage = tensor.untyped_storage()
             self.before.setdefault(storage.data_ptr(), (tensor, _bytes(tensor).clone()))
-        found = func(*args, **kwargs)
-        self.calls.append((func, args, kwargs, _tensors(found)))
-        return found
+        result = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, _tensors(result)))
+        return result
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -61,9 +61,9 @@ class Tape:
         def replay() -> None:
             self.replayed += 1
             for func, args, kwargs, wrote in taped.calls:
-                for there, found in zip(wrote, _tensors(func(*args, **kwargs)), strict=True):
-                    if there.data_ptr() != found.data_ptr():
-                        there.copy_(found)
+                for target, output in zip(wrote, _tensors(func(*args, **kwargs)), strict=True):
+                    if target.data_ptr() != output.data_ptr():
+                        target.copy_(output)
 
         return replay, result
 

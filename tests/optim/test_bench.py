@@ -18,7 +18,7 @@ SETTINGS = bench.OptimSettings(cases=(TINY,), members=(2,), rounds=2, slot=1e-6,
 def test_rows_table_and_progress() -> None:
     ticks: list[int] = []
     meter = Meter(say=lambda text: None, advance=ticks.append)
-    rows = [row for found in bench.run(SETTINGS, meter) for row in found]
+    rows = [row for case_rows in bench.run(SETTINGS, meter) for row in case_rows]
     assert len(rows) == len(bench.OPTIMIZERS) * len(bench.CONTENDERS)
     assert sum(ticks) == bench.pieces(SETTINGS)
     assert all(row.params == 18 and row.members == 2 and row.ns_per_param > 0 for row in rows)
@@ -56,8 +56,8 @@ def test_the_eager_contender_computes_the_same(optimizer: str) -> None:
         for torch_optimizer in alone:
             torch_optimizer.step()
     for index, stack in enumerate(stacks):
-        wanted = torch.stack([o.param_groups[0]["params"][index].detach() for o in alone])
-        torch.testing.assert_close(stack, wanted, rtol=1e-5, atol=1e-6)
+        expected = torch.stack([o.param_groups[0]["params"][index].detach() for o in alone])
+        torch.testing.assert_close(stack, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_cases_have_the_sizes_they_claim() -> None:

@@ -65,8 +65,8 @@ def test_converted_parameters(name: str, options: dict[str, Any], steps: int, to
     for param in array.params:
         convert(param, **to)
     kind = str(to.get("dtype", torch.float32)).removeprefix("torch.")
-    told = rf"of parameter 'p0' is float32 \[3, 40, 30\] on cpu, the parameter {kind} \[3, 40, 30\] on cpu"
-    with pytest.raises(hf.FusionError, match=rf"{told}.*opt\.load_state_dict\(opt\.state_dict\(\)\)"):
+    message = rf"of parameter 'p0' is float32 \[3, 40, 30\] on cpu, the parameter {kind} \[3, 40, 30\] on cpu"
+    with pytest.raises(hf.FusionError, match=rf"{message}.*opt\.load_state_dict\(opt\.state_dict\(\)\)"):
         fused.step()
 
 
@@ -85,8 +85,8 @@ def test_the_remedy_helps(name: str, options: dict[str, Any], steps: int) -> Non
         stack.dtype is torch.float64 for entry in fused.state.values() for k, stack in entry.items() if k != "step"
     )
     assert all((entry["step"] == steps + 1).all() for entry in fused.state.values())
-    for made, param in zip(again.params, array.params, strict=True):
-        made.data, made.grad = param.data.clone(), torch.ones_like(param)
+    for target, param in zip(again.params, array.params, strict=True):
+        target.data, target.grad = param.data.clone(), torch.ones_like(param)
         param.grad = torch.ones_like(param)
     other = getattr(hf.optim, name)(again.params, lr=0.01, **options)
     other.load_state_dict(fused.state_dict())
@@ -97,8 +97,8 @@ def test_the_remedy_helps(name: str, options: dict[str, Any], steps: int) -> Non
 
 
 def state(fused: Any, array: Array) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = fused.state[array.params[0]]
-    return found
+    entry: dict[str, Tensor] = fused.state[array.params[0]]
+    return entry
 
 
 def stack(entry: dict[str, Tensor]) -> str:
@@ -165,9 +165,9 @@ def test_state_that_fits(name: str, options: dict[str, Any], steps: int, change:
     alone = [getattr(torch.optim, name)(params, lr=0.01, **options) for params in array.members]
     for optimizer, saved in zip(alone, fused.unfuse(), strict=True):
         optimizer.load_state_dict(saved)
-    for param, same in zip(array.params, zip(*array.members, strict=True), strict=True):
-        for row, own in zip(param.detach(), same, strict=True):
-            own.data = row.clone()
+    for param, member_params in zip(array.params, zip(*array.members, strict=True), strict=True):
+        for row, member_param in zip(param.detach(), member_params, strict=True):
+            member_param.data = row.clone()
     change(state(fused, array))
     run(array, fused, alone, 3)
     array.assert_equal()
@@ -182,14 +182,14 @@ GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 @ALL
 @STEPS
-@pytest.mark.parametrize(("change", "told"), GRADIENTS.values(), ids=GRADIENTS)
-def test_gradients_that_do_not_fit(name: str, options: dict[str, Any], steps: int, change: Any, told: str) -> None:
+@pytest.mark.parametrize(("change", "message"), GRADIENTS.values(), ids=GRADIENTS)
+def test_gradients_that_do_not_fit(name: str, options: dict[str, Any], steps: int, change: Any, message: str) -> None:
     fused, array = begun(name, options, steps)
     param = array.params[0]
     assert param.grad is not None
     param.grad.data = change(param.grad.data)
     for act in (fused.step, lambda: hf.optim.clip_grad_norm_(array.params, 1.0)):
-        with pytest.raises(RuntimeError, match=rf"the gradient of 'p0' {told}"):
+        with pytest.raises(RuntimeError, match=rf"the gradient of 'p0' {message}"):
             act()
 
 
@@ -258,12 +258,12 @@ class Named(torch.Tensor):
 
 
 class Weight(nn.Parameter):
-    """Of a model that tells its parameters apart by class."""
+    """A parameter of a model that distinguishes its parameters by class."""
 
 
 def fake(tensor: Tensor) -> Tensor:
-    found: Tensor = FakeTensorMode().from_tensor(tensor)
-    return found
+    faked: Tensor = FakeTensorMode().from_tensor(tensor)
+    return faked
 
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -295,27 +295,27 @@ def test_subclasses_with_memory(name: str, options: dict[str, Any], make: Callab
 
 
 @ALL
-@pytest.mark.parametrize(("make", "said"), ELSEWHERE.values(), ids=ELSEWHERE)
+@pytest.mark.parametrize(("make", "message"), ELSEWHERE.values(), ids=ELSEWHERE)
 def test_tensors_without_memory(
-    name: str, options: dict[str, Any], make: Callable[[Tensor], Tensor], said: str
+    name: str, options: dict[str, Any], make: Callable[[Tensor], Tensor], message: str
 ) -> None:
     fused, array = begun(name, options, 3)
     param, before = array.params[0], array.params[0].detach().clone()
     entry = state(fused, array)
-    kept = entry[stack(entry)]
-    entry[stack(entry)] = make(kept)
-    with pytest.raises(hf.FusionError, match=f"the state '{stack(entry)}' of parameter 'p0' {said}"):
+    original = entry[stack(entry)]
+    entry[stack(entry)] = make(original)
+    with pytest.raises(hf.FusionError, match=f"the state '{stack(entry)}' of parameter 'p0' {message}"):
         fused.step()
-    entry[stack(entry)] = kept
+    entry[stack(entry)] = original
     param.grad = make(torch.ones_like(param))
-    with pytest.raises(hf.FusionError, match=f"the gradient of 'p0' {said}"):
+    with pytest.raises(hf.FusionError, match=f"the gradient of 'p0' {message}"):
         fused.step()
     assert torch.equal(param, before)
     for trained in (True, False):
         other = nn.Parameter(make(param.detach()), requires_grad=trained)
         mark(other, membership(param))  # type: ignore[arg-type]
         if trained:
-            with pytest.raises(hf.FusionError, match=f"parameter 'p0' {said}"):
+            with pytest.raises(hf.FusionError, match=f"parameter 'p0' {message}"):
                 getattr(hf.optim, name)([other], lr=0.1)
         else:
             getattr(hf.optim, name)([other], lr=0.1)

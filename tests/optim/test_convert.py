@@ -29,7 +29,7 @@ def step_alone(array: Array, alone: list[Any], counts: list[int], skip: tuple[in
 
 
 def into(name: str) -> Any:
-    """What `optim.fuse` needs to be told: the class, where the members' own is not torch's."""
+    """Return the `into` argument that `optim.fuse` needs: the class, if the members' own is not torch's."""
     return None if hasattr(torch.optim, name) else getattr(optim, name)
 
 
@@ -50,15 +50,15 @@ def test_unfused_dicts_are_those_of_the_members(name: str, options: dict[str, An
     array = Array(3)
     fused, alone = start(name, options, array)
     run(array, fused, alone, 2, skip=[1])
-    for found, optimizer in zip(fused.unfuse(), alone, strict=True):
-        wanted = optimizer.state_dict()
-        assert found["param_groups"] == wanted["param_groups"]
-        states = {number: state for number, state in wanted["state"].items() if state}
-        assert found["state"].keys() == states.keys()
+    for unfused, optimizer in zip(fused.unfuse(), alone, strict=True):
+        expected = optimizer.state_dict()
+        assert unfused["param_groups"] == expected["param_groups"]
+        states = {number: state for number, state in expected["state"].items() if state}
+        assert unfused["state"].keys() == states.keys()
         for number, state in states.items():
-            assert found["state"][number].keys() == state.keys()
+            assert unfused["state"][number].keys() == state.keys()
             for key, value in state.items():
-                torch.testing.assert_close(found["state"][number][key], value, rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(unfused["state"][number][key], value, rtol=1e-9, atol=1e-12)
 
 
 @BOTH
@@ -171,7 +171,7 @@ def adam(params: Any, **options: Any) -> Any:
         (lambda m: [adam(p, differentiable=True) for p in m], "optimizer 0 has differentiable=True"),
     ],
 )
-def test_what_cannot_be_fused_is_refused(make: Any, message: str) -> None:
+def test_optimizers_that_cannot_be_fused_are_refused(make: Any, message: str) -> None:
     array = Array(2)
     with pytest.raises(FusionError, match=message):
         optim.fuse(make(array.members), array)

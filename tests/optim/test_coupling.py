@@ -42,8 +42,8 @@ def watched() -> None:
 
 
 def test_every_optimizer_of_torch_is_decided_on() -> None:
-    known = {name for name, cls in vars(torch.optim).items() if isinstance(cls, type) and issubclass(cls, Optimizer)}
-    assert known - {"Optimizer"} == {*ELEMENTWISE, *COUPLING, "SparseAdam"}
+    names = {name for name, cls in vars(torch.optim).items() if isinstance(cls, type) and issubclass(cls, Optimizer)}
+    assert names - {"Optimizer"} == {*ELEMENTWISE, *COUPLING, "SparseAdam"}
 
 
 @pytest.mark.parametrize(("name", "options"), ELEMENTWISE.items(), ids=ELEMENTWISE)
@@ -80,10 +80,10 @@ class Scale(nn.Module):
 @pytest.mark.parametrize(("make", "why"), COUPLING.values(), ids=COUPLING)
 def test_coupling_ones_are_refused(make: Callable[[Any], Optimizer], why: str) -> None:
     fused = hf.fuse([Scale() for _ in range(3)])
-    told = rf"torch.optim.\w+ .*{why}.*'weight' holds 3 members.*docs/what-couples-members.md"
-    with pytest.raises(hf.FusionError, match=told):
+    message = rf"torch.optim.\w+ .*{why}.*'weight' holds 3 members.*docs/what-couples-members.md"
+    with pytest.raises(hf.FusionError, match=message):
         make(fused.parameters())
-    # Whoever puts the stacks there later comes to a step.
+    # Stacks that are put there later are refused at a step.
     optimizer = make([nn.Parameter(torch.zeros(3, 3).double())])
     optimizer.param_groups[0]["params"] = optimizer._params = list(fused.parameters())  # type: ignore[attr-defined]
     losses = hf.per_model(nn.functional.mse_loss)
@@ -97,9 +97,9 @@ def test_coupling_ones_are_refused(make: Callable[[Any], Optimizer], why: str) -
 
     hf.per_model(nn.functional.mse_loss)(fused(x), target).sum().backward()
     before = fused.get_parameter("weight").detach().clone()
-    with pytest.raises(hf.FusionError, match=told):
+    with pytest.raises(hf.FusionError, match=message):
         optimizer.step(closure)  # type: ignore[arg-type]
-    with pytest.raises(hf.FusionError, match=told):
+    with pytest.raises(hf.FusionError, match=message):
         hf.train_step(fused, nn.functional.mse_loss, optimizer, compile=True)
     assert torch.equal(fused.get_parameter("weight"), before)
 
@@ -116,9 +116,9 @@ def test_an_optimizer_for_each_member_over_its_live_views() -> None:
         fused.zero_grad()
         (fused(x) ** 2).flatten(1).mean(1).sum().backward()
         for index, (member, optimizer) in enumerate(zip(members, optimizers, strict=True)):
-            for own, stack in zip(member.parameters(), fused.parameters(), strict=True):
+            for param, stack in zip(member.parameters(), fused.parameters(), strict=True):
                 assert stack.grad is not None
-                own.grad = stack.grad[index]
+                param.grad = stack.grad[index]
             optimizer.step()
         for model, optimizer in zip(models, alone, strict=True):
             optimizer.zero_grad()
@@ -145,9 +145,9 @@ def step(kind: type[Optimizer], params: Sequence[Tensor]) -> None:
 
 def test_an_unknown_one_is_warned_of_once() -> None:
     array = Array(2, shapes=[(3,)])
-    with pytest.warns(UserWarning, match="Ours is not known to hfusion.*every element by itself") as found:
+    with pytest.warns(UserWarning, match="Ours is not known to hfusion.*every element by itself") as records:
         step(Ours, array.params)
-    assert found[0].filename == __file__
+    assert records[0].filename == __file__
     step(Ours, array.params)
     step(Apart, array.params)
 
@@ -213,15 +213,15 @@ WRAPPERS: dict[str, tuple[Callable[[Array], Any], str]] = {
 
 
 @pytest.mark.parametrize(("use", "name"), WRAPPERS.values(), ids=WRAPPERS)
-def test_what_wraps_an_optimizer_is_warned_of(use: Callable[[Array], Any], name: str) -> None:
+def test_wrappers_of_an_optimizer_are_warned_of(use: Callable[[Array], Any], name: str) -> None:
     coupling._warned.clear()
     array = Array(2, shapes=[(3,)])
     array.draw_grads()
-    with pytest.warns(UserWarning, match=f"{name} is not known to hfusion.*every element by itself") as found:
+    with pytest.warns(UserWarning, match=f"{name} is not known to hfusion.*every element by itself") as records:
         use(array)
-    assert found[0].filename == __file__
+    assert records[0].filename == __file__
     use(array)
-    # One member has nobody to be coupled with.
+    # A single member has no other to be coupled with.
     single = Array(1, shapes=[(3,)])
     single.draw_grads()
     coupling._warned.clear()
@@ -240,7 +240,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, hf.optim.SGD])
-def test_who_calls_an_optimizer_may_have_param_groups_of_his_own(kind: Any) -> None:
+def test_a_caller_of_an_optimizer_may_have_its_own_param_groups(kind: Any) -> None:
     array = Array(2, shapes=[(3,)])
     Trainer().fit(array, kind(array.params, lr=0.1))
 
@@ -258,9 +258,9 @@ def test_torchs_norm_of_an_array_is_warned_of_once(norm: Callable[[Any], Any]) -
     coupling._warned.clear()
     fused = hf.fuse([nn.Linear(3, 2) for _ in range(2)])
     fused(torch.ones(1, 3)).sum().backward()
-    with pytest.warns(UserWarning, match="one norm over all 2 members.*hf.optim.clip_grad_norm_") as found:
+    with pytest.warns(UserWarning, match="one norm over all 2 members.*hf.optim.clip_grad_norm_") as records:
         norm(fused)
-    assert found[0].filename == __file__
+    assert records[0].filename == __file__
     norm(fused)
 
 

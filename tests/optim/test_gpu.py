@@ -78,8 +78,8 @@ def test_members_without_momentum_or_decay_beside_others(name: str, options: dic
             tensor.detach()[2] = float("inf")
     with np.errstate(invalid="ignore"):
         run(array, fused, alone, 3)
-    wanted = torch.stack([params[0].detach() for params in array.members])
-    torch.testing.assert_close(array.params[0].detach(), wanted, rtol=1e-9, atol=1e-12, equal_nan=True)
+    expected = torch.stack([params[0].detach() for params in array.members])
+    torch.testing.assert_close(array.params[0].detach(), expected, rtol=1e-9, atol=1e-12, equal_nan=True)
     for key, value in fused.state[array.params[0]].items():
         if key != "step":
             assert value[1:].isfinite().all()
@@ -92,7 +92,7 @@ def test_a_bad_member_leaves_its_neighbours_bit_identical(name: str, options: di
             beside_a_bad_member(name, options, value, DEVICE) for value in (1.0, float("nan"), float("inf"))
         ]
     for outcome in others:
-        assert all(torch.equal(mine, clean) for mine, clean in zip(outcome, first, strict=True))
+        assert all(torch.equal(actual, clean) for actual, clean in zip(outcome, first, strict=True))
 
 
 @ONE_EACH
@@ -119,7 +119,7 @@ def test_memory_that_moves(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-def test_the_device_is_told_once_where_tensors_lie(offset: int) -> None:
+def test_addresses_of_tensors_are_sent_to_the_device_once(offset: int) -> None:
     """Rows of 8, 6 and 0 elements, at multiples of 16 bytes and not."""
     stacks = [
         [
@@ -140,7 +140,7 @@ def test_the_device_is_told_once_where_tensors_lie(offset: int) -> None:
 
 
 class _Counting(TorchDispatchMode):
-    """How many operators are called that are no views."""
+    """Counts the operators that are called, except for views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,11 +160,11 @@ def test_the_host_calls_few_operators_for_a_step(kind: type[hf.optim.FusedOptimi
         fused.step()
     ((settings, parts),) = fused._prepared.values()
     assert parts is not None
-    (own,) = parts.with_gradients([param.grad for param in array.params if param.grad is not None])
-    stepper, counting = own[0].recordable, _Counting()
+    (part,) = parts.with_gradients([param.grad for param in array.params if param.grad is not None])
+    stepper, counting = part[0].recordable, _Counting()
     assert stepper is not None
     with counting:
-        stepper.ready(own[1], settings)
+        stepper.ready(part[1], settings)
     # Twenty counts are compared with what the device has counted, and go on.
     assert counting.count <= 4
 
@@ -227,7 +227,7 @@ def test_tritons_launcher_takes_the_kernels_that_clip(
     table.scale(torch.ones(3, dtype=dtype))
     launches = 1 if dtype is torch.float32 else 2
     assert [len(kernel.compiled) for kernel in kernels.values()] == [2, launches, 2]
-    assert all("cubin" in made.asm for kernel in kernels.values() for made in kernel.compiled)
+    assert all("cubin" in compiled.asm for kernel in kernels.values() for compiled in kernel.compiled)
     gpu_gradients._tables.cache_clear()
 
 
@@ -245,7 +245,7 @@ def test_tritons_launcher_takes_the_kernels(compiling: Any, name: str, options: 
     assert len(scalars.compiled) == 1
     # One launch for rows of multiples of 16 bytes, one for others.
     assert len(steps.compiled) == 2
-    assert all("cubin" in made.asm for made in [*steps.compiled, *scalars.compiled])
+    assert all("cubin" in compiled.asm for compiled in [*steps.compiled, *scalars.compiled])
 
 
 def test_no_argument_has_the_name_of_a_variable_of_the_launcher(compiling: Any) -> None:
@@ -253,7 +253,7 @@ def test_no_argument_has_the_name_of_a_variable_of_the_launcher(compiling: Any) 
     from triton.runtime import JITFunction
     from triton.runtime.jit import create_function_from_signature
 
-    kernels = {name: each for name, each in vars(compiling).items() if isinstance(each, JITFunction)}
+    kernels = {name: value for name, value in vars(compiling).items() if isinstance(value, JITFunction)}
     assert kernels.keys() >= {*compiling.SCALARS, *(f"{name}_scalars" for name in compiling.SCALARS)}
     target = make_backend(Driver().get_current_target())
     for name, kernel in kernels.items():

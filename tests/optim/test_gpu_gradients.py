@@ -25,20 +25,20 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2**-7, t
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """What is clipped by the kernels."""
+    """Gradients that the kernels clip."""
     pytest.importorskip("triton")
     monkeypatch.delenv("HFUSION_NATIVE", raising=False)
     if DEVICE == "cpu":
         interpret(monkeypatch)
-    made: list[object] = []
+    created: list[object] = []
     original = gpu_gradients.StackedGradients.__init__
 
     def counted(self: object, *args: object) -> None:
-        made.append(self)
+        created.append(self)
         original(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(gpu_gradients.StackedGradients, "__init__", counted)
-    yield made
+    yield created
     if DEVICE == "cpu":
         forget()
 
@@ -78,12 +78,12 @@ def test_equals_alone(members: int, norm_type: float, dtype: torch.dtype, kernel
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32), HALVES], ids=str)
 def test_gradients_of_several_dtypes(dtypes: tuple[torch.dtype, ...], kernels: list[object]) -> None:
     arrays = [Array(3, SHAPES, dtype, DEVICE) for dtype in dtypes]
-    both = Array(3, (), device=DEVICE)
-    both.params = [param for array in arrays for param in array.params]
-    both.members = [[param for array in arrays for param in array.members[member]] for member in range(3)]
-    both.draw_grads()
-    norms = optim.clip_grad_norm_(both.params, [0.1, 3.0, 1e4])
-    assert_equal(both, norms, clip_alone(both, [0.1, 3.0, 1e4], 2.0))
+    combined = Array(3, (), device=DEVICE)
+    combined.params = [param for array in arrays for param in array.params]
+    combined.members = [[param for array in arrays for param in array.members[member]] for member in range(3)]
+    combined.draw_grads()
+    norms = optim.clip_grad_norm_(combined.params, [0.1, 3.0, 1e4])
+    assert_equal(combined, norms, clip_alone(combined, [0.1, 3.0, 1e4], 2.0))
     assert len(kernels) == 1
 
 
@@ -136,7 +136,7 @@ def test_gradients_that_do_not_lie_in_the_order_of_their_dims(kernels: list[obje
 
 
 @pytest.mark.parametrize("kind", ["order", "strided", "members last", "twice", "complex", "HFUSION_NATIVE=0"])
-def test_what_kernels_do_not_take(kind: str, kernels: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_kernels_do_not_take(kind: str, kernels: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     array = Array(2, [(4, 3), (6,)], torch.complex128 if kind == "complex" else torch.float64, DEVICE)
     array.draw_grads()
     first, other = array.params[0], array.params[1]

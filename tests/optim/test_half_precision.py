@@ -58,16 +58,16 @@ def unequal(name: str, options: Mapping[str, Any], array: Array, steps: int) -> 
         fused.step()
         for optimizer in alone:
             optimizer.step()
-    found = {}
+    differences = {}
     for index, param in enumerate(array.params):
-        own = [params[index] for params in array.members]
-        found[f"p{index}"] = _count(param.detach(), [member.detach() for member in own])
-        states = [optimizer.state[member] for optimizer, member in zip(alone, own, strict=True)]
+        member_params = [params[index] for params in array.members]
+        differences[f"p{index}"] = _count(param.detach(), [member.detach() for member in member_params])
+        states = [optimizer.state[member] for optimizer, member in zip(alone, member_params, strict=True)]
         for key in fused.state[param].keys() - fused.numbers.keys():
             # torch keeps no buffer for a member without momentum.
             rows = [row for row, state in enumerate(states) if state.get(key) is not None]
-            found[f"p{index}.{key}"] = _count(fused.state[param][key][rows], [states[row][key] for row in rows])
-    return fused, found
+            differences[f"p{index}.{key}"] = _count(fused.state[param][key][rows], [states[row][key] for row in rows])
+    return fused, differences
 
 
 def _count(actual: Tensor, expected: list[Tensor]) -> int:
@@ -87,29 +87,29 @@ def test_kernels_round_where_torch_does(name: str, options: dict[str, Any], dtyp
     options = exact(options)
     if name == "SGD":
         del options["eps"]
-    fused, found = unequal(name, options, array, 4)
+    fused, differences = unequal(name, options, array, 4)
     # A CPU rounds products that CUDA and the kernels do not round.
-    assert sum(found.values()) <= 2, found
+    assert sum(differences.values()) <= 2, differences
     assert fused.launches == "recorded and replayed as one"
 
 
 @DTYPES
-@pytest.mark.parametrize("way", ["strided", "HFUSION_NATIVE=0", "NAdam", "Adagrad"])
+@pytest.mark.parametrize("case", ["strided", "HFUSION_NATIVE=0", "NAdam", "Adagrad"])
 @pytest.mark.usefixtures("recorded")
-def test_what_kernels_do_not_take_is_stepped_by_torch(
-    way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_parameters_that_kernels_do_not_take_are_stepped_by_torch(
+    case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     array = Array(3, ((4, 6), (3,)), dtype)
     name, options = "Adam", {"lr": Per(0.1, 0.5), "eps": 1e-4}
-    if way == "strided":
+    if case == "strided":
         array.params[0].data = array.params[0].data.transpose(1, 2).contiguous().transpose(1, 2)
-    elif way == "HFUSION_NATIVE=0":
+    elif case == "HFUSION_NATIVE=0":
         monkeypatch.setenv("HFUSION_NATIVE", "0")
     else:
         # Adagrad's state begins with a value that differs between members.
-        name, options = way, options | ({"initial_accumulator_value": Per(0.5, 0.5)} if way == "Adagrad" else {})
-    fused, found = unequal(name, options, array, 4)
-    assert not any(found.values()), found
+        name, options = case, options | ({"initial_accumulator_value": Per(0.5, 0.5)} if case == "Adagrad" else {})
+    fused, differences = unequal(name, options, array, 4)
+    assert not any(differences.values()), differences
     assert fused.launches.startswith(f"launched one by one: torch's own {name} steps the members of")
 
 
@@ -125,8 +125,8 @@ def test_equals_alone_on_a_gpu(name: str, options: dict[str, Any], strided: bool
         options = {**options, "eps": Per(1e-4, 2.0)}
     if not hasattr(torch.optim, name):
         pytest.skip("torch has none")
-    fused, found = unequal(name, options, array, 6)
+    fused, differences = unequal(name, options, array, 6)
     # What torch contracts to one operation is its compiler's choice.
-    assert sum(found.values()) <= 1e-3 * sum(param.numel() for param in array.params), found
+    assert sum(differences.values()) <= 1e-3 * sum(param.numel() for param in array.params), differences
     if fused.kernel is not None and not strided:
         assert fused.launches == "recorded and replayed as one"

@@ -110,7 +110,7 @@ def test_sparse_gradients_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [0.1, 1, [0.1, 0.2], (0.1, 0.2), torch.tensor(0.1), [torch.tensor(0.1)] * 2])
-def test_what_makes_a_vector(value: Any) -> None:
+def test_values_that_make_a_vector(value: Any) -> None:
     vector = member_vector("lr", value, 2)
     assert vector.dtype == torch.float64
     assert vector.shape == (2,)
@@ -118,17 +118,17 @@ def test_what_makes_a_vector(value: Any) -> None:
 
 def test_a_vector_copies_as_itself_and_pickles_as_a_tensor() -> None:
     vector = member_vector("lr", [0.1, 0.2], 2)
-    for made in (vector.clone(), copy.deepcopy(vector), vector * 2):
-        assert type(made) is MemberVector
+    for copied in (vector.clone(), copy.deepcopy(vector), vector * 2):
+        assert type(copied) is MemberVector
     loaded = pickle.loads(pickle.dumps(vector))
     assert type(loaded) is torch.Tensor
     assert loaded.tolist() == [0.1, 0.2]
 
 
-@pytest.mark.parametrize("given", ["tensor", "vector"])
-def test_groups_that_are_given_one_tensor_have_vectors_of_their_own(given: str) -> None:
+@pytest.mark.parametrize("kind", ["tensor", "vector"])
+def test_groups_that_are_given_one_tensor_have_vectors_of_their_own(kind: str) -> None:
     lr = torch.tensor([0.1, 0.2], dtype=torch.float64)
-    value = lr if given == "tensor" else member_vector("lr", lr, 2)
+    value = lr if kind == "tensor" else member_vector("lr", lr, 2)
     opt = optim.SGD([{"params": [param]} for param in Array(2).params[:2]], lr=value)
     opt.param_groups[0]["lr"].mul_(2)
     assert opt.param_groups[1]["lr"].tolist() == value.tolist() == [0.1, 0.2]

@@ -50,10 +50,10 @@ def train(fused: Any, alone: Masters, steps: int = 4) -> None:
     places = [param.grad for param in alone.array.params]
     for _ in range(steps):
         alone.array.draw_grads()
-        for param, place in zip(alone.array.params, places, strict=True):
-            assert place is not None
+        for param, grad in zip(alone.array.params, places, strict=True):
+            assert grad is not None
             assert param.grad is not None
-            param.grad = place.copy_(param.grad)
+            param.grad = grad.copy_(param.grad)
         fused.step()
         alone.step()
 
@@ -61,8 +61,8 @@ def train(fused: Any, alone: Masters, steps: int = 4) -> None:
 def check(fused: Any, alone: Masters) -> None:
     for index, param in enumerate(alone.array.params):
         state = fused.state[param]
-        own = torch.stack([copies[index].detach() for copies in alone.copies])
-        torch.testing.assert_close(state["master_param"], own, rtol=2e-6, atol=2e-6)
+        expected = torch.stack([copies[index].detach() for copies in alone.copies])
+        torch.testing.assert_close(state["master_param"], expected, rtol=2e-6, atol=2e-6)
         assert torch.equal(param.detach(), state["master_param"].to(param.dtype))
         stacks = {key: value.dtype for key, value in state.items() if key not in fused.numbers}
         assert set(stacks.values()) == {torch.float32}
@@ -94,7 +94,7 @@ def test_steps_are_recorded_on_an_accelerator(
 
 def test_small_updates_are_not_lost() -> None:
     """A bfloat16 weight of 1 has neighbours at a distance of 2**-8 and 2**-7."""
-    found = {}
+    results = {}
     for masters in (False, True):
         fused = hf.fuse([nn.Linear(4, 1, bias=False).to(torch.bfloat16) for _ in range(2)])
         with torch.no_grad():
@@ -104,8 +104,8 @@ def test_small_updates_are_not_lost() -> None:
             optimizer.zero_grad()
             fused(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
             optimizer.step()
-        found[masters] = fused.stacks["weight"].detach().float()[:, 0, 0].tolist()
-    assert found == {False: [1.0, 1.0], True: [1.0 - 2.0**-6, 1.0]}
+        results[masters] = fused.stacks["weight"].detach().float()[:, 0, 0].tolist()
+    assert results == {False: [1.0, 1.0], True: [1.0 - 2.0**-6, 1.0]}
 
 
 def test_parameters_of_other_dtypes_are_stepped_as_without_it() -> None:
@@ -154,12 +154,12 @@ def test_a_saved_state_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     loaded = hf.optim.AdamW(again.parameters())
     loaded.load_state_dict(saved)
     steps(loaded, again, batches[3:])
-    for one, other in zip(weights(whole), weights(again), strict=True):
-        assert torch.equal(one, other)
+    for weight, other in zip(weights(whole), weights(again), strict=True):
+        assert torch.equal(weight, other)
     copied, fused = copy.deepcopy((optimizer, first))
     steps(copied, fused, batches[3:])
-    for one, other in zip(weights(whole), weights(fused), strict=True):
-        assert torch.equal(one, other)
+    for weight, other in zip(weights(whole), weights(fused), strict=True):
+        assert torch.equal(weight, other)
 
 
 def test_a_state_of_an_earlier_version_has_no_such_option() -> None:
@@ -183,8 +183,8 @@ def test_weights_that_are_written_count() -> None:
         fused.stacks["0.weight"][1] = 0.5
     before = weights(fused)
     steps(optimizer, fused, [batch()])
-    for one, other in zip(weights(fused), before, strict=True):
-        assert torch.equal(one, other)
+    for weight, other in zip(weights(fused), before, strict=True):
+        assert torch.equal(weight, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -203,21 +203,21 @@ def test_members_of_a_population_keep_their_own(dtype: torch.dtype) -> None:
     alone = [population([model]) for model in [*models(3, dtype), copy.deepcopy(new)]]
     for x, y in batches[:3]:
         pop.step(x, y)
-        for one in alone[:3]:
-            one.step(x, y)
+        for single in alone[:3]:
+            single.step(x, y)
     pop.stop([1])
     pop.start([1], [new])
     pop.copy([0], [2])
     pairs = [(0, alone[0]), (1, alone[3]), (2, copy.deepcopy(alone[0]))]
     for x, y in batches[3:]:
         pop.step(x, y)
-        for _, one in pairs:
-            one.step(x, y)
-    found, tolerance = pop.models, {"rtol": 0.02, "atol": 0.002}
-    for row, one in pairs:
-        for mine, theirs in zip(found[row].parameters(), one.models[0].parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, **tolerance)
-            assert (mine != theirs).float().mean() < 0.05
+        for _, single in pairs:
+            single.step(x, y)
+    trained, tolerance = pop.models, {"rtol": 0.02, "atol": 0.002}
+    for row, single in pairs:
+        for actual, expected in zip(trained[row].parameters(), single.models[0].parameters(), strict=True):
+            torch.testing.assert_close(actual, expected, **tolerance)
+            assert (actual != expected).float().mean() < 0.05
 
 
 def test_a_grad_scaler_skips_members() -> None:
@@ -239,7 +239,7 @@ def test_a_grad_scaler_skips_members() -> None:
         assert not torch.equal(state["master_param"][0], old["master_param"][0])
 
 
-def test_what_is_refused() -> None:
+def test_invalid_use_is_refused() -> None:
     fused = hf.fuse(models())
     with pytest.raises(ValueError, match="master_weights is 1: give True or False"):
         hf.optim.AdamW(fused.parameters(), master_weights=1)  # type: ignore[arg-type]

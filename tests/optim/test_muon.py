@@ -1,4 +1,4 @@
-"""Muon: matrices only, each member's orthogonalised by itself; torch does so in bfloat16, so it rounds coarsely."""
+"""Muon: matrices only, each member's orthogonalised separately; torch does so in bfloat16, so it rounds coarsely."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_equals_alone(options: dict[str, Any], members: int, dtype: torch.dtype)
         (param - old).abs().amax(dim=(1, 2)).min() > 1e-3 for param, old in zip(array.params, before, strict=True)
     )
     for optimizer, params, member in zip(alone, array.members, range(members), strict=True):
-        for stack, own in zip(array.params, params, strict=True):
-            wanted = optimizer.state[own]["momentum_buffer"]
-            torch.testing.assert_close(fused.state[stack]["momentum_buffer"][member], wanted, rtol=1e-6, atol=1e-9)
+        for stack, parameter in zip(array.params, params, strict=True):
+            expected = optimizer.state[parameter]["momentum_buffer"]
+            torch.testing.assert_close(fused.state[stack]["momentum_buffer"][member], expected, rtol=1e-6, atol=1e-9)
 
 
 @ALL
@@ -61,9 +61,9 @@ def test_state_continues(options: dict[str, Any]) -> None:
     again = hf.optim.Muon(array.params)
     again.load_state_dict(copy.deepcopy(fused.state_dict()))
     for optimizer, state in zip(alone, again.unfuse(), strict=True):
-        wanted = optimizer.state_dict()
-        assert state["param_groups"] == wanted["param_groups"]
-        assert state["state"].keys() == wanted["state"].keys()
+        expected = optimizer.state_dict()
+        assert state["param_groups"] == expected["param_groups"]
+        assert state["state"].keys() == expected["state"].keys()
         optimizer.load_state_dict(state)
     run(array, again, alone, 2)
     assert_equal(array, 4)
@@ -74,7 +74,7 @@ def test_a_bad_member_leaves_its_neighbours_bit_identical() -> None:
         beside_a_bad_member("Muon", CASES["lr"], value, shapes=SHAPES) for value in (1.0, float("nan"), float("inf"))
     ]
     for outcome in others:
-        assert all(torch.equal(mine, clean) for mine, clean in zip(outcome, first, strict=True))
+        assert all(torch.equal(actual, clean) for actual, clean in zip(outcome, first, strict=True))
 
 
 def test_a_member_that_overflows_is_held_back_alone() -> None:
@@ -97,10 +97,10 @@ def test_a_member_that_overflows_is_held_back_alone() -> None:
     assert_equal(array, 1)
 
 
-def test_what_is_no_matrix_is_refused() -> None:
+def test_parameters_that_are_no_matrices_are_refused() -> None:
     fused = hf.fuse([nn.Linear(3, 2) for _ in range(2)])
-    told = r"parameter 'bias' is float32 \[2\] in each member: Muon trains matrices .* such as hf\.optim\.AdamW"
-    with pytest.raises(ValueError, match=told):
+    message = r"parameter 'bias' is float32 \[2\] in each member: Muon trains matrices .* such as hf\.optim\.AdamW"
+    with pytest.raises(ValueError, match=message):
         hf.optim.Muon(fused.parameters())
     assert hf.optim.Muon([fused.get_parameter("weight")], **for_array(CASES["lr"], 2)).members == 2
 

@@ -61,8 +61,8 @@ def test_a_cut_between_elements_changes_no_bit(name: str, options: dict[str, Any
     values = for_array(options, MEMBERS)
     whole = trained(name, values, shape, dtype, lambda tensor: [tensor])
     parts = trained(name, values, shape, dtype, lambda tensor: torch.split(tensor, sizes, dim=1))
-    for (one,), several in zip(whole, parts, strict=True):
-        assert torch.equal(one, torch.cat(several, dim=1))
+    for (full,), several in zip(whole, parts, strict=True):
+        assert torch.equal(full, torch.cat(several, dim=1))
 
 
 @BOTH
@@ -74,8 +74,8 @@ def test_a_member_alone_gives_the_same_bits(name: str, options: dict[str, Any], 
     for member in range(MEMBERS):
         values = {key: one_of(value, member) for key, value in for_array(options, MEMBERS).items()}
         alone = trained(name, values, shape, dtype, rows(member))
-        for (one,), (other,) in zip(whole, alone, strict=True):
-            assert torch.equal(one[member : member + 1], other)
+        for (full,), (other,) in zip(whole, alone, strict=True):
+            assert torch.equal(full[member : member + 1], other)
 
 
 def rows(member: int) -> Callable[[Tensor], list[Tensor]]:
@@ -100,8 +100,8 @@ def test_threads_change_no_bit(name: str, options: dict[str, Any]) -> None:
         torch.set_num_threads(1)
     with helped_by(team(3)):
         shared = trained(name, values, shape, torch.float32, lambda tensor: [tensor])
-    for (one,), *others in zip(serial, threaded, shared, strict=True):
-        assert all(torch.equal(one, other) for (other,) in others)
+    for (expected,), *others in zip(serial, threaded, shared, strict=True):
+        assert all(torch.equal(expected, other) for (other,) in others)
 
 
 @pytest.mark.usefixtures("fresh")
@@ -121,19 +121,19 @@ def test_without_a_library_formulas_run(
     monkeypatch.setenv(variable, value)
     if variable == "PATH":
         monkeypatch.delenv("CC", raising=False)
-    found = native_kernels.library()
-    assert isinstance(found, str)
-    assert native_kernels.library() is found or variable == "HFUSION_NATIVE"
+    error = native_kernels.library()
+    assert isinstance(error, str)
+    assert native_kernels.library() is error or variable == "HFUSION_NATIVE"
     with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(found)
-    assert bench.form(torch.device("cpu")) == f"formula: {found}"
+        raise AssertionError(error)
+    assert bench.form(torch.device("cpu")) == f"formula: {error}"
     array = Array(3)
     fused, alone = start("Adam", CASES["adam"][1], array)
     run(array, fused, alone, 2)
     array.assert_equal()
 
 
-def test_the_benchmark_tells_the_form(compiler: list[str]) -> None:
+def test_the_benchmark_reports_the_form(compiler: list[str]) -> None:
     assert bench.form(torch.device("cpu")) == "native"
     triton = importlib.util.find_spec("triton") is not None
     assert bench.form(torch.device("cuda")) == ("native" if triton else "formula: triton is not installed")
@@ -178,16 +178,16 @@ def test_numbers_that_are_not_finite_are_found_wherever_they_are(dtype: torch.dt
     tensors = [torch.full((3, 1025), largest, dtype=dtype), torch.zeros(0, dtype=dtype), torch.ones(1, dtype=dtype)]
     assert check(tensors) is True
     for bad in (float("nan"), float("inf"), -float("inf")):
-        for which, place in ((0, 0), (0, 1023), (0, 1024), (0, 3074), (2, 0)):
+        for tensor_index, position in ((0, 0), (0, 1023), (0, 1024), (0, 3074), (2, 0)):
             values = [tensor.clone() for tensor in tensors]
-            values[which].view(-1)[place] = bad
+            values[tensor_index].view(-1)[position] = bad
             assert check(values) is False
     assert check(tensors[:1]) is True
     assert check([tensors[0][:2], *tensors[1:]]) is True
 
 
 @pytest.mark.usefixtures("compiler")
-def test_what_the_finite_check_cannot_read_is_left_to_torch() -> None:
+def test_tensors_the_finite_check_cannot_read_are_left_to_torch() -> None:
     check, x = native_kernels.FiniteCheck(), torch.ones(4, 4)
 
     class Other(Tensor):

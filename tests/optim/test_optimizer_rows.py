@@ -1,4 +1,4 @@
-"""Members that leave, join, are copied and begin anew equal torch.optim run alone, for every optimizer and option."""
+"""Members that leave, join, are copied and restart equal torch.optim run alone, for every optimizer and option."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ class Alone:
 
     def __init__(self, kind: str, options: dict[str, Any], model: nn.Module, number: int) -> None:
         self.model, self.number = copy.deepcopy(model), number
-        own = for_member(options, number)
+        member_options = for_member(options, number)
         if hasattr(torch.optim, kind) and kind != "Muon":
-            self.optimizer = getattr(torch.optim, kind)(self.model.parameters(), **own)
+            self.optimizer = getattr(torch.optim, kind)(self.model.parameters(), **member_options)
         else:
             # Torch has none, or rounds products of one matrix otherwise than of several: an array of one.
             self.model = hf.fuse([self.model])
-            self.optimizer = getattr(optim, kind)(self.model.parameters(), **own)
+            self.optimizer = getattr(optim, kind)(self.model.parameters(), **member_options)
 
     def step(self, grads: Sequence[Tensor]) -> None:
         for param, grad in zip(self.model.parameters(), grads, strict=True):
@@ -90,13 +90,13 @@ class Run:
 
     def hypers(self, numbers: Sequence[int]) -> dict[str, Any]:
         rows = [for_member(self.options, number) for number in numbers]
-        found: dict[str, Any] = {}
+        hypers: dict[str, Any] = {}
         for key, value in self.options.items():
             if isinstance(value, tuple):
-                found[key] = tuple([row[key][place] for row in rows] for place in range(2))
+                hypers[key] = tuple([row[key][index] for row in rows] for index in range(2))
             else:
-                found[key] = [row[key] for row in rows] if isinstance(value, Per) else value
-        return found
+                hypers[key] = [row[key] for row in rows] if isinstance(value, Per) else value
+        return hypers
 
     def joining(self, numbers: Sequence[int]) -> dict[str, Any]:
         keys = {hyper.key for hyper in self.optimizer.hypers}
@@ -106,11 +106,11 @@ class Run:
         for _ in range(count):
             for param in self.fused.parameters():
                 param.grad = torch.randn_like(param)
-            for row, one in enumerate(self.alone):
-                one.step([param.grad[row] for param in self.fused.parameters()])  # type: ignore[index]
+            for row, single in enumerate(self.alone):
+                single.step([param.grad[row] for param in self.fused.parameters()])  # type: ignore[index]
             self.optimizer.step()
-        for place, stack in enumerate(self.fused.parameters()):
-            rows = [list(one.model.parameters())[place].detach().view(stack.shape[1:]) for one in self.alone]
+        for index, stack in enumerate(self.fused.parameters()):
+            rows = [list(single.model.parameters())[index].detach().view(stack.shape[1:]) for single in self.alone]
             torch.testing.assert_close(stack.detach(), torch.stack(rows), rtol=1e-12, atol=1e-14)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -122,8 +122,8 @@ class Run:
         self.fused.copy(src, dst)
         self.optimizer.copy(src, dst)
         before = copy.deepcopy(self.alone)
-        for one, other in zip(src, dst, strict=True):
-            self.alone[other] = copy.deepcopy(before[one])
+        for source, target in zip(src, dst, strict=True):
+            self.alone[target] = copy.deepcopy(before[source])
 
     def append(self, numbers: Sequence[int]) -> None:
         models = [Parts(self.shapes, self.dtype) for _ in numbers]
@@ -145,8 +145,8 @@ def test_members_that_come_and_go_equal_torch(
     kind: str, options: dict[str, Any], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HFUSION_NATIVE", "1" if form == "native" else "0")
-    if form == "native" and isinstance(found := native_kernels.library(), str):
-        pytest.skip(found)
+    if form == "native" and isinstance(reason := native_kernels.library(), str):
+        pytest.skip(reason)
     torch.manual_seed(1)
     run = Run(kind, options, 4)
     run.steps(3)

@@ -50,9 +50,9 @@ def test_counts_in_a_state_dict_do_not_go_on() -> None:
     array = Array(2)
     fused, alone = start("Adam", {"lr": 0.1}, array)
     run(array, fused, alone, 1)
-    kept = fused.state_dict()
+    saved = fused.state_dict()
     run(array, fused, alone, 2)
-    assert [entry["step"].tolist() for entry in kept["state"].values()] == [[1.0, 1.0]] * len(array.params)
+    assert [entry["step"].tolist() for entry in saved["state"].values()] == [[1.0, 1.0]] * len(array.params)
 
 
 def test_loaded_state_is_a_copy() -> None:
@@ -74,29 +74,29 @@ def test_deepcopy_and_pickle(name: str, options: dict[str, Any]) -> None:
     run(array, fused, alone, 2)
     copies = [copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))]
     run(array, fused, alone, 2)
-    for made in copies:
-        assert type(made.param_groups[0]["lr"]) is MemberVector
-        params = made.param_groups[0]["params"]
+    for fused_copy in copies:
+        assert type(fused_copy.param_groups[0]["lr"]) is MemberVector
+        params = fused_copy.param_groups[0]["params"]
         assert all(param is not old for param, old in zip(params, array.params, strict=True))
-        state = [made.state[param] for param in params]
+        state = [fused_copy.state[param] for param in params]
         assert all(
             ("step" in entry) == ("step" in fused.state[p]) for entry, p in zip(state, array.params, strict=True)
         )
         for param in params:
             param.grad = torch.ones_like(param)
-        made.step()
+        fused_copy.step()
 
 
 def test_a_copy_of_module_and_optimizer_steps_as_the_original() -> None:
     array = Array(3, shapes=[(4, 2)])
     fused, alone = start("Adam", CASES["adam"][1], array)
     run(array, fused, alone, 2)
-    made = copy.deepcopy(fused)
+    fused_copy = copy.deepcopy(fused)
     array.draw_grads()
-    (param,), (copied,) = array.params, made.param_groups[0]["params"]
+    (param,), (copied,) = array.params, fused_copy.param_groups[0]["params"]
     assert param.grad is not None
     copied.grad = param.grad.clone()
-    made.step()
+    fused_copy.step()
     fused.step()
     assert torch.equal(param, copied)
 
@@ -155,7 +155,7 @@ def _with_rate(state: Any, rate: Any) -> Any:
 
 
 @pytest.mark.parametrize(("change", "message"), GARBAGE.values(), ids=GARBAGE)
-def test_what_is_no_state_is_refused(change: Callable[[Any], Any], message: str) -> None:
+def test_an_invalid_state_is_refused(change: Callable[[Any], Any], message: str) -> None:
     array = Array(3, shapes=[(4, 3)])
     fused, alone = start("Adam", {"lr": 0.1}, array)
     run(array, fused, alone, 2)
@@ -168,6 +168,6 @@ def test_what_is_no_state_is_refused(change: Callable[[Any], Any], message: str)
 def test_hyper_parameters_of_a_copy_are_its_own() -> None:
     array = Array(3)
     fused = optim.Adam(array.params, **for_array(CASES["adam-all"][1], 3))
-    made = copy.deepcopy(fused)
-    made.param_groups[0]["lr"].fill_(7.0)
+    fused_copy = copy.deepcopy(fused)
+    fused_copy.param_groups[0]["lr"].fill_(7.0)
     assert fused.param_groups[0]["lr"].tolist() == [0.1, 0.05, 0.025]

@@ -65,7 +65,7 @@ def test_a_rule_for_one_model_gives_the_groups_of_an_array(rule: Rule) -> None:
     alone = []
     for model in models:
         options = [(rule(name, p), p) for name, p in model.named_parameters()]
-        groups = [{"params": [p], **found} for found, p in options if found is not None]
+        groups = [{"params": [p], **settings} for settings, p in options if settings is not None]
         alone.append(torch.optim.AdamW(groups, lr=0.1, weight_decay=0.2))
     x = torch.randn(5, 4).double()
     for _ in range(3):
@@ -77,8 +77,8 @@ def test_a_rule_for_one_model_gives_the_groups_of_an_array(rule: Rule) -> None:
             model(x).square().mean().backward()
             other.step()
     for name, stack in fused.named_parameters():
-        wanted = torch.stack([model.get_parameter(name) for model in models])
-        torch.testing.assert_close(stack, wanted, rtol=1e-9, atol=1e-12, msg=name)
+        expected = torch.stack([model.get_parameter(name) for model in models])
+        torch.testing.assert_close(stack, expected, rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_parameters_of_equal_options_are_one_group_and_torch_takes_it() -> None:
@@ -91,7 +91,7 @@ def test_parameters_of_equal_options_are_one_group_and_torch_takes_it() -> None:
 
 @pytest.mark.parametrize("rule", [nanogpt, marked], ids=lambda rule: rule.__name__)
 def test_a_population_and_a_sweep_take_groups(rule: Rule) -> None:
-    """Where the optimizer is made from parameters alone, and tried on others before."""
+    """The optimizer is made from parameters alone, and tried on others before."""
     models = [Net() for _ in range(2)]
     alone = [[{"params": [p], **(rule(name, p) or {})} for name, p in model.named_parameters()] for model in models]
     others = [torch.optim.AdamW(groups, lr=0.1) for groups in alone]
@@ -106,8 +106,8 @@ def test_a_population_and_a_sweep_take_groups(rule: Rule) -> None:
             F.mse_loss(model(x), y).backward()
             other.step()
     for name, stack in pop.fused.named_parameters():
-        wanted = torch.stack([model.get_parameter(name) for model in models])
-        torch.testing.assert_close(stack, wanted, rtol=1e-9, atol=1e-12, msg=name)
+        expected = torch.stack([model.get_parameter(name) for model in models])
+        torch.testing.assert_close(stack, expected, rtol=1e-9, atol=1e-12, msg=name)
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     result = hf.sweep(
@@ -130,16 +130,16 @@ WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("answer", "told"), WRONG.values(), ids=WRONG)
-def test_what_an_array_cannot_have(answer: Callable[[int], Any], told: str) -> None:
+@pytest.mark.parametrize(("answer", "message"), WRONG.values(), ids=WRONG)
+def test_rules_that_do_not_suit_an_array_are_refused(answer: Callable[[int], Any], message: str) -> None:
     fused = hf.fuse([Net() for _ in range(2)])
     numbers = iter([0, 1])
-    with pytest.raises(hf.FusionError, match=told):
+    with pytest.raises(hf.FusionError, match=message):
         hf.optim.groups(fused, lambda name, p: answer(next(numbers)))
 
 
 @pytest.mark.parametrize("other", [nn.Linear(2, 2), nn.Linear(2, 2).parameters()], ids=["module", "parameters"])
-def test_what_is_no_array(other: Any) -> None:
+def test_groups_of_other_objects_are_refused(other: Any) -> None:
     with pytest.raises(hf.FusionError, match=r"hf.optim.groups (expects what hf.fuse|got a parameter)"):
         hf.optim.groups(other, nanogpt)
 
@@ -156,9 +156,9 @@ def split(fused: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, hf.optim.AdamW, torch.optim.SGD])
 def test_a_rule_that_saw_stacks_is_warned_of(kind: Any) -> None:
     fused = hf.fuse([Net() for _ in range(2)])
-    with pytest.warns(UserWarning, match=r"single numbers.*p.dim\(\) >= 2.*hf.optim.groups\(fused, rule\)") as found:
+    with pytest.warns(UserWarning, match=r"single numbers.*p.dim\(\) >= 2.*hf.optim.groups\(fused, rule\)") as records:
         kind(split(fused), lr=0.1)
-    assert found[0].filename == __file__
+    assert records[0].filename == __file__
 
 
 def test_an_empty_group_of_such_a_rule() -> None:
@@ -177,5 +177,5 @@ def test_groups_that_are_right_are_not_warned_of() -> None:
     bias = stacks.pop("linear.bias")
     torch.optim.AdamW([{"params": list(stacks.values())}, {"params": [bias], "weight_decay": 0.0}], lr=0.1)
     # One rate for all of them says nothing of dims.
-    one = [{"params": group["params"]} for group in split(fused)]
-    hf.optim.AdamW(one, lr=0.1)
+    uniform = [{"params": group["params"]} for group in split(fused)]
+    hf.optim.AdamW(uniform, lr=0.1)

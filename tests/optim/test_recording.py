@@ -26,15 +26,15 @@ WAYS = [("formula", name) for name in EVERY] + [
 
 
 @pytest.fixture(params=WAYS, ids="-".join)
-def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
+def recorded_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     """An array whose optimizer's launches are recorded, on the CPU, with the members' own optimizers."""
-    way, case = request.param
-    yield from _made(monkeypatch, way, *EVERY[case])
+    kind, case = request.param
+    yield from _made(monkeypatch, kind, *EVERY[case])
 
 
-def _made(patch: pytest.MonkeyPatch, way: str, name: str, options: dict[str, Any]) -> Iterator[Made]:
-    tape = Tape() if way == "formula" else Closure()
-    if way == "formula":
+def _made(patch: pytest.MonkeyPatch, kind: str, name: str, options: dict[str, Any]) -> Iterator[Made]:
+    tape = Tape() if kind == "formula" else Closure()
+    if kind == "formula":
         patch.setenv("HFUSION_NATIVE", "0")
         patch.setattr(group, "KERNELS", {})
     else:
@@ -42,7 +42,7 @@ def _made(patch: pytest.MonkeyPatch, way: str, name: str, options: dict[str, Any
     patch.setattr(base, "recording_on", lambda device: recording.RecordedUpdates(tape))
     array = Array(3)
     yield array, *start(name, options, array), tape
-    if way == "triton":
+    if kind == "triton":
         forget()
 
 
@@ -76,8 +76,8 @@ def set_lr(fused: Any, alone: list[Any], values: list[float]) -> None:
         optimizer.param_groups[0]["lr"] = value
 
 
-def test_equals_alone_with_rates_that_change_between_replays(made: Made) -> None:
-    array, fused, alone, tape = made
+def test_equals_alone_with_rates_that_change_between_replays(recorded_case: Made) -> None:
+    array, fused, alone, tape = recorded_case
     steady = Steady(array)
     steady.run(fused, alone, 5)
     assert (tape.made, tape.replayed) == (1, 3)
@@ -96,8 +96,8 @@ def test_equals_alone_with_rates_that_change_between_replays(made: Made) -> None
         array.assert_equal()
 
 
-def test_counts_are_those_of_a_state_that_was_loaded(made: Made) -> None:
-    array, fused, alone, tape = made
+def test_counts_are_those_of_a_state_that_was_loaded(recorded_case: Made) -> None:
+    array, fused, alone, tape = recorded_case
     steady = Steady(array)
     steady.run(fused, alone, 1)
     early = [deepcopy(optimizer.state_dict()) for optimizer in (fused, *alone)]
@@ -111,8 +111,8 @@ def test_counts_are_those_of_a_state_that_was_loaded(made: Made) -> None:
     assert tape.made == 2
 
 
-@pytest.mark.parametrize("way", ["held", "overflown", "began anew", "copied"])
-def test_members_whose_counts_differ(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+@pytest.mark.parametrize("event", ["held", "overflown", "began anew", "copied"])
+def test_members_whose_counts_differ(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
     for kind, case in (("formula", "nadam"), ("formula", "adam"), ("triton", "adam-all"), ("triton", "sgd-momentum")):
         with monkeypatch.context() as patch:
             for array, fused, alone, tape in _made(patch, kind, *EVERY[case]):
@@ -121,13 +121,13 @@ def test_members_whose_counts_differ(monkeypatch: pytest.MonkeyPatch, way: str) 
                 others = [alone[0], alone[2]]
                 for _ in range(2):
                     steady.draw()
-                    step_but_one(way, fused, array)
-                    for optimizer in others if way in ("held", "overflown") else alone:
+                    step_but_one(event, fused, array)
+                    for optimizer in others if event in ("held", "overflown") else alone:
                         optimizer.step()
-                if way == "began anew":
+                if event == "began anew":
                     alone[1].state.clear()
                     fused.restart(1)
-                elif way == "copied":
+                elif event == "copied":
                     copy_alone(array, alone)
                     fused.copy(0, 1)
                     for param in array.params:
@@ -137,12 +137,12 @@ def test_members_whose_counts_differ(monkeypatch: pytest.MonkeyPatch, way: str) 
                 assert tape.replayed >= 5
 
 
-def step_but_one(way: str, fused: Any, array: Array) -> None:
+def step_but_one(event: str, fused: Any, array: Array) -> None:
     """A step that member 1 does not make."""
-    if way == "held":
+    if event == "held":
         with fused.holding(torch.tensor([False, True, False])):
             fused.step()
-    elif way == "overflown":
+    elif event == "overflown":
         for param in array.params:
             assert param.grad is not None
             param.grad[1] = torch.inf
@@ -155,13 +155,13 @@ def step_but_one(way: str, fused: Any, array: Array) -> None:
 
 
 def copy_alone(array: Array, alone: list[Any]) -> None:
-    for mine, other in zip(array.members[1], array.members[0], strict=True):
-        mine.data = other.data.clone()
-        alone[1].state[mine] = {
-            key: value.clone() if isinstance(value, Tensor) else value for key, value in alone[0].state[other].items()
+    for target, source in zip(array.members[1], array.members[0], strict=True):
+        target.data = source.data.clone()
+        alone[1].state[target] = {
+            key: value.clone() if isinstance(value, Tensor) else value for key, value in alone[0].state[source].items()
         }
-    for mine, other in zip(alone[1].param_groups, alone[0].param_groups, strict=True):
-        mine.update({key: value for key, value in other.items() if key != "params"})
+    for target, source in zip(alone[1].param_groups, alone[0].param_groups, strict=True):
+        target.update({key: value for key, value in source.items() if key != "params"})
 
 
 def with_formula(monkeypatch: pytest.MonkeyPatch, case: str) -> Made:
@@ -170,10 +170,10 @@ def with_formula(monkeypatch: pytest.MonkeyPatch, case: str) -> Made:
 
 def test_gradients_that_lie_elsewhere_at_every_step_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     array, fused, alone, tape = with_formula(monkeypatch, "lion")
-    kept = []
+    gradients = []
     for _ in range(6):
         run(array, fused, alone, 1)
-        kept.append([param.grad for param in array.params])
+        gradients.append([param.grad for param in array.params])
     array.assert_equal()
     assert tape.made == 0
     assert fused.launches.startswith("launched one by one so far: gradients must lie at the same addresses")
@@ -221,7 +221,7 @@ def test_a_device_that_records_nothing_says_why(monkeypatch: pytest.MonkeyPatch)
         assert fused.launches == "launched one by one: no graphs"
 
 
-def test_what_torchs_own_class_steps_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_torchs_own_class_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     tape = Tape()
     monkeypatch.setattr(base, "recording_on", lambda device: recording.RecordedUpdates(tape))
     array = Array(2, dtype=torch.bfloat16)

@@ -18,45 +18,45 @@ BAD = {1: (0, 1, float("inf")), 2: (1, 2, float("nan")), 4: (0, 0, -float("inf")
 
 
 def scaler() -> GradScaler:
-    found = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    found.scale(torch.zeros(()))
-    return found
+    grad_scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    grad_scaler.scale(torch.zeros(()))
+    return grad_scaler
 
 
-def draw(array: Array, step: int, ours: GradScaler, theirs: list[GradScaler]) -> None:
+def draw(array: Array, step: int, fused_scaler: GradScaler, member_scalers: list[GradScaler]) -> None:
     """Gradients of scaled losses, those alone by the member's own scale."""
     array.draw_grads()
     if step in BAD:
-        place, member, value = BAD[step]
-        grad = array.params[place].grad
+        index, member, value = BAD[step]
+        grad = array.params[index].grad
         assert grad is not None
         grad[member].view(-1)[0] = value
-    for place, param in enumerate(array.params):
+    for index, param in enumerate(array.params):
         assert param.grad is not None
         for member, params in enumerate(array.members):
-            params[place].grad = param.grad[member] * theirs[member].get_scale()
-        param.grad.mul_(ours.get_scale())
+            params[index].grad = param.grad[member] * member_scalers[member].get_scale()
+        param.grad.mul_(fused_scaler.get_scale())
 
 
 @BOTH
-@pytest.mark.parametrize("way", ["scaled", "unscaled before", "clipped"])
-def test_equals_alone(name: str, options: dict[str, Any], way: str) -> None:
+@pytest.mark.parametrize("variant", ["scaled", "unscaled before", "clipped"])
+def test_equals_alone(name: str, options: dict[str, Any], variant: str) -> None:
     array = Array(3, shapes=[(4, 3), (5,)])
     fused, alone = start(name, options, array)
-    ours, theirs = scaler(), [scaler() for _ in alone]
+    fused_scaler, member_scalers = scaler(), [scaler() for _ in alone]
     for step in range(6):
-        draw(array, step, ours, theirs)
-        pairs = list(zip([ours, *theirs], [fused, *alone], strict=True))
-        if way != "scaled":
-            for one, optimizer in pairs:
-                one.unscale_(optimizer)
-        if way == "clipped":
+        draw(array, step, fused_scaler, member_scalers)
+        pairs = list(zip([fused_scaler, *member_scalers], [fused, *alone], strict=True))
+        if variant != "scaled":
+            for grad_scaler, optimizer in pairs:
+                grad_scaler.unscale_(optimizer)
+        if variant == "clipped":
             hf.optim.clip_grad_norm_(array.params, 1.0)
             for params in array.members:
                 torch.nn.utils.clip_grad_norm_(params, 1.0)
-        for one, optimizer in pairs:
-            one.step(optimizer)
-            one.update()
+        for grad_scaler, optimizer in pairs:
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
         array.assert_equal()
     assert not hasattr(fused, "found_inf")
 
@@ -65,29 +65,29 @@ def test_the_scale_goes_on_as_torch_has_it() -> None:
     array = Array(3, shapes=[(4, 3), (5,)])
     fused, _ = start("Adam", {}, array)
     plain = torch.optim.Adam([nn.Parameter(p.detach().clone()) for p in array.params])
-    ours, theirs = scaler(), scaler()
+    fused_scaler, plain_scaler = scaler(), scaler()
     for step in range(6):
-        draw(array, step, ours, [ours] * 3)
-        for param, own in zip(array.params, plain.param_groups[0]["params"], strict=True):
-            own.grad = param.grad.clone() if param.grad is not None else None
-        for one, optimizer in ((ours, fused), (theirs, plain)):
-            one.step(optimizer)
-            one.update()
-        assert ours.get_scale() == theirs.get_scale()
+        draw(array, step, fused_scaler, [fused_scaler] * 3)
+        for param, plain_param in zip(array.params, plain.param_groups[0]["params"], strict=True):
+            plain_param.grad = param.grad.clone() if param.grad is not None else None
+        for grad_scaler, optimizer in ((fused_scaler, fused), (plain_scaler, plain)):
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
+        assert fused_scaler.get_scale() == plain_scaler.get_scale()
 
 
 def test_several_optimizers_and_a_group_without_gradient() -> None:
     array = Array(2, shapes=[(4,), (3,), (2,)])
     optimizers = [hf.optim.SGD([array.params[0], array.params[2]], lr=1.0), hf.optim.SGD([array.params[1]], lr=1.0)]
     before = [param.detach().clone() for param in array.params]
-    one = scaler()
+    grad_scaler = scaler()
     array.draw_grads(skip=[2])
     grads = [param.grad for param in array.params]
     assert grads[0] is not None
     grads[0][1, 2] = float("nan")
     for optimizer in optimizers:
-        one.step(optimizer)
-    one.update()
+        grad_scaler.step(optimizer)
+    grad_scaler.update()
     moved = [(param.detach() != old).any(1).tolist() for param, old in zip(array.params, before, strict=True)]
     assert moved == [[True, False], [True, True], [False, False]]
 
@@ -95,15 +95,15 @@ def test_several_optimizers_and_a_group_without_gradient() -> None:
 def test_an_overflow_that_was_clipped_away_is_refused() -> None:
     array = Array(2, shapes=[(4,)])
     fused, _ = start("SGD", {}, array)
-    one = scaler()
+    grad_scaler = scaler()
     array.draw_grads()
     assert array.params[0].grad is not None
     array.params[0].grad[0, 0] = float("inf")
-    one.unscale_(fused)
+    grad_scaler.unscale_(fused)
     torch.nn.utils.clip_grad_value_(array.params, 1.0)
     before = array.params[0].detach().clone()
     with pytest.raises(hf.FusionError, match=r"there are none left.*clip_grad_value_"):
-        one.step(fused)
+        grad_scaler.step(fused)
     assert torch.equal(array.params[0], before)
 
 
@@ -111,8 +111,8 @@ def test_a_scaler_that_is_off_and_a_shared_parameter() -> None:
     fused = hf.fuse([nn.Linear(2, 1) for _ in range(2)])
     optimizer = hf.optim.SGD(fused.parameters(), lr=1.0)
     before = fused.get_parameter("weight").detach().clone()
-    one = GradScaler("cpu", enabled=False)
-    one.scale(fused(torch.ones(3, 2)).sum()).backward()
-    one.step(optimizer)
-    one.update()
+    grad_scaler = GradScaler("cpu", enabled=False)
+    grad_scaler.scale(fused(torch.ones(3, 2)).sum()).backward()
+    grad_scaler.step(optimizer)
+    grad_scaler.update()
     assert torch.equal(fused.get_parameter("weight"), before - 3)

@@ -22,47 +22,47 @@ OPTIONS: dict[str, Any] = {
 
 
 def torch_scaler(member: int) -> torch.amp.GradScaler:
-    found = torch.amp.GradScaler("cpu", **for_member(OPTIONS, member))
-    found.scale(torch.zeros(()))
-    return found
+    grad_scaler = torch.amp.GradScaler("cpu", **for_member(OPTIONS, member))
+    grad_scaler.scale(torch.zeros(()))
+    return grad_scaler
 
 
 def draw(array: Array, step: int, scales: torch.Tensor) -> None:
     array.draw_grads()
-    for place, param in enumerate(array.params):
+    for index, param in enumerate(array.params):
         assert param.grad is not None
         param.grad.mul_(scales.reshape(-1, *[1] * (param.dim() - 1)))
-        if step in BAD and BAD[step][0] == place and BAD[step][1] < len(array):
+        if step in BAD and BAD[step][0] == index and BAD[step][1] < len(array):
             param.grad[BAD[step][1]].view(-1)[0] = BAD[step][2]
         for member, params in enumerate(array.members):
-            params[place].grad = param.grad[member].clone()
+            params[index].grad = param.grad[member].clone()
 
 
 @pytest.mark.parametrize(("name", "options"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize("way", ["scaled", "norm", "value"])
-def test_equals_alone(name: str, options: dict[str, Any], way: str) -> None:
+@pytest.mark.parametrize("variant", ["scaled", "norm", "value"])
+def test_equals_alone(name: str, options: dict[str, Any], variant: str) -> None:
     array = Array(3, shapes=[(4, 3), (5,)])
     fused, alone = start(name, options, array)
-    ours = hf.optim.GradScaler(**for_array(OPTIONS, 3))
-    theirs = [torch_scaler(member) for member in range(3)]
-    ours.scale(torch.zeros(3))
+    fused_scaler = hf.optim.GradScaler(**for_array(OPTIONS, 3))
+    member_scalers = [torch_scaler(member) for member in range(3)]
+    fused_scaler.scale(torch.zeros(3))
     for step in range(7):
-        assert ours.get_scale().tolist() == [one.get_scale() for one in theirs]
-        draw(array, step, ours.get_scale())
-        if way != "scaled":
-            for one, opt in [(ours, fused), *zip(theirs, alone, strict=True)]:
-                one.unscale_(opt)
-        if way == "norm":
+        assert fused_scaler.get_scale().tolist() == [grad_scaler.get_scale() for grad_scaler in member_scalers]
+        draw(array, step, fused_scaler.get_scale())
+        if variant != "scaled":
+            for grad_scaler, opt in [(fused_scaler, fused), *zip(member_scalers, alone, strict=True)]:
+                grad_scaler.unscale_(opt)
+        if variant == "norm":
             hf.optim.clip_grad_norm_(array.params, [1.0, 0.5, 2.0])
             for params, limit in zip(array.members, [1.0, 0.5, 2.0], strict=True):
                 torch.nn.utils.clip_grad_norm_(params, limit)
-        if way == "value":
+        if variant == "value":
             hf.optim.clip_grad_value_(array.params, [0.3, 0.1, float("inf")])
             for params, limit in zip(array.members, [0.3, 0.1, float("inf")], strict=True):
                 torch.nn.utils.clip_grad_value_(params, limit)
-        for one, opt in [(ours, fused), *zip(theirs, alone, strict=True)]:
-            one.step(opt)
-            one.update()
+        for grad_scaler, opt in [(fused_scaler, fused), *zip(member_scalers, alone, strict=True)]:
+            grad_scaler.step(opt)
+            grad_scaler.update()
         array.assert_equal(rtol=1e-12)
 
 
@@ -70,16 +70,16 @@ def test_a_scale_that_would_be_infinite_stays_as_in_torch() -> None:
     array = Array(2, shapes=[(2,)])
     opt = hf.optim.SGD(array.params, lr=0.1)
     options: dict[str, Any] = {"init_scale": 2.0**126, "growth_interval": 1}
-    ours, theirs = hf.optim.GradScaler(**options), torch.amp.GradScaler("cpu", **options)
-    theirs.scale(torch.zeros(()))
+    fused_scaler, plain_scaler = hf.optim.GradScaler(**options), torch.amp.GradScaler("cpu", **options)
+    plain_scaler.scale(torch.zeros(()))
     alone = torch.optim.SGD(array.members[0], lr=0.1)
     for _ in range(3):
         array.draw_grads()
-        for one, optimizer in ((ours, opt), (theirs, alone)):
-            one.step(optimizer)
-            one.update()
-        assert ours.get_scale().tolist() == [theirs.get_scale()] * 2
-    assert theirs.get_scale() == 2.0**127
+        for grad_scaler, optimizer in ((fused_scaler, opt), (plain_scaler, alone)):
+            grad_scaler.step(optimizer)
+            grad_scaler.update()
+        assert fused_scaler.get_scale().tolist() == [plain_scaler.get_scale()] * 2
+    assert plain_scaler.get_scale() == 2.0**127
 
 
 def test_scales_follow_their_members() -> None:
@@ -127,7 +127,7 @@ def test_in_a_loop_with_half_precision() -> None:
     assert scaler.get_scale().tolist() == [2.0, 2.0**28, 4.0]
 
 
-def test_wrong_use_is_told() -> None:
+def test_wrong_use_is_an_error() -> None:
     array = Array(2, shapes=[(2,)])
     opt, scaler = hf.optim.SGD(array.params, lr=0.1), hf.optim.GradScaler()
     scaler.scale(torch.zeros(2))

@@ -95,8 +95,8 @@ def test_members_go_on_with_a_schedule_at_an_epoch(rates: Any) -> None:
         for scheduler in schedulers:
             scheduler.step()
     array.assert_equal()
-    wanted = [optimizer.param_groups[0]["lr"] for optimizer in alone]
-    assert fused.param_groups[0]["lr"].tolist() == pytest.approx(wanted)
+    expected = [optimizer.param_groups[0]["lr"] for optimizer in alone]
+    assert fused.param_groups[0]["lr"].tolist() == pytest.approx(expected)
     assert schedulers[0].last_epochs.tolist() == [scheduler.last_epoch for scheduler in schedulers[1:]]
 
 
@@ -148,7 +148,7 @@ def test_plateaus_equal_alone(options: dict[str, Any], name: str) -> None:
     fused, optimizers = start(name, {"lr": Per(0.1, 0.5)}, array)
     scheduler = hf.optim.lr_scheduler.ReduceLROnPlateau(fused, **options)
     assert isinstance(scheduler, ls.ReduceLROnPlateau)
-    theirs = [ls.ReduceLROnPlateau(o, **alone(options, member)) for member, o in enumerate(optimizers)]
+    references = [ls.ReduceLROnPlateau(o, **alone(options, member)) for member, o in enumerate(optimizers)]
     for epoch, metrics in enumerate(METRICS):
         run(array, fused, optimizers, 1)
         if epoch == 4:
@@ -163,11 +163,11 @@ def test_plateaus_equal_alone(options: dict[str, Any], name: str) -> None:
             scheduler = hf.optim.lr_scheduler.ReduceLROnPlateau(fused)
             scheduler.load_state_dict(torch.load(file, weights_only=True))
         scheduler.step(metrics if epoch % 2 else metrics.tolist())
-        for one, metric in zip(theirs, metrics, strict=True):
-            one.step(metric)
+        for reference, metric in zip(references, metrics, strict=True):
+            reference.step(metric)
         assert fused.param_groups[0]["lr"].tolist() == [o.param_groups[0]["lr"] for o in optimizers]
-        assert scheduler.get_last_lr()[0].tolist() == [one.get_last_lr()[0] for one in theirs]
-        assert scheduler.in_cooldown.tolist() == [one.in_cooldown for one in theirs]
+        assert scheduler.get_last_lr()[0].tolist() == [reference.get_last_lr()[0] for reference in references]
+        assert scheduler.in_cooldown.tolist() == [reference.in_cooldown for reference in references]
         assert scheduler.last_epoch == epoch + 1
     array.assert_equal()
     assert len(set(fused.param_groups[0]["lr"].tolist())) == 3
@@ -193,7 +193,7 @@ def test_one_cycle_for_each_member(options: dict[str, Any], name: str) -> None:
     array = Array(3, shapes=[(3,)])
     fused, optimizers = start(name, {"momentum": 0.9} if name == "SGD" else {}, array)
     scheduler = hf.optim.lr_scheduler.OneCycleLR(fused, **options)
-    theirs = [ls.OneCycleLR(o, **alone(options, member)) for member, o in enumerate(optimizers)]
+    references = [ls.OneCycleLR(o, **alone(options, member)) for member, o in enumerate(optimizers)]
     for step in range(9):
         run(array, fused, optimizers, 1)
         if step == 4:
@@ -201,10 +201,10 @@ def test_one_cycle_for_each_member(options: dict[str, Any], name: str) -> None:
             scheduler = hf.optim.lr_scheduler.OneCycleLR(fused, **options)
             scheduler.load_state_dict(saved)
         scheduler.step()
-        for one in theirs:
-            one.step()
+        for reference in references:
+            reference.step()
         assert fused.param_groups[0]["lr"].tolist() == [o.param_groups[0]["lr"] for o in optimizers]
-        assert scheduler.get_last_lr()[0].tolist() == [one.get_last_lr()[0] for one in theirs]
+        assert scheduler.get_last_lr()[0].tolist() == [reference.get_last_lr()[0] for reference in references]
     array.assert_equal()
 
 
@@ -212,17 +212,19 @@ def test_torchs_one_cycle_takes_a_vector() -> None:
     array = Array(3, shapes=[(3,)])
     fused, optimizers = start("Adam", {}, array)
     scheduler = ls.OneCycleLR(fused, max_lr=torch.tensor([0.5, 0.1, 0.02], dtype=torch.float64), total_steps=12)
-    theirs = [ls.OneCycleLR(o, max_lr, total_steps=12) for o, max_lr in zip(optimizers, [0.5, 0.1, 0.02], strict=True)]
+    references = [
+        ls.OneCycleLR(o, max_lr, total_steps=12) for o, max_lr in zip(optimizers, [0.5, 0.1, 0.02], strict=True)
+    ]
     for _ in range(9):
         run(array, fused, optimizers, 1)
-        for one in (scheduler, *theirs):
-            one.step()
+        for current in (scheduler, *references):
+            current.step()
         rates = [o.param_groups[0]["lr"] for o in optimizers]
         assert fused.param_groups[0]["lr"].tolist() == pytest.approx(rates, rel=1e-12)
     array.assert_equal()
 
 
-def test_what_does_not_fit_is_told() -> None:
+def test_arguments_that_do_not_fit_are_refused() -> None:
     array = Array(3, shapes=[(3,)])
     fused, optimizers = start("Adam", {}, array)
     plateau = hf.optim.lr_scheduler.ReduceLROnPlateau
@@ -285,8 +287,8 @@ class Living:
             for param in self.fused.parameters():
                 param.grad = torch.randn_like(param)
             for row, (model, opt, schedule) in enumerate(self.alone):
-                for mine, stack in zip(model.parameters(), self.fused.parameters(), strict=True):
-                    mine.grad = stack.grad[row].clone()  # type: ignore[index]
+                for member_param, stack in zip(model.parameters(), self.fused.parameters(), strict=True):
+                    member_param.grad = stack.grad[row].clone()  # type: ignore[index]
                 opt.step()
                 plateau = isinstance(schedule, ls.ReduceLROnPlateau)
                 schedule.step(metrics[row].item()) if plateau else schedule.step()
@@ -358,8 +360,8 @@ def test_kinds_and_lengths_of_the_members_own() -> None:
     assert living.schedule.last_epochs.tolist() == [8, 8, 8, 8, 8, 4]
     state = copy.deepcopy(living.schedule.state_dict())
     again = hf.optim.lr_scheduler.PerMember(living.opt, [*makes, makes[2]])
-    for mine, single in zip(living.opt.param_groups[0]["lr"], living.alone, strict=True):
-        mine.copy_(torch.as_tensor(single[1].param_groups[0]["lr"], dtype=torch.float64))
+    for rate, single in zip(living.opt.param_groups[0]["lr"], living.alone, strict=True):
+        rate.copy_(torch.as_tensor(single[1].param_groups[0]["lr"], dtype=torch.float64))
     again.load_state_dict(state)
     living.schedule = again
     living.run(3)

@@ -31,12 +31,12 @@ from tests.optim.arrays import (
 
 def rows(native: Mapping[str, Any], formula: Mapping[str, Any]) -> pytest.MarkDecorator:
     """Cases by native kernels, and by formulas."""
-    found = [
+    params = [
         pytest.param(form, *case, id=f"{form}-{name}")
         for form, cases in (("native", native), ("formula", formula))
         for name, case in cases.items()
     ]
-    return pytest.mark.parametrize(("form", "name", "options"), found, indirect=["form"])
+    return pytest.mark.parametrize(("form", "name", "options"), params, indirect=["form"])
 
 
 BOTH = rows(CASES, EVERY)
@@ -50,8 +50,8 @@ OF_TORCH = rows(KERNELS, {case: row for case, row in FORMULA_OF_EACH.items() if 
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test here runs with the native kernels and with the formulas."""
     monkeypatch.setenv("HFUSION_NATIVE", "1" if request.param == "native" else "0")
-    if request.param == "native" and isinstance(found := native_kernels.library(), str):
-        pytest.skip(found)
+    if request.param == "native" and isinstance(reason := native_kernels.library(), str):
+        pytest.skip(reason)
 
 
 @BOTH
@@ -96,7 +96,7 @@ def test_parameters_without_gradient_are_skipped(name: str, options: dict[str, A
 def test_a_bad_member_leaves_its_neighbours_bit_identical(name: str, options: dict[str, Any]) -> None:
     first, *others = [beside_a_bad_member(name, options, value) for value in (1.0, float("nan"), float("inf"))]
     for outcome in others:
-        assert all(torch.equal(mine, clean) for mine, clean in zip(outcome, first, strict=True))
+        assert all(torch.equal(actual, clean) for actual, clean in zip(outcome, first, strict=True))
 
 
 @BOTH
@@ -109,8 +109,8 @@ def test_a_parameter_that_is_not_finite_does_not_reach_the_state_without_decay(
         for tensor in (array.params[0][member], params[0]):
             tensor.detach()[2] = float("inf")
     run(array, fused, alone, 3)
-    wanted = torch.stack([params[0].detach() for params in array.members])
-    torch.testing.assert_close(array.params[0].detach(), wanted, rtol=1e-9, atol=1e-12, equal_nan=True)
+    expected = torch.stack([params[0].detach() for params in array.members])
+    torch.testing.assert_close(array.params[0].detach(), expected, rtol=1e-9, atol=1e-12, equal_nan=True)
     for key, value in fused.state[array.params[0]].items():
         states = [optimizer.state[params[0]] for optimizer, params in zip(alone, array.members, strict=True)]
         if key != "step":
@@ -128,17 +128,17 @@ def test_other_dtypes_take_the_general_kernel(name: str, options: dict[str, Any]
     array.assert_equal(rtol=0.0)
 
 
-def test_where_torch_has_none_half_precision_is_rounded_once() -> None:
+def test_half_precision_without_an_optimizer_of_torch_is_rounded_once() -> None:
     array = Array(3, shapes=[(4, 6)], dtype=torch.bfloat16)
     fused, _ = start("Lion", EVERY["lion-decay"][1], array)
     array.draw_grads()
     single = Array(3, shapes=[(4, 6)], dtype=torch.float32)
-    for member, (own, of_single) in enumerate(zip(array.members, single.members, strict=True)):
-        of_single[0].data, of_single[0].grad = own[0].detach().float(), own[0].grad.float()
+    for member, (member_params, of_single) in enumerate(zip(array.members, single.members, strict=True)):
+        of_single[0].data, of_single[0].grad = member_params[0].detach().float(), member_params[0].grad.float()
         alone_class("Lion")(of_single, **for_member(EVERY["lion-decay"][1], member)).step()
     fused.step()
-    wanted = torch.stack([params[0].detach() for params in single.members])
-    assert torch.equal(array.params[0].detach(), wanted.bfloat16())
+    expected = torch.stack([params[0].detach() for params in single.members])
+    assert torch.equal(array.params[0].detach(), expected.bfloat16())
 
 
 @ONE_EACH
@@ -259,16 +259,16 @@ def test_groups_do_not_share_a_vector() -> None:
         (lambda group: group["lr"].data.fill_(0.2), [0.2, 0.2, 0.2]),
     ],
 )
-def test_what_is_written_into_a_group_counts_at_the_next_step(write: Any, expected: list[float]) -> None:
+def test_values_written_into_a_group_count_at_the_next_step(write: Any, expected: list[float]) -> None:
     array = Array(3, shapes=[(4,)])
     fused, _ = start("SGD", {"lr": 1.0}, array)
     for lr in ([1.0] * 3, expected):
         array.draw_grads()
         param = array.params[0]
         assert param.grad is not None
-        wanted = param.detach() - torch.tensor(lr, dtype=torch.float64)[:, None] * param.grad
+        target = param.detach() - torch.tensor(lr, dtype=torch.float64)[:, None] * param.grad
         fused.step()
-        torch.testing.assert_close(param.detach(), wanted, rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(param.detach(), target, rtol=1e-12, atol=0.0)
         write(fused.param_groups[0])
 
 
@@ -287,9 +287,9 @@ def test_named_parameters_closure_and_hooks() -> None:
     array = Array(2, shapes=[(3,)])
     fused = optim.SGD(array.named_parameters(), lr=[0.1, 0.2])
     assert fused.param_groups[0]["param_names"] == ["p0"]
-    seen = []
-    fused.register_step_pre_hook(lambda *_: seen.append("before"))
-    fused.register_step_post_hook(lambda *_: seen.append("after"))
+    calls = []
+    fused.register_step_pre_hook(lambda *_: calls.append("before"))
+    fused.register_step_post_hook(lambda *_: calls.append("after"))
     (param,) = array.params
     before = param.detach().clone()
 
@@ -297,11 +297,11 @@ def test_named_parameters_closure_and_hooks() -> None:
         fused.zero_grad()
         loss = (param**2).sum()
         loss.backward()
-        seen.append("closure")
+        calls.append("closure")
         return loss
 
     loss = fused.step(closure)
-    assert seen == ["before", "closure", "after"]
+    assert calls == ["before", "closure", "after"]
     assert loss.item() == pytest.approx((before**2).sum().item())
     torch.testing.assert_close(param.detach(), before * torch.tensor([[0.8], [0.6]], dtype=torch.float64))
 

@@ -1,4 +1,4 @@
-"""The common step sees whatever changed since the last one: it gives the bits of a step that prepares anew."""
+"""The common step sees whatever changed since the last one: it gives the bits of a step that prepares from scratch."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ SHAPES = [(4, 4), (5,), (2, 3)]
 Change = Callable[[Any], None]
 
 
-def parameter(place: int, tensor: Tensor) -> Tensor:
-    return mark(Parameter(tensor), Membership(str(place), MEMBERS, True))
+def parameter(index: int, tensor: Tensor) -> Tensor:
+    return mark(Parameter(tensor), Membership(str(index), MEMBERS, True))
 
 
 def made(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    params = [parameter(place, torch.randn(MEMBERS, *shape)) for place, shape in enumerate(SHAPES)]
+    params = [parameter(index, torch.randn(MEMBERS, *shape)) for index, shape in enumerate(SHAPES)]
     return getattr(optim, name)(params, lr=[1e-1, 1e-2, 1e-3], **options)
 
 
 def first(opt: Any) -> Tensor:
-    found: Tensor = opt.param_groups[0]["params"][0]
-    return found
+    param: Tensor = opt.param_groups[0]["params"][0]
+    return param
 
 
 def state(opt: Any) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = opt.state[first(opt)]
-    return found
+    entry: dict[str, Tensor] = opt.state[first(opt)]
+    return entry
 
 
 def assign(key: str, value: Any) -> Change:
@@ -142,16 +142,16 @@ def run(opt: Any, change: Change, before: Change | None) -> list[Tensor]:
 @pytest.mark.parametrize("before", [None, move_all], ids=["ready", "moved"])
 @pytest.mark.parametrize("change", ADAM.values(), ids=ADAM)
 def test_a_change_is_seen(change: Change, before: Change | None) -> None:
-    for one, other in zip(run(made("Adam"), change, before), run(made("Adam"), change, clear), strict=True):
-        assert torch.equal(one, other)
+    for actual, expected in zip(run(made("Adam"), change, before), run(made("Adam"), change, clear), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("name", "options"), [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adadelta", {})])
 @pytest.mark.parametrize("before", [None, move_all], ids=["ready", "moved"])
 def test_of_every_optimizer(name: str, options: dict[str, Any], before: Change | None) -> None:
     for change in (ADAM["nothing"], ADAM["lr filled"]):
-        found, expected = (run(made(name, **options), change, each) for each in (before, clear))
-        assert all(map(torch.equal, found, expected))
+        actual, expected = (run(made(name, **options), change, setup) for setup in (before, clear))
+        assert all(map(torch.equal, actual, expected))
 
 
 def test_what_has_moved_is_no_longer_held() -> None:
@@ -176,23 +176,23 @@ def test_a_pair_in_a_list_may_change_in_place() -> None:
 def test_a_group_taken_away_stays_as_it_is() -> None:
     opt = made("Adam")
     add_group(opt)
-    gone: list[Any] = []
+    removed: list[Any] = []
 
     def take(opt: Any) -> None:
-        gone.append(opt.param_groups.pop()["params"][0])
-        gone.append(gone[0].detach().clone())
+        removed.append(opt.param_groups.pop()["params"][0])
+        removed.append(removed[0].detach().clone())
 
     run(opt, take, None)
-    assert torch.equal(gone[0], gone[1])
+    assert torch.equal(removed[0], removed[1])
 
 
-def test_what_the_changes_change() -> None:
+def test_all_changes_but_the_first_make_a_difference() -> None:
     """All but the first make a difference, so that the tests above could fail."""
     before = run(made("Adam"), ADAM["nothing"], clear)
     for name, change in list(ADAM.items())[1:]:
         after = run(made("Adam"), change, clear)
-        same = len(after) == len(before) and all(map(torch.equal, before, after))
-        assert not same, name
+        is_equal = len(after) == len(before) and all(map(torch.equal, before, after))
+        assert not is_equal, name
 
 
 def test_counts_do_not_depend_on_the_default_dtype() -> None:

@@ -1,4 +1,4 @@
-"""Graphs of members with other scalars become one graph; all other differences are told."""
+"""Graphs of members that differ in scalars become one graph; all other differences are reported."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ aten = torch.ops.aten
 
 
 def graph(target: Any, *rest: Any, swap: bool = False, more: bool = False, **kwargs: Any) -> fx.Graph:
-    made = fx.Graph()
-    x, y = made.placeholder("x"), made.placeholder("y")
-    node = made.call_function(target, (*((y, x) if swap else (x, y)), *rest), kwargs)
+    built = fx.Graph()
+    x, y = built.placeholder("x"), built.placeholder("y")
+    node = built.call_function(target, (*((y, x) if swap else (x, y)), *rest), kwargs)
     if more:
-        node = made.call_function(aten.relu.default, (node,))
-    made.output((node,))
-    return made
+        node = built.call_function(aten.relu.default, (node,))
+    built.output((node,))
+    return built
 
 
 def test_scalars_that_differ_become_one_per_member() -> None:
@@ -70,6 +70,6 @@ def test_a_member_of_an_aligned_graph_is_its_own_again() -> None:
         (lambda: graph(aten.add.Tensor, more=True), r"different numbers of nodes \(model 0: 4, model 1: 5\)"),
     ],
 )
-def test_differences_are_told(other: Callable[[], fx.Graph], message: str) -> None:
+def test_differences_are_reported(other: Callable[[], fx.Graph], message: str) -> None:
     with pytest.raises(FusionError, match=message):
         align([graph(aten.add.Tensor), other()], [0, 1])

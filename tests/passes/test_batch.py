@@ -25,27 +25,27 @@ class Mixed(nn.Module):
         return table * self.weight, table.sum() + self.weight
 
 
-def batched(module: nn.Module, x: Tensor, own: bool) -> fx.GraphModule:
-    found = capture(module, (x,), {})
-    kinds = {Kind.PARAMETER: Layout.STACKED, Kind.INPUT: Layout.STACKED if own else Layout.SHARED}
-    return batch(found.graph, [kinds[slot.kind] for slot in found.slots], 3)
+def batched(module: nn.Module, x: Tensor, stacked: bool) -> fx.GraphModule:
+    captured = capture(module, (x,), {})
+    kinds = {Kind.PARAMETER: Layout.STACKED, Kind.INPUT: Layout.STACKED if stacked else Layout.SHARED}
+    return batch(captured.graph, [kinds[slot.kind] for slot in captured.slots], 3)
 
 
-def test_what_depends_on_shared_values_is_computed_once() -> None:
+def test_values_that_depend_on_shared_inputs_are_computed_once() -> None:
     x = torch.randn(5, 4, dtype=torch.float64)
     module = Mixed()
-    program = batched(module, x, own=False)
+    program = batched(module, x, stacked=False)
     layouts = {str(n.meta["origin"].target): n.meta["layout"] for n in program.graph.nodes if "origin" in n.meta}
     assert layouts["aten.cos.default"] is layouts["aten.cumsum.default"] is Layout.SHARED
     weights = torch.randn(3, 4, dtype=torch.float64)
     for output, b in [(program(weights, x), b) for b in range(3)]:
         module.weight.data.copy_(weights[b])
-        for ours, theirs in zip(output, module(x), strict=True):
-            torch.testing.assert_close(ours[b], theirs, rtol=1e-12, atol=1e-12)
+        for actual, expected in zip(output, module(x), strict=True):
+            torch.testing.assert_close(actual[b], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_every_node_tells_its_layout_lowering_and_origin() -> None:
-    program = batched(Mixed(), torch.randn(5, 4, dtype=torch.float64), own=True)
+def test_every_node_has_its_layout_lowering_and_origin() -> None:
+    program = batched(Mixed(), torch.randn(5, 4, dtype=torch.float64), stacked=True)
     for node in program.graph.nodes:
         if node.op != "output":
             assert isinstance(node.meta["layout"], Layout)
@@ -64,7 +64,7 @@ def test_a_transition_is_made_once() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x + self.weight) * self.weight - self.weight
 
-    program = batched(Twice(), torch.randn(5, 4), own=True)
+    program = batched(Twice(), torch.randn(5, 4), stacked=True)
     moved = [node.args[0] for node in program.graph.nodes if node.meta.get("transition")]
     assert len(moved) == len(set(moved))
 
@@ -74,15 +74,15 @@ def test_shared_outputs_are_stacked() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + 1
 
-    (output,) = batched(Same(), torch.zeros(2, 4), own=False)(torch.zeros(2, 4))
+    (output,) = batched(Same(), torch.zeros(2, 4), stacked=False)(torch.zeros(2, 4))
     assert output.shape == (3, 2, 4)
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_sparse_results_are_refused(own: bool) -> None:
+@pytest.mark.parametrize("stacked", [False, True])
+def test_sparse_results_are_refused(stacked: bool) -> None:
     class Sparse(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.to_sparse()
 
     with pytest.raises(FusionError, match="layout torch"):
-        batched(Sparse(), torch.eye(3), own)
+        batched(Sparse(), torch.eye(3), stacked)

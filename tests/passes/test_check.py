@@ -71,7 +71,7 @@ def no_view(module: fx.GraphModule) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         (wrong_shape, "relu_default gives .*3, 5, 4.*it must give .*3, 5, 3"),
         (wrong_dtype, "must give .*float64"),
@@ -82,15 +82,15 @@ def no_view(module: fx.GraphModule) -> None:
         (no_view, "is a copy"),
     ],
 )
-def test_a_broken_array_is_told(fault: Callable[[fx.GraphModule], None], told: str) -> None:
+def test_a_broken_array_is_reported(fault: Callable[[fx.GraphModule], None], message: str) -> None:
     module = program().module
     check_array(module, 3)
     fault(module)
-    with pytest.raises(BrokenProgram, match=told):
+    with pytest.raises(BrokenProgram, match=message):
         check_array(module, 3)
 
 
-def test_code_that_gives_something_else_is_told() -> None:
+def test_code_with_different_outputs_is_reported() -> None:
     whole = program()
     check_code(whole)
     (output,) = whole.code.graph.find_nodes(op="output")
@@ -105,12 +105,12 @@ def member(target: object, *, val: bool = True) -> fx.Graph:
     x = graph.placeholder("x")
     call = graph.call_function(target, (x, x))  # type: ignore[arg-type]
     graph.output((call,))
-    for one in (x, call) if val else (x,):
-        one.meta["val"] = torch.empty(2, 3)
+    for operand in (x, call) if val else (x,):
+        operand.meta["val"] = torch.empty(2, 3)
     return graph
 
 
-def test_a_broken_member_is_told() -> None:
+def test_a_broken_member_is_reported() -> None:
     check_member(member(aten.add.Tensor), ())
     check_member(member(aten.copy_.default), ("x",))
     with pytest.raises(BrokenProgram, match="writes to what is no buffer"):
@@ -141,7 +141,7 @@ def test_every_stage_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert all("relu" in text and "return" in text for text in texts[1:])
 
 
-def test_a_broken_stage_is_written_before_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_stage_is_written_before_it_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFUSION_DUMP", str(tmp_path))
     (tmp_path / "0041-Net-batched.txt").touch()
 

@@ -60,24 +60,24 @@ class Steps(nn.Module):
         self.steps = steps
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        known = [x.clone(), x * 2]
-        for name, place, number in self.steps:
-            target = known[place % len(known)]
+        tensors = [x.clone(), x * 2]
+        for name, index, number in self.steps:
+            target = tensors[index % len(tensors)]
             if name in VIEWS and (target.dim() == 2 or name in WHOLE) and target.shape[0] > 1:
-                known.append(_viewed(name, target))
+                tensors.append(_viewed(name, target))
             elif name in WRITES:
                 WRITES[name](target, number)
-        return tuple(known)
+        return tuple(tensors)
 
 
 def _viewed(name: str, target: Tensor) -> Tensor:
     return target.reshape(-1) if name == "flat" and not target.is_contiguous() else VIEWS[name](target)
 
 
-def run(found: Capture, x: Tensor, held: dict[str, Tensor]) -> Any:
-    held = held | found.constants
-    given = [x if slot.kind is Kind.INPUT else held[slot.name] for slot in found.slots]
-    return fx.GraphModule(nn.Module(), found.graph)(*given)
+def run(captured: Capture, x: Tensor, held: dict[str, Tensor]) -> Any:
+    held = held | captured.constants
+    inputs = [x if slot.kind is Kind.INPUT else held[slot.name] for slot in captured.slots]
+    return fx.GraphModule(nn.Module(), captured.graph)(*inputs)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -128,21 +128,21 @@ class HandsOn(nn.Module):
 
 @pytest.mark.parametrize("write", ["whole", "view"])
 @pytest.mark.parametrize("view", HANDED_ON)
-def test_views_that_no_schema_tells_of(view: str, write: str) -> None:
+def test_views_that_no_schema_declares(view: str, write: str) -> None:
     x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
     module = HandsOn(HANDED_ON[view], write)
     expected = module(x)
-    found = None
+    captured = None
     with suppress(FusionError):
-        found = capture(module, (x,), {}, varying=False)
-    if found is None:
+        captured = capture(module, (x,), {}, varying=False)
+    if captured is None:
         # Broadcasting hands on the whole itself.
         assert write == "view" or view == "broadcast"
         with pytest.raises(FusionError, match="cannot undo"):
             capture(module, (x,), {}, varying=False)
         return
-    for ours, theirs in zip(run(found, x, {}), expected, strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected_tensor in zip(run(captured, x, {}), expected, strict=True):
+        assert torch.equal(actual, expected_tensor)
 
 
 # Views that another order of dims, or another place, would give in the same shape.
@@ -152,18 +152,18 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_what_is_written_into_a_view_comes_to_its_place(place: str) -> None:
+@pytest.mark.parametrize("case", PLACES)
+def test_writes_into_a_view_reach_its_base(case: str) -> None:
     class Places(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             whole = x * 2
-            part = PLACES[place](whole)
+            part = PLACES[case](whole)
             part.mul_(part.sin())
             return whole, part
 
     x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
-    for ours, theirs in zip(run(capture(Places(), (x,), {}, varying=False), x, {}), Places()(x), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(run(capture(Places(), (x,), {}, varying=False), x, {}), Places()(x), strict=True):
+        assert torch.equal(actual, expected)
 
 
 class Buffered(nn.Module):
@@ -182,12 +182,12 @@ class Buffered(nn.Module):
 def test_writes_to_buffers_stay() -> None:
     x = torch.arange(8.0).view(2, 4)
     module = Buffered()
-    found = capture(module, (x,), {})
+    captured = capture(module, (x,), {})
     buffers = dict(module.named_buffers())
-    held = {slot.name: buffers[slot.name].clone() for slot in found.slots if slot.kind is Kind.BUFFER}
+    held = {slot.name: buffers[slot.name].clone() for slot in captured.slots if slot.kind is Kind.BUFFER}
     for _ in range(3):
-        (ours,) = run(found, x, held)
-        assert torch.equal(ours, module(x))
+        (actual,) = run(captured, x, held)
+        assert torch.equal(actual, module(x))
         assert all(torch.equal(held[name], buffer) for name, buffer in module.named_buffers())
 
 
@@ -229,9 +229,9 @@ def test_writes_broadcast_where_sizes_vary(name: str) -> None:
         def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Any:
             return getattr(x.clone(), name)(a, b, value=2)
 
-    given = tuple(torch.rand(*shape, dtype=torch.float64) + 1 for shape in ((5, 5), (5, 1), (1, 5)))
-    (got,) = fx.GraphModule(nn.Module(), capture(Net(), given, {}).graph)(*given)
-    assert torch.equal(got, Net()(*given))
+    inputs = tuple(torch.rand(*shape, dtype=torch.float64) + 1 for shape in ((5, 5), (5, 1), (1, 5)))
+    (output,) = fx.GraphModule(nn.Module(), capture(Net(), inputs, {}).graph)(*inputs)
+    assert torch.equal(output, Net()(*inputs))
 
 
 COPIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -254,9 +254,9 @@ def test_a_copy_has_gradients(name: str, members: int) -> None:
 
     x = torch.rand(5, 6, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(Net()(x).sum(), x)
-    ours = hf.fuse([Net() for _ in range(members)])(x)
-    assert torch.equal(ours[-1], Net()(x))
-    assert torch.equal(torch.autograd.grad(ours.sum(), x)[0], expected * members)
+    output = hf.fuse([Net() for _ in range(members)])(x)
+    assert torch.equal(output[-1], Net()(x))
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected * members)
 
 
 HIDING: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -276,7 +276,7 @@ HIDING: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", HIDING)
-def test_what_a_write_hides_has_a_gradient_of_zeros(name: str) -> None:
+def test_values_hidden_by_a_write_have_a_gradient_of_zeros(name: str) -> None:
     """A parameter with such a gradient decays, and one without does not."""
 
     class Net(nn.Module):

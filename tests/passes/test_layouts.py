@@ -36,13 +36,16 @@ MEMBERS = 3
 
 def anywhere(site: Site, **arguments: Any) -> tuple[Call, ...]:
     """A rule that computes in every layout, and once more in that of its first operand."""
-    found = [
+    calls = [
         site.call(operator.add, tuple(v.to(layout) for v in values(arguments)), layout, layout.value)
         for layout in (Layout.STACKED, Layout.PACKED, Layout.LISTED)
     ]
     first, *rest = values(arguments)
-    own = Layout.STACKED if first.shared else first.layout
-    return (*found, site.call(operator.add, (first, *(v.to(own) for v in rest)), own, "as it is", loops=True))
+    first_layout = Layout.STACKED if first.shared else first.layout
+    return (
+        *calls,
+        site.call(operator.add, (first, *(v.to(first_layout) for v in rest)), first_layout, "as it is", loops=True),
+    )
 
 
 ANYWHERE: RuleTable = {aten.add.Tensor: anywhere}
@@ -55,8 +58,10 @@ class Random:
     seed: int
 
     def call(self, node: fx.Node, call: Call) -> Price:
-        wanted = [(o.value.node.name, o.value.layout.value, o.layout.value) for o in operands(call.args)]
-        return Price(random.Random(f"{self.seed} {node.name} {call.layout} {call.lowering.loops} {wanted}").random())
+        operand_layouts = [(o.value.node.name, o.value.layout.value, o.layout.value) for o in operands(call.args)]
+        return Price(
+            random.Random(f"{self.seed} {node.name} {call.layout} {call.lowering.loops} {operand_layouts}").random()
+        )
 
     def calls(self, node: fx.Node, calls: Sequence[Call]) -> Sequence[Price]:
         return [self.call(node, call) for call in calls]
@@ -78,16 +83,16 @@ def graph_of(pairs: Sequence[tuple[int, int]], ends: int) -> fx.Graph:
 
 
 def cost(graph: fx.Graph, layouts: Sequence[Layout], price: Random, places: Mapping[fx.Node, int]) -> float:
-    """What a choice costs in sum, every conversion paid once."""
+    """Return the total cost of a choice, counting every conversion once."""
     env: dict[fx.Node, Result] = {}
     waiting, total = iter(layouts), 0.0
-    made: set[tuple[fx.Node, Layout]] = set()
+    paid: set[tuple[fx.Node, Layout]] = set()
 
     def converted(value: Value, layout: Layout) -> float:
         convert = conversion(value, layout)
-        if convert is None or (value.node, layout) in made:
+        if convert is None or (value.node, layout) in paid:
             return 0.0
-        made.add((value.node, layout))
+        paid.add((value.node, layout))
         return price.move(value, convert)
 
     for node in graph.nodes:
@@ -139,11 +144,11 @@ def _of_shared(graph: fx.Graph, layouts: Sequence[Layout]) -> Iterator[dict[fx.N
         if node.op == "call_function" and shared.issuperset(node.all_input_nodes):
             shared.add(node)
     for choice in every_choice(graph):
-        if all(place == 0 for node, place in choice.items() if node in shared):
+        if all(index == 0 for node, index in choice.items() if node in shared):
             yield choice
 
 
-def test_what_cannot_be_computed_is_told() -> None:
+def test_operators_without_a_layout_are_reported() -> None:
     case = Case(aten.batch_norm.default, (t(4, 3), t(3), t(3), t(3), t(3), True, 0.1, 1e-5, False))
     graph = member_graph(case, [torch.ones(4, 3), *[torch.ones(3)] * 4])
     layouts = [Layout.STACKED] * 3 + [Layout.SHARED] * 2
@@ -151,7 +156,7 @@ def test_what_cannot_be_computed_is_told() -> None:
         choose(graph, layouts, MEMBERS, RULES, Model.of(graph, MEMBERS))
 
 
-def test_the_choice_tells_what_lost() -> None:
+def test_the_choice_lists_the_rejected_lowerings() -> None:
     case = Case(aten.conv2d.default, (t(2, 4, 6, 6), t(4, 4, 3, 3), t(4)))
     graph = member_graph(case, [torch.zeros(2, 4, 6, 6), torch.zeros(4, 4, 3, 3), torch.zeros(4)])
     (choice,) = choose(graph, [Layout.STACKED] * 3, MEMBERS, RULES, Model.of(graph, MEMBERS)).values()
@@ -185,14 +190,14 @@ def copies_before_flatten(program: Program) -> int:
     return sum(bool(node.meta.get("transition")) and node.target in COPYING for node in nodes[:flatten])
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["one input", "an input each"])
+@pytest.mark.parametrize("stacked", [False, True], ids=["one input", "an input each"])
 @pytest.mark.parametrize(("size", "function"), [(8, side_by_side), (32, channels_last)])
-def test_a_cnn_has_no_copies_up_to_its_flatten(size: int, function: Any, own: bool) -> None:
+def test_a_cnn_has_no_copies_up_to_its_flatten(size: int, function: Any, stacked: bool) -> None:
     x = torch.randn(16, 3, size, size)
-    inputs = hf.stacked(torch.stack([x] * 4)) if own else x
+    inputs = hf.stacked(torch.stack([x] * 4)) if stacked else x
     program = program_of([network(16, size) for _ in range(4)], inputs)
     assert functions(program, "conv2d")[1:] == [function] * 2
-    assert copies_before_flatten(program) == (own and function is side_by_side)
+    assert copies_before_flatten(program) == (stacked and function is side_by_side)
     assert str(program).endswith(f"{program.copies} copies between layouts")
 
 

@@ -62,8 +62,8 @@ def program_of(fused: hf.FusedModule) -> Program:
 def run(module: fx.GraphModule, program: Program, fused: hf.FusedModule, x: Tensor) -> list[Tensor]:
     """Outputs, then the buffers as the run leaves them."""
     state = copy.deepcopy(dict(fused.state_dict()))
-    given = [x if slot.kind is Kind.INPUT else state[slot.name] for slot in program.slots]
-    outputs = module(*given)
+    inputs = [x if slot.kind is Kind.INPUT else state[slot.name] for slot in program.slots]
+    outputs = module(*inputs)
     return [*outputs, *(state[slot.name] for slot in program.slots if slot.kind is Kind.BUFFER)]
 
 
@@ -73,8 +73,8 @@ def test_regions_change_nothing(model: type[nn.Module], count: int) -> None:
     fused, x = hf.fuse(models), torch.randn(4, 6)
     fused(x)
     program = program_of(fused)
-    found = [m for m in program.code.modules() if isinstance(m, Region)]
-    assert len(found) == count
+    regions = [m for m in program.code.modules() if isinstance(m, Region)]
+    assert len(regions) == count
     for a, b in zip(run(program.module, program, fused, x), run(program.code, program, fused, x), strict=True):
         assert torch.equal(a, b)
 

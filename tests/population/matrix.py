@@ -1,7 +1,7 @@
 """Every optimizer with every scheduler beside torch alone: ``python -m tests.population.matrix``.
 
 Members of a population in float64 have a rate and a schedule of their own; one joins late, one is copied over, one
-begins anew in a row that another has left. Afterwards weights, state and hyper-parameters are those of B runs of torch.
+starts in a row that another has left. Afterwards weights, state and hyper-parameters are those of B runs of torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def net() -> nn.Module:
 
 @dataclass
 class Alone:
-    """A member by itself."""
+    """A member trained alone with torch."""
 
     model: nn.Module
     opt: Any
@@ -57,7 +57,7 @@ class Pair:
         members = [self._joins() for _ in range(3)]
         options = for_array(self.options, len(members))
         self.pop = hf.Population(
-            [one.model for one in members],
+            [member.model for member in members],
             optimizer=lambda params: getattr(hf.optim, self.kind)(params, **options),
             loss=F.cross_entropy,
             scheduler=self._make,
@@ -70,10 +70,10 @@ class Pair:
 
     def _joins(self) -> Alone:
         """The next member, with hyper-parameters that no other has."""
-        made = self._alone(net(), self.begun)
-        self.alone[f"m{self.begun}"] = made
+        member = self._alone(net(), self.begun)
+        self.alone[f"m{self.begun}"] = member
         self.begun += 1
-        return made
+        return member
 
     def _alone(self, model: nn.Module, member: int) -> Alone:
         opt = alone_class(self.kind)(model.parameters(), **for_member(self.options, member))
@@ -97,11 +97,11 @@ class Pair:
         for _ in range(count):
             x, y = torch.randn(5, 3, dtype=torch.float64), torch.randint(2, (5,))
             metrics = self.pop.step(x, y)
-            for one in self.alone.values():
-                one.opt.zero_grad()
-                loss = F.cross_entropy(one.model(x), y)
+            for member in self.alone.values():
+                member.opt.zero_grad()
+                loss = F.cross_entropy(member.model(x), y)
                 loss.backward()
-                one.opt.step()
+                member.opt.step()
             for row, tag in enumerate(self.pop.tags):
                 if tag is not None:
                     scheduler = self.alone[tag].scheduler
@@ -111,9 +111,9 @@ class Pair:
             self.pop.scheduler.step(metrics=metrics)
 
     def start(self, row: int | None) -> None:
-        member, made = self.begun, self._joins()
-        given = {name: value for name, value in for_member(self.options, member).items() if name in self._numbers()}
-        self.pop.start(row, copy.deepcopy(made.model), tag=f"m{member}", **given)
+        member, alone = self.begun, self._joins()
+        hypers = {name: value for name, value in for_member(self.options, member).items() if name in self._numbers()}
+        self.pop.start(row, copy.deepcopy(alone.model), tag=f"m{member}", **hypers)
 
     def _numbers(self) -> set[str]:
         return {hyper.key for hyper in self.pop.optimizer.hypers}
@@ -123,47 +123,47 @@ class Pair:
         source = self.alone[src]
         twin = self._alone(copy.deepcopy(source.model), 0)
         twin.opt.load_state_dict(copy.deepcopy(source.opt.state_dict()))
-        for ours, theirs in zip(twin.model.parameters(), source.model.parameters(), strict=True):
+        for twin_param, source_param in zip(twin.model.parameters(), source.model.parameters(), strict=True):
             # Torch makes NAdam's product float64 when it loads it.
-            twin.opt.state[ours] = copy.deepcopy(source.opt.state.get(theirs, {}))
+            twin.opt.state[twin_param] = copy.deepcopy(source.opt.state.get(source_param, {}))
         groups = copy.deepcopy(twin.opt.param_groups)
         twin.scheduler.load_state_dict(copy.deepcopy(source.scheduler.state_dict()))
-        for group, kept in zip(twin.opt.param_groups, groups, strict=True):
-            group.update({name: value for name, value in kept.items() if name != "params"})
+        for group, saved_group in zip(twin.opt.param_groups, groups, strict=True):
+            group.update({name: value for name, value in saved_group.items() if name != "params"})
         self.alone[dst] = twin
 
     def _gaps(self) -> Iterator[float]:
         for row, tag in enumerate(self.pop.tags):
             if tag is None:
                 continue
-            one, model = self.alone[tag], self.pop.models[row]
+            member, model = self.alone[tag], self.pop.models[row]
             assert model is not None
             assert self.pop.ages[row] == {"m3": 5, "m4": 3}.get(tag, STEPS)
             for hyper in self.pop.optimizer.hypers:
-                ours, theirs = (
+                actual, expected = (
                     opt.param_groups[0][hyper.key]
                     if hyper.index is None
                     else opt.param_groups[0][hyper.key][hyper.index]
-                    for opt in (self.pop.optimizer, one.opt)
+                    for opt in (self.pop.optimizer, member.opt)
                 )
-                yield gap(ours[row], torch.as_tensor(theirs, dtype=torch.float64))
-            for stack, ours, theirs in zip(
-                self.pop.fused.parameters(), model.parameters(), one.model.parameters(), strict=True
+                yield gap(actual[row], torch.as_tensor(expected, dtype=torch.float64))
+            for stack, actual, expected in zip(
+                self.pop.fused.parameters(), model.parameters(), member.model.parameters(), strict=True
             ):
-                yield gap(ours, theirs)
-                state = one.opt.state.get(theirs, {})
+                yield gap(actual, expected)
+                state = member.opt.state.get(expected, {})
                 for name, value in self.pop.optimizer.state.get(stack, {}).items():
                     if isinstance(state.get(name), Tensor):
                         yield gap(value[row], state[name])
 
 
-def gap(ours: Tensor, theirs: Tensor) -> float:
+def gap(actual: Tensor, expected: Tensor) -> float:
     """The largest difference, relative to the largest number."""
-    ours, theirs = ours.detach().double(), theirs.detach().double()
-    assert ours.shape == theirs.shape
-    assert ours.isfinite().all()
-    assert theirs.isfinite().all()
-    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-300))
+    actual, expected = actual.detach().double(), expected.detach().double()
+    assert actual.shape == expected.shape
+    assert actual.isfinite().all()
+    assert expected.isfinite().all()
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-300))
 
 
 def bound(optimizer: str) -> float:
@@ -176,17 +176,19 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="*", choices=[*OPTIMIZERS], default=[*OPTIMIZERS])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    begin, worst, count, bad = time.monotonic(), 0.0, 0, 0
+    start_time, worst, count, bad = time.monotonic(), 0.0, 0, 0
     for optimizer in options.optimizers:
         for scheduler in ALL:
-            found = Pair(optimizer, scheduler).run()
+            difference = Pair(optimizer, scheduler).run()
             count += 1
             if bound(optimizer) == BOUND:
-                worst = max(worst, found)
-            if not found <= bound(optimizer):
+                worst = max(worst, difference)
+            if not difference <= bound(optimizer):
                 bad += 1
-                print(f"{optimizer} with {scheduler}: {found:.1e}", flush=True)
-    print(f"{count} pairs, {bad} beyond {BOUND:.0e}; worst difference {worst:.1e} ({time.monotonic() - begin:.0f} s)")
+                print(f"{optimizer} with {scheduler}: {difference:.1e}", flush=True)
+    print(
+        f"{count} pairs, {bad} beyond {BOUND:.0e}; worst difference {worst:.1e} ({time.monotonic() - start_time:.0f} s)"
+    )
     raise SystemExit(bad > 0)
 
 

@@ -54,7 +54,7 @@ def model(kind: str) -> nn.Module:
 
 @dataclass
 class Alone:
-    """A member by itself: with a rate, limits and a schedule of its own."""
+    """A member trained alone with torch, with its own rate, limits and schedule."""
 
     model: nn.Module
     lr: float = 0.01
@@ -97,18 +97,18 @@ class Alone:
         return loss.detach()
 
     def twin(self) -> Alone:
-        made = copy.copy(self)
-        made.model = copy.deepcopy(self.model)
-        made.__post_init__()
-        made.calls, made.age = self.calls, self.age
-        for ours, theirs in zip(self.trained, made.trained, strict=True):
-            theirs.grad = None if ours.grad is None else ours.grad.clone()
-        made.opt.load_state_dict(copy.deepcopy(self.opt.state_dict()))
-        if made.scheduler is not None and self.scheduler is not None:
-            made.scheduler.load_state_dict(copy.deepcopy(self.scheduler.state_dict()))
-        if made.scaler is not None and self.scaler is not None and self.age:
-            made.scaler.load_state_dict(self.scaler.state_dict())
-        return made
+        twin = copy.copy(self)
+        twin.model = copy.deepcopy(self.model)
+        twin.__post_init__()
+        twin.calls, twin.age = self.calls, self.age
+        for param, twin_param in zip(self.trained, twin.trained, strict=True):
+            twin_param.grad = None if param.grad is None else param.grad.clone()
+        twin.opt.load_state_dict(copy.deepcopy(self.opt.state_dict()))
+        if twin.scheduler is not None and self.scheduler is not None:
+            twin.scheduler.load_state_dict(copy.deepcopy(self.scheduler.state_dict()))
+        if twin.scaler is not None and self.scaler is not None and self.age:
+            twin.scaler.load_state_dict(self.scaler.state_dict())
+        return twin
 
 
 def batch(rows: int, *, stacked: bool = False) -> tuple[Any, Any, list[tuple[Tensor, Tensor]]]:
@@ -120,16 +120,16 @@ def batch(rows: int, *, stacked: bool = False) -> tuple[Any, Any, list[tuple[Ten
     return hf.stacked(xs), hf.stacked(ys), list(zip(xs, ys, strict=True))
 
 
-def close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=BOUND, atol=BOUND, equal_nan=True)
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.detach(), expected.detach(), rtol=BOUND, atol=BOUND, equal_nan=True)
 
 
 def check_member(pop: hf.Population, row: int, alone: Alone) -> None:
     """Weights, buffers, rate and age of a member are those of torch."""
     member = pop.models[row]
     assert member is not None
-    for ours, theirs in zip(member.state_dict().values(), alone.model.state_dict().values(), strict=True):
-        close(ours, theirs)
+    for actual, expected in zip(member.state_dict().values(), alone.model.state_dict().values(), strict=True):
+        close(actual, expected)
     close(pop.hparams["lr"][row], torch.tensor(alone.opt.param_groups[0]["lr"], dtype=torch.float64))
     assert pop.ages[row] == alone.age
 

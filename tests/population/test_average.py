@@ -53,10 +53,12 @@ def mean(parts: list[dict[str, Tensor]], weights: list[float]) -> dict[str, Tens
     return result
 
 
-def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert list(ours) == list(theirs)
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+def close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(actual) == list(expected)
+    for name in actual:
+        torch.testing.assert_close(
+            actual[name], expected[name], rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -104,14 +106,16 @@ def test_integers_are_those_of_the_last_as_of_averaged_models() -> None:
     torch_average = AveragedModel(pop.fused[1])
     torch_average.update_parameters(pop.fused[1])
     torch_average.update_parameters(pop.fused[0])
-    ours = pop.average([1, 0])
-    assert isinstance(ours, nn.Module)
-    for (name, mine), theirs in zip(ours.named_parameters(), torch_average.module.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12, msg=name)
-    assert ours.get_buffer("1.num_batches_tracked") == torch_average.module.get_buffer("1.num_batches_tracked") == 17
+    averaged = pop.average([1, 0])
+    assert isinstance(averaged, nn.Module)
+    for (name, actual), expected in zip(averaged.named_parameters(), torch_average.module.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12, msg=name)
+    assert (
+        averaged.get_buffer("1.num_batches_tracked") == torch_average.module.get_buffer("1.num_batches_tracked") == 17
+    )
 
 
-def test_who_has_no_weight_spoils_nothing() -> None:
+def test_a_member_of_weight_zero_has_no_effect_on_the_average() -> None:
     pop = population("normed", 2)
     before = states(pop)
     with torch.no_grad():

@@ -30,9 +30,9 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 5, dtype=DOUBLE, generator=generator), torch.randint(3, (8,), generator=generator)
 
 
-def same(ours: nn.Module, theirs: dict[str, Tensor]) -> None:
-    for (name, mine), expected in zip(ours.state_dict().items(), theirs.values(), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+def same(model: nn.Module, state: dict[str, Tensor]) -> None:
+    for (name, value), expected in zip(model.state_dict().items(), state.values(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -114,11 +114,11 @@ def test_records_are_saved(tmp_path: Path) -> None:
     pop = pops[0]
     pop.best.update([1.0, math.nan, 3.0])
     expected = [shot(pop, row) for row in range(3)]
-    for one in pops:
-        one.step(*batch(1))
+    for trained_pop in pops:
+        trained_pop.step(*batch(1))
     pop.stop(0)
-    for number, one in enumerate(pops):
-        one.save(tmp_path / str(number))
+    for number, trained_pop in enumerate(pops):
+        trained_pop.save(tmp_path / str(number))
 
     def load(*folders: str, **options: Any) -> hf.Population:
         return hf.Population.load([tmp_path / name for name in folders], MODELS["normed"], **OPTIONS, **options)
@@ -166,16 +166,16 @@ def test_patience_counts_as_lightning(mode: Any, patience: int, restore: bool) -
 
     pop = population(20)
     draws = random.Random(patience)
-    theirs = [EarlyStopping("x", 0.1, patience, mode=mode, check_finite=False) for _ in range(20)]
-    ours = hf.Patience(patience, mode=mode, least=0.1, restore_best=restore)
+    early_stoppings = [EarlyStopping("x", 0.1, patience, mode=mode, check_finite=False) for _ in range(20)]
+    hf_patience = hf.Patience(patience, mode=mode, least=0.1, restore_best=restore)
     ended: set[int] = set()
     for _ in range(12):
-        values = [draws.choice([math.nan, *(k / 10 for k in range(9))]) for _ in theirs]
+        values = [draws.choice([math.nan, *(k / 10 for k in range(9))]) for _ in early_stoppings]
         judged = [
-            one._evaluate_stopping_criteria(torch.tensor(v, dtype=DOUBLE))[0]
-            for one, v in zip(theirs, values, strict=True)
+            early_stopping._evaluate_stopping_criteria(torch.tensor(v, dtype=DOUBLE))[0]
+            for early_stopping, v in zip(early_stoppings, values, strict=True)
         ]
-        over = set(ours(pop, values))
+        over = set(hf_patience(pop, values))
         assert over - ended == {row for row, stops in enumerate(judged) if stops} - ended
         ended |= over
     assert len(ended) > 10

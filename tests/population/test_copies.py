@@ -1,4 +1,4 @@
-"""Copies of populations, and those who save while others train or save."""
+"""Copies of populations, and saves while other threads or processes train or save."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def loaded_by_torch(pop: hf.Population) -> hf.Population:
     pop.scheduler = None
     torch.save(pop, file := io.BytesIO())
     file.seek(0)
-    found: hf.Population = torch.load(file, weights_only=False)
-    return found
+    loaded: hf.Population = torch.load(file, weights_only=False)
+    return loaded
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -42,12 +42,12 @@ def test_a_copy_goes_on_as_the_population_would(copied: Any, compiled: bool) -> 
         pop.scheduler = before.scheduler = hf.optim.lr_scheduler.PerMember(pop.optimizer, OPTIONS["scheduler"])
         before = copied(pop)
         pop.scheduler, before.scheduler = (
-            hf.optim.lr_scheduler.PerMember(one.optimizer, OPTIONS["scheduler"]) for one in (pop, before)
+            hf.optim.lr_scheduler.PerMember(run.optimizer, OPTIONS["scheduler"]) for run in (pop, before)
         )
-    place, state = batches.place, torch.get_rng_state()
+    position, state = batches.place, torch.get_rng_state()
     expected = train(pop, batches, 3)
     assert not same(before, pop)
-    batches.place = place
+    batches.place = position
     torch.set_rng_state(state)
     assert torch.equal(train(before, batches, 3)[:, [0, 2, 3]], expected[:, [0, 2, 3]])
     assert same(before, pop)
@@ -74,26 +74,26 @@ def test_a_save_is_of_one_step_whoever_trains_meanwhile(tmp_path: Path) -> None:
         except BaseException as error:
             errors.append(error)
 
-    def state(one: hf.Population) -> list[torch.Tensor]:
-        entry = one.optimizer.state[one.fused.weight]
-        return [one.fused.weight.detach().clone(), *(entry[key].clone() for key in sorted(entry))]
+    def state(source: hf.Population) -> list[torch.Tensor]:
+        entry = source.optimizer.state[source.fused.weight]
+        return [source.fused.weight.detach().clone(), *(entry[key].clone() for key in sorted(entry))]
 
     x, y = torch.randn(8, 64), torch.randn(8, 64)
     pop.step(x, y)
     (thread := threading.Thread(target=save)).start()
-    known = {}
+    states = {}
     while len(saves(tmp_path)) < 6 and pop.steps < 10000:
-        known[pop.steps] = state(pop)
+        states[pop.steps] = state(pop)
         pop.step(x, y)
     over.set()
     thread.join()
     assert not errors
-    found = saves(tmp_path)
-    assert len(found) >= 6
-    for path in found[:6]:
-        one = hf.Population.load(path, make, **options)
-        if one.steps in known:
-            assert all(torch.equal(a, b) for a, b in zip(state(one), known[one.steps], strict=True))
+    paths = saves(tmp_path)
+    assert len(paths) >= 6
+    for path in paths[:6]:
+        loaded = hf.Population.load(path, make, **options)
+        if loaded.steps in states:
+            assert all(torch.equal(a, b) for a, b in zip(state(loaded), states[loaded.steps], strict=True))
 
 
 def test_processes_that_save_to_one_folder_harm_nobody(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ for _ in range(25):
         assert len(hf.Population.load(path, Net, **OPTIONS)) == 2
 
 
-def test_what_all_train_stays_where_nobody_is_left() -> None:
+def test_a_shared_base_is_unchanged_after_all_members_stop() -> None:
     base = nn.Linear(4, 4)
     pop = hf.Population(
         [nn.Sequential(base, nn.Linear(4, 3)) for _ in range(2)],
@@ -121,11 +121,11 @@ def test_what_all_train_stays_where_nobody_is_left() -> None:
     )
     batch = torch.randn(5, 4), torch.randint(3, (5,))
     pop.step(*batch)
-    left = pop.stop([0, 1])
+    stopped = pop.stop([0, 1])
     before = {name: tensor.clone() for name, tensor in pop.fused.state_dict().items()}
     assert pop.step(*batch).isnan().all()
     assert all(torch.equal(before[name], tensor) for name, tensor in pop.fused.state_dict().items())
-    pop.start(0, left[0])
+    pop.start(0, stopped[0])
     assert pop.step(*batch)[0].isfinite()
     assert pop.ages[0] == 1
 
@@ -142,7 +142,7 @@ def test_what_all_train_stays_where_nobody_is_left() -> None:
         ("betas", (0.5, 1.5), r"betas\[1\] of member 0 is 1\.5"),
     ],
 )
-def test_wrong_hyper_parameters_are_told_and_change_nothing(key: str, value: Any, message: str) -> None:
+def test_wrong_hyper_parameters_are_reported_and_change_nothing(key: str, value: Any, message: str) -> None:
     pop = population(3)
     before = repr(pop.hparams)
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Functions of one member in a population: who trains is written, who left, is frozen or overflows stays as it is."""
+"""Functions of one member in a population: active members are written; stopped, frozen or overflowing ones are not."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def population(**options: Any) -> tuple[hf.Population, list[nn.Module]]:
 
 def equal(pop: hf.Population, models: list[nn.Module], rows: list[int]) -> None:
     for row in rows:
-        ours, theirs = pop.fused[row].state_dict(), models[row].state_dict()
-        for name, value in theirs.items():
-            torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-12)
+        actual, expected = pop.fused[row].state_dict(), models[row].state_dict()
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-12)
 
 
 def state(pop: hf.Population, row: int) -> Tensors:
@@ -113,15 +113,15 @@ def test_rows_that_do_not_train_stay_to_the_bit() -> None:
     equal(pop, models, [0])
 
 
-def test_who_overflows_under_a_scaler_is_left_alone() -> None:
+def test_a_member_that_overflows_under_a_scaler_is_left_alone() -> None:
     pop, _ = population(scaler=hf.optim.GradScaler(init_scale=[1.0, 1e308, 1.0, 1.0]))
     pop.register_gradient_hook(project)
     pop.optimizer.register_step_post_hook(hf.each(unit_norm).step_hook(pop))
     before = [state(pop, row) for row in range(4)]
     pop.step(batch(0) * 1e3, batch(1))
     after = [state(pop, row) for row in range(4)]
-    same = [all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(before, after, strict=True)]
-    assert same == [False, True, False, False]
+    unchanged = [all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(before, after, strict=True)]
+    assert unchanged == [False, True, False, False]
 
 
 def test_hooks_end_and_are_copied() -> None:
@@ -129,9 +129,9 @@ def test_hooks_end_and_are_copied() -> None:
     handle = pop.register_gradient_hook(project)
     other = copy.deepcopy(pop)
     handle.remove()
-    for each in (pop, other):
-        each.step(batch(0), batch(0))
-    for projected, each in ((False, pop), (True, other)):
+    for trained in (pop, other):
+        trained.step(batch(0), batch(0))
+    for projected, trained in ((False, pop), (True, other)):
         members = copy.deepcopy(models)
         for member, lr in zip(members, RATES, strict=True):
             optimizer = torch.optim.Adam(member.parameters(), lr=lr)
@@ -139,7 +139,7 @@ def test_hooks_end_and_are_copied() -> None:
             if projected:
                 loop(project, [member])
             optimizer.step()
-        equal(each, members, [0, 1, 2, 3])
+        equal(trained, members, [0, 1, 2, 3])
 
 
 def test_all_free() -> None:

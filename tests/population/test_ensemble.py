@@ -1,4 +1,4 @@
-"""An ensemble gives the moments of its members' outputs, also exported; who is selected is who a plain loop selects."""
+"""An ensemble gives the moments of its members' outputs, also exported; selection equals that of a plain loop."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def moments(values: list[Tensor], weights: list[float] | None) -> tuple[Tensor, 
     return mean, square.sqrt()
 
 
-def close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+def close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("softmax", [None, -1, 1])
@@ -84,9 +84,9 @@ def test_nests_and_modes() -> None:
     x = torch.randn(5, 4, dtype=DOUBLE)
     mean, std = ensemble(x, scale=2.0)
     outputs = [model(x, scale=2.0) for model in models]
-    for place in range(3):
-        ours = [pytree.tree_leaves(nest)[place] for nest in (mean, std)]
-        close(tuple(ours), moments([pytree.tree_leaves(nest)[place] for nest in outputs], [1, 2, 3]))
+    for index in range(3):
+        statistics = [pytree.tree_leaves(nest)[index] for nest in (mean, std)]
+        close(tuple(statistics), moments([pytree.tree_leaves(nest)[index] for nest in outputs], [1, 2, 3]))
     fused = hf.fuse([net() for _ in range(3)])
     ensemble = hf.Ensemble(fused)
     assert ensemble.members is fused
@@ -94,8 +94,8 @@ def test_nests_and_modes() -> None:
     assert not fused.training
     assert "3 members" in repr(ensemble)
     # Members that agree have a spread of 0, and a gradient.
-    same = net().eval()
-    agreeing = hf.Ensemble([copy.deepcopy(same) for _ in range(3)], [1, 1, 2])
+    network = net().eval()
+    agreeing = hf.Ensemble([copy.deepcopy(network) for _ in range(3)], [1, 1, 2])
     x.requires_grad_()
     mean, std = agreeing(x)
     total: Tensor = mean.sum() + std.sum()
@@ -287,8 +287,8 @@ def test_groups_of_a_population_are_one_ensemble(name: str) -> None:
         close(program.module()(x[:5]), ensemble(x[:5]))
     if name == "all":
         xs = torch.randn(9, 4, 5, dtype=DOUBLE)
-        each = [member(row).softmax(-1) for member, row in zip(alone, xs, strict=True)]
-        close(ensemble(hf.stacked(xs)), moments(each, None))
+        outputs = [member(row).softmax(-1) for member, row in zip(alone, xs, strict=True)]
+        close(ensemble(hf.stacked(xs)), moments(outputs, None))
         with pytest.raises(ValueError, match="a stacked argument has 8 entries"):
             ensemble(hf.stacked(xs[:8]))
 

@@ -76,11 +76,11 @@ def population(options: dict[str, Any], models: list[nn.Module]) -> hf.Populatio
 def arguments(options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a population and of its load, but for the models."""
     make = options.get("optimizer", _plain)
-    found = {"compile": False, **options, "loss": F.cross_entropy}
-    found["optimizer"] = lambda params: make(hf.optim.SGD, list(params))
+    keywords = {"compile": False, **options, "loss": F.cross_entropy}
+    keywords["optimizer"] = lambda params: make(hf.optim.SGD, list(params))
     if "scaler" in options:
-        found["scaler"] = hf.optim.GradScaler(**options["scaler"])
-    return found
+        keywords["scaler"] = hf.optim.GradScaler(**options["scaler"])
+    return keywords
 
 
 def _plain(kind: Any, params: Any) -> Any:
@@ -88,7 +88,7 @@ def _plain(kind: Any, params: Any) -> Any:
 
 
 class Alone:
-    """A member by itself, trained with torch."""
+    """A member trained alone with torch."""
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
         self.model = copy.deepcopy(model)
@@ -192,25 +192,25 @@ WAYS: dict[str, tuple[Join, str]] = {
 
 
 def cases() -> list[tuple[str, str]]:
-    """Every option with two ways to join, every way with all options at once."""
-    ways, found = list(WAYS), []
-    for place, option in enumerate(OPTIONS):
-        chosen = ways if option == "all" else [ways[(place + shift) % len(ways)] for shift in (0, 3)]
-        found += [(option, way) for way in (chosen[:1] if option == "compiled" else chosen)]
-    return found
+    """Return every option with two ways to join, and every way to join with all options together."""
+    variants, pairs = list(WAYS), []
+    for index, option in enumerate(OPTIONS):
+        chosen = variants if option == "all" else [variants[(index + shift) % len(variants)] for shift in (0, 3)]
+        pairs += [(option, variant) for variant in (chosen[:1] if option == "compiled" else chosen)]
+    return pairs
 
 
-@pytest.mark.parametrize(("option", "way"), cases())
-def test_who_joins_trains_as_alone(option: str, way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("option", "variant"), cases())
+def test_who_joins_trains_as_alone(option: str, variant: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    options, (join, tag) = OPTIONS[option], WAYS[way]
+    options, (join, tag) = OPTIONS[option], WAYS[variant]
     pop = population(options, [net(), net()])
     accumulate = options.get("accumulate", 1)
     steps = iter(range(100))
 
     def step() -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         batches = [batch(next(steps)) for _ in range(accumulate)]
-        losses = [pop.step(*one) for one in batches][-1]
+        losses = [pop.step(*minibatch) for minibatch in batches][-1]
         if pop.scheduler is not None:
             pop.scheduler.step(metrics=losses.nan_to_num())
         return losses, batches
@@ -224,10 +224,10 @@ def test_who_joins_trains_as_alone(option: str, way: str, tmp_path: Path) -> Non
         losses, batches = step()
         row = pop.row(tag)
         torch.testing.assert_close(losses[row], alone.step(batches), rtol=1e-9, atol=1e-12)
-        ours = pop.models[row]
-        assert ours is not None
-        for mine, theirs in zip(ours.parameters(), alone.params, strict=True):
-            torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=1e-9, atol=1e-12)
+        member = pop.models[row]
+        assert member is not None
+        for actual, expected in zip(member.parameters(), alone.params, strict=True):
+            torch.testing.assert_close(actual.detach(), expected.detach(), rtol=1e-9, atol=1e-12)
         assert pop.hparams["lr"][row] == alone.opt.param_groups[0]["lr"]
         if pop.scaler is not None and alone.scaler is not None:
             assert pop.scaler.get_scale()[row] == alone.scaler.get_scale()
@@ -285,7 +285,7 @@ def test_members_join_by_the_population_alone() -> None:
         pop.step(*batch(0))
 
 
-def test_what_merged_populations_did_not_have_alike_is_asked_for(tmp_path: Path) -> None:
+def test_options_that_differ_between_merged_populations_must_be_given(tmp_path: Path) -> None:
     for number, options in enumerate([{"accumulate": 2, "clip_norm": 1.0}, {"clip_norm": 2.0}]):
         pop = hf.Population([net()], tags=[f"net {number}"], **arguments(options))
         pop.save(tmp_path / str(number))

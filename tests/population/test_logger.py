@@ -1,4 +1,4 @@
-"""Numbers of members arrive under their names; the bar tells of the best and the worst."""
+"""Numbers of members are logged under their names; the progress bar shows the best and the worst."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ class Kept:
 
 
 def test_a_file_and_whatever_else(tmp_path: Path) -> None:
-    pop, kept, path = population(3), Kept(), tmp_path / "logs" / "all.csv"
+    pop, recorder, path = population(3), Kept(), tmp_path / "logs" / "all.csv"
     pop.stop(1)
     for step in range(2):
-        with hf.MemberLogger(csv=path, sinks=[kept]) as logger:
+        with hf.MemberLogger(csv=path, sinks=[recorder]) as logger:
             logger.log(pop, step, loss=torch.tensor([1.0, math.nan, 3.0]) / (step + 1), lr=pop.hparams["lr"])
-    assert kept.closed
-    assert [row[:2] for row in kept.rows] == [(0, "net 0.0"), (0, "net 0.2"), (1, "net 0.0"), (1, "net 0.2")]
-    assert kept.rows[-1][2] == pytest.approx({"loss": 1.5, "lr": 0.03})
+    assert recorder.closed
+    assert [row[:2] for row in recorder.rows] == [(0, "net 0.0"), (0, "net 0.2"), (1, "net 0.0"), (1, "net 0.2")]
+    assert recorder.rows[-1][2] == pytest.approx({"loss": 1.5, "lr": 0.03})
     with path.open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 8
     assert rows[0] == {"step": "0", "member": "net 0.0", "name": "loss", "value": "1.0"}
-    with hf.MemberLogger(sinks=[kept]) as logger:
+    with hf.MemberLogger(sinks=[recorder]) as logger:
         with pytest.raises(ValueError, match="loss has 2 values for 3 rows"):
             logger.log(pop, 0, loss=[1.0, 2.0])
-        for given in (0.5, None, ["a", "b", "c"]):
+        for values in (0.5, None, ["a", "b", "c"]):
             with pytest.raises(ValueError, match=r"loss=.*: give a number for each of 3 rows"):
-                logger.log(pop, 0, loss=given)
+                logger.log(pop, 0, loss=values)
         with pytest.raises(ValueError, match=r"step=0\.5: give a whole number"):
             logger.log(pop, 0.5, loss=[1.0, 2.0, 3.0])
         # Numbers of Python keep their digits.
         logger.log(["a", "b"], torch.tensor(7), loss=[0.1, torch.tensor(0.5, requires_grad=True)])
-    assert kept.rows[-2:] == [(7, "a", {"loss": 0.1}), (7, "b", {"loss": 0.5})]
+    assert recorder.rows[-2:] == [(7, "a", {"loss": 0.1}), (7, "b", {"loss": 0.5})]
 
 
 class Failing(Kept):
@@ -75,18 +75,18 @@ def test_all_is_closed_once_whatever_happens(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space left"), logger:
         pass
     logger.close()
-    assert [one.closed for one in sinks] == [1, 1]
+    assert [sink.closed for sink in sinks] == [1, 1]
     with pytest.raises(ValueError, match="this logger is closed"):
         logger.log(["a"], 0, loss=[1.0])
-    kept = Kept()
-    with pytest.raises(KeyboardInterrupt), hf.MemberLogger(sinks=[kept]):
+    recorder = Kept()
+    with pytest.raises(KeyboardInterrupt), hf.MemberLogger(sinks=[recorder]):
         raise KeyboardInterrupt
-    assert isinstance(kept.error, KeyboardInterrupt)
+    assert isinstance(recorder.error, KeyboardInterrupt)
     # What cannot be made closes what was.
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):
-        hf.MemberLogger(sinks=[kept], csv=tmp_path / "file" / "log.csv")
-    assert kept.closed == 2
+        hf.MemberLogger(sinks=[recorder], csv=tmp_path / "file" / "log.csv")
+    assert recorder.closed == 2
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -112,7 +112,7 @@ def test_a_file_goes_on_after_a_kill(tmp_path: Path) -> None:
     with hf.MemberLogger(csv=path, purge_step=1) as logger:
         logger.log(["a"], 1, loss=[0.125])
     assert rows_of(path) == [*rows[:2], {"step": "1", "member": "a", "name": "loss", "value": "0.125"}]
-    assert [one.name for one in tmp_path.iterdir()] == ["all.csv"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["all.csv"]
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"begins with \['a', 'b'\], and a log with"):
         hf.MemberLogger(csv=tmp_path / "other.csv")
@@ -126,11 +126,11 @@ def test_names_that_are_none_or_of_two(names: Any) -> None:
 
 def test_folders_of_names_are_apart_and_stay_where_they_are(tmp_path: Path) -> None:
     names = ["a/b", "a_b", "a%2Fb", "..", ".", "/etc", "x" * 300, "x" * 299, "ä", "a b", "a\\b", "a\nb", "%~", ".a"]
-    made = [tmp_path / file_name(name, safe=" ") for name in names]
-    for folder in made:
+    folders = [tmp_path / file_name(name, safe=" ") for name in names]
+    for folder in folders:
         folder.mkdir()
         assert folder.resolve().parent == tmp_path.resolve()
-    assert len({folder.name.lower() for folder in made}) == len(names)
+    assert len({folder.name.lower() for folder in folders}) == len(names)
     assert file_name("net 0.1_b-c~", safe=" ") == "net 0.1_b-c~"
 
 
@@ -149,15 +149,15 @@ def test_tensorboard_has_a_run_for_each_member(tmp_path: Path) -> None:
     time.sleep(1.1)
     log(range(1, 4), purge_step=1)
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["a", "b%2Fc"]
-    found = {}
+    scalars = {}
     for folder in tmp_path.iterdir():
         events = EventAccumulator(str(folder))
         events.Reload()
         for name in events.Tags()["scalars"]:
-            found[folder.name, name] = [(event.step, event.value) for event in events.Scalars(name)]
+            scalars[folder.name, name] = [(event.step, event.value) for event in events.Scalars(name)]
     steps = range(4)
-    assert all(math.isnan(value) for _, value in found.pop(("b%2Fc", "loss")))
-    assert found == {
+    assert all(math.isnan(value) for _, value in scalars.pop(("b%2Fc", "loss")))
+    assert scalars == {
         ("a", "loss"): [(step, float(step)) for step in steps],
         ("a", "val/top 1"): [(step, 0.0) for step in steps],
         ("b%2Fc", "val/top 1"): [(step, 2.0) for step in steps],
@@ -174,14 +174,14 @@ def wandb_records(path: Path) -> list[Any]:
     """Of a file of W&B: the records of a log of LevelDB, behind a head of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, place, found = path.read_bytes(), 7, []
-    while place < len(data):
-        _, size, kind = struct.unpack("<IHB", data[place : place + 7])
+    data, offset, records = path.read_bytes(), 7, []
+    while offset < len(data):
+        _, size, kind = struct.unpack("<IHB", data[offset : offset + 7])
         # Of tests: all in one block.
         assert kind == 1
-        found.append(Record.FromString(data[place + 7 : place + 7 + size]))
-        place += 7 + size
-    return found
+        records.append(Record.FromString(data[offset + 7 : offset + 7 + size]))
+        offset += 7 + size
+    return records
 
 
 def test_wandb_has_a_run_for_each_member(tmp_path: Path) -> None:
@@ -192,21 +192,21 @@ def test_wandb_has_a_run_for_each_member(tmp_path: Path) -> None:
         logger.log(["a"], 3, loss=[math.inf])
     with pytest.raises(RuntimeError), hf.MemberLogger(wandb={**options, "id": "mine"}) as logger:
         log_and_raise(logger, RuntimeError(), ["a"], 1, loss=[1.0])
-    found = {}
+    runs = {}
     for path in tmp_path.glob("wandb/offline-run-*/*.wandb"):
         records = wandb_records(path)
-        (run,) = [one.run for one in records if one.HasField("run")]
-        (end,) = [one.exit.exit_code for one in records if one.HasField("exit")]
+        (run,) = [record.run for record in records if record.HasField("run")]
+        (end,) = [record.exit.exit_code for record in records if record.HasField("exit")]
         history = [
-            (one.history.step.num, "/".join(item.nested_key), item.value_json)
-            for one in records
-            if one.HasField("history")
-            for item in one.history.item
+            (record.history.step.num, "/".join(item.nested_key), item.value_json)
+            for record in records
+            if record.HasField("history")
+            for item in record.history.item
             if not item.nested_key[0].startswith("_")
         ]
-        found[run.display_name, end] = sorted(history)
+        runs[run.display_name, end] = sorted(history)
         assert run.run_id.startswith("mine-") == bool(end)
-    assert found == {
+    assert runs == {
         ("a", 0): [(0, "loss", "0.1"), (0, "val/top 1", "0.5"), (3, "loss", "Infinity")],
         ("b/c d", 0): [(0, "loss", "NaN"), (0, "val/top 1", "0.25")],
         ("a", 1): [(1, "loss", "1")],
@@ -227,18 +227,18 @@ def test_mlflow_has_a_run_for_each_member(tmp_path: Path, monkeypatch: pytest.Mo
     with hf.MemberLogger(mlflow="e") as logger:
         logger.log(["a"], 5, loss=[9.0])
     client = mlflow.MlflowClient()
-    found = {}
+    histories = {}
     for run in client.search_runs([client.get_experiment_by_name("e").experiment_id]):
         history = {
-            name: [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)]
+            name: [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, name)]
             for name in run.data.metrics
         }
         inside = run.data.tags.get("mlflow.parentRunId") == parent.info.run_id
-        found[run.info.run_name, run.info.status, inside] = history
-    ((_, nan),) = found["b/c d", "KILLED", True].pop("loss")
+        histories[run.info.run_name, run.info.status, inside] = history
+    ((_, nan),) = histories["b/c d", "KILLED", True].pop("loss")
     assert math.isnan(nan)
-    del found[parent.info.run_name, "FINISHED", False]
-    assert found == {
+    del histories[parent.info.run_name, "FINISHED", False]
+    assert histories == {
         ("a", "FINISHED", True): {"loss": [(0, 0.1), (1, 1.0)], "val/top 1": [(0, 0.5)]},
         ("b/c d", "KILLED", True): {"val/top 1": [(0, 0.25)]},
         ("new", "FINISHED", True): {"loss": [(1, 2.0)]},
@@ -247,7 +247,7 @@ def test_mlflow_has_a_run_for_each_member(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("options", "error", "words"),
     [
         ({"wandb": "p"}, ValueError, "give options of wandb.init"),
         ({"wandb": {"name": "a"}}, ValueError, "members have their own"),
@@ -257,24 +257,24 @@ def test_mlflow_has_a_run_for_each_member(tmp_path: Path, monkeypatch: pytest.Mo
         ({"tensorboard": "runs"}, ImportError, "needs tensorboard: pip install tensorboard"),
     ],
 )
-def test_what_services_do_not_take(
-    given: dict[str, Any], error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+def test_wrong_options_of_services_are_errors(
+    options: dict[str, Any], error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("wandb", "mlflow", "tensorboard"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(error, match=words):
-        hf.MemberLogger(**given)
+        hf.MemberLogger(**options)
 
 
 def test_services_get_a_run_for_each_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against stand-ins of the two packages, which want an account or a server."""
-    told: list[Any] = []
+    calls: list[Any] = []
 
     def init(**options: Any) -> Any:
-        told.append(options)
+        calls.append(options)
         return SimpleNamespace(
-            log=lambda values, step: told.append((options["name"], step, values)),
-            finish=lambda exit_code: told.append((options["name"], "finished", exit_code)),
+            log=lambda values, step: calls.append((options["name"], step, values)),
+            finish=lambda exit_code: calls.append((options["name"], "finished", exit_code)),
         )
 
     class Client:
@@ -288,10 +288,10 @@ def test_services_get_a_run_for_each_member(monkeypatch: pytest.MonkeyPatch) -> 
             return SimpleNamespace(info=SimpleNamespace(run_id=f"{experiment}, {run_name}"))
 
         def log_batch(self, run: str, metrics: list[tuple[Any, ...]]) -> None:
-            told.extend((run, name, value, step) for name, value, _, step in metrics)
+            calls.extend((run, name, value, step) for name, value, _, step in metrics)
 
         def set_terminated(self, run: str, status: str) -> None:
-            told.append((run, status))
+            calls.append((run, status))
 
     mlflow = {"MlflowClient": Client, "active_run": lambda: None}
     entities = {"Metric": lambda *of: of}
@@ -303,7 +303,7 @@ def test_services_get_a_run_for_each_member(monkeypatch: pytest.MonkeyPatch) -> 
         logger.log(["a"], 3, loss=[0.5])
         logger.log(["a"], 4, loss=[0.25])
     run = "id of e, a"
-    assert told == [
+    assert calls == [
         {"name": "a", "reinit": "create_new", "project": "p"},
         ("a", 3, {"loss": 0.5}),
         (run, "loss", 0.5, 3),

@@ -7,7 +7,7 @@ import pytest
 from tests.optim.schedules import ALL
 from tests.population.matrix import OPTIMIZERS, Pair, bound
 
-PAIRS = [(name, [*ALL][place % len(ALL)]) for place, name in enumerate(OPTIMIZERS)]
+PAIRS = [(name, [*ALL][index % len(ALL)]) for index, name in enumerate(OPTIMIZERS)]
 
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)

@@ -79,7 +79,7 @@ def test_some_rows_step_in_blocks_too() -> None:
 
 
 def test_groups_share_the_memory() -> None:
-    """What the other groups hold is no room for a group's blocks."""
+    """Memory held by other groups is not available to a group's blocks."""
     torch.manual_seed(0)
     models = [net(), net(), net(), net(6), net(6)]
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
@@ -96,13 +96,13 @@ def test_members_who_train_a_parameter_together() -> None:
     base = nn.Linear(4, 4).double()
     models = [nn.Sequential(base, nn.Tanh(), nn.Linear(4, 2).double()) for _ in range(5)]
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-    found = []
+    runs = []
     for memory in (memory_for(models, x, 2, 0), None):
         fused = hf.fuse(copy.deepcopy(models))
         pop = hf.Population(
             fused, optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.mse_loss, accumulate=3, memory=memory
         )
         losses = [pop.step(x + step, y) for step in range(6)]
-        found.append([*losses, *fused.state_dict().values()])
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        runs.append([*losses, *fused.state_dict().values()])
+    for actual, expected in zip(*runs, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)

@@ -23,10 +23,10 @@ KINDS = ["narrow", "wide", "narrow", "linear", "normed", "tanh", "relu", "tanh",
 def pair(kinds: list[str], options: dict[str, Any], alone: list[dict[str, Any]]) -> tuple[hf.Population, list[Alone]]:
     torch.manual_seed(0)
     models = [model(kind) for kind in kinds]
-    members = [Alone(copy.deepcopy(each), **given) for each, given in zip(models, alone, strict=True)]
+    members = [Alone(copy.deepcopy(module), **settings) for module, settings in zip(models, alone, strict=True)]
     rates = [member.lr for member in members]
-    given = {"optimizer": adamw(rates), "loss": F.cross_entropy, "compile": False, **options}
-    return hf.Population(models, **given), members
+    arguments = {"optimizer": adamw(rates), "loss": F.cross_entropy, "compile": False, **options}
+    return hf.Population(models, **arguments), members
 
 
 N = len(KINDS)
@@ -105,9 +105,9 @@ def test_who_goes_bad_among_some_rows_changes_nobody() -> None:
         pop.step(*batch(N)[:2], rows=[0, 4, 7])
     for row in set(range(N)) - {7}:
         check_member(pop, row, members[row])
-    left: list[Alone | None] = [None if row == 7 else member for row, member in enumerate(members)]
+    remaining: list[Alone | None] = [None if row == 7 else member for row, member in enumerate(members)]
     pop.stop(7)
-    run(pop, left, 2, rows=[0, 1, 4, 8])
+    run(pop, remaining, 2, rows=[0, 1, 4, 8])
 
 
 def test_groups_say_who_is_together_and_why() -> None:
@@ -175,15 +175,15 @@ def test_members_join_many_at_a_time_leave_and_are_copied() -> None:
     members: list[Alone | None] = list(alone)
     run(pop, members, 2)
     new = [Alone(model(kind), lr=lr) for kind, lr in (("wide", 0.1), ("linear", 0.2), ("wide", 0.3))]
-    rows = pop.append([copy.deepcopy(one.model) for one in new], lr=[one.lr for one in new])
+    rows = pop.append([copy.deepcopy(member.model) for member in new], lr=[member.lr for member in new])
     assert rows == [3, 4, 5]
     members += new
     run(pop, members, 2)
-    left = pop.stop([0, 4])
-    for ours, theirs in zip(left, (members[0], members[4]), strict=True):
-        assert theirs is not None
-        for one, other in zip(ours.parameters(), theirs.model.parameters(), strict=True):
-            close(one, other)
+    stopped = pop.stop([0, 4])
+    for stopped_model, alone_member in zip(stopped, (members[0], members[4]), strict=True):
+        assert alone_member is not None
+        for actual, expected in zip(stopped_model.parameters(), alone_member.model.parameters(), strict=True):
+            close(actual, expected)
     members[0] = members[4] = None
     run(pop, members, 1)
     # A member becomes one of another shape, and a free row is taken.
@@ -211,7 +211,7 @@ def test_a_copy_goes_on_as_the_population(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["freeze", "raise", "ignore"])
-def test_who_goes_bad_changes_nobody_else(mode: Any) -> None:
+def test_a_member_that_becomes_nonfinite_changes_no_other(mode: Any) -> None:
     pop, members = pair(KINDS[:5], {"on_nonfinite": mode}, [{}] * 5)
     run(pop, list(members), 1)
     # A plain member, and one of an array.
@@ -266,11 +266,11 @@ def test_random_numbers_of_a_member_depend_on_no_other_group() -> None:
         members: list[Any] = [pop.models[pop.row(tag)] for tag in ("6", "7")]
         return [member.last.weight for member in members]
 
-    for ours, theirs in zip(trained([4, 5, 6, 7]), trained([7, 6]), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(trained([4, 5, 6, 7]), trained([7, 6]), strict=True):
+        assert torch.equal(actual, expected)
 
 
-def test_who_draws_nothing_leaves_the_generator_alone() -> None:
+def test_a_step_without_random_draws_leaves_the_generator_alone() -> None:
     pop = pair(["narrow", "wide"], {}, [{}] * 2)[0]
     x, y, _ = batch(2)
     before = torch.get_rng_state()
@@ -315,20 +315,20 @@ def test_a_saved_population_goes_on(tmp_path: Path, names: list[str] | None) -> 
 
 def test_members_of_unlike_populations_merge(tmp_path: Path) -> None:
     members = []
-    for place, kinds in enumerate((["narrow", "narrow"], ["wide", "narrow"])):
-        pop, alone = pair(kinds, {"tags": [f"{place} {kind} {i}" for i, kind in enumerate(kinds)]}, [{}] * 2)
-        run(pop, list(alone), 2 + place)
-        pop.save(tmp_path / str(place))
+    for number, kinds in enumerate((["narrow", "narrow"], ["wide", "narrow"])):
+        pop, alone = pair(kinds, {"tags": [f"{number} {kind} {i}" for i, kind in enumerate(kinds)]}, [{}] * 2)
+        run(pop, list(alone), 2 + number)
+        pop.save(tmp_path / str(number))
         members += alone
-    both = hf.Population.load(
+    merged = hf.Population.load(
         [tmp_path / "0", tmp_path / "1"],
         lambda tag: model(tag.split()[1]),
         optimizer=adamw(0.01),
         loss=F.cross_entropy,
         compile=False,
     )
-    assert [(group.kind, group.rows) for group in both.groups] == [("array", (0, 1, 3)), ("plain", (2,))]
-    run(both, list(members), 3)
+    assert [(group.kind, group.rows) for group in merged.groups] == [("array", (0, 1, 3)), ("plain", (2,))]
+    run(merged, list(members), 3)
 
 
 def state(member: nn.Module | None) -> dict[str, Tensor]:
@@ -352,21 +352,21 @@ def test_the_best_weights_of_each(tmp_path: Path) -> None:
     pop.copy([1, 0], [2, 5])
     pop.start(None, model("normed"))
     pop.save(tmp_path)
-    made = {"member 0": "narrow", "member 1": "normed", "member 2": "normed", "member 5": "narrow"}
-    made |= {"member 3": "tanh", "member 4": "relu", "member 6": "normed"}
+    kind_by_tag = {"member 0": "narrow", "member 1": "normed", "member 2": "normed", "member 5": "narrow"}
+    kind_by_tag |= {"member 3": "tanh", "member 4": "relu", "member 6": "normed"}
     again = hf.Population.load(
-        tmp_path, lambda tag: model(made[tag]), optimizer=adamw(0.01), loss=F.cross_entropy, compile=False
+        tmp_path, lambda tag: model(kind_by_tag[tag]), optimizer=adamw(0.01), loss=F.cross_entropy, compile=False
     )
-    for each in (pop, again):
-        assert each.best.restore() == [0, 1, 2, 3, 4, 5]
+    for restored in (pop, again):
+        assert restored.best.restore() == [0, 1, 2, 3, 4, 5]
         for row, source in enumerate([0, 1, 1, 3, 4, 0]):
-            for ours, theirs in zip(state(each.models[row]).values(), expected[source].values(), strict=True):
-                assert torch.equal(ours, theirs)
-        assert torch.equal(state(each.best[3])["last.weight"], expected[3]["last.weight"])
-        each.best.clear(3)
+            for value, best_value in zip(state(restored.models[row]).values(), expected[source].values(), strict=True):
+                assert torch.equal(value, best_value)
+        assert torch.equal(state(restored.best[3])["last.weight"], expected[3]["last.weight"])
+        restored.best.clear(3)
         with pytest.raises(ValueError, match="'member 3' in row 3 has no best weights"):
-            each.best[3]
-        assert each.best.scores[[0, 1, 2, 4, 5]].tolist() == [1.0, 1.0, 1.0, 5.0, 1.0]
+            restored.best[3]
+        assert restored.best.scores[[0, 1, 2, 4, 5]].tolist() == [1.0, 1.0, 1.0, 5.0, 1.0]
 
 
 def test_the_average_of_members_of_one_shape() -> None:
@@ -399,7 +399,7 @@ def test_functions_run_for_each() -> None:
     torch.manual_seed(0)
     models = [model(kind) for kind in ("tanh", "tanh", "relu", "wide")]
     members = [
-        Alone(copy.deepcopy(each), lr=lr, optimizer=torch.optim.SGD) for each, lr in zip(models, rates, strict=True)
+        Alone(copy.deepcopy(module), lr=lr, optimizer=torch.optim.SGD) for module, lr in zip(models, rates, strict=True)
     ]
     pop = hf.Population(models[:3], loss=F.cross_entropy, compile=False, optimizer=lambda p: hf.optim.SGD(p, lr=0.5))
     for row in range(3):
@@ -471,16 +471,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_nobody_joins_where_it_fails(name: str) -> None:
-    given, words = WRONG[name]
+def test_a_failed_start_adds_no_member(name: str) -> None:
+    arguments, words = WRONG[name]
     pop, members = pair(["narrow", "wide"], {}, [{"lr": 0.01}, {"lr": 0.02}])
     with pytest.raises(ValueError, match=words):
-        pop.start(given.get("row"), model("linear"), **{key: v for key, v in given.items() if key != "row"})
+        pop.start(arguments.get("row"), model("linear"), **{key: v for key, v in arguments.items() if key != "row"})
     assert pop.tags == ["member 0", "member 1"]
     run(pop, list(members), 2)
 
 
-def test_what_is_trained_together_is_refused() -> None:
+def test_a_trained_base_of_unlike_members_is_refused() -> None:
     base = nn.Linear(5, 5)
     models = [nn.Sequential(base, nn.Linear(5, 3)), nn.Sequential(base, nn.Tanh(), nn.Linear(5, 3))]
     with pytest.raises(hf.FusionError, match=r"0\.weight of model 0 and 0\.weight of model 1 are one tensor"):

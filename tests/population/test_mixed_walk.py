@@ -71,12 +71,12 @@ class Walk:
 
     @property
     def own_pace(self) -> bool:
-        """Whether members make updates of their own numbers of calls."""
+        """True if members accumulate different numbers of calls per update."""
         return isinstance(self.options.get("accumulate"), list)
 
     @property
     def calls(self) -> int:
-        """How many calls make an update of the member that joins, where nobody says so."""
+        """Return the default number of calls per update for a member that joins."""
         calls = self.options.get("accumulate", 1)
         return calls[self.lives - 1] if self.own_pace else calls  # type: ignore[no-any-return]
 
@@ -106,11 +106,11 @@ class Walk:
 
     def leave(self) -> None:
         rows = self.draw.sample(self.live, self.draw.randint(1, max(1, len(self.live) // 3)))
-        for row, left in zip(rows, self.pop.stop(rows), strict=True):
+        for row, stopped in zip(rows, self.pop.stop(rows), strict=True):
             member = self.rows[row]
             assert member is not None
-            for ours, theirs in zip(left.state_dict().values(), member.model.state_dict().values(), strict=True):
-                close(ours, theirs)
+            for actual, expected in zip(stopped.state_dict().values(), member.model.state_dict().values(), strict=True):
+                close(actual, expected)
             self.rows[row] = None
 
     def copy(self) -> None:
@@ -144,8 +144,8 @@ class Walk:
 
     def save(self) -> None:
         self.pop.save(self.folder)
-        given = {key: value for key, value in self.given(0.5).items() if key != "accumulate"}
-        self.pop = hf.Population.load(self.folder, lambda tag: model(self.kinds[tag]), **given)
+        arguments = {key: value for key, value in self.given(0.5).items() if key != "accumulate"}
+        self.pop = hf.Population.load(self.folder, lambda tag: model(self.kinds[tag]), **arguments)
 
     def twin(self) -> None:
         self.pop = copy.deepcopy(self.pop)

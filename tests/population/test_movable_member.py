@@ -36,9 +36,9 @@ class Keeping(Dense):
         self.kept: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        kept = self.kept
-        kept.append(float(x.sum()))
-        return super().forward(x) * len(kept)
+        sums = self.kept
+        sums.append(float(x.sum()))
+        return super().forward(x) * len(sums)
 
 
 class Printing(Dense):
@@ -168,9 +168,9 @@ class Collecting(Dense):
 )
 def test_why_a_member_stays(make: Callable[[], nn.Module], why: str) -> None:
     [group, _] = population(0, [make(), nn.Linear(4, 3)])._members.groups  # type: ignore[union-attr]
-    found = MovableMember(cast(PlainMember, group.members)).why_not
-    assert why in found
-    assert bool(found) is bool(why)
+    reason = MovableMember(cast(PlainMember, group.members)).why_not
+    assert why in reason
+    assert bool(reason) is bool(why)
 
 
 HISTORY: list[Tensor] = []
@@ -203,6 +203,6 @@ class OwnLoss(nn.Module):
     ],
 )
 def test_why_a_loss_stays(loss: Callable[..., Any], why: str) -> None:
-    found = why_not_loss(loss)
-    assert why in found
-    assert bool(found) is bool(why)
+    reason = why_not_loss(loss)
+    assert why in reason
+    assert bool(reason) is bool(why)

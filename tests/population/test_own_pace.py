@@ -34,12 +34,12 @@ class Branching(nn.Module):
         return self.first(x) * (1.0 if self.uses else 2.0)
 
 
-def assert_close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+def assert_close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 class Alone:
-    """Members of a population, each by itself."""
+    """Members of a population, each trained alone with torch."""
 
     def __init__(self, models: Sequence[nn.Module], make: Callable[[int, Any], Any], accumulate: Sequence[int]) -> None:
         self.models = copy.deepcopy(list(models))
@@ -60,10 +60,10 @@ class Alone:
 
     def check(self, pop: hf.Population) -> None:
         for row, model in enumerate(self.models):
-            mine = pop.models[row]
-            assert mine is not None
-            for ours, theirs in zip(mine.state_dict().values(), model.state_dict().values(), strict=True):
-                assert_close(ours, theirs)
+            member = pop.models[row]
+            assert member is not None
+            for actual, expected in zip(member.state_dict().values(), model.state_dict().values(), strict=True):
+                assert_close(actual, expected)
 
 
 def batches(count: int, size: int = 5) -> tuple[Tensor, Tensor]:
@@ -79,11 +79,11 @@ OPTIMIZERS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
 
 
 def of_all(kind: str, values: Sequence[dict[str, Any]], params: Any) -> Any:
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key in values[0]:
         column = [value[key] for value in values]
-        given[key] = tuple(map(list, zip(*column, strict=True))) if isinstance(column[0], tuple) else column
-    return getattr(hf.optim, kind)(params, **given)
+        options[key] = tuple(map(list, zip(*column, strict=True))) if isinstance(column[0], tuple) else column
+    return getattr(hf.optim, kind)(params, **options)
 
 
 @pytest.mark.parametrize(("optimizer", "compiled"), [*((name, False) for name in OPTIMIZERS), ("rates", True)])
@@ -113,7 +113,7 @@ def test_some_rows_and_own_numbers_of_calls_equal_members_alone(optimizer: str, 
 
 
 def test_the_others_keep_every_bit() -> None:
-    """Weights, statistics, moments, counts, scales, hyper-parameters and what their random numbers hang on."""
+    """Weights, statistics, moments, counts, scales, hyper-parameters and the keys of their random numbers."""
     torch.manual_seed(0)
     pop = hf.Population(
         [normed(0.1 * row) for row in range(4)],
@@ -138,7 +138,7 @@ def test_the_others_keep_every_bit() -> None:
         pop.scheduler.step(rows=[3, 1])
         assert losses.isnan().tolist() == [True, False, True, False]
     for row in (0, 2):
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(of(row), before[row], strict=True))
+        assert all(torch.equal(actual, expected) for actual, expected in zip(of(row), before[row], strict=True))
     assert (pop.ages.tolist(), pop.scheduler.last_epochs.tolist(), pop.steps) == ([1, 4, 1, 4], [0, 3, 0, 3], 4)
     assert pop.scaler is not None
     assert pop.scaler.get_scale().tolist() == [8.0, 32.0, 8.0, 32.0]
@@ -158,8 +158,8 @@ def test_a_loss_that_is_not_finite_spoils_its_update_whatever_call_it_was() -> N
     x, before, target = torch.randn(5, 4, dtype=DOUBLE), weight.detach().clone(), torch.zeros(3, 6, 1, dtype=DOUBLE)
     bad = target.clone()
     bad[1, -1] = math.nan
-    for each in (bad, target):
-        pop.step(x, hf.stacked(each))
+    for targets in (bad, target):
+        pop.step(x, hf.stacked(targets))
     assert pop.frozen == [1]
     assert (weight.detach() != before).flatten(1).any(1).tolist() == [True, False, True]
 
@@ -186,16 +186,16 @@ def test_a_trained_base_is_trained_by_those_that_step(compiled: bool) -> None:
             opts[row].step()
         common.step()
     for row, model in enumerate(alone):
-        mine = pop.models[row]
-        assert mine is not None
-        assert_close(list(mine.parameters()), list(model.parameters()))
+        member = pop.models[row]
+        assert member is not None
+        assert_close(list(member.parameters()), list(model.parameters()))
     with pytest.raises(ValueError, match="make an update together"):
         hf.Population(models, **options, accumulate=[1, 2, 1])
     with pytest.raises(ValueError, match="make its updates together"):
         hf.Population(models, **options, accumulate=2).step(*batches(1), rows=[1])
 
 
-def test_what_is_said_to_members_holds_when_they_step_by_themselves() -> None:
+def test_modes_and_requires_grad_of_members_hold_when_they_step_separately() -> None:
     """Modes, parameters that one does not train, and numbers of their own."""
     torch.manual_seed(0)
     models = [normed() for _ in range(4)]
@@ -231,18 +231,18 @@ def test_members_with_numbers_of_their_own_step_by_themselves() -> None:
 def test_a_step_of_some_rows_captures_nothing() -> None:
     """Programs of the whole array serve its rows."""
     pop = hf.Population([normed() for _ in range(8)], optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.mse_loss)
-    made = []
+    captures = []
     pop.step(torch.randn(5, 4, dtype=DOUBLE), torch.zeros(5, 3, dtype=DOUBLE))
     before = torch.export.export
     try:
-        torch.export.export = lambda *args, **kwargs: made.append(args) or before(*args, **kwargs)  # type: ignore
+        torch.export.export = lambda *args, **kwargs: captures.append(args) or before(*args, **kwargs)  # type: ignore
         pop.step(torch.randn(5, 4, dtype=DOUBLE), torch.zeros(5, 3, dtype=DOUBLE), rows=[5, 2])
     finally:
         torch.export.export = before  # type: ignore[assignment]
-    assert made == []
+    assert captures == []
 
 
-def test_who_goes_bad_among_some_rows_is_named_and_nothing_is_changed() -> None:
+def test_a_nonfinite_member_among_some_rows_is_named_and_nothing_is_changed() -> None:
     torch.manual_seed(0)
     pop = hf.Population(
         [normed() for _ in range(4)],

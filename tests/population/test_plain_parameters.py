@@ -75,7 +75,7 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("at", [0, 2])
-def test_what_replaces_a_parameter_is_trained(change: str, at: int) -> None:
+def test_a_replaced_parameter_is_trained(change: str, at: int) -> None:
     pop, models = population()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     for step in range(4):
@@ -85,10 +85,10 @@ def test_what_replaces_a_parameter_is_trained(change: str, at: int) -> None:
             for model in (models[0], shown):
                 CHANGES[change](model)
             # As if the optimizer had followed.
-            held, now = optimizers[0].param_groups[0]["params"], list(models[0].parameters())
+            held, current = optimizers[0].param_groups[0]["params"], list(models[0].parameters())
             if change != "pruned":
-                optimizers[0].state.update({b: optimizers[0].state[a] for a, b in zip(held, now, strict=True)})
-                held[:] = now
+                optimizers[0].state.update({b: optimizers[0].state[a] for a, b in zip(held, current, strict=True)})
+                held[:] = current
         x, y = batch(step)
         losses = pop.step(x, y)
         for row, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
@@ -97,9 +97,9 @@ def test_what_replaces_a_parameter_is_trained(change: str, at: int) -> None:
             loss.backward()
             optimizer.step()
             torch.testing.assert_close(losses[row], loss.detach(), rtol=1e-9, atol=1e-12)
-    for model, own in zip(models, pop.models, strict=True):
-        assert own is not None
-        torch.testing.assert_close(dict(own.state_dict()), dict(model.state_dict()), rtol=1e-9, atol=1e-12)
+    for model, member in zip(models, pop.models, strict=True):
+        assert member is not None
+        torch.testing.assert_close(dict(member.state_dict()), dict(model.state_dict()), rtol=1e-9, atol=1e-12)
 
 
 def test_a_reference_to_what_was_given_shows_the_member() -> None:
@@ -107,10 +107,10 @@ def test_a_reference_to_what_was_given_shows_the_member() -> None:
     [model] = [pop.models[0]]
     assert model is not None
     layer = model.get_submodule("first")
-    layer.weight = given = nn.Parameter(torch.zeros_like(layer.get_parameter("weight")))
+    layer.weight = weight = nn.Parameter(torch.zeros_like(layer.get_parameter("weight")))
     pop.step(*batch(0))
-    assert given.any()
-    assert torch.equal(given, layer.get_parameter("weight"))
+    assert weight.any()
+    assert torch.equal(weight, layer.get_parameter("weight"))
 
 
 def test_a_save_holds_what_was_given(tmp_path: Path) -> None:
@@ -120,10 +120,10 @@ def test_a_save_holds_what_was_given(tmp_path: Path) -> None:
     parameter(model)
     pop.save(tmp_path)
     other = hf.Population.load(tmp_path, lambda tag: Normed(int(tag)).double(), optimizer=sgd, loss=F.cross_entropy)
-    for one, loaded in zip(pop.models, other.models, strict=True):
-        assert one is not None
+    for saved, loaded in zip(pop.models, other.models, strict=True):
+        assert saved is not None
         assert loaded is not None
-        torch.testing.assert_close(dict(one.state_dict()), dict(loaded.state_dict()), rtol=0, atol=0)
+        torch.testing.assert_close(dict(saved.state_dict()), dict(loaded.state_dict()), rtol=0, atol=0)
 
 
 def test_a_copy_has_a_buffer_that_was_given() -> None:

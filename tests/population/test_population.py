@@ -31,7 +31,7 @@ def batch(size: int = 8, seed: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 class Alone:
-    """What a member of the population is by itself."""
+    """Reference for one member: the same model trained alone with torch."""
 
     def __init__(self, model: nn.Module, lr: float, scheduler: Any = None, limit: float = math.inf) -> None:
         self.model = copy.deepcopy(model)
@@ -49,16 +49,18 @@ class Alone:
 
 
 def check(pop: hf.Population, alone: Sequence[Alone | None], losses: Tensor, expected: Sequence[Tensor | None]) -> None:
-    for row, one in enumerate(alone):
-        if one is None:
+    for row, member in enumerate(alone):
+        if member is None:
             assert math.isnan(losses[row])
             assert pop.models[row] is None
             continue
         torch.testing.assert_close(losses[row], expected[row], rtol=1e-10, atol=1e-13)
         model = pop.models[row]
         assert model is not None
-        for (name, ours), theirs in zip(model.state_dict().items(), one.model.state_dict().values(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        for (name, value), expected_value in zip(
+            model.state_dict().items(), member.model.state_dict().values(), strict=True
+        ):
+            torch.testing.assert_close(value, expected_value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -70,7 +72,7 @@ def test_members_that_live_equal_members_alone(compiled: bool) -> None:
         return LinearLR(optimizer, 0.2, total_iters=5)
 
     models = [net() for _ in rates]
-    alone: list[Alone | None] = [Alone(*own) for own in zip(models, rates, [warm] * 4, limits, strict=True)]
+    alone: list[Alone | None] = [Alone(*settings) for settings in zip(models, rates, [warm] * 4, limits, strict=True)]
     pop = hf.Population(
         models,
         optimizer=lambda params: hf.optim.AdamW(params, lr=rates),
@@ -83,21 +85,21 @@ def test_members_that_live_equal_members_alone(compiled: bool) -> None:
     def run(count: int) -> None:
         for _ in range(count):
             x, y = batch()
-            expected = [None if one is None else one.step(x, y) for one in alone]
+            expected = [None if member is None else member.step(x, y) for member in alone]
             losses = pop.step(x, y)
             check(pop, alone, losses, expected)
             assert pop.scheduler is not None
             pop.scheduler.step()
-            for one in alone:
-                if one is not None:
-                    one.scheduler.step()
+            for member in alone:
+                if member is not None:
+                    member.scheduler.step()
 
     run(3)
-    left = pop.stop(1)
-    theirs = alone[1]
-    assert theirs is not None
-    for ours, mine in zip(left.parameters(), theirs.model.parameters(), strict=True):
-        torch.testing.assert_close(ours, mine, rtol=1e-9, atol=1e-12)
+    stopped = pop.stop(1)
+    alone_member = alone[1]
+    assert alone_member is not None
+    for param, alone_param in zip(stopped.parameters(), alone_member.model.parameters(), strict=True):
+        torch.testing.assert_close(param, alone_param, rtol=1e-9, atol=1e-12)
     alone[1] = None
     run(2)
     new = net()
@@ -188,9 +190,9 @@ def test_others_are_bit_identical_whatever_happens_to_one(compiled: bool, mode: 
 
     expected = run(None)
     for name, happening in HAPPENINGS.items():
-        found = run(happening)
-        for ours, theirs in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
-            assert torch.equal(ours, theirs), name
+        result = run(happening)
+        for tensor, expected_tensor in zip([*result[0], *result[1]], [*expected[0], *expected[1]], strict=True):
+            assert torch.equal(tensor, expected_tensor), name
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -245,7 +247,7 @@ def test_a_member_that_goes_bad_is_told(compiled: bool) -> None:
 
 
 def test_a_loss_that_others_have_used_compiles_no_more() -> None:
-    """It was captured for their numbers of members, each by itself."""
+    """It was captured separately for each number of members."""
     x, y = batch()
     for members in (10, 8, 6):
         hf.per_model(F.cross_entropy)(hf.fuse([nn.Linear(4, 3).double() for _ in range(members)])(x), y)
@@ -297,8 +299,8 @@ def test_accumulation_scales_and_frozen_bases() -> None:
                 common.step()
         assert pop.ages.tolist() == [3, 0, 3]
         for member in (0, 2):
-            for ours, theirs in zip(pop.models[member].parameters(), alone[member].parameters(), strict=True):  # type: ignore[union-attr]
-                torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+            for actual, expected in zip(pop.models[member].parameters(), alone[member].parameters(), strict=True):  # type: ignore[union-attr]
+                torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
         pop.step(*batch())
         if not trained:
             assert pop.start(1, models[1]) == 1
@@ -351,7 +353,7 @@ def test_members_with_a_scaler_equal_members_alone(compiled: bool, accumulate: i
 
 def test_a_scaler_that_is_switched_off_scales_nothing() -> None:
     x, y = batch()
-    found = []
+    weights = []
     for scaler in (None, hf.optim.GradScaler(enabled=False)):
         torch.manual_seed(0)
         pop = hf.Population(
@@ -359,8 +361,8 @@ def test_a_scaler_that_is_switched_off_scales_nothing() -> None:
         )
         for _ in range(3):
             pop.step(x, y)
-        found.append([*pop.fused.parameters()])
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+        weights.append([*pop.fused.parameters()])
+    torch.testing.assert_close(*weights, rtol=1e-12, atol=1e-12)
 
 
 def test_accumulated_steps_are_compiled() -> None:
@@ -375,24 +377,28 @@ def test_accumulated_steps_are_compiled() -> None:
         compile=True,
     )
     alone = [Alone(model, rate) for model, rate in zip(models, rates, strict=True)]
-    for one, rate in zip(alone, rates, strict=True):
-        one.opt = torch.optim.SGD(one.model.parameters(), lr=rate)  # type: ignore[assignment]
+    for solo, rate in zip(alone, rates, strict=True):
+        solo.opt = torch.optim.SGD(solo.model.parameters(), lr=rate)  # type: ignore[assignment]
     for _ in range(4):
-        for one in alone:
-            one.opt.zero_grad()
+        for solo in alone:
+            solo.opt.zero_grad()
         for _ in range(3):
             x, y = batch()
             losses = pop.step(x, y)
-            for member, one in enumerate(alone):
-                loss = F.cross_entropy(one.model(x), y)
+            for member, solo in enumerate(alone):
+                loss = F.cross_entropy(solo.model(x), y)
                 torch.testing.assert_close(losses[member], loss.detach(), rtol=1e-10, atol=1e-12)
                 (loss / 3).backward()
-        for one in alone:
-            nn.utils.clip_grad_norm_(one.model.parameters(), 0.1)
-            one.opt.step()
-    for row, one in enumerate(alone):
-        for ours, theirs in zip(pop.models[row].state_dict().values(), one.model.state_dict().values(), strict=True):  # type: ignore[union-attr]
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+        for solo in alone:
+            nn.utils.clip_grad_norm_(solo.model.parameters(), 0.1)
+            solo.opt.step()
+    for row, solo in enumerate(alone):
+        for actual, expected in zip(
+            pop.models[row].state_dict().values(),  # type: ignore[union-attr]
+            solo.model.state_dict().values(),
+            strict=True,
+        ):
+            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
     assert pop._step.compilations == 1
     assert pop.ages.tolist() == [4, 4]
 
@@ -404,8 +410,8 @@ def test_an_array_that_loses_its_members_compiles_three_times() -> None:
         loss=F.cross_entropy,
     )
     alone = {tag: Alone(model, 0.1) for tag, model in zip(pop.tags, pop.models, strict=True) if model is not None}
-    for one in alone.values():
-        one.opt = torch.optim.SGD(one.model.parameters(), lr=0.1, momentum=0.9)  # type: ignore[assignment]
+    for solo in alone.values():
+        solo.opt = torch.optim.SGD(solo.model.parameters(), lr=0.1, momentum=0.9)  # type: ignore[assignment]
     widths = set()
     while pop.tags != [None]:
         for _ in range(3):
@@ -439,8 +445,8 @@ def test_compiled_members_draw_by_their_keys() -> None:
                 if compact:
                     pop.compact()
             torch.manual_seed(step)
-            found = pop.step(*batch(seed=step))
-            losses.append(torch.stack([found[pop.row(f"net {member}")] for member in stay]))
+            step_losses = pop.step(*batch(seed=step))
+            losses.append(torch.stack([step_losses[pop.row(f"net {member}")] for member in stay]))
         return losses, pop
 
     whole, pop = run(10, [1, 8], False)
@@ -450,12 +456,12 @@ def test_compiled_members_draw_by_their_keys() -> None:
     torch.testing.assert_close(narrow, whole, rtol=1e-11, atol=0)
     torch.testing.assert_close(run(12, [1, 8], True)[0], whole, rtol=1e-11, atol=0)
     x, y = batch(seed=9)
-    one, other = pop.step(x, y)
-    assert one != other
+    first, second = pop.step(x, y)
+    assert first != second
     pop.copy(0, 1)
     for _ in range(3):
-        one, other = pop.step(x, y)
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=0)
+        first, second = pop.step(x, y)
+        torch.testing.assert_close(first, second, rtol=1e-11, atol=0)
 
 
 def test_rows_come_in_blocks() -> None:
@@ -507,7 +513,7 @@ def test_metrics_of_every_member() -> None:
     models = [net() for _ in range(3)]
     pop = hf.Population(models, optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.cross_entropy)
     loader = [batch(5), batch(5), batch(3)]
-    x, y = (torch.cat([one[k] for one in loader]) for k in range(2))
+    x, y = (torch.cat([pair[k] for pair in loader]) for k in range(2))
     right = [float((model.eval()(x).argmax(1) == y).double().mean()) for model in models]
     losses = [F.cross_entropy(model(x), y).item() for model in models]
     pop.stop(1)
@@ -516,16 +522,18 @@ def test_metrics_of_every_member() -> None:
         (lambda output, target: (output.argmax(1) == target).double().mean(), right),
         (Accuracy(), right),
     ):
-        found = pop.evaluate(metric, loader)
-        assert math.isnan(found[1])
-        assert found[[0, 2]].tolist() == pytest.approx([expected[0], expected[2]], rel=1e-6)
-    own = [(x, hf.stacked([y, y, (y + 1) % 3])) for x, y in loader]
-    assert pop.evaluate(F.cross_entropy, own)[2] == pytest.approx(F.cross_entropy(models[2](x), (y + 1) % 3).item())
+        scores = pop.evaluate(metric, loader)
+        assert math.isnan(scores[1])
+        assert scores[[0, 2]].tolist() == pytest.approx([expected[0], expected[2]], rel=1e-6)
+    stacked_loader = [(x, hf.stacked([y, y, (y + 1) % 3])) for x, y in loader]
+    assert pop.evaluate(F.cross_entropy, stacked_loader)[2] == pytest.approx(
+        F.cross_entropy(models[2](x), (y + 1) % 3).item()
+    )
     assert pop.fused.training
     with pytest.raises(ValueError, match="gave no batch"):
         pop.evaluate(F.cross_entropy, [])
     with pytest.raises(ValueError, match="the metric is a list: evaluate takes first a function"):
-        pop.evaluate(own, F.cross_entropy)  # type: ignore[arg-type]
+        pop.evaluate(stacked_loader, F.cross_entropy)  # type: ignore[arg-type]
 
 
 def test_patience_stops_who_gets_no_better() -> None:
@@ -582,8 +590,8 @@ def test_errors_change_nothing(name: str) -> None:
 
 def test_options_that_are_none() -> None:
     def make(**options: Any) -> hf.Population:
-        given: dict[str, Any] = {"optimizer": lambda p: hf.optim.SGD(p, lr=0.1), "loss": F.cross_entropy}
-        return hf.Population([net(), net()], **{**given, **options})
+        defaults: dict[str, Any] = {"optimizer": lambda p: hf.optim.SGD(p, lr=0.1), "loss": F.cross_entropy}
+        return hf.Population([net(), net()], **{**defaults, **options})
 
     for options, words in (
         ({"on_nonfinite": "stop"}, 'it is "freeze", "raise" or "ignore"'),

@@ -97,9 +97,12 @@ def test_ragged_and_equal_steps_in_turn() -> None:
     batches: list[list[tuple[Tensor, Tensor]]] = [[] for _ in SIZES]
     for k in range(6):
         sizes = SIZES if k % 2 else [7] * 3
-        for own, n in zip(batches, sizes, strict=True):
-            own.append((torch.randn(n, 4), torch.randint(3, (n,))))
-        step(hf.stacked([own[-1][0] for own in batches]), hf.stacked([own[-1][1] for own in batches]))
+        for member_batches, n in zip(batches, sizes, strict=True):
+            member_batches.append((torch.randn(n, 4), torch.randint(3, (n,))))
+        step(
+            hf.stacked([member_batches[-1][0] for member_batches in batches]),
+            hf.stacked([member_batches[-1][1] for member_batches in batches]),
+        )
     assert "members' batches have different sizes" in str(step.report())
     for b, model in enumerate(models):
         alone(model, batches[b])
@@ -144,7 +147,7 @@ def test_evaluation(metric: Any) -> None:
         [(torch.randn(n, 4), torch.randint(3, (n,))) for n in sizes] for sizes in ([3, 5, 64], [7, 7, 7], [2, 1, 9])
     ]
     loader = [(hf.stacked([x for x, _ in batch]), hf.stacked([t for _, t in batch])) for batch in batches]
-    found = pop.evaluate(metric, loader)
+    scores = pop.evaluate(metric, loader)
     for b, model in enumerate(models):
         x, t = (torch.cat([batch[b][k] for batch in batches]) for k in range(2))
         if isinstance(metric, Accuracy):
@@ -153,7 +156,7 @@ def test_evaluation(metric: Any) -> None:
             expected = metric.compute()
         else:
             expected = float(metric(model(x), t).detach())
-        assert float(list(found.values())[b] if isinstance(found, dict) else found[b]) == pytest.approx(
+        assert float(list(scores.values())[b] if isinstance(scores, dict) else scores[b]) == pytest.approx(
             expected, rel=1e-9
         )
 
@@ -207,8 +210,8 @@ def test_forwards_that_differ_are_found_by_an_evaluation_of_unequal_batches() ->
     batches = [(torch.randn(3 + row % 2, 4), torch.randint(3, (3 + row % 2,))) for row in range(len(ACTS))]
     xs, ts = zip(*batches, strict=True)
     losses = pop.evaluate(F.cross_entropy, [(hf.stacked(xs), hf.stacked(ts))])
-    wanted = [F.cross_entropy(model(x), t) for model, (x, t) in zip(models, batches, strict=True)]
-    torch.testing.assert_close(losses, torch.stack(wanted).detach())
+    expected = [F.cross_entropy(model(x), t) for model, (x, t) in zip(models, batches, strict=True)]
+    torch.testing.assert_close(losses, torch.stack(expected).detach())
 
 
 def test_an_array_names_the_members_that_differ() -> None:

@@ -23,8 +23,8 @@ def net(inputs: int = 4) -> nn.Module:
 
 def population(members: int = 4, **options: Any) -> hf.Population:
     torch.manual_seed(0)
-    given: dict[str, Any] = {"optimizer": lambda p: hf.optim.AdamW(p, lr=0.01), "loss": F.cross_entropy}
-    return hf.Population([net() for _ in range(members)], **{**given, "compile": False, **options})
+    defaults: dict[str, Any] = {"optimizer": lambda p: hf.optim.AdamW(p, lr=0.01), "loss": F.cross_entropy}
+    return hf.Population([net() for _ in range(members)], **{**defaults, "compile": False, **options})
 
 
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0, 1, 2])
@@ -42,10 +42,10 @@ SEVERAL: list[Callable[[], Any]] = [
 @pytest.mark.parametrize("rows", SEVERAL)
 def test_several_rows(rows: Callable[[], Any]) -> None:
     pop = population()
-    left = pop.stop(rows())
-    assert isinstance(left, list)
-    assert (len(left), pop.tags) == (2, ["member 0", None, None, "member 3"])
-    assert pop.start(rows(), left) == [1, 2]
+    stopped = pop.stop(rows())
+    assert isinstance(stopped, list)
+    assert (len(stopped), pop.tags) == (2, ["member 0", None, None, "member 3"])
+    assert pop.start(rows(), stopped) == [1, 2]
     assert pop.tags == ["member 0", "member 4", "member 5", "member 3"]
     pop.copy(rows(), [3, 0])
 
@@ -53,10 +53,10 @@ def test_several_rows(rows: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("row", [2, -2, np.int64(2), np.array(2), torch.tensor(2)])
 def test_one_row(row: Any) -> None:
     pop = population()
-    left = pop.stop(row)
-    assert isinstance(left, nn.Module)
+    stopped = pop.stop(row)
+    assert isinstance(stopped, nn.Module)
     assert pop.tags[2] is None
-    assert pop.start(row, left) == 2
+    assert pop.start(row, stopped) == 2
     pop.copy(row, 0)
 
 
@@ -102,11 +102,11 @@ def test_nobody_joins_where_it_fails(name: str) -> None:
     [({}, False), ({"accumulate": 2}, False), ({"scaler": True}, False), ({"compile": True}, False), ({}, True)],
 )
 def test_an_update_that_fails_has_not_been(options: dict[str, Any], common: bool) -> None:
-    """A learning rate that is none is told; once it is right, the run is that in which it always was."""
+    """An invalid learning rate raises; after it is corrected, the run equals one in which it was always valid."""
 
     def run(fails: bool) -> list[Tensor]:
-        given = {**options, "scaler": hf.optim.GradScaler()} if "scaler" in options else options
-        pop = population(3, **given)
+        arguments = {**options, "scaler": hf.optim.GradScaler()} if "scaler" in options else options
+        pop = population(3, **arguments)
         if common:
             base = nn.Linear(4, 4)
             models = [nn.Sequential(base, nn.BatchNorm1d(4), nn.Linear(4, 3)) for _ in range(3)]
@@ -125,8 +125,8 @@ def test_an_update_that_fails_has_not_been(options: dict[str, Any], common: bool
         assert pop.ages.tolist() == [3, 3, 3]
         return list(pop.fused.state_dict().values())
 
-    for ours, theirs in zip(run(True), run(False), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(run(True), run(False), strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(

@@ -76,20 +76,20 @@ def test_a_weight_is_how_often_a_sample_comes(name: str) -> None:
         weights = torch.randint(3, (3, 8))
         weights[:, 0] = 1
         rows = [2, 0] if step == 2 else [0, 1, 2]
-        given: Any = weights[0] if step == 1 else weights[: len(rows)].double()
+        sample_weights: Any = weights[0] if step == 1 else weights[: len(rows)].double()
         if step == 3:
-            given = None
-        ours = pop.step(x, y, weights=given, rows=rows)
-        for place, row in enumerate(rows):
-            counts = torch.ones(8, dtype=torch.int64) if step == 3 else weights[0 if step == 1 else place]
+            sample_weights = None
+        losses = pop.step(x, y, weights=sample_weights, rows=rows)
+        for index, row in enumerate(rows):
+            counts = torch.ones(8, dtype=torch.int64) if step == 3 else weights[0 if step == 1 else index]
             optimizers[row].zero_grad()
             value = repeated(loss, alone[row](x), y, counts)
             value.backward()
             optimizers[row].step()
-            assert_close(ours[row], value.detach())
-    for model, theirs in zip(pop.models, alone, strict=True):
+            assert_close(losses[row], value.detach())
+    for model, alone_model in zip(pop.models, alone, strict=True):
         assert model is not None
-        assert_close(model.state_dict(), theirs.state_dict())
+        assert_close(model.state_dict(), alone_model.state_dict())
 
 
 def test_fractions_batches_of_own_sizes_and_updates() -> None:
@@ -119,9 +119,9 @@ def test_fractions_batches_of_own_sizes_and_updates() -> None:
             if (step + 1) % accumulate[row] == 0:
                 optimizers[row].step()
             assert_close(losses[row], value.detach())
-    for model, theirs in zip(pop.models, alone, strict=True):
+    for model, alone_model in zip(pop.models, alone, strict=True):
         assert model is not None
-        assert_close(model.state_dict(), theirs.state_dict())
+        assert_close(model.state_dict(), alone_model.state_dict())
 
 
 def test_a_removed_sample_spoils_nothing() -> None:
@@ -170,7 +170,7 @@ class Named(nn.Linear):
 
 
 @pytest.mark.parametrize("options", [{"weights": torch.ones(2)}, {"rows": [0]}])
-def test_what_forward_takes_by_the_same_name(options: dict[str, Any]) -> None:
+def test_a_forward_parameter_named_like_a_step_option_is_refused(options: dict[str, Any]) -> None:
     pop = hf.Population(
         [Named(4, 3) for _ in range(2)], optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.mse_loss, compile=False
     )
@@ -199,5 +199,5 @@ def test_weights_of_many_sizes_stay_fused() -> None:
         x, y, weights = torch.randn(count, 4, dtype=DOUBLE), labels(count), torch.rand(3, count, dtype=DOUBLE)
         losses = pop.step(x, y, weights=weights)
         for model, loss, own_weights in zip(models, losses, weights, strict=True):
-            each = F.cross_entropy(model(x), y, reduction="none")
-            torch.testing.assert_close(loss, (each * own_weights).sum().detach() / own_weights.sum())
+            sample_losses = F.cross_entropy(model(x), y, reduction="none")
+            torch.testing.assert_close(loss, (sample_losses * own_weights).sum().detach() / own_weights.sum())

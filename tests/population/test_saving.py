@@ -1,4 +1,4 @@
-"""What is saved comes back as it was: all of it, some members, the members of two saves, one in a plain model."""
+"""Saves restore the saved state: all members, some members, members of two saves, or one in a plain model."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(compiled: bool, tmp_path: Path) 
     again = Batches()
     other = hf.Population.load(tmp_path, Net, loader=again, **{**OPTIONS, "compile": compiled})
     assert other.tags == ["net 0.0", None, "net 0.2", "net 0.3"]
-    found = train(other, again, 4)
-    assert torch.equal(found[:, [0, 2, 3]], expected[:, [0, 2, 3]])
+    losses = train(other, again, 4)
+    assert torch.equal(losses[:, [0, 2, 3]], expected[:, [0, 2, 3]])
     assert same(pop, other)
     assert other.scheduler is not None
     other.start(1, Net(), lr=0.1, tag="new")
@@ -50,18 +50,18 @@ def test_some_members_and_the_members_of_two(tmp_path: Path) -> None:
         pop.save(tmp_path / str(number))
     some = hf.Population.load(tmp_path / "1", Net, tags=["net 1.2", "net 1.0"], **OPTIONS)
     assert some.tags == ["net 1.2", "net 1.0"]
-    both = hf.Population.load([tmp_path / "0", tmp_path / "1"], Net, **OPTIONS)
-    assert both.tags == [tag for pop in pops for tag in pop.tags]
-    assert both.ages.tolist() == [3, 3, 3, 4, 4, 4]
-    assert torch.equal(both.hparams["lr"][3:], pops[1].hparams["lr"])
+    merged = hf.Population.load([tmp_path / "0", tmp_path / "1"], Net, **OPTIONS)
+    assert merged.tags == [tag for pop in pops for tag in pop.tags]
+    assert merged.ages.tolist() == [3, 3, 3, 4, 4, 4]
+    assert torch.equal(merged.hparams["lr"][3:], pops[1].hparams["lr"])
     x, y = next(iter(Batches()))
-    for pop in (*pops, both, some):
+    for pop in (*pops, merged, some):
         pop.fused.eval()
     expected = [pop.step(x, y) for pop in pops]
-    torch.testing.assert_close(both.step(x, y), torch.cat(expected), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(merged.step(x, y), torch.cat(expected), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(some.step(x, y), expected[1][[2, 0]], rtol=1e-5, atol=1e-6)
-    for ours, *theirs in zip(both.fused.parameters(), *(pop.fused.parameters() for pop in pops), strict=True):
-        torch.testing.assert_close(ours.detach(), torch.cat(theirs).detach(), rtol=1e-4, atol=1e-5)
+    for merged_param, *params in zip(merged.fused.parameters(), *(pop.fused.parameters() for pop in pops), strict=True):
+        torch.testing.assert_close(merged_param.detach(), torch.cat(params).detach(), rtol=1e-4, atol=1e-5)
     with pytest.raises(hf.CheckpointError, match=r"'net 0.0' is a member in .* a merge wants every member once"):
         hf.Population.load([tmp_path / "0", tmp_path / "0"], Net, **OPTIONS)
     with pytest.raises(hf.CheckpointError, match="'nobody' is no member in"):
@@ -73,18 +73,18 @@ def test_one_member_in_a_plain_model(tmp_path: Path) -> None:
     train(pop, Batches(), 2)
     pop.save(tmp_path, extra={"note": "x"})
     model = Net()
-    found = hf.load(tmp_path, model, tags=["net 0.1"], random=False)
-    assert (found.tags, found.step, found.extra) == (["net 0.1"], 2, {"note": "x"})
-    theirs = pop.models[1]
-    assert theirs is not None
-    for (name, ours), expected in zip(model.state_dict().items(), theirs.state_dict().values(), strict=True):
-        assert torch.equal(ours, expected), name
+    loaded = hf.load(tmp_path, model, tags=["net 0.1"], random=False)
+    assert (loaded.tags, loaded.step, loaded.extra) == (["net 0.1"], 2, {"note": "x"})
+    member = pop.models[1]
+    assert member is not None
+    for (name, value), expected in zip(model.state_dict().items(), member.state_dict().values(), strict=True):
+        assert torch.equal(value, expected), name
     with pytest.raises(hf.CheckpointError, match="say which one the model shall be"):
         hf.load(tmp_path, model)
 
 
 def test_pieces_alone(tmp_path: Path) -> None:
-    """A fused module with an optimizer, a schedule of torch, and a scaler, in somebody's own loop."""
+    """A fused module with an optimizer, a torch scheduler and a scaler, in a hand-written training loop."""
     base = nn.Linear(4, 4).requires_grad_(False)
 
     def parts(seed: int) -> tuple[Any, ...]:
@@ -102,18 +102,18 @@ def test_pieces_alone(tmp_path: Path) -> None:
         scaler.update()
         scheduler.step()
 
-    ours, theirs = parts(0), parts(1)
+    saved, resumed = parts(0), parts(1)
     for _ in range(3):
-        step(*ours)
-    path = hf.save(tmp_path, *ours[:2], scheduler=ours[2], scaler=ours[3], tags=["a", "b", "c"], step=3)
+        step(*saved)
+    path = hf.save(tmp_path, *saved[:2], scheduler=saved[2], scaler=saved[3], tags=["a", "b", "c"], step=3)
     assert path.name == "save-000000000001"
-    step(*ours)
-    found = hf.load(path, *theirs[:2], scheduler=theirs[2], scaler=theirs[3])
-    assert (found.step, found.tags) == (3, ["a", "b", "c"])
-    step(*theirs)
-    for (key, one), other in zip(ours[0].state_dict().items(), theirs[0].state_dict().values(), strict=True):
-        assert torch.equal(one, other), key
-    assert ours[3].get_scale().tolist() == theirs[3].get_scale().tolist()
+    step(*saved)
+    loaded = hf.load(path, *resumed[:2], scheduler=resumed[2], scaler=resumed[3])
+    assert (loaded.step, loaded.tags) == (3, ["a", "b", "c"])
+    step(*resumed)
+    for (key, actual), expected in zip(saved[0].state_dict().items(), resumed[0].state_dict().values(), strict=True):
+        assert torch.equal(actual, expected), key
+    assert saved[3].get_scale().tolist() == resumed[3].get_scale().tolist()
     smaller = hf.fuse([nn.Sequential(base, nn.Dropout(0.1), nn.Linear(4, 3)) for _ in range(2)])
     opt = hf.optim.SGD(smaller.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4])
@@ -132,13 +132,15 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
 def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pop, begin, write = population(2), Event(), files.write
+    pop, may_write, write = population(2), Event(), files.write
     train(pop, Batches(), 1)
-    monkeypatch.setattr(files, "write", lambda *args, **options: write(*args, **options) if begin.wait(60) else None)
+    monkeypatch.setattr(
+        files, "write", lambda *args, **options: write(*args, **options) if may_write.wait(60) else None
+    )
     before = copy.deepcopy(pop)
     saving = pop.save(tmp_path, wait=False)
     train(pop, Batches(), 2)
-    begin.set()
+    may_write.set()
     saving.result()
     assert same(before, hf.Population.load(tmp_path, Net, **OPTIONS))
 
@@ -150,10 +152,10 @@ def test_nothing_but_plain_values_is_saved(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     values = {1: "a", (2, 3): {4.0}, "~": b"\x00\xff", "n": [None, True, -math.inf, np.float32(1.5), np.arange(3)]}
     pop.save(tmp_path, extra=values)
-    found = hf.load(tmp_path, pop.fused).extra
-    assert {key: found[key] for key in found if key != "n"} == {key: values[key] for key in values if key != "n"}
-    assert found["n"][:4] == [None, True, -math.inf, 1.5]
-    assert found["n"][4].tolist() == [0, 1, 2]
+    loaded = hf.load(tmp_path, pop.fused).extra
+    assert {key: loaded[key] for key in loaded if key != "n"} == {key: values[key] for key in values if key != "n"}
+    assert loaded["n"][:4] == [None, True, -math.inf, 1.5]
+    assert loaded["n"][4].tolist() == [0, 1, 2]
 
 
 def two_groups(params: Any) -> hf.optim.AdamW:
@@ -161,7 +163,7 @@ def two_groups(params: Any) -> hf.optim.AdamW:
     return hf.optim.AdamW([{"params": [first]}, {"params": others}], lr=0.1)
 
 
-def test_another_model_or_optimizer_is_told(tmp_path: Path) -> None:
+def test_another_model_or_optimizer_is_an_error_at_load(tmp_path: Path) -> None:
     pop = population(2)
     train(pop, Batches(), 1)
     pop.save(tmp_path)
@@ -228,26 +230,26 @@ def test_a_trained_array_merges_with_one_that_is_not(kind: str, last: bool, tmp_
     old.step(*batch)
     for pop, folder in zip((old, new), folders, strict=True):
         pop.save(folder)
-    both = hf.Population.load(folders[::-1] if last else folders, lambda: nn.Linear(3, 2).double(), **options())
+    merged = hf.Population.load(folders[::-1] if last else folders, lambda: nn.Linear(3, 2).double(), **options())
     for _ in range(3):
-        for pop in (old, new, both):
+        for pop in (old, new, merged):
             pop.step(*batch)
     for pop in (old, new):
         for tag in pop.tags:
-            ours, theirs = both.models[both.row(tag)], pop.models[pop.row(tag)]
-            for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
-    assert sorted(both.ages.tolist()) == [3, 4, 4]
+            merged_member, member = merged.models[merged.row(tag)], pop.models[pop.row(tag)]
+            for actual, expected in zip(merged_member.parameters(), member.parameters(), strict=True):
+                torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
+    assert sorted(merged.ages.tolist()) == [3, 4, 4]
 
 
 def test_a_free_row_may_have_the_model_of_a_member_at_load(tmp_path: Path) -> None:
     base = nn.Linear(3, 3).requires_grad_(False)
     models = {f"member {b}": nn.Sequential(base, nn.Linear(3, 2)) for b in range(3)}
-    given: dict[str, Any] = {"optimizer": partial(hf.optim.SGD, lr=0.1), "loss": F.mse_loss, "compile": False}
-    pop = hf.Population(list(models.values()), **given)
+    options: dict[str, Any] = {"optimizer": partial(hf.optim.SGD, lr=0.1), "loss": F.mse_loss, "compile": False}
+    pop = hf.Population(list(models.values()), **options)
     pop.stop(1)
     pop.save(tmp_path / "pop")
-    loaded = hf.Population.load(tmp_path / "pop", lambda tag: models[tag], **given)
+    loaded = hf.Population.load(tmp_path / "pop", lambda tag: models[tag], **options)
     assert loaded.tags == ["member 0", None, "member 2"]
     # The base is still one for all.
     assert loaded.fused.get_parameter("0.weight").shape == (3, 3)
@@ -257,10 +259,10 @@ def test_a_free_row_may_have_the_model_of_a_member_at_load(tmp_path: Path) -> No
 
 def test_members_that_join_after_a_load_begin_as_those_before_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    given: dict[str, Any] = {"loss": F.mse_loss, "compile": False}
-    pop = hf.Population([nn.Linear(3, 2) for _ in range(2)], optimizer=partial(hf.optim.SGD, lr=0.25), **given)
+    options: dict[str, Any] = {"loss": F.mse_loss, "compile": False}
+    pop = hf.Population([nn.Linear(3, 2) for _ in range(2)], optimizer=partial(hf.optim.SGD, lr=0.25), **options)
     pop.step(torch.randn(4, 3), torch.randn(4, 2))
     pop.save(tmp_path)
-    again = hf.Population.load(tmp_path, lambda: nn.Linear(3, 2), optimizer=partial(hf.optim.SGD, lr=0.5), **given)
+    again = hf.Population.load(tmp_path, lambda: nn.Linear(3, 2), optimizer=partial(hf.optim.SGD, lr=0.5), **options)
     row = again.start(None, nn.Linear(3, 2))
     assert again.hparams["lr"][row] == 0.25

@@ -38,8 +38,8 @@ def test_like(name: str) -> None:
 
 def test_tensors_do_not_overlap() -> None:
     arena = SharedArena(sum(map(arena_bytes, TENSORS.values())))
-    made = {name: arena.like(tensor) for name, tensor in TENSORS.items()}
-    for name, tensor in made.items():
+    copies = {name: arena.like(tensor) for name, tensor in TENSORS.items()}
+    for name, tensor in copies.items():
         assert torch.equal(tensor, TENSORS[name])
 
 

@@ -84,10 +84,10 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 SCALES = {"loss": 1.0}
 
 
-def population(processes: int, made: list[nn.Module] | None = None, **options: Any) -> hf.Population:
+def population(processes: int, members: list[nn.Module] | None = None, **options: Any) -> hf.Population:
     make = lambda p: hf.optim.AdamW(p, lr=0.01)  # noqa: E731
     options = {"loss": cross_entropy, "optimizer": make, "clip_norm": 0.5, **options}
-    return hf.Population(models() if made is None else made, processes=processes, **options)
+    return hf.Population(models() if members is None else members, processes=processes, **options)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -109,12 +109,12 @@ def lived(processes: int, change: Callable[[hf.Population, int], None], **option
         change(pop, step)
         losses.append(pop.step(*batch(step)))
         held += [None if model is None else [p.grad for p in model.parameters()] for model in pop.models]
-    seen = [None if model is None else model.state_dict() for model in pop.models]
-    return pop, (losses, seen, held, pop.ages, torch.rand(2))
+    states = [None if model is None else model.state_dict() for model in pop.models]
+    return pop, (losses, states, held, pop.ages, torch.rand(2))
 
 
-def same(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+def same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def nothing(pop: hf.Population, step: int) -> None:
@@ -191,24 +191,24 @@ CHANGES: dict[str, Callable[[hf.Population, int], None]] = {
 def test_the_same_bits_as_in_one_process(change: str) -> None:
     try:
         alone, expected = lived(0, CHANGES[change])
-        spread, seen = lived(3, CHANGES[change])
+        spread, actual = lived(3, CHANGES[change])
     finally:
         globals()["FACTOR"] = SCALES["loss"] = 1.0
     assert forks(alone) is None
     assert forks(spread) is not None
-    same(seen, expected)
+    same(actual, expected)
 
 
 @pytest.mark.parametrize("options", [{"on_nonfinite": "raise"}, {"on_nonfinite": "ignore"}, {"accumulate": 2}])
 def test_options(options: dict[str, Any]) -> None:
     _, expected = lived(0, nothing, **options)
-    spread, seen = lived(3, nothing, **options)
+    spread, actual = lived(3, nothing, **options)
     assert (forks(spread) is None) is ("accumulate" in options)
-    same(seen, expected)
+    same(actual, expected)
 
 
 @pytest.mark.parametrize("mode", ["freeze", "raise"])
-def test_who_goes_bad_keeps_its_buffers(mode: Any) -> None:
+def test_a_member_that_becomes_nonfinite_keeps_its_buffers(mode: Any) -> None:
     results = []
     for processes in (0, 3):
         pop = population(processes, on_nonfinite=mode)
@@ -276,8 +276,8 @@ def test_a_process_that_is_killed() -> None:
             assert process.pid is not None
             os.kill(process.pid, signal.SIGKILL)
 
-    _, seen = lived(3, at_third(kill))
-    same(seen, expected)
+    _, actual = lived(3, at_third(kill))
+    same(actual, expected)
 
 
 class Failing(Dense):

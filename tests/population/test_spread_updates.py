@@ -59,18 +59,18 @@ def nothing(pop: hf.Population, step: int) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str) -> None:
     _, expected = lived(0, nothing, optimizer=OPTIMIZERS[name])
-    _, seen = lived(3, nothing, optimizer=OPTIMIZERS[name])
-    same(seen, expected)
+    _, actual = lived(3, nothing, optimizer=OPTIMIZERS[name])
+    same(actual, expected)
 
 
 def test_updates_are_made_where_steps_are() -> None:
     pop = population(3, [*models(), nn.Linear(4, 3), nn.Linear(4, 3)])
     for step in range(3):
         pop.step(*batch(step))
-    known = forks(pop)
-    numbers = [number for share in known.shares for number in share.numbers]
+    processes = forks(pop)
+    numbers = [number for share in processes.shares for number in share.numbers]
     assert len(numbers) > 1
-    assert {int(known.members[number][1].progress) for number in numbers} == {2}
+    assert {int(processes.members[number][1].progress) for number in numbers} == {2}
     assert pop.groups[-1].kind == "array"
 
 
@@ -113,8 +113,8 @@ def halved(optimizer: Any, *_: Any) -> None:
 @pytest.mark.parametrize("change", [rates, betas, flags, reloaded, hooked])
 def test_changes_of_an_optimizer(change: Callable[[hf.Population, int], object]) -> None:
     _, expected = lived(0, change)
-    _, seen = lived(3, change)
-    same(seen, expected)
+    _, actual = lived(3, change)
+    same(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_changes_of_an_optimizer(change: Callable[[hf.Population, int], object])
 )
 def test_schedules_and_limits(options: dict[str, Any]) -> None:
     _, expected = lived(0, nothing, **options)
-    _, seen = lived(3, nothing, **options)
-    same(seen, expected)
+    _, actual = lived(3, nothing, **options)
+    same(actual, expected)
 
 
 class Killed(nn.Module):
@@ -160,11 +160,11 @@ def test_a_process_that_ends_in_a_forward() -> None:
 
 
 def test_a_process_that_ends_in_an_update_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    parent, made, update = os.getpid(), [0], PlainMember.make_update
+    parent, update_count, update = os.getpid(), [0], PlainMember.make_update
 
     def make_update(member: PlainMember) -> None:
-        made[0] += os.getpid() != parent
-        if made[0] == 3:
+        update_count[0] += os.getpid() != parent
+        if update_count[0] == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         update(member)
 
@@ -188,7 +188,7 @@ class Interrupting(Dense):
 
 
 def test_an_interrupt_leaves_every_member_at_a_step() -> None:
-    """Those that processes were computing have made the update and counted it, or neither."""
+    """Each member in a worker process has either made and counted the update, or done neither."""
     pop = population(2, [*models(), Interrupting(4), Interrupting(5)])
     for step in range(3):
         pop.step(*batch(step))

@@ -23,11 +23,11 @@ def adamw(params: Any) -> Any:
     return hf.optim.AdamW(params, lr=0.01)
 
 
-def made(kinds: Sequence[int] = KINDS, **given: Any) -> tuple[hf.Population, list[Alone | None]]:
+def made(kinds: Sequence[int] = KINDS, **overrides: Any) -> tuple[hf.Population, list[Alone | None]]:
     torch.manual_seed(0)
     models = [variant(kind) for kind in kinds]
     alone: list[Alone | None] = [Alone(copy.deepcopy(model)) for model in models]
-    options = {"optimizer": adamw, "loss": F.cross_entropy, "compile": False} | given
+    options = {"optimizer": adamw, "loss": F.cross_entropy, "compile": False} | overrides
     return hf.Population(hf.fuse(models), **options), alone
 
 
@@ -38,17 +38,17 @@ def step(pop: hf.Population, alone: Sequence[Alone | None], rows: Sequence[int] 
         for row, member in enumerate(alone):
             if member is not None and (rows is None or row in rows):
                 close(losses[row], member.step(x, y))
-    for one, member in zip(pop.models, alone, strict=True):
+    for model, member in zip(pop.models, alone, strict=True):
         if member is not None:
-            assert one is not None
-            same(one, member.model)
+            assert model is not None
+            same(model, member.model)
 
 
-def same(one: nn.Module, other: nn.Module) -> None:
-    ours, theirs = one.state_dict(), other.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        close(value, theirs[name])
+def same(actual: nn.Module, expected: nn.Module) -> None:
+    actual_state, expected_state = actual.state_dict(), expected.state_dict()
+    assert actual_state.keys() == expected_state.keys()
+    for name, value in actual_state.items():
+        close(value, expected_state[name])
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -187,9 +187,9 @@ def test_weights_of_variants() -> None:
     step(pop, alone)
     before = [copy.deepcopy(pop.best[row]) for row in range(4)]
     pop.best.restore()
-    for one, model in zip(pop.models, before, strict=True):
-        assert one is not None
-        same(one, model)
+    for restored, model in zip(pop.models, before, strict=True):
+        assert restored is not None
+        same(restored, model)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

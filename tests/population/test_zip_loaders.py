@@ -30,10 +30,10 @@ def test_members_with_loaders_of_their_own_equal_members_alone() -> None:
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
-        mine = pop.models[row]
-        assert mine is not None
-        for ours, theirs in zip(mine.state_dict().values(), model.state_dict().values(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+        member = pop.models[row]
+        assert member is not None
+        for actual, expected in zip(member.state_dict().values(), model.state_dict().values(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
     assert pop.ages.tolist() == [6, 2, 3]
 
 
@@ -42,8 +42,8 @@ BATCH = (torch.zeros(2, 3), torch.zeros(2))
 
 def test_rounds() -> None:
     loaders = [[BATCH] * 2, [BATCH], [(torch.zeros(1, 3), torch.zeros(1))]]
-    found = [rows for *_, rows in hf.zip_loaders(loaders, epochs=[1, 1, 2], rows=[4, 0, 2])]
-    assert found == [[4, 0], [2], [4], [2]]
+    rounds = [rows for *_, rows in hf.zip_loaders(loaders, epochs=[1, 1, 2], rows=[4, 0, 2])]
+    assert rounds == [[4, 0], [2], [4], [2]]
     assert list(hf.zip_loaders([])) == []
     assert list(hf.zip_loaders([[BATCH]], epochs=0)) == []
 

@@ -116,20 +116,20 @@ SCHEDULES: dict[str, Make] = {
 
 @dataclass
 class Options:
-    """What a walk keeps from its begin to its end."""
+    """The settings of a walk, fixed from start to end."""
 
     model: str
     optimizer: str
     scheduled: bool
     scaled: bool
     accumulate: tuple[int, ...]
-    """What members begin with, one of these each."""
+    """The numbers of calls per update from which each member's initial value is drawn."""
     clip_norm: bool
     clip_value: bool
     mode: Any
     compile: bool
     one_limit: bool = False
-    """All members begin with the same limits, and those who join are given none."""
+    """If true, all members start with the same limits, and members that join are given none."""
 
     @staticmethod
     def drawn(draw: random.Random, compile: bool, model: str | None) -> Options:
@@ -150,7 +150,7 @@ class Options:
 
 @dataclass
 class Alone:
-    """What a member of the population is by itself."""
+    """Reference for one member: the same model trained alone with torch."""
 
     model: nn.Module
     options: Options
@@ -160,12 +160,12 @@ class Alone:
     value: float = math.inf
     accumulate: int = 1
     kind: int | None = None
-    """Of a member that may differ from others in submodules."""
+    """The variant, for a member that may differ from others in submodules."""
     age: int = 0
     calls: int = 0
-    """Of the present update."""
+    """Number of calls made so far in the present update."""
     before: list[Tensor] = field(default_factory=list)
-    """The buffers at its begin."""
+    """The buffers at the start of the present update."""
 
     def __post_init__(self) -> None:
         kind, more = OPTIMIZERS[self.options.optimizer]
@@ -175,20 +175,20 @@ class Alone:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3) if self.options.scaled else None
 
     def twin(self) -> Alone:
-        made = copy.copy(self)
-        made.model = own_copy(self.model)
-        made.__post_init__()
-        for ours, theirs in zip(made.trained, self.trained, strict=True):
-            ours.grad = None if theirs.grad is None else theirs.grad.clone()
-        made.opt.load_state_dict(copy.deepcopy(self.opt.state_dict()))
-        for ours, theirs in zip(made.trained, self.trained, strict=True):
+        twin = copy.copy(self)
+        twin.model = own_copy(self.model)
+        twin.__post_init__()
+        for twin_param, param in zip(twin.trained, self.trained, strict=True):
+            twin_param.grad = None if param.grad is None else param.grad.clone()
+        twin.opt.load_state_dict(copy.deepcopy(self.opt.state_dict()))
+        for twin_param, param in zip(twin.trained, self.trained, strict=True):
             # Torch makes NAdam's product float64 when it loads it.
-            made.opt.state[ours] = copy.deepcopy(self.opt.state.get(theirs, {}))
-        if made.scheduler is not None and self.scheduler is not None:
-            made.scheduler.load_state_dict(copy.deepcopy(self.scheduler.state_dict()))
-        if made.scaler is not None and self.scaler is not None and self.age:
-            made.scaler.load_state_dict(self.scaler.state_dict())
-        return made
+            twin.opt.state[twin_param] = copy.deepcopy(self.opt.state.get(param, {}))
+        if twin.scheduler is not None and self.scheduler is not None:
+            twin.scheduler.load_state_dict(copy.deepcopy(self.scheduler.state_dict()))
+        if twin.scaler is not None and self.scaler is not None and self.age:
+            twin.scaler.load_state_dict(self.scaler.state_dict())
+        return twin
 
     def call(self, x: Tensor, y: Tensor) -> tuple[Tensor, bool]:
         """The loss of a call, and whether it was the last one of an update."""
@@ -245,7 +245,7 @@ class Walk:
         members = [self.member() for _ in range(self.draw.choice([2, 3, 5, 9] if differ else [1, 2, 3, 5, 9]))]
         tags = [self.name() for _ in members]
         self.alone = dict(zip(tags, members, strict=True))
-        models = [own_copy(one.model) for one in members]
+        models = [own_copy(member.model) for member in members]
         self.pop = hf.Population(hf.fuse(models) if differ else models, **self.given(tags), tags=tags)
         self.set_rates(range(len(members)))
 
@@ -254,46 +254,46 @@ class Walk:
         return f"{self.draw.choice(['ä', 'a/b', '..', 'x' * 300, '[red]'])} {self.names}"
 
     def member(self) -> Alone:
-        own, draw = self.options, self.draw
+        options, draw = self.options, self.draw
         kind = None
-        if own.model == "variants":
+        if options.model == "variants":
             # The first two differ.
             kind = self.names if self.names < 2 else draw.randrange(12)
             self.names += 1
         return Alone(
-            MODELS[own.model]() if kind is None else variant(kind),
-            own,
+            MODELS[options.model]() if kind is None else variant(kind),
+            options,
             draw.choice([0.001, 0.01, 0.03]),
-            draw.choice(list(SCHEDULES.values())) if own.scheduled else None,
-            draw.choice([0.1] if own.one_limit else [0.1, 1.0]) if own.clip_norm else math.inf,
-            draw.choice([0.01] if own.one_limit else [0.01, 0.1]) if own.clip_value else math.inf,
-            draw.choice(own.accumulate),
+            draw.choice(list(SCHEDULES.values())) if options.scheduled else None,
+            draw.choice([0.1] if options.one_limit else [0.1, 1.0]) if options.clip_norm else math.inf,
+            draw.choice([0.01] if options.one_limit else [0.01, 0.1]) if options.clip_value else math.inf,
+            draw.choice(options.accumulate),
             kind,
         )
 
     def given(self, rows: Sequence[str | None]) -> dict[str, Any]:
         """The options of a population of these members."""
-        own = self.options
-        kind, more = OPTIMIZERS[own.optimizer]
+        options = self.options
+        kind, more = OPTIMIZERS[options.optimizer]
         any_one = next(iter(self.alone.values()))
         members = [any_one if tag is None else self.alone[tag] for tag in rows]
         return {
             "optimizer": lambda params: getattr(hf.optim, kind)(params, lr=0.01, **more),
             "loss": F.cross_entropy,
-            "scheduler": [one.make for one in members] if own.scheduled else None,
-            "scaler": hf.optim.GradScaler(init_scale=64.0, growth_interval=3) if own.scaled else None,
-            "clip_norm": self.limits([one.norm for one in members]) if own.clip_norm else None,
-            "clip_value": self.limits([one.value for one in members]) if own.clip_value else None,
-            "accumulate": [one.accumulate for one in members],
-            "on_nonfinite": own.mode,
-            "compile": own.compile,
+            "scheduler": [member.make for member in members] if options.scheduled else None,
+            "scaler": hf.optim.GradScaler(init_scale=64.0, growth_interval=3) if options.scaled else None,
+            "clip_norm": self.limits([member.norm for member in members]) if options.clip_norm else None,
+            "clip_value": self.limits([member.value for member in members]) if options.clip_value else None,
+            "accumulate": [member.accumulate for member in members],
+            "on_nonfinite": options.mode,
+            "compile": options.compile,
         }
 
     def limits(self, values: list[float]) -> float | list[float]:
         return values[0] if self.options.one_limit else values
 
     def set_rates(self, rows: Sequence[int]) -> None:
-        """Rates of the members' own before the first step: their schedules begin anew from there."""
+        """Set a learning rate for each member before the first step; its schedule restarts from that rate."""
         for row in rows:
             self.pop.hparams["lr"][row] = self.alone[self.tag(row)].lr
         if self.pop.scheduler is not None:
@@ -343,7 +343,7 @@ class Walk:
             self.step_rows(self.draw.sample(self.live, self.draw.randint(1, len(self.live))))
 
     def step_rows(self, chosen: list[int] | None, sick: str | None = None) -> None:
-        """``sick``: who is about to freeze."""
+        """Step some rows. ``sick``: the member that is about to freeze."""
         rows = list(range(len(self.pop))) if chosen is None else chosen
         x, y, batches = self.batch(len(rows))
         others = [row for row in range(len(self.pop)) if row not in rows]
@@ -351,8 +351,8 @@ class Walk:
         stepped = list(self.pop.optimizer.state)
         before = [tensor[others].clone() for tensor in self.tensors(stepped)]
         losses = self.pop.step(x, y, rows=chosen)
-        for mine, theirs in zip(self.tensors(stepped), before, strict=True):
-            assert torch.equal(mine[others].nan_to_num(7.0), theirs.nan_to_num(7.0))
+        for current, previous in zip(self.tensors(stepped), before, strict=True):
+            assert torch.equal(current[others].nan_to_num(7.0), previous.nan_to_num(7.0))
         assert bool(losses[others].isnan().all())
         metrics, updated = torch.zeros(len(self.pop)), []
         for row, batch in zip(rows, batches, strict=True):
@@ -374,48 +374,48 @@ class Walk:
             self.check()
 
     def tensors(self, stepped: Sequence[Tensor]) -> list[Tensor]:
-        """What members have by themselves, with the moments and counts of parameters that were ``stepped``."""
+        """Return the per-member tensors, with the moments and step counts of parameters that were ``stepped``."""
         fused, state = self.pop.fused, self.pop.optimizer.state
         shared = fused._array.comparison.shared
-        own = [tensor for name, tensor in fused.stacks.items() if name not in shared]
-        return own + [value for param in stepped for value in state[param].values()]
+        stacked = [tensor for name, tensor in fused.stacks.items() if name not in shared]
+        return stacked + [value for param in stepped for value in state[param].values()]
 
     def check(self) -> None:
         rates = self.pop.hparams["lr"].tolist()
         for row in self.live:
-            one, model = self.alone[self.tag(row)], self.pop.models[row]
+            member, model = self.alone[self.tag(row)], self.pop.models[row]
             assert model is not None
-            assert self.pop.ages[row] == one.age, (self.pop.ages, one.age)
-            self.close(*(torch.tensor(rate, dtype=DOUBLE) for rate in (rates[row], one.opt.param_groups[0]["lr"])))
-            for ours, theirs in zip(model.state_dict().values(), one.model.state_dict().values(), strict=True):
-                self.close(ours, theirs)
+            assert self.pop.ages[row] == member.age, (self.pop.ages, member.age)
+            self.close(*(torch.tensor(rate, dtype=DOUBLE) for rate in (rates[row], member.opt.param_groups[0]["lr"])))
+            for actual, expected in zip(model.state_dict().values(), member.model.state_dict().values(), strict=True):
+                self.close(actual, expected)
 
-    def close(self, ours: Tensor, theirs: Tensor) -> None:
-        gap = ((ours.detach() - theirs.detach()).abs() / (1 + theirs.detach().abs())).max()
+    def close(self, actual: Tensor, expected: Tensor) -> None:
+        gap = ((actual.detach() - expected.detach()).abs() / (1 + expected.detach().abs())).max()
         self.worst = max(self.worst, 0.0 if math.isnan(gap) else float(gap))
-        torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=BOUND, atol=BOUND, equal_nan=True)
+        torch.testing.assert_close(actual.detach(), expected.detach(), rtol=BOUND, atol=BOUND, equal_nan=True)
 
     def stop(self) -> None:
         rows = self.draw.sample(self.live, self.draw.randint(0, max(0, min(3, len(self.live) - 1))))
         models = self.pop.stop(rows)
-        gone = [tag for tag in self.alone if tag not in self.pop.tags]
-        assert len(gone) == len(rows)
-        by_weights = [self.alone.pop(tag) for tag in gone]
+        stopped = [tag for tag in self.alone if tag not in self.pop.tags]
+        assert len(stopped) == len(rows)
+        by_weights = [self.alone.pop(tag) for tag in stopped]
         for model in models:
-            assert any(_alike(model, one.model) for one in by_weights)
-        self.frozen -= set(gone)
+            assert any(_alike(model, member.model) for member in by_weights)
+        self.frozen -= set(stopped)
 
     def start(self) -> None:
-        one, tag = self.member(), self.name()
-        more: dict[str, Any] = {"lr": one.lr, "accumulate": one.accumulate}
+        member, tag = self.member(), self.name()
+        more: dict[str, Any] = {"lr": member.lr, "accumulate": member.accumulate}
         if self.options.scheduled:
-            more["scheduler"] = one.make
+            more["scheduler"] = member.make
         for name in ("norm", "value"):
             if getattr(self.options, f"clip_{name}") and not self.options.one_limit:
-                more[f"clip_{name}"] = getattr(one, name)
+                more[f"clip_{name}"] = getattr(member, name)
         row = self.draw.choice([None, *self.free])
-        self.pop.start(row, own_copy(one.model), tag=tag, **more)
-        self.alone[tag] = one
+        self.pop.start(row, own_copy(member.model), tag=tag, **more)
+        self.alone[tag] = member
 
     def copy(self) -> None:
         healthy = [row for row in self.live if self.tag(row) not in self.frozen]
@@ -451,14 +451,14 @@ class Walk:
     def evaluate(self) -> None:
         """Of batches of unlike sizes."""
         batches = [(torch.randn(n, 5, dtype=DOUBLE), torch.randint(3, (n,))) for n in (4, 4, 1)]
-        found = self.pop.evaluate(F.cross_entropy, batches)
-        x, y = (torch.cat([one[place] for one in batches]) for place in range(2))
+        metrics = self.pop.evaluate(F.cross_entropy, batches)
+        x, y = (torch.cat([batch[index] for batch in batches]) for index in range(2))
         for row, tag in enumerate(self.pop.tags):
             if tag is None:
-                assert math.isnan(found[row])
+                assert math.isnan(metrics[row])
             elif tag not in self.frozen:
                 model = self.alone[tag].model.eval()
-                self.close(found[row], F.cross_entropy(model(x), y))
+                self.close(metrics[row], F.cross_entropy(model(x), y))
                 model.train()
 
     def reload(self) -> None:
@@ -478,9 +478,9 @@ class Walk:
             if self.options.model == "variants":
                 make = self.alike
             self.pop = hf.Population.load(folder, make, tags=names, **self.given(rows))
-        kept = set(tags if names is None else names)
-        self.alone = {tag: one for tag, one in self.alone.items() if tag in kept}
-        self.frozen &= kept
+        loaded_tags = set(tags if names is None else names)
+        self.alone = {tag: member for tag, member in self.alone.items() if tag in loaded_tags}
+        self.frozen &= loaded_tags
         assert self.pop.tags == rows
 
     def alike(self, tag: str) -> nn.Module:
@@ -493,20 +493,20 @@ class Walk:
         self.pop = copy.deepcopy(self.pop)
 
     def poison(self) -> None:
-        """A weight that is NaN; where that is told, the member leaves."""
+        """Set a weight to NaN; with ``on_nonfinite="raise"`` the member is then stopped."""
         if self.options.scaled or self.options.mode == "ignore" or len(self.live) < 2:
             return
         row = self.draw.choice(self.live)
         tag = self.tag(row)
-        own = dict(self.alone[tag].model.named_parameters())
-        name = self.draw.choice([n for n, p in own.items() if p.requires_grad and "norm" not in n])
+        parameters = dict(self.alone[tag].model.named_parameters())
+        name = self.draw.choice([n for n, p in parameters.items() if p.requires_grad and "norm" not in n])
         with torch.no_grad():
-            leading(self.pop.fused.get_parameter(name)[row], own[name].shape).fill_(math.nan)
-            own[name].fill_(math.nan)
+            leading(self.pop.fused.get_parameter(name)[row], parameters[name].shape).fill_(math.nan)
+            parameters[name].fill_(math.nan)
         if tag in self.frozen:
             return
-        one = self.alone[tag]
-        for _ in range(one.accumulate - one.calls - (self.options.mode == "raise")):
+        member = self.alone[tag]
+        for _ in range(member.accumulate - member.calls - (self.options.mode == "raise")):
             self.step_rows(None, tag)
         if self.options.mode == "raise":
             x, y, _ = self.batch(len(self.pop))
@@ -517,13 +517,13 @@ class Walk:
             self.pop.stop(row)
             del self.alone[tag]
             return
-        one.forget_calls()
+        member.forget_calls()
         self.frozen.add(tag)
         self.step()
 
 
-def _alike(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+def _alike(first: nn.Module, second: nn.Module) -> bool:
+    pairs = zip(first.state_dict().values(), second.state_dict().values(), strict=True)
     return all(torch.allclose(a, b, rtol=1e-9, atol=1e-10, equal_nan=True) for a, b in pairs)
 
 
@@ -536,7 +536,7 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    begin, worst, acts = time.monotonic(), 0.0, 0
+    start, worst, acts = time.monotonic(), 0.0, 0
     for seed in range(options.seed, options.seed + options.walks):
         walk = Walk(seed, options.compiled, options.model)
         try:
@@ -546,7 +546,7 @@ def main() -> None:
             raise
         worst, acts = max(worst, walk.worst), acts + len(walk.acts)
     print(
-        f"{options.walks} walks of {acts} acts equal: worst difference {worst:.1e} ({time.monotonic() - begin:.0f} s)"
+        f"{options.walks} walks of {acts} acts equal: worst difference {worst:.1e} ({time.monotonic() - start:.0f} s)"
     )
 
 

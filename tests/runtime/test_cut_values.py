@@ -21,9 +21,9 @@ def spilled(values: dict[str, Any]) -> Bundle:
 
 
 def restored(bundle: Bundle, names: list[str]) -> dict[str, Any]:
-    found, moves = restore(bundle, names, CPU)
+    values, moves = restore(bundle, names, CPU)
     copy_now(moves)
-    return found
+    return values
 
 
 BASE = torch.arange(24.0).view(4, 6)
@@ -46,45 +46,45 @@ TENSORS = {
 @pytest.mark.parametrize("kind", TENSORS)
 def test_a_tensor_comes_back_with_its_strides(kind: str) -> None:
     tensor = TENSORS[kind]
-    found = restored(spilled({"x": tensor}), ["x"])["x"]
-    assert torch.equal(found, tensor)
-    assert (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
-    assert found.storage_offset() == tensor.storage_offset()
-    assert not tensor.numel() or found.data_ptr() != tensor.data_ptr()
+    result = restored(spilled({"x": tensor}), ["x"])["x"]
+    assert torch.equal(result, tensor)
+    assert (result.dtype, result.shape, result.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert result.storage_offset() == tensor.storage_offset()
+    assert not tensor.numel() or result.data_ptr() != tensor.data_ptr()
 
 
 def test_tensors_of_one_storage_share_it_again_and_move_once() -> None:
     values = {"x": BASE, "rows": (BASE[1], BASE[2:]), "other": torch.ones(3)}
     bundle = spilled(values)
     assert sum(bundle.sizes) == BASE.nbytes + 12
-    found = restored(bundle, ["rows", "x"])
-    assert list(found) == ["rows", "x"]
-    found["x"].zero_()
-    assert not any(row.any() for row in found["rows"])
+    result = restored(bundle, ["rows", "x"])
+    assert list(result) == ["rows", "x"]
+    result["x"].zero_()
+    assert not any(row.any() for row in result["rows"])
     assert BASE.any()
-    assert len({tensor.untyped_storage().data_ptr() for tensor in leaves([found["x"], found["rows"]], Tensor)}) == 1
+    assert len({tensor.untyped_storage().data_ptr() for tensor in leaves([result["x"], result["rows"]], Tensor)}) == 1
 
 
 def test_empty_storages_are_no_shared_storage() -> None:
     values = {"a": torch.empty(0), "b": torch.empty(0, 2), "c": torch.ones(2)}
-    found = restored(spilled(values), ["a", "b", "c"])
-    assert [tensor.shape for tensor in found.values()] == [(0,), (0, 2), (2,)]
-    assert torch.equal(found["c"], torch.ones(2))
+    result = restored(spilled(values), ["a", "b", "c"])
+    assert [tensor.shape for tensor in result.values()] == [(0,), (0, 2), (2,)]
+    assert torch.equal(result["c"], torch.ones(2))
 
 
 def test_nests_numbers_and_need_of_gradients() -> None:
     leaf = torch.ones(2, requires_grad=True)
     values = {"nest": [1, (leaf, None), "a", BASE], "number": 2.5}
     bundle = spilled(values)
-    found = restored(bundle, ["nest", "number"])
-    assert found["number"] == 2.5
-    one, (inner, nothing), word, plain = found["nest"]
-    assert (one, nothing, word) == (1, None, "a")
+    result = restored(bundle, ["nest", "number"])
+    assert result["number"] == 2.5
+    number, (inner, nothing), word, plain = result["nest"]
+    assert (number, nothing, word) == (1, None, "a")
     assert inner.requires_grad
     assert inner.is_leaf
     assert not plain.requires_grad
-    assert isinstance(found["nest"], list)
-    assert isinstance(found["nest"][1], tuple)
+    assert isinstance(result["nest"], list)
+    assert isinstance(result["nest"][1], tuple)
 
 
 def test_the_bundle_is_a_copy() -> None:
@@ -98,21 +98,21 @@ def test_the_bundle_is_a_copy() -> None:
 
 def test_torchs_named_tuples_keep_their_class() -> None:
     value = torch.ones(3, 2).max(0)
-    found = restored(spilled({"x": value}), ["x"])["x"]
-    assert type(found) is torch.return_types.max
-    assert torch.equal(found[0], value[0])
+    result = restored(spilled({"x": value}), ["x"])["x"]
+    assert type(result) is torch.return_types.max
+    assert torch.equal(result[0], value[0])
 
 
 def test_detached_values_are_new_leaves_that_need_what_they_needed() -> None:
     weight = torch.ones(2, requires_grad=True)
     values = {"x": [weight * 2, BASE], "n": 3, "y": weight}
-    found = detached(values)
-    assert found["n"] == 3
-    assert all(leaf.is_leaf for leaf in leaves(found, Tensor))
-    places = tracked(found)
-    assert list(places) == ["x #0", "y #0"] == list(tracked(values))
-    assert places["x #0"].data_ptr() == values["x"][0].data_ptr()
-    assert places["y #0"] is not weight
+    result = detached(values)
+    assert result["n"] == 3
+    assert all(leaf.is_leaf for leaf in leaves(result, Tensor))
+    tensors = tracked(result)
+    assert list(tensors) == ["x #0", "y #0"] == list(tracked(values))
+    assert tensors["x #0"].data_ptr() == values["x"][0].data_ptr()
+    assert tensors["y #0"] is not weight
 
 
 def test_values_of_one_form_take_the_place_of_those_before() -> None:

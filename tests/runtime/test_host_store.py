@@ -61,11 +61,11 @@ def test_load_gives_what_is_at_home(home: HostStore, sections: tuple[Section, ..
         expected = tensors()[section]
         assert list(copy.views[section]) == list(expected)
         for name, tensor in expected.items():
-            found = copy.views[section][name]
-            assert torch.equal(found, tensor)
-            assert found.is_contiguous()
-            assert found.dtype is tensor.dtype
-            assert not found.numel() or found.data_ptr() % ALIGNMENT == 0
+            view = copy.views[section][name]
+            assert torch.equal(view, tensor)
+            assert view.is_contiguous()
+            assert view.dtype is tensor.dtype
+            assert not view.numel() or view.data_ptr() % ALIGNMENT == 0
     copy.views[sections[0]]["w"].zero_()
     assert torch.equal(home.views[sections[0]]["w"], tensors()[sections[0]]["w"])
 

@@ -9,11 +9,11 @@ from hfusion.runtime.process import Gate
 
 
 def test_many_compute_at_a_time() -> None:
-    gate, both = Gate(), Barrier(2)
+    gate, barrier = Gate(), Barrier(2)
 
     def compute() -> int:
         with gate.computing():
-            return both.wait()
+            return barrier.wait()
 
     with ThreadPoolExecutor(2) as pool:
         assert sorted(job.result() for job in [pool.submit(compute), pool.submit(compute)]) == [0, 1]
@@ -22,7 +22,7 @@ def test_many_compute_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [("computing", "exclusive"), ("exclusive", "computing"), ("exclusive", "exclusive")]
 )
-def test_who_is_exclusive_is_alone(first: str, second: str) -> None:
+def test_an_exclusive_section_runs_alone(first: str, second: str) -> None:
     gate, inside, order = Gate(), Event(), []
 
     def enter() -> None:
@@ -42,11 +42,11 @@ def test_who_is_exclusive_is_alone(first: str, second: str) -> None:
     assert order == [first, second]
 
 
-@pytest.mark.parametrize("way", ["computing", "exclusive"])
-def test_an_error_opens_the_gate_again(way: str) -> None:
+@pytest.mark.parametrize("section", ["computing", "exclusive"])
+def test_an_error_opens_the_gate_again(section: str) -> None:
     gate = Gate()
     for _ in range(2):
-        with pytest.raises(ValueError, match="inside"), getattr(gate, way)():
+        with pytest.raises(ValueError, match="inside"), getattr(gate, section)():
             raise ValueError("inside")
     with gate.exclusive():
         pass

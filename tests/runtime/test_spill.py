@@ -34,12 +34,12 @@ def test_a_folder_without_files_is_never_made(tmp_path: Path) -> None:
 def test_runs_share_a_disk(tmp_path: Path) -> None:
     parent = tmp_path / "spill"
     first, second = SpillFolder(parent), SpillFolder(parent)
-    (mine, other) = (folder.file("0-0") for folder in (first, second))
-    for file in (mine, other):
+    (first_file, second_file) = (folder.file("0-0") for folder in (first, second))
+    for file in (first_file, second_file):
         file.write_bytes(b"x")
-    assert mine.parent != other.parent
+    assert first_file.parent != second_file.parent
     first.close()
-    assert other.exists()
+    assert second_file.exists()
     second.close()
     assert not list(parent.glob("*"))
 
@@ -53,17 +53,17 @@ def test_a_parent_that_others_use_meanwhile_stays(tmp_path: Path) -> None:
     assert [path.name for path in parent.iterdir()] == ["other"]
 
 
-@pytest.mark.parametrize("place", ["file", "file/inside/it"])
-def test_a_folder_that_cannot_be_made(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("location", ["file", "file/inside/it"])
+def test_a_folder_that_cannot_be_made(tmp_path: Path, location: str) -> None:
     (tmp_path / "file").touch()
-    folder = SpillFolder(tmp_path / place)
+    folder = SpillFolder(tmp_path / location)
     with pytest.raises(SpillError, match=r"cannot make a folder for spilled state in .*file.*: .*; name a folder"):
         folder.file("0-0")
     folder.close()
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_folder_that_somebody_removed(tmp_path: Path) -> None:
+def test_a_removed_folder_can_be_closed(tmp_path: Path) -> None:
     parent = tmp_path / "spill"
     folder = SpillFolder(parent)
     path = folder.file("0-0").parent

@@ -88,16 +88,16 @@ class Subject:
 
     def check(self) -> None:
         """The array and its optimizer are as those alone."""
-        theirs = self.alone.state_dict()
+        expected_state = self.alone.state_dict()
         for name, tensor in self.array.state_dict().items():
-            assert torch.equal(tensor, theirs[name]), name
+            assert torch.equal(tensor, expected_state[name]), name
         for name in ("tied", "last"):
-            ours, alone = (
+            actual, expected = (
                 optimizer.state[array.get_parameter(name)]
                 for optimizer, array in ((self.optimizer, self.array), (self.plain, self.alone))
             )
-            assert set(ours) == set(alone)
-            assert all(torch.equal(ours[key], alone[key]) for key in alone)
+            assert set(actual) == set(expected)
+            assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def load(state: TaskTensors, shard: int, sections: tuple[Section, ...]) -> None:
@@ -143,7 +143,7 @@ def test_an_update_is_written_back_when_the_shard_leaves(subject: Subject) -> No
     assert all(param.grad is None for param in subject.array.parameters())
 
 
-def test_what_did_not_change_is_not_written_back(subject: Subject) -> None:
+def test_unchanged_tensors_are_not_written_back(subject: Subject) -> None:
     load(subject.state, 0, ALL)
     subject.state.tensor(0, "tied").zero_()
     put_away(subject.state, 0)
@@ -179,7 +179,7 @@ def test_a_borrowed_buffer_goes_home_at_once_and_is_fetched_again(subject: Subje
     assert subject.array.state_dict()["count"].unique().tolist() == [6]
 
 
-def test_who_needs_a_shard_that_leaves_waits_until_it_is_at_home(subject: Subject) -> None:
+def test_a_borrower_of_a_leaving_shard_waits_until_it_is_at_home(subject: Subject) -> None:
     state = subject.state
     for shard in range(2):
         load(state, shard, (WEIGHTS,))

@@ -46,7 +46,7 @@ class Small(nn.Module):
 
 
 @cache
-def made(index: int) -> tuple[hf.FusedModule, tuple[Tensor, dict[str, Tensor]]]:
+def fused_and_expected(index: int) -> tuple[hf.FusedModule, tuple[Tensor, dict[str, Tensor]]]:
     torch.manual_seed(index)
     array = fused(Small)
     return array, plain(array, WAYS[index], LOADER)
@@ -63,7 +63,7 @@ CUTS = st.tuples(st.integers(1, 5), st.booleans(), st.booleans())
 )
 def test_any_plan_gives_the_same_bits(cuts: list[tuple[int, bool, bool]], spare: list[int], policy: str) -> None:
     """Each device has some bytes more than the largest task needs."""
-    arrays, expected = zip(*(made(index) for index in range(len(cuts))), strict=True)
+    arrays, expected = zip(*(fused_and_expected(index) for index in range(len(cuts))), strict=True)
     tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
     on = machine(len(spare))
     plan = planned(tasks, on, *map(list, zip(*cuts, strict=True)))
@@ -78,7 +78,7 @@ def thirds(order: Order, state: State) -> Candidate | None:
 
 
 def test_tasks_may_leave_in_the_midst_of_a_minibatch() -> None:
-    arrays, expected = zip(*(made(index) for index in range(3)), strict=True)
+    arrays, expected = zip(*(fused_and_expected(index) for index in range(3)), strict=True)
     tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
     on = machine()
     plan = planned(tasks, on, [5, 5, 5], [False] * 3)
@@ -88,11 +88,11 @@ def test_tasks_may_leave_in_the_midst_of_a_minibatch() -> None:
 
 
 def test_a_device_too_small_for_some_tasks_runs_the_others() -> None:
-    arrays, expected = zip(*(made(index) for index in range(3)), strict=True)
+    arrays, expected = zip(*(fused_and_expected(index) for index in range(3)), strict=True)
     tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
     on = machine(3)
     plan = planned(tasks, on, [1, 3, 5], [True, False, False])
-    needs = sorted(each.device_bytes for each in plan.tasks)
+    needs = sorted(task_plan.device_bytes for task_plan in plan.tasks)
     small = Plan(plan.tasks, dict(zip(plan.devices, (needs[0] - 1, needs[0], needs[2]), strict=True)), 1.0, 1.0)
     report = assert_same(arrays, tasks, expected, on, small)
     assert report.peak["cpu:0"] == 0
@@ -102,7 +102,7 @@ def test_a_device_too_small_for_some_tasks_runs_the_others() -> None:
 def test_tasks_on_two_devices_run_at_the_same_time() -> None:
     """Each waits for the other in the midst of its minibatches."""
     meet = threading.Barrier(2, timeout=60)
-    arrays, expected = zip(*(made(index) for index in range(2)), strict=True)
+    arrays, expected = zip(*(fused_and_expected(index) for index in range(2)), strict=True)
 
     def wait(step: Step) -> None:
         if step.step == 0 and step.epoch == 0:
@@ -114,7 +114,7 @@ def test_tasks_on_two_devices_run_at_the_same_time() -> None:
 
 
 def test_copies_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than units, each another time: nobody reads what is not there yet, or frees what is still read."""
+    """Longer than units, by random times: no unit reads a tensor before it is copied, or frees one that is read."""
     draw = random.Random(0)
 
     def slow(moves: Iterable[Move]) -> None:
@@ -123,7 +123,7 @@ def test_copies_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
             copy_now([move])
 
     monkeypatch.setattr(worker, "copy_now", slow)
-    arrays, expected = zip(*(made(index) for index in range(4)), strict=True)
+    arrays, expected = zip(*(fused_and_expected(index) for index in range(4)), strict=True)
     tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
     for devices, spare in ((1, 300), (2, 50_000)):
         on = machine(devices)
@@ -134,12 +134,12 @@ def test_copies_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("resident", [False, True], ids=["spilled", "resident"])
 def test_gradients_that_were_there_before_play_no_part(resident: bool) -> None:
-    array, expected = made(0)
+    array, expected = fused_and_expected(0)
     for param in array.parameters():
         param.grad = torch.ones_like(param)
-    one, on = task(array, WAYS[0], LOADER), machine()
+    trained_task, on = task(array, WAYS[0], LOADER), machine()
     try:
-        assert_same([array], [one], [expected], on, planned([one], on, [3], [resident]))
+        assert_same([array], [trained_task], [expected], on, planned([trained_task], on, [3], [resident]))
     finally:
         array.zero_grad()
 
@@ -147,7 +147,7 @@ def test_gradients_that_were_there_before_play_no_part(resident: bool) -> None:
 def test_a_task_that_has_finished_is_at_home_though_another_fails_before_it_has_left() -> None:
     """Its last callback is still running when the other task fails: what it changed is evicted all the same."""
     ended, on = threading.Event(), machine(2)
-    arrays, expected = zip(*(made(index) for index in (0, 2)), strict=True)
+    arrays, expected = zip(*(fused_and_expected(index) for index in (0, 2)), strict=True)
     before = [{name: tensor.clone() for name, tensor in array.state_dict().items()} for array in arrays]
 
     def tell(step: Step) -> None:
@@ -162,10 +162,10 @@ def test_a_task_that_has_finished_is_at_home_though_another_fails_before_it_has_
     callbacks = zip(("good", "bad"), (0, 2), (tell, fail), arrays, strict=True)
     tasks = [task(array, WAYS[index], LOADER, name, callbacks=[call]) for name, index, call, array in callbacks]
     try:
-        with pytest.raises(hf.TrainError, match="'bad' failed: ValueError: now; finished before: good ") as told:
+        with pytest.raises(hf.TrainError, match="'bad' failed: ValueError: now; finished before: good ") as raised:
             hf.train(tasks, on, plan=planned(tasks, on, [2, 2], [False, False]))
         losses, after = expected[0]
-        assert torch.equal(told.value.report["good"].losses, losses)
+        assert torch.equal(raised.value.report["good"].losses, losses)
         assert all(torch.equal(tensor, after[name]) for name, tensor in arrays[0].state_dict().items())
     finally:
         for array, state in zip(arrays, before, strict=True):
@@ -174,12 +174,12 @@ def test_a_task_that_has_finished_is_at_home_though_another_fails_before_it_has_
 
 @pytest.mark.parametrize("copies", [0.0, 2e-3], ids=["fast copies", "slow copies"])
 @pytest.mark.parametrize(
-    ("counts", "resident", "kept"),
+    ("counts", "resident", "keeps_last"),
     [([3], [True], [False]), ([3], [False], [False]), ([5, 4], [False, False], [False, True])],
     ids=["resident", "spilled", "in turns"],
 )
 def test_a_run_is_foretold_by_its_own_seconds(
-    counts: list[int], resident: list[bool], kept: list[bool], copies: float, monkeypatch: pytest.MonkeyPatch
+    counts: list[int], resident: list[bool], keeps_last: list[bool], copies: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that passes is some action's time: what threads take to go on, and what is settled between units, too."""
 
@@ -188,21 +188,21 @@ def test_a_run_is_foretold_by_its_own_seconds(
         copy_now(moves)
 
     monkeypatch.setattr(worker, "copy_now", slow)
-    arrays, expected = zip(*(made(index) for index in range(len(counts))), strict=True)
+    arrays, expected = zip(*(fused_and_expected(index) for index in range(len(counts))), strict=True)
     tasks = [task(array, WAYS[index], LOADER, f"t{index}") for index, array in enumerate(arrays)]
     on = machine()
-    report = assert_same(arrays, tasks, expected, on, planned(tasks, on, counts, resident, kept))
+    report = assert_same(arrays, tasks, expected, on, planned(tasks, on, counts, resident, keeps_last))
     report.timeline.validate(report.plan)
     foretold = hf.simulate(report.plan, measured=report.timeline)
     assert foretold.makespan == pytest.approx(report.timeline.makespan, rel=0.1)
 
 
 def test_the_timeline_begins_with_the_run() -> None:
-    array, expected = made(0)
-    one, on = task(array, WAYS[0], LOADER), machine()
-    plan = planned([one], on, [3], [False])
+    array, expected = fused_and_expected(0)
+    trained_task, on = task(array, WAYS[0], LOADER), machine()
+    plan = planned([trained_task], on, [3], [False])
     begun = perf_counter()
-    report = assert_same([array], [one], [expected], on, plan)
+    report = assert_same([array], [trained_task], [expected], on, plan)
     elapsed = perf_counter() - begun
     assert report.timeline.actions[0].start >= 0
     assert report.timeline.makespan <= elapsed
@@ -218,43 +218,43 @@ class Nothing:
 
 
 def test_nothing_begins_before_what_the_engine_has_heard_of() -> None:
-    """Two lanes may tell of their ends in the other order."""
-    array, _ = made(0)
+    """Two lanes may report their ends in reverse order."""
+    array, _ = fused_and_expected(0)
     (plan,) = planned([task(array, WAYS[0], LOADER)], machine(), [1], [True]).tasks
     device, training = ("cpu", torch.device("cpu")), cast(Training, Nothing())
-    with worker.DeviceWorker([device], [training], lambda task, unit: None, lambda task, unit: None) as here:
+    with worker.DeviceWorker([device], [training], lambda task, unit: None, lambda task, unit: None) as device_worker:
         for ended in (2.0, 1.0):
-            here.ended.put(worker._Job(0, lambda: None, (), 0.0, ended=ended))
-            here.wait()
-        ticket = here.begin(0, 0, plan.unit(0), plan.actions_of(plan.unit(0)).computes[0], ())
-        assert here.wait() == (ticket,)
+            device_worker.ended.put(worker._Job(0, lambda: None, (), 0.0, ended=ended))
+            device_worker.wait()
+        ticket = device_worker.begin(0, 0, plan.unit(0), plan.actions_of(plan.unit(0)).computes[0], ())
+        assert device_worker.wait() == (ticket,)
     assert ticket.started == 2.0
 
 
 def test_the_plan_of_a_report_is_the_one_that_ran() -> None:
-    """A plan may come without what only the parts of the programs tell: which shards borrow a tied weight."""
-    array, expected = made(0)
-    on, one = machine(), task(array, WAYS[0], LOADER, "t")
-    plan = planned([one], on, [5], [False])
+    """A plan may lack what only the parts of the programs show: which shards borrow a tied weight."""
+    array, expected = fused_and_expected(0)
+    on, trained_task = machine(), task(array, WAYS[0], LOADER, "t")
+    plan = planned([trained_task], on, [5], [False])
     (cut,) = plan.tasks
-    told = [shard.borrows for shard in cut.shards]
-    assert any(told)
+    borrowed = [shard.borrows for shard in cut.shards]
+    assert any(borrowed)
     silent = replace(cut, shards=tuple(replace(shard, borrows=()) for shard in cut.shards))
-    report = assert_same([array], [one], [expected], on, replace(plan, tasks=(silent,)))
-    assert [shard.borrows for shard in report.plan.tasks[0].shards] == told
+    report = assert_same([array], [trained_task], [expected], on, replace(plan, tasks=(silent,)))
+    assert [shard.borrows for shard in report.plan.tasks[0].shards] == borrowed
 
 
 @pytest.mark.parametrize("lane", ["in", "compute", "out"])
 def test_an_error_of_a_device_is_that_of_its_task(monkeypatch: pytest.MonkeyPatch, lane: str) -> None:
-    """A device tells of what goes wrong there when somebody waits for it."""
+    """A device reports its errors when a thread waits for it."""
 
     def lost(self: HostQueue) -> None:
         if threading.current_thread().name == f"cpu:0 {lane}":
             raise RuntimeError("the device is lost")
 
-    array, _ = made(0)
-    on, one = machine(), task(array, WAYS[0], LOADER, "t")
-    plan = planned([one], on, [3], [False])
+    array, _ = fused_and_expected(0)
+    on, trained_task = machine(), task(array, WAYS[0], LOADER, "t")
+    plan = planned([trained_task], on, [3], [False])
     monkeypatch.setattr(HostQueue, "wait", lost)
     with pytest.raises(hf.TrainError, match="'t' failed: RuntimeError: the device is lost"):
-        hf.train([one], on, plan=plan)
+        hf.train([trained_task], on, plan=plan)

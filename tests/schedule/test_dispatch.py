@@ -1,4 +1,4 @@
-"""The dispatcher: it counts what begins, and tells the policy what is left."""
+"""The dispatcher: it counts started units, and passes the remaining work to the policy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_unit_begins_once_and_in_order(plan: Plan, policy: str) -> None:
     assert not dispatcher.unfinished()
     assert not dispatcher.has_waiting()
     assert not any(map(dispatcher.next, range(len(plan.tasks))))
-    assert begun == [[each.unit(number) for number in range(each.units)] for each in plan.tasks]
+    assert begun == [[task_plan.unit(number) for number in range(task_plan.units)] for task_plan in plan.tasks]
 
 
 @given(plans(), st.sampled_from(sorted(POLICIES)), st.data())
@@ -56,37 +56,37 @@ def test_who_ends_early_is_forgotten(plan: Plan, policy: str, data: st.DataObjec
             dispatcher.add_waiting(running)
         running = chosen
     assert not dispatcher.unfinished()
-    wanted = [task.units for task in plan.tasks]
-    wanted[stop] = min(begins + more, wanted[stop])
-    assert begun == wanted
+    expected = [task.units for task in plan.tasks]
+    expected[stop] = min(begins + more, expected[stop])
+    assert begun == expected
 
 
 def test_a_policy_sees_what_is_left_except_where_the_last_shard_turns() -> None:
-    made = task("a", 2, steps=2, accumulate=2, clipped=True)
-    seen: list[State] = []
+    task_plan = task("a", 2, steps=2, accumulate=2, clipped=True)
+    states: list[State] = []
 
     def watch(order: object, state: State) -> Candidate | None:
-        seen.append(state)
+        states.append(state)
         return state.running or state.waiting.first(state.budget)
 
-    plan = Plan((made,), {"d": 99, "e": 99}, 1.0, 1.0)
+    plan = Plan((task_plan,), {"d": 99, "e": 99}, 1.0, 1.0)
     dispatcher = Dispatcher(plan, Policy("watch", "", FIFO.order, watch))
     assert dispatcher.choose(99, None) == 0
-    asked = []
-    for _ in range(made.units):
+    consulted = []
+    for _ in range(task_plan.units):
         dispatcher.begin_unit(0)
-        before = len(seen)
+        before = len(states)
         dispatcher.choose(99, 0)
-        asked.append(len(seen) > before)
-    shown = [state.running for state in seen[1:-1]]
-    assert asked == [True, False, True, True, True, False, True, True, True, True]
-    units = [number for number, each in enumerate(asked[:-1], 1) if each]
+        consulted.append(len(states) > before)
+    shown = [state.running for state in states[1:-1]]
+    assert consulted == [True, False, True, True, True, False, True, True, True, True]
+    units = [number for number, was_consulted in enumerate(consulted[:-1], 1) if was_consulted]
     assert [candidate.unit for candidate in shown if candidate] == units
     assert [candidate.since for candidate in shown if candidate] == units
     assert [candidate.remaining for candidate in shown if candidate] == [10.0 - number for number in units]
-    assert {(candidate.quantum, candidate.need) for candidate in shown if candidate} == {(1.0, made.device_bytes)}
-    assert [state.share for state in seen] == [(10.0 - number) / 2 for number in (0, *units, 10)]
-    assert seen[-1].running is None
+    assert {(candidate.quantum, candidate.need) for candidate in shown if candidate} == {(1.0, task_plan.device_bytes)}
+    assert [state.share for state in states] == [(10.0 - number) / 2 for number in (0, *units, 10)]
+    assert states[-1].running is None
 
 
 def test_a_task_that_runs_is_chosen_by_no_other_device() -> None:
@@ -115,13 +115,13 @@ def test_a_task_that_is_done_neither_waits_nor_begins() -> None:
 
 @pytest.mark.parametrize(("begun", "more"), [(0, 3), (2, 0), (2, 1), (3, 50)])
 def test_a_task_that_ends_early_counts_its_units_no_more(begun: int, more: int) -> None:
-    made = task("a", steps=5)
-    dispatcher = Dispatcher(Plan((made, task("b")), {"d": 99}, 1.0, 1.0), LONGEST)
+    task_plan = task("a", steps=5)
+    dispatcher = Dispatcher(Plan((task_plan, task("b")), {"d": 99}, 1.0, 1.0), LONGEST)
     assert dispatcher.choose(99, None) == 0
     for _ in range(begun):
         dispatcher.begin_unit(0)
     dispatcher.end(0, more)
-    for _ in range(min(more, made.units - begun)):
+    for _ in range(min(more, task_plan.units - begun)):
         assert dispatcher.unfinished()
         dispatcher.begin_unit(0)
     assert dispatcher.next(0) is None

@@ -36,29 +36,35 @@ def test_text_that_is_no_action(line: str) -> None:
         Action.parse(line)
 
 
-def lowered(made: TaskPlan, *, evaluate: bool = False) -> tuple[Action, ...]:
-    memory = Resident() if made.resident else Spilled(made.keeps_last_shard)
-    sums, saves = made.accumulate > 1, made.save_every is not None
+def lowered(task_plan: TaskPlan, *, evaluate: bool = False) -> tuple[Action, ...]:
+    memory = Resident() if task_plan.resident else Spilled(task_plan.keeps_last_shard)
+    sums, saves = task_plan.accumulate > 1, task_plan.save_every is not None
     return lower(
-        made.shards, memory, accumulate=sums, clip=made.clipped, evaluate=evaluate, growth=made.growth, save=saves
+        task_plan.shards,
+        memory,
+        accumulate=sums,
+        clip=task_plan.clipped,
+        evaluate=evaluate,
+        growth=task_plan.growth,
+        save=saves,
     )
 
 
-def boundary(made: TaskPlan, index: int) -> int:
+def boundary(task_plan: TaskPlan, index: int) -> int:
     """Bytes at the cut before a shard."""
-    return made.shards[index - 1].boundary if index else 0
+    return task_plan.shards[index - 1].boundary if index else 0
 
 
-def alone(made: TaskPlan, action: Action) -> int:
+def alone(task_plan: TaskPlan, action: Action) -> int:
     """Bytes on the device while a spilled task computes, by definition: state, both cuts, what the act works with."""
-    part, last = made.shards[action.shard], action.shard == len(made.shards) - 1
-    carried = part.gradients if made.carried else 0
-    cuts = boundary(made, action.shard) + part.boundary
-    state = part.weights + carried + (0 if made.clipped else part.optimizer)
-    if made.keeps_last_shard and last:
+    part, last = task_plan.shards[action.shard], action.shard == len(task_plan.shards) - 1
+    carried = part.gradients if task_plan.carried else 0
+    cuts = boundary(task_plan, action.shard) + part.boundary
+    state = part.weights + carried + (0 if task_plan.clipped else part.optimizer)
+    if task_plan.keeps_last_shard and last:
         state = part.weights + part.optimizer + carried
-    beside = made.host_bytes(len(made.shards) - 1) if made.keeps_last_shard and not last else 0
-    if action.act is Act.STEP and made.clipped:
+    beside = task_plan.host_bytes(len(task_plan.shards) - 1) if task_plan.keeps_last_shard and not last else 0
+    if action.act is Act.STEP and task_plan.clipped:
         return beside + part.weights + part.optimizer + part.gradients
     works = {
         Act.FORWARD: part.workspace + (part.activations if last else 0),
@@ -68,47 +74,50 @@ def alone(made: TaskPlan, action: Action) -> int:
     if action.act is Act.STEP:
         return beside + state + (0 if last else cuts)
     if action.act is Act.EVALUATE or (action.act is Act.FORWARD and not last):
-        state = state if made.keeps_last_shard and last else part.weights
+        state = state if task_plan.keeps_last_shard and last else part.weights
     return beside + state + cuts + works
 
 
-def whole(made: TaskPlan, action: Action) -> int:
+def whole(task_plan: TaskPlan, action: Action) -> int:
     """Bytes while a resident task computes, by definition: all shards with what they save, what the act works with."""
-    part = made.shards[action.shard]
-    held = sum(made.host_bytes(each.index) + each.activations + each.boundary for each in made.shards)
+    part = task_plan.shards[action.shard]
+    held = sum(
+        task_plan.host_bytes(task_shard.index) + task_shard.activations + task_shard.boundary
+        for task_shard in task_plan.shards
+    )
     more = {Act.STEP: 0, Act.BACKWARD: max(0, part.peak - part.activations)}
     return held + more.get(action.act, part.workspace)
 
 
 @given(tasks("a"))
-def test_the_bytes_on_the_device_are_those_of_the_definition(made: TaskPlan) -> None:
-    lists = [lowered(made)] + ([lowered(made, evaluate=True)] if made.evaluated else [])
-    assert made.device_bytes == max(map(need, lists))
+def test_the_bytes_on_the_device_are_those_of_the_definition(task_plan: TaskPlan) -> None:
+    lists = [lowered(task_plan)] + ([lowered(task_plan, evaluate=True)] if task_plan.evaluated else [])
+    assert task_plan.device_bytes == max(map(need, lists))
     for actions in lists:
         for action, level in zip(actions, levels(actions), strict=True):
             if action.act is Act.SAVE:
                 assert action.takes == action.frees == 0
-                assert action.moves == sum(part.weights + part.optimizer for part in made.shards)
+                assert action.moves == sum(part.weights + part.optimizer for part in task_plan.shards)
             elif action.act.lane == "compute":
-                assert level == (whole if made.resident else alone)(made, action)
+                assert level == (whole if task_plan.resident else alone)(task_plan, action)
         assert sum(action.takes - action.frees for action in actions) == 0
 
 
 @given(tasks("a"))
-def test_an_action_comes_after_those_it_needs(made: TaskPlan) -> None:
-    actions = lowered(made)
-    for place, action in enumerate(actions):
-        assert all(~len(made.shards) < each < place for each in action.after)
-        needed = [actions[each] for each in action.after if each >= 0]
+def test_an_action_comes_after_those_it_needs(task_plan: TaskPlan) -> None:
+    actions = lowered(task_plan)
+    for position, action in enumerate(actions):
+        assert all(~len(task_plan.shards) < index < position for index in action.after)
+        dependencies = [actions[index] for index in action.after if index >= 0]
         if action.act.lane == "compute":
-            assert [each.shard for each in needed if each.act is Act.LOAD] == [action.shard]
+            assert [dependency.shard for dependency in dependencies if dependency.act is Act.LOAD] == [action.shard]
         elif action.act is Act.LOAD:
-            assert all(each.act is Act.EVICT for each in needed)
+            assert all(dependency.act is Act.EVICT for dependency in dependencies)
     computed = [action for action in actions if action.act.lane == "compute"]
     assert sum(action.seconds for action in computed) == pytest.approx(
         sum(
             part.seconds + part.forward * (Act.RECOMPUTE in {a.act for a in computed if a.shard == part.index})
-            for part in made.shards
+            for part in task_plan.shards
         )
     )
 
@@ -118,14 +127,14 @@ def test_a_shard_that_borrows_comes_after_its_owner() -> None:
     loads = [action for action in lower(parts, Spilled(), clip=True) if (action.act, action.shard) == (Act.LOAD, 2)]
     evicted = lower(parts, Spilled(), clip=True).index
     forward, update = (action.after for action in loads)
-    assert [lower(parts, Spilled(), clip=True)[each].shard for each in forward if each >= 0] == [0]
+    assert [lower(parts, Spilled(), clip=True)[index].shard for index in forward if index >= 0] == [0]
     assert ~2 in forward
     assert len(update) == 1
     assert evicted(loads[0]) < evicted(loads[1])
 
 
-def text(made: TaskPlan, *, evaluate: bool = False) -> str:
-    return "\n".join(map(str, lowered(made, evaluate=evaluate)))
+def text(task_plan: TaskPlan, *, evaluate: bool = False) -> str:
+    return "\n".join(map(str, lowered(task_plan, evaluate=evaluate)))
 
 
 SIZES = {"weights": 1000, "frozen": 300, "gradients": 200, "optimizer": 400, "activations": 50}
@@ -133,7 +142,7 @@ CUTS = {"workspace": 7, "boundary": 10}
 
 
 @pytest.mark.parametrize(
-    ("name", "made", "evaluate"),
+    ("name", "task_plan", "evaluate"),
     [
         ("spilled", task("a", 2, resident=False, **SIZES, **CUTS), False),
         ("clipped", task("a", 2, resident=False, clipped=True, **SIZES, **CUTS), False),
@@ -146,9 +155,9 @@ CUTS = {"workspace": 7, "boundary": 10}
         ("evaluated and saved", task("a", 1, save_every=1, **SIZES, **CUTS), True),
     ],
 )
-def test_lists_as_text(name: str, made: TaskPlan, evaluate: bool) -> None:
-    assert text(made, evaluate=evaluate) == TEXTS[name].strip()
-    assert tuple(map(Action.parse, TEXTS[name].strip().split("\n"))) == lowered(made, evaluate=evaluate)
+def test_lists_as_text(name: str, task_plan: TaskPlan, evaluate: bool) -> None:
+    assert text(task_plan, evaluate=evaluate) == TEXTS[name].strip()
+    assert tuple(map(Action.parse, TEXTS[name].strip().split("\n"))) == lowered(task_plan, evaluate=evaluate)
 
 
 TEXTS = {

@@ -1,4 +1,4 @@
-"""Minibatches that are scheduled several at a time, and told one by one."""
+"""Minibatches that are scheduled several at a time, and reported one by one."""
 
 from __future__ import annotations
 
@@ -59,25 +59,25 @@ def test_a_run_goes_on_with_the_slice_that_it_had_begun(name: str, size: int) ->
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", PLANS)
 def test_spans_are_those_of_the_minibatches(name: str, size: int) -> None:
-    """A run of slices, told by minibatches, is a valid one of the plan."""
+    """The timeline of a run of slices, reported by minibatches, is valid for the plan."""
     whole = PLANS[name]
     slices = Slices(whole, min(size, whole.epoch or 1))
-    made, fine = (Plan((each,), {"cpu": 10_000}, 1e6, 1e6) for each in (slices.scheduled, whole))
-    found = simulate(made)
+    coarse, fine = (Plan((task_plan,), {"cpu": 10_000}, 1e6, 1e6) for task_plan in (slices.scheduled, whole))
+    simulated = simulate(coarse)
     ran: list[Ran] = []
-    for span in found.actions:
+    for span in simulated.actions:
         if span.act is Act.BACKWARD:
             count = slices.end(span.step) - slices.first(span.step)
-            each = (span.end - span.start) / count
-            begins = [span.start + place * each for place in range(count)]
-            ran += [Ran(*(begin + each * part / 5 for part in range(5))) for begin in begins]
+            seconds = (span.end - span.start) / count
+            begins = [span.start + index * seconds for index in range(count)]
+            ran += [Ran(*(start + seconds * part / 5 for part in range(5))) for start in begins]
     saved = {
         span.step: (span.start + span.end) / 2
-        for span in found.actions
+        for span in simulated.actions
         if span.act is Act.EVALUATE and whole.saves(Unit("one", span.step, Phase.EVALUATE, 0, False))
     }
-    told = sorted(slices.spans(found.actions, ran, 0, saved), key=lambda span: span.start)
-    timeline = Timeline(tuple(told), found.devices, found.lower_bound)
+    spans = sorted(slices.spans(simulated.actions, ran, 0, saved), key=lambda span: span.start)
+    timeline = Timeline(tuple(spans), simulated.devices, simulated.lower_bound)
     timeline.validate(fine)
     assert Timeline.parse(timeline.text()) == timeline
 

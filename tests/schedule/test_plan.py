@@ -1,4 +1,4 @@
-"""The vocabulary of shards: what is derived, what is refused, how it prints."""
+"""Plans of tasks in shards: derived values, refused arguments, text."""
 
 from __future__ import annotations
 
@@ -26,48 +26,61 @@ def test_bytes_of_a_shard_at_rest() -> None:
 
 
 def test_units_go_forward_ascending_and_backward_descending() -> None:
-    made = task("a", count=2, steps=2)
-    assert [made.unit(number) for number in range(made.units)] == [
+    task_plan = task("a", count=2, steps=2)
+    assert [task_plan.unit(number) for number in range(task_plan.units)] == [
         Unit("a", step, phase, index, updates=phase is BACKWARD)
         for step in range(2)
         for phase, index in ((FORWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD, 0))
     ]
 
 
-def by_definition(made: TaskPlan) -> list[Unit]:
+def by_definition(task_plan: TaskPlan) -> list[Unit]:
     """The units of a task, minibatch after minibatch."""
-    found, count = [], len(made.shards)
-    epoch = made.epoch or made.steps
-    for step in range(made.steps):
-        ends = (step + 1) % epoch == 0 or (step % epoch + 1) % made.accumulate == 0
-        found += [Unit(made.name, step, FORWARD, index, False) for index in range(count)]
-        found += [Unit(made.name, step, BACKWARD, index, ends and not made.clipped) for index in reversed(range(count))]
-        found += [Unit(made.name, step, UPDATE, index, True) for index in range(count) if ends and made.clipped]
-        evaluations = range(step // epoch * made.evaluated, (step + 1) // epoch * made.evaluated)
-        found += [Unit(made.name, each, EVALUATE, index, False) for each in evaluations for index in range(count)]
-    return found
+    units, count = [], len(task_plan.shards)
+    epoch = task_plan.epoch or task_plan.steps
+    for step in range(task_plan.steps):
+        ends = (step + 1) % epoch == 0 or (step % epoch + 1) % task_plan.accumulate == 0
+        units += [Unit(task_plan.name, step, FORWARD, index, False) for index in range(count)]
+        units += [
+            Unit(task_plan.name, step, BACKWARD, index, ends and not task_plan.clipped)
+            for index in reversed(range(count))
+        ]
+        units += [
+            Unit(task_plan.name, step, UPDATE, index, True) for index in range(count) if ends and task_plan.clipped
+        ]
+        evaluations = range(step // epoch * task_plan.evaluated, (step + 1) // epoch * task_plan.evaluated)
+        units += [
+            Unit(task_plan.name, evaluation, EVALUATE, index, False)
+            for evaluation in evaluations
+            for index in range(count)
+        ]
+    return units
 
 
 @given(tasks("a"))
-def test_units_and_their_seconds_are_those_of_the_minibatches(made: TaskPlan) -> None:
-    units = [made.unit(number) for number in range(made.units)]
-    assert units == by_definition(made)
-    assert made.update_count * len(made.shards) == sum(unit.updates for unit in units)
-    assert {unit.step for unit in units if unit.updates} == {step for step in range(made.steps) if made.closes(step)}
-    assert made.seconds == pytest.approx(sum(made.unit_seconds(unit) for unit in units))
+def test_units_and_their_seconds_are_those_of_the_minibatches(task_plan: TaskPlan) -> None:
+    units = [task_plan.unit(number) for number in range(task_plan.units)]
+    assert units == by_definition(task_plan)
+    assert task_plan.update_count * len(task_plan.shards) == sum(unit.updates for unit in units)
+    assert {unit.step for unit in units if unit.updates} == {
+        step for step in range(task_plan.steps) if task_plan.closes(step)
+    }
+    assert task_plan.seconds == pytest.approx(sum(task_plan.unit_seconds(unit) for unit in units))
     counted = Counter((unit.phase, unit.shard, unit.updates) for unit in units)
-    assert made.counts == counted
-    assert made.device_bytes >= max(made.actions_of(unit).evict.frees + made.actions_of(unit).extra for unit in units)
+    assert task_plan.counts == counted
+    assert task_plan.device_bytes >= max(
+        task_plan.actions_of(unit).evict.frees + task_plan.actions_of(unit).extra for unit in units
+    )
 
 
-def kinds(made: TaskPlan) -> str:
+def kinds(task_plan: TaskPlan) -> str:
     """The units of a task of one shard: F, B, B! if it updates, U, E."""
-    units = (made.unit(number) for number in range(made.units))
+    units = (task_plan.unit(number) for number in range(task_plan.units))
     return " ".join(u.phase[0].upper() + "!" * (u.updates and u.phase is BACKWARD) for u in units)
 
 
 @pytest.mark.parametrize(
-    ("made", "wanted"),
+    ("task_plan", "expected"),
     [
         (task("a", steps=2), "F B! F B!"),
         (task("a", steps=3, accumulate=2), "F B F B! F B!"),
@@ -80,8 +93,8 @@ def kinds(made: TaskPlan) -> str:
         (task("a", steps=2, epoch=1, clipped=True, evaluated=1), "F B U E F B U E"),
     ],
 )
-def test_when_the_optimizer_steps(made: TaskPlan, wanted: str) -> None:
-    assert kinds(made) == wanted
+def test_when_the_optimizer_steps(task_plan: TaskPlan, expected: str) -> None:
+    assert kinds(task_plan) == expected
 
 
 SPILLED = {"weights": 1000, "frozen": 300, "gradients": 200, "optimizer": 400, "activations": 50}
@@ -106,7 +119,7 @@ CUTS = {"workspace": 7, "boundary": 10}
         (1, False, EVALUATE, 2, 1010, 7, 1010, 0),
     ],
 )
-def test_what_a_spilled_unit_does(
+def test_memory_and_copies_of_a_spilled_unit(
     accumulate: int,
     clipped: bool,
     phase: Phase,
@@ -117,8 +130,8 @@ def test_what_a_spilled_unit_does(
     moved_out: int,
 ) -> None:
     """The last shard is loaded for its forward, and evicted after its backward."""
-    made = task("a", 3, resident=False, accumulate=accumulate, clipped=clipped, **SPILLED, **CUTS)
-    actions = made.unit_actions[phase, index]
+    task_plan = task("a", 3, resident=False, accumulate=accumulate, clipped=clipped, **SPILLED, **CUTS)
+    actions = task_plan.unit_actions[phase, index]
     assert (actions.evict.frees, actions.extra, actions.evict.moves) == (held, extra, moved_out)
     assert (None if actions.load is None else actions.load.moves) == moved_in
     assert actions.evicts_shard == ((phase, index) != (FORWARD, 2))
@@ -126,84 +139,88 @@ def test_what_a_spilled_unit_does(
 
 @pytest.mark.parametrize(("clipped", "home"), [(False, 1400), (True, 1600)])
 def test_a_kept_shard_holds_the_same_in_every_unit(clipped: bool, home: int) -> None:
-    made = task("a", 3, resident=False, clipped=clipped, evaluated=1, kept=True, **SPILLED, **CUTS)
-    other = replace(made, keeps_last_shard=False)
-    assert [made.host_bytes(2), made.pins[2].takes] == [home, home]
-    phases = [phase for phase in Phase if (phase, 2) in made.unit_actions]
-    assert {made.unit_actions[phase, 2].evict.frees for phase in phases} == {home}
-    assert not any(made.unit_actions[phase, 2].load or made.unit_actions[phase, 2].evicts_shard for phase in phases)
+    task_plan = task("a", 3, resident=False, clipped=clipped, evaluated=1, kept=True, **SPILLED, **CUTS)
+    other = replace(task_plan, keeps_last_shard=False)
+    assert [task_plan.host_bytes(2), task_plan.pins[2].takes] == [home, home]
+    phases = [phase for phase in Phase if (phase, 2) in task_plan.unit_actions]
+    assert {task_plan.unit_actions[phase, 2].evict.frees for phase in phases} == {home}
+    assert not any(
+        task_plan.unit_actions[phase, 2].load or task_plan.unit_actions[phase, 2].evicts_shard for phase in phases
+    )
     middle = [other.unit_actions[phase, 1] for phase in phases]
-    assert made.device_bytes == home + max(turn.evict.frees + turn.extra for turn in middle)
+    assert task_plan.device_bytes == home + max(turn.evict.frees + turn.extra for turn in middle)
 
 
 def test_a_kept_shard_does_not_move() -> None:
-    made = task("a", 3, resident=False, kept=True, **SPILLED, **CUTS)
+    task_plan = task("a", 3, resident=False, kept=True, **SPILLED, **CUTS)
     first_in, first_out = 1000 + 1410, 10 + 1100
     middle_in, middle_out = 1010 + 1420, 10 + 1110
-    assert made.moved_bytes == (first_in + middle_in, first_out + middle_out)
-    assert replace(made, keeps_last_shard=False).moved_bytes == (
+    assert task_plan.moved_bytes == (first_in + middle_in, first_out + middle_out)
+    assert replace(task_plan, keeps_last_shard=False).moved_bytes == (
         first_in + middle_in + 1410,
         first_out + middle_out + 1110,
     )
-    assert replace(made, resident=True).moved_bytes == (0, 0)
-    assert (made.pinned, replace(made, resident=True).pinned) == ({2}, {0, 1, 2})
+    assert replace(task_plan, resident=True).moved_bytes == (0, 0)
+    assert (task_plan.pinned, replace(task_plan, resident=True).pinned) == ({2}, {0, 1, 2})
 
 
 def test_updates_and_evaluations_move_as_often_as_they_come() -> None:
-    made = task("a", 1, steps=4, epoch=2, resident=False, clipped=True, accumulate=2, evaluated=1, **SPILLED, **CUTS)
-    (forward, update, evaluation) = (made.unit_actions[phase, 0].load for phase in (FORWARD, UPDATE, EVALUATE))
+    task_plan = task(
+        "a", 1, steps=4, epoch=2, resident=False, clipped=True, accumulate=2, evaluated=1, **SPILLED, **CUTS
+    )
+    (forward, update, evaluation) = (task_plan.unit_actions[phase, 0].load for phase in (FORWARD, UPDATE, EVALUATE))
     assert forward is not None
     assert update is not None
     assert evaluation is not None
-    assert made.moved_bytes[0] == forward.moves + update.moves / 2 + evaluation.moves / 2
+    assert task_plan.moved_bytes[0] == forward.moves + update.moves / 2 + evaluation.moves / 2
 
 
 def test_clipping_leaves_the_optimizer_out_of_the_backward() -> None:
     values = {"weights": 10, "gradients": 10, "optimizer": 100, "activations": 50}
-    plain, clipped = (task("a", resident=False, clipped=each, **values) for each in (False, True))
+    plain, clipped = (task("a", resident=False, clipped=clips, **values) for clips in (False, True))
     assert plain.device_bytes == 10 + 10 + 100 + 50 + 1
     assert clipped.device_bytes == 10 + 10 + 100
 
 
 @given(tasks("a"))
-def test_a_task_is_saved_at_the_first_border_where_that_is_due_and_at_its_end(made: TaskPlan) -> None:
-    every, before, saved = made.save_every, 0, []
-    for unit in map(made.unit, range(made.units)):
-        steps = made.ended(unit)
+def test_a_task_is_saved_at_the_first_border_where_that_is_due_and_at_its_end(task_plan: TaskPlan) -> None:
+    every, before, saved = task_plan.save_every, 0, []
+    for unit in map(task_plan.unit, range(task_plan.units)):
+        steps = task_plan.ended(unit)
         if steps is not None and every is not None:
-            if steps == made.steps or steps // every > before // every:
+            if steps == task_plan.steps or steps // every > before // every:
                 saved.append(unit)
             before = steps
-        assert (made.actions_of(unit).computes[-1].act is Act.SAVE) == (unit in saved)
-        assert any(action.act is Act.STEP for action in made.actions_of(unit).computes) == unit.updates
+        assert (task_plan.actions_of(unit).computes[-1].act is Act.SAVE) == (unit in saved)
+        assert any(action.act is Act.STEP for action in task_plan.actions_of(unit).computes) == unit.updates
     assert not (every and not saved)
 
 
 def test_the_last_shard_turns_at_once() -> None:
-    made = task("a", 2, epoch=1, evaluated=1)
-    units = [made.unit(number) for number in range(made.units)]
-    assert [made.must_follow(unit) for unit in units] == [False, False, True, False, False, False]
+    task_plan = task("a", 2, epoch=1, evaluated=1)
+    units = [task_plan.unit(number) for number in range(task_plan.units)]
+    assert [task_plan.must_follow(unit) for unit in units] == [False, False, True, False, False, False]
 
 
 def test_a_resident_task_holds_all_shards_and_recomputes_nothing() -> None:
-    made = task("a", count=3, steps=5, workspace=100)
-    assert made.device_bytes == (1 + 1 + 1) * 3 + 2 + 101
-    assert made.step_seconds == 9.0
-    assert made.seconds == 45.0
+    task_plan = task("a", count=3, steps=5, workspace=100)
+    assert task_plan.device_bytes == (1 + 1 + 1) * 3 + 2 + 101
+    assert task_plan.step_seconds == 9.0
+    assert task_plan.seconds == 45.0
 
 
 def test_a_spilled_task_needs_its_largest_unit_and_recomputes_all_but_the_last() -> None:
-    made = task("a", count=3, resident=False, weights=10, activations=7, workspace=100)
+    task_plan = task("a", count=3, resident=False, weights=10, activations=7, workspace=100)
     middle_backward = (10 + 1 + 1) + 1 + 1 + 7 + 100
-    assert made.device_bytes == middle_backward
-    assert made.step_seconds == 9.0 + 2.0
+    assert task_plan.device_bytes == middle_backward
+    assert task_plan.step_seconds == 9.0 + 2.0
 
 
 def test_a_task_that_fits_no_device_names_the_smallest_budget() -> None:
-    made = task("large", weights=1000)
+    task_plan = task("large", weights=1000)
     with pytest.raises(PlanError, match=r"'large'.*largest budget is 500.*budget that would do is 1,004 bytes"):
-        Plan((made,), {"a": 500, "b": 20}, 1.0, 1.0)
-    Plan((made,), {"a": 1004, "b": 20}, 1.0, 1.0)
+        Plan((task_plan,), {"a": 500, "b": 20}, 1.0, 1.0)
+    Plan((task_plan,), {"a": 1004, "b": 20}, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -259,24 +276,24 @@ def test_lower_bound() -> None:
 
 
 def test_the_graph_says_what_comes_after_what() -> None:
-    made = Plan((task("a", 2, resident=False), task("b")), {"d": 99}, 4.0, 1.0).graph()
-    places = {name: [place for each, place in made if each == name] for name in ("a", "b")}
+    plan_graph = Plan((task("a", 2, resident=False), task("b")), {"d": 99}, 4.0, 1.0).graph()
+    places = {name: [index for node, index in plan_graph if node == name] for name in ("a", "b")}
     assert places == {"a": [*range(13)], "b": [*range(5)]}
-    assert made.nodes["a", 0]["seconds"] == 1 / 4
-    assert all(made.has_edge(("a", before), ("a", place)) for before, place in ((0, 1), (1, 2), (2, 8), (8, 9)))
-    assert not any(before[0] != after[0] for before, after in made.edges)
+    assert plan_graph.nodes["a", 0]["seconds"] == 1 / 4
+    assert all(plan_graph.has_edge(("a", before), ("a", index)) for before, index in ((0, 1), (1, 2), (2, 8), (8, 9)))
+    assert not any(before[0] != after[0] for before, after in plan_graph.edges)
 
 
 def test_the_longest_path_is_that_of_what_computes() -> None:
-    """The first load, all that computes, and no eviction; loads that come early enough are not on it."""
-    made = task("a", 2, resident=False)
+    """It has the first load and all computations, no eviction, and no load that ends early enough."""
+    task_plan = task("a", 2, resident=False)
     again = (Act.RECOMPUTE, Act.BACKWARD, Act.STEP)
-    for rate, wanted in (
+    for rate, expected in (
         (100.0, (Act.LOAD, Act.FORWARD, Act.FORWARD, Act.BACKWARD, Act.STEP, *again)),
         (1e-3, (Act.LOAD, Act.FORWARD, Act.EVICT, Act.LOAD, *again)),
     ):
-        path = critical_path(graph("a", made.training, rate, 1e9))
-        assert tuple(made.training[place].act for _, place in path) == wanted
+        path = critical_path(graph("a", task_plan.training, rate, 1e9))
+        assert tuple(task_plan.training[index].act for _, index in path) == expected
     assert critical_path(graph("a", (), 1.0, 1.0)) == []
 
 
@@ -293,12 +310,12 @@ def test_print_and_draw(tmp_path: Path) -> None:
     lines = str(plan).split("\n")
     assert lines[0] == "plan  2 tasks  1 devices: d 2.0KiB  (host to device 1.0KiB/s, back 1B/s)"
     assert [line.split()[:2] for line in lines[2:]] == [["a", "resident"], ["b", "spilled"]]
-    kept = task("k", 2, resident=False, kept=True, weights=1000)
-    shown = str(Plan((*plan.tasks, kept), {"d": 9000}, 1.0, 1.0)).split("\n")
+    spilled = task("k", 2, resident=False, kept=True, weights=1000)
+    shown = str(Plan((*plan.tasks, spilled), {"d": 9000}, 1.0, 1.0)).split("\n")
     assert [line.split()[6] for line in shown[1:]] == ["stays", "all", "-", "1001B"]
     moved = task("c", 2, steps=2, resident=False, clipped=True, accumulate=2, weights=1000, boundary=0)
     assert "4.9KiB" in str(Plan((moved,), {"d": 2048}, 1.0, 1.0)).split("\n")[2]
-    for each in (plan, Plan((), {"d": 1}, 1.0, 1.0)):
-        each.draw(tmp_path / "plan.png")
+    for drawn_plan in (plan, Plan((), {"d": 1}, 1.0, 1.0)):
+        drawn_plan.draw(tmp_path / "plan.png")
         assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "plan.png").unlink()

@@ -27,9 +27,9 @@ CANDIDATES = st.lists(
 )
 
 
-def state(name: str, found: list[Candidate], running: Candidate | None = None, share: float = 0.0) -> State:
+def state(name: str, candidates: list[Candidate], running: Candidate | None = None, share: float = 0.0) -> State:
     waiting = Waiting(COMPARED[name].order, [10, 20, 30])
-    for candidate in found:
+    for candidate in candidates:
         waiting.add(candidate)
     return State(20, running, waiting, share)
 
@@ -75,25 +75,25 @@ def test_nothing_waits(name: str) -> None:
 
 
 @given(CANDIDATES, st.sampled_from(sorted(COMPARED)))
-def test_a_decision_is_pure_and_finds_the_least(found: list[Candidate], name: str) -> None:
+def test_a_decision_is_pure_and_finds_the_least(candidates: list[Candidate], name: str) -> None:
     chooser = COMPARED[name]
-    asked = state(name, found)
-    chosen = chooser(asked)
-    assert chooser(asked) is chosen
-    assert chooser(state(name, found[::-1])) is chosen
-    fitting = [candidate for candidate in found if candidate.need <= asked.budget]
+    current_state = state(name, candidates)
+    chosen = chooser(current_state)
+    assert chooser(current_state) is chosen
+    assert chooser(state(name, candidates[::-1])) is chosen
+    fitting = [candidate for candidate in candidates if candidate.need <= current_state.budget]
     least = min(fitting, key=lambda candidate: (chooser.order(candidate), candidate.task), default=None)
     assert chosen is least
 
 
 def test_waiting_gives_all_in_order() -> None:
     waiting = state("sharded-lrtf", [A, B, C, TOO_LARGE]).waiting
-    seen = []
+    ordered = []
     while (first := waiting.first(30)) is not None:
-        seen.append(first)
+        ordered.append(first)
         waiting.take(30)
-        assert bool(waiting) == (len(seen) < 4)
-    assert seen == [TOO_LARGE, B, C, A]
+        assert bool(waiting) == (len(ordered) < 4)
+    assert ordered == [TOO_LARGE, B, C, A]
     with pytest.raises(IndexError):
         waiting.take(30)
     with pytest.raises(PlanError, match="needs 31 bytes"):

@@ -53,11 +53,11 @@ def test_sharded_lrtf_alike_where_moving_costs_nothing(mix: str) -> None:
 
 
 def test_the_next_shard_is_loaded_while_the_present_one_computes() -> None:
-    made = task("a", 4, steps=3, resident=False, weights=10, gradients=0, optimizer=0, boundary=0, activations=0)
-    roomy = simulate(Plan((made,), {"d": 2 * made.device_bytes}, 20.0, 20.0))
+    task_plan = task("a", 4, steps=3, resident=False, weights=10, gradients=0, optimizer=0, boundary=0, activations=0)
+    roomy = simulate(Plan((task_plan,), {"d": 2 * task_plan.device_bytes}, 20.0, 20.0))
     first_load = 0.5
-    assert roomy.makespan == pytest.approx(made.seconds + first_load)
-    tight_plan = Plan((made,), {"d": made.device_bytes}, 20.0, 20.0)
+    assert roomy.makespan == pytest.approx(task_plan.seconds + first_load)
+    tight_plan = Plan((task_plan,), {"d": task_plan.device_bytes}, 20.0, 20.0)
     tight = simulate(tight_plan)
     tight.validate(tight_plan)
     assert tight.makespan > roomy.makespan
@@ -66,7 +66,7 @@ def test_the_next_shard_is_loaded_while_the_present_one_computes() -> None:
 @settings(deadline=None, max_examples=30)
 @given(plans())
 def test_measured_seconds_replace_estimates(plan: Plan) -> None:
-    """Of the same run they give the same; of a slower one, a slower one."""
+    """Measurements of the same run reproduce its makespan; those of a slower run give a longer one."""
     policy = "fifo"
     timeline = simulate(plan, policy)
     assert simulate(plan, policy, timeline).makespan == pytest.approx(timeline.makespan)
@@ -76,19 +76,19 @@ def test_measured_seconds_replace_estimates(plan: Plan) -> None:
 
 
 def test_to_begin_and_end_an_action_takes_time_too() -> None:
-    made = task("a", 2, steps=3, resident=True)
-    plain = Plan((made,), {"d": 10**9}, 1e9, 1e9)
+    task_plan = task("a", 2, steps=3, resident=True)
+    plain = Plan((task_plan,), {"d": 10**9}, 1e9, 1e9)
     actions = [span for span in simulate(plain).actions if span.act.lane == "compute"]
     longer = simulate(replace(plain, action_seconds=0.5))
     assert longer.makespan == pytest.approx(simulate(plain).makespan + 0.5 * len(actions))
 
 
 def test_the_next_shard_is_loaded_ahead_but_not_before_what_it_borrows() -> None:
-    made = task("a", 4, resident=False, weights=10)
+    task_plan = task("a", 4, resident=False, weights=10)
     for borrows, before in (((), {0, 1}), ((0,), {0})):
-        second = replace(made.shards[1], borrows=borrows)
-        shards = (made.shards[0], second, *made.shards[2:])
-        plan = Plan((replace(made, shards=shards),), {"d": 999}, 1e9, 1e9)
+        second = replace(task_plan.shards[1], borrows=borrows)
+        shards = (task_plan.shards[0], second, *task_plan.shards[2:])
+        plan = Plan((replace(task_plan, shards=shards),), {"d": 999}, 1e9, 1e9)
         timeline = simulate(plan)
         timeline.validate(plan)
         first = next(span for span in timeline.actions if span.act is Act.FORWARD)
@@ -97,42 +97,42 @@ def test_the_next_shard_is_loaded_ahead_but_not_before_what_it_borrows() -> None
 
 
 def test_a_kept_shard_is_loaded_and_evicted_once_by_a_task_alone() -> None:
-    made = task("a", 3, steps=5, resident=False, kept=True, evaluated=1)
-    plan = Plan((made,), {"d": overlapped(made)}, 0.5, 0.5)
+    task_plan = task("a", 3, steps=5, resident=False, kept=True, evaluated=1)
+    plan = Plan((task_plan,), {"d": overlapped(task_plan)}, 0.5, 0.5)
     timeline = simulate(plan)
     timeline.validate(plan)
     moved = [(action.act, action.shard) for action in timeline.actions if action.act.lane != "compute"]
     assert [moved.count((kind, 2)) for kind in (Act.LOAD, Act.EVICT)] == [1, 1]
     assert moved.count((Act.LOAD, 1)) == 5 + 5 + 1
-    other = simulate(Plan((replace(made, keeps_last_shard=False),), plan.devices, 0.5, 0.5))
+    other = simulate(Plan((replace(task_plan, keeps_last_shard=False),), plan.devices, 0.5, 0.5))
     assert timeline.makespan < other.makespan
 
 
 def test_a_resident_task_alone_is_loaded_and_evicted_once() -> None:
-    made = task("a", 3, steps=5)
-    timeline = simulate(Plan((made,), {"d": 1000}, 1.0, 1.0))
+    task_plan = task("a", 3, steps=5)
+    timeline = simulate(Plan((task_plan,), {"d": 1000}, 1.0, 1.0))
     assert [action.act for action in timeline.actions].count(Act.LOAD) == 3
     assert [action.act for action in timeline.actions].count(Act.EVICT) == 3
-    assert timeline.peak == {"d": made.device_bytes}
+    assert timeline.peak == {"d": task_plan.device_bytes}
 
 
 def test_resident_tasks_share_a_device_that_has_room_for_both() -> None:
-    made = (task("a", steps=9), task("b", steps=9))
-    plan = Plan(made, {"d": sum(each.device_bytes for each in made)}, 1.0, 1.0)
+    task_plans = (task("a", steps=9), task("b", steps=9))
+    plan = Plan(task_plans, {"d": sum(task_plan.device_bytes for task_plan in task_plans)}, 1.0, 1.0)
     timeline = simulate(plan, COMPARED["round-robin"])
     timeline.validate(plan)
     assert [action.act for action in timeline.actions].count(Act.LOAD) == 2
 
 
 def computed(**settings: Any) -> str:
-    """What a spilled task of two shards computes: kind, shard, minibatch."""
-    made = task("a", 2, resident=False, **settings)
-    actions = simulate(Plan((made,), {"d": 99}, 1e9, 1e9)).actions
+    """The computations of a spilled task of two shards, as text: kind, shard, minibatch."""
+    task_plan = task("a", 2, resident=False, **settings)
+    actions = simulate(Plan((task_plan,), {"d": 99}, 1e9, 1e9)).actions
     return " ".join(f"{a.act[0]}{a.shard}{a.step}" for a in actions if a.act.lane == "compute")
 
 
 @pytest.mark.parametrize(
-    ("settings", "wanted"),
+    ("settings", "expected"),
     [
         ({"steps": 2}, "F00 F10 B10 S10 R00 B00 S00 F01 F11 B11 S11 R01 B01 S01"),
         ({"steps": 2, "accumulate": 2}, "F00 F10 B10 R00 B00 F01 F11 B11 S11 R01 B01 S01"),
@@ -142,13 +142,13 @@ def computed(**settings: Any) -> str:
         ({"steps": 1, "evaluated": 2}, "F00 F10 B10 S10 R00 B00 S00 E00 E10 E01 E11"),
     ],
 )
-def test_the_optimizer_steps_when_its_gradients_are_there(settings: dict[str, Any], wanted: str) -> None:
-    assert computed(**settings) == wanted
+def test_the_optimizer_steps_when_its_gradients_are_there(settings: dict[str, Any], expected: str) -> None:
+    assert computed(**settings) == expected
 
 
 def test_a_clipped_spilled_task_as_text() -> None:
-    made = task("a", 1, resident=False, clipped=True, weights=4, frozen=2, optimizer=2, activations=3, workspace=0)
-    plan = Plan((made,), {"d": 9}, 4.0, 4.0)
+    task_plan = task("a", 1, resident=False, clipped=True, weights=4, frozen=2, optimizer=2, activations=3, workspace=0)
+    plan = Plan((task_plan,), {"d": 9}, 4.0, 4.0)
     assert simulate(plan).text() == CLIPPED
 
 
@@ -166,8 +166,8 @@ devices d
 
 
 def test_frozen_weights_are_not_written_back() -> None:
-    made = task("a", steps=3, resident=False, weights=100, frozen=100, gradients=0, optimizer=0)
-    timeline = simulate(Plan((made,), {"d": 999}, 10.0, 10.0))
+    task_plan = task("a", steps=3, resident=False, weights=100, frozen=100, gradients=0, optimizer=0)
+    timeline = simulate(Plan((task_plan,), {"d": 999}, 10.0, 10.0))
     (load,) = (action for action in timeline.actions if action.act is Act.LOAD)
     (evict,) = (action for action in timeline.actions if action.act is Act.EVICT)
     assert load.end - load.start == 10.0
@@ -197,19 +197,19 @@ POLICIES_THAT_BREAK_RULES: dict[str, Callable[[State], Any]] = {
 
 
 @pytest.mark.parametrize("name", POLICIES_THAT_BREAK_RULES)
-def test_a_policy_that_breaks_rules_is_told(name: str) -> None:
+def test_a_policy_that_breaks_rules_is_refused(name: str) -> None:
     broken = Policy("mine", "", lambda candidate: 0.0, lambda order, state: POLICIES_THAT_BREAK_RULES[name](state))
     words = "the policy gave None to every device" if name == "gives None" else "policy 'mine' gave .*: it may give"
     with pytest.raises(PlanError, match=words):
         simulate(Plan((task("a"), task("b")), {"d": 999}, 1.0, 1.0), broken)
 
 
-def test_what_is_no_plan_policy_or_timeline_is_told() -> None:
+def test_arguments_of_other_types_are_refused() -> None:
     empty, wrong = Plan((), {"d": 1}, 1.0, 1.0), object()
-    for each, words in (
+    for arguments, words in (
         ((wrong,), "hf.simulate runs a plan, not a object: give what hf.plan"),
         ((empty, wrong), "unknown policy <object .* or give a Policy"),
         ((empty, "fifo", wrong), "measured is a object: give a timeline"),
     ):
         with pytest.raises(PlanError, match=words):
-            simulate(*each)
+            simulate(*arguments)

@@ -68,8 +68,8 @@ def test_numbers() -> None:
 
 def nth(kind: Act, number: int = 0) -> int:
     """The position of an action of task b, the spilled one."""
-    found = [n for n, action in enumerate(TIMELINE.actions) if action.act is kind and action.task == "b"]
-    return found[number]
+    positions = [n for n, action in enumerate(TIMELINE.actions) if action.act is kind and action.task == "b"]
+    return positions[number]
 
 
 TIMELINE = simulate(PLAN, "fifo")
@@ -78,8 +78,8 @@ Edit = Callable[[list[Span]], object]
 
 def change(kind: Act, number: int = 0, **values: object) -> Edit:
     def edit(actions: list[Span]) -> None:
-        place = nth(kind, number)
-        actions[place] = replace(actions[place], **values)  # type: ignore[arg-type]
+        index = nth(kind, number)
+        actions[index] = replace(actions[index], **values)  # type: ignore[arg-type]
 
     return edit
 

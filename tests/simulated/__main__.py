@@ -17,7 +17,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulated", description=__doc__)
     parser.add_argument("--orders", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first order; each order has the next one")
-    given = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     install()
@@ -26,7 +26,7 @@ def main() -> int:
 
     faults, operators, reads, start = 0, 0, 0, time.monotonic()
     with tempfile.TemporaryDirectory() as disk:
-        for seed in range(given.seed, given.seed + given.orders):
+        for seed in range(args.seed, args.seed + args.orders):
             # Every tenth is ended by an error.
             wrong = broken(seed, disk) if seed % 10 == 9 else run(seed, disk)
             faults += bool(wrong)
@@ -34,11 +34,11 @@ def main() -> int:
             reads += QUEUES.reads
             for words in wrong[:10]:
                 print(f"seed {seed}: {words}", flush=True)
-            if (seed - given.seed) % 100 == 99:
+            if (seed - args.seed) % 100 == 99:
                 print(f"up to seed {seed}: {faults} wrong, {time.monotonic() - start:.0f} s", flush=True)
     seconds = time.monotonic() - start
     print(
-        f"{given.orders} orders, {operators:,} operators, {reads:,} reads by the host, {seconds:.0f} s: {faults} wrong"
+        f"{args.orders} orders, {operators:,} operators, {reads:,} reads by the host, {seconds:.0f} s: {faults} wrong"
     )
     return bool(faults)
 

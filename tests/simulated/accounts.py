@@ -43,16 +43,16 @@ def main() -> int:
         (1, True, evaluated),
         (6, False, evaluated),
     ):
-        one = hf.Task(
+        task = hf.Task(
             fused(Wide, torch.float32), cross_entropy, optimizer=adamw, loader=loader, eval_loader=eval_loader, seed=0
         )
-        plan = planned([one], on, [count], [resident])
+        plan = planned([task], on, [count], [resident])
         before = list(QUEUES.taken)
         QUEUES.start(count)
-        report = hf.train([one], on, plan=plan)
-        taken, (accounted,) = QUEUES.peak[0] - before[0], report.peak.values()
-        (ratios if eval_loader is None else larger).append(taken / accounted)
-        print(f"{count} shards: {taken:,} bytes, {accounted:,} accounted for: {taken / accounted:.3f}")
+        report = hf.train([task], on, plan=plan)
+        peak, (accounted,) = QUEUES.peak[0] - before[0], report.peak.values()
+        (ratios if eval_loader is None else larger).append(peak / accounted)
+        print(f"{count} shards: {peak:,} bytes, {accounted:,} accounted for: {peak / accounted:.3f}")
         assert QUEUES.taken == before
     return max(ratios) > 1.1 or min(ratios) < 0.9 or max(larger) > 1.15 or min(larger) < 0.9
 

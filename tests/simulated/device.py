@@ -57,22 +57,33 @@ class _Calls(ctypes.Structure):
 
 
 def missing() -> str | None:
-    """Why there can be no simulated device here."""
+    """Return why there can be no simulated device here, None if there can."""
     return None if shutil.which("g++") else "there is no g++"
 
 
 def _library() -> Path:
     """The part in C++, compiled once for this torch."""
-    found = cache_folder() / f"simulated-{torch.__version__}-{hash_of(SOURCE)}.so"
-    if not found.exists():
+    path = cache_folder() / f"simulated-{torch.__version__}-{hash_of(SOURCE)}.so"
+    if not path.exists():
         home = Path(torch.__file__).parent
         includes = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
-        with tempfile.TemporaryDirectory(dir=found.parent) as folder:
-            made = Path(folder, "made.so")
-            command = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", "-w", *includes, str(SOURCE), "-o", str(made)]
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            compiled = Path(folder, "made.so")
+            command = [
+                "g++",
+                "-O1",
+                "-std=c++20",
+                "-shared",
+                "-fPIC",
+                "-w",
+                *includes,
+                str(SOURCE),
+                "-o",
+                str(compiled),
+            ]
             subprocess.run([*command, f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"], check=True, timeout=300)
-            made.replace(found)
-    return found
+            compiled.replace(path)
+    return path
 
 
 def hash_of(source: Path) -> str:
@@ -109,19 +120,19 @@ def _answer(name: str) -> Any:
 
 
 def _module() -> ModuleType:
-    """What torch asks about such devices in Python."""
-    found: Any = ModuleType(f"torch.{TYPE}")
-    found.is_available = found.is_initialized = lambda: True
-    found._is_in_bad_fork = lambda: False
-    found.device_count = lambda: DEVICES
-    found.current_device = lambda: torch.accelerator.current_device_index()
-    found.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    found.get_device_name = lambda device=None: "simulated"
-    found.mem_get_info = lambda device=None: (1 << 30, 1 << 30)
-    found.get_rng_state = lambda device=None: generator(_index(device)).get_state()
-    found.set_rng_state = _set_rng_state
-    found.manual_seed_all = lambda seed: [generator(device).manual_seed(seed) for device in range(DEVICES)]
-    return found  # type: ignore[no-any-return]
+    """The module ``torch.sim``, by which torch uses such devices in Python."""
+    module: Any = ModuleType(f"torch.{TYPE}")
+    module.is_available = module.is_initialized = lambda: True
+    module._is_in_bad_fork = lambda: False
+    module.device_count = lambda: DEVICES
+    module.current_device = lambda: torch.accelerator.current_device_index()
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    module.get_device_name = lambda device=None: "simulated"
+    module.mem_get_info = lambda device=None: (1 << 30, 1 << 30)
+    module.get_rng_state = lambda device=None: generator(_index(device)).get_state()
+    module.set_rng_state = _set_rng_state
+    module.manual_seed_all = lambda seed: [generator(device).manual_seed(seed) for device in range(DEVICES)]
+    return module  # type: ignore[no-any-return]
 
 
 def _index(device: Any) -> int:

@@ -1,6 +1,6 @@
 """Plant faults in a run on simulated devices, ``python -m tests.simulated.faults``: each must be seen.
 
-A fault that changes nothing that anybody reads is none: a wait that another one repeats, an operator in the default
+A fault that changes no value that is read is none: a wait that another one repeats, an operator in the default
 queue that the next copy waits for.
 """
 
@@ -19,7 +19,7 @@ from tests.simulated.device import install
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulated.faults", description=__doc__)
     parser.add_argument("--single", type=int, default=0, help="so many faults of each kind, one in a run")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     install()
@@ -34,19 +34,19 @@ def main() -> int:
             assert not run(seed, disk, order=order)
         counts = dict(QUEUES.counts)
         for kind in ("wait stream", "wait", "queue", "free"):
-            found = run(0, disk, Fault(kind), order=order)
-            print(f"{kind}: all {counts[kind]}: {found[:1]}", flush=True)
-            unseen += [] if found else [kind]
+            errors = run(0, disk, Fault(kind), order=order)
+            print(f"{kind}: all {counts[kind]}: {errors[:1]}", flush=True)
+            unseen += [] if errors else [kind]
             # The wait for one action is repeated by that for the next one of its queue.
-            single = 0 if kind == "wait" else given.single
-            places = [counts[kind] * k // single for k in range(single)]
-            seen = [k for k in places if run(k, disk, Fault(kind, k), order=order)]
-            if places:
-                print(f"{kind}: {len(seen)} of {len(places)} single ones seen", flush=True)
-                unseen += [] if seen else [kind]
-        found = broken(0, disk, Fault("wait device"))
-        print(f"wait device, after an error: {found[:1]}", flush=True)
-        unseen += [] if found else ["wait device"]
+            single = 0 if kind == "wait" else arguments.single
+            numbers = [counts[kind] * k // single for k in range(single)]
+            detected = [k for k in numbers if run(k, disk, Fault(kind, k), order=order)]
+            if numbers:
+                print(f"{kind}: {len(detected)} of {len(numbers)} single ones seen", flush=True)
+                unseen += [] if detected else [kind]
+        errors = broken(0, disk, Fault("wait device"))
+        print(f"wait device, after an error: {errors[:1]}", flush=True)
+        unseen += [] if errors else ["wait device"]
     return bool(unseen)
 
 

@@ -16,17 +16,17 @@ from tests.simulated.device import install
 
 
 class OnDevice(TorchFunctionMode):
-    """What ``torch.set_default_device`` does; generators of the CPU draw in host memory, and the draws are moved."""
+    """Like ``torch.set_default_device``; generators of the CPU draw in host memory, and the draws are moved."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        if func in _device_constructors() and given.get("device") is None:
-            generator = given.get("generator")
-            made = func(*args, **{**given, "device": "sim:0" if generator is None else generator.device})
-            return made.to("sim:0")
-        return func(*args, **given)
+        arguments = dict(kwargs or {})
+        if func in _device_constructors() and arguments.get("device") is None:
+            generator = arguments.get("generator")
+            tensor = func(*args, **{**arguments, "device": "sim:0" if generator is None else generator.device})
+            return tensor.to("sim:0")
+        return func(*args, **arguments)
 
 
 def pytest_configure() -> None:

@@ -17,18 +17,18 @@ _GENERATORS: dict[int, torch.Generator] = {}
 
 
 def generator(device: int) -> torch.Generator:
-    """Whom operators on a device draw from."""
+    """The random number generator of a device."""
     if device not in _GENERATORS:
         _GENERATORS[device] = torch.Generator()
     return _GENERATORS[device]
 
 
 class Poisoned(AssertionError):
-    """Something reads memory that nobody has written."""
+    """An operator reads unwritten memory."""
 
 
 class Made(NamedTuple):
-    """The look of a tensor that an operator makes."""
+    """Shape, strides and dtype of a tensor that an operator creates."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -38,23 +38,25 @@ class Made(NamedTuple):
 @cache
 def _writes(op: Any) -> tuple[frozenset[int], frozenset[str]]:
     """The arguments that an operator writes, by place and by name."""
-    found = [
-        (place, each) for place, each in enumerate(op._schema.arguments) if each.alias_info and each.alias_info.is_write
+    written = [
+        (index, argument)
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info and argument.alias_info.is_write
     ]
-    return frozenset(place for place, _ in found), frozenset(each.name for _, each in found)
+    return frozenset(index for index, _ in written), frozenset(argument.name for _, argument in written)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, list | tuple) else []
+    return [tensor for element in value for tensor in _tensors(element)] if isinstance(value, list | tuple) else []
 
 
 def _changed(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)(_changed(each, change) for each in value)
+        return type(value)(_changed(element, change) for element in value)
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
@@ -66,7 +68,7 @@ _MADE: dict[Any, Any] = {}
 
 
 def _made(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator makes of such arguments; learnt once from arguments of zeros and ones."""
+    """Infer the outputs of an operator for such arguments, once, from arguments of zeros and ones."""
     key = op, repr(_changed((args, tuple(kwargs.items())), _look))
     if key not in _MADE:
         _MADE[key] = _changed(_again(op, args, kwargs, _stand_in), lambda tensor: _look(tensor)[0])
@@ -74,13 +76,13 @@ def _made(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    found = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-    return found.fill_(1) if tensor.dtype.is_floating_point else found.zero_()
+    stand_in = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    return stand_in.fill_(1) if tensor.dtype.is_floating_point else stand_in.zero_()
 
 
 def _again(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[Tensor], Any]) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*_changed(tuple(args), change), **{name: _changed(each, change) for name, each in kwargs.items()})
+        return op(*_changed(tuple(args), change), **{name: _changed(value, change) for name, value in kwargs.items()})
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -103,9 +105,9 @@ def _check(tensor: Tensor, name: str) -> None:
 
 
 def _block(tensor: Tensor) -> Block:
-    found = QUEUES.block(tensor)
-    assert found is not None
-    return found
+    block = QUEUES.block(tensor)
+    assert block is not None
+    return block
 
 
 def _device(tensors: Sequence[Tensor]) -> int:
@@ -123,79 +125,83 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags):
         return _now(op, args, kwargs, device, stream)
     # What is asked for now has its addresses and numbers now.
-    places, names = _writes(op)
-    written = _tensors([each for place, each in enumerate(args) if place in places])
-    written += _tensors([each for name, each in kwargs.items() if name in names])
-    fresh = [each for each in op._schema.returns if each.alias_info is None]
+    indices, names = _writes(op)
+    written = _tensors([value for index, value in enumerate(args) if index in indices])
+    written += _tensors([value for name, value in kwargs.items() if name in names])
+    fresh = [result for result in op._schema.returns if result.alias_info is None]
     if not fresh:
-        made: Any = None
+        outputs: Any = None
         if op._overloadname.endswith("out"):
             _resize(op, args, kwargs, written)
     elif len(fresh) == len(op._schema.returns):
-        made = _changed_made(_made(op, args, kwargs), device)
+        outputs = _changed_made(_made(op, args, kwargs), device)
     else:
         raise NotImplementedError(f"{op} writes and makes tensors")
-    seen = {id(tensor): alias(tensor) for tensor in tensors}
+    aliases = {id(tensor): alias(tensor) for tensor in tensors}
     held = (
-        _changed(args, lambda tensor: seen[id(tensor)]),
-        {name: _changed(each, lambda tensor: seen[id(tensor)]) for name, each in kwargs.items()},
+        _changed(args, lambda tensor: aliases[id(tensor)]),
+        {name: _changed(value, lambda tensor: aliases[id(tensor)]) for name, value in kwargs.items()},
     )
     if torch.Tag.nondeterministic_seeded in op.tags:
         held[1]["generator"] = _drawn(op, args, kwargs, device)
-    results = _tensors(made if isinstance(made, list | tuple) else [made])
+    results = _tensors(outputs if isinstance(outputs, list | tuple) else [outputs])
     targets = [alias(tensor) for tensor in results]
 
-    read = [alias for key, alias in seen.items() if key not in {*map(id, written)}]
+    read = [alias for key, alias in aliases.items() if key not in {*map(id, written)}]
 
     def work() -> None:
         for tensor in read:
             _check(tensor, str(op))
-        found = op(*held[0], **held[1])
+        computed = op(*held[0], **held[1])
         for target, source in zip(
-            targets, _tensors(found if isinstance(found, list | tuple) else [found]) if targets else (), strict=True
+            targets,
+            _tensors(computed if isinstance(computed, list | tuple) else [computed]) if targets else (),
+            strict=True,
         ):
             target.copy_(source)
 
     reads = [tensor for tensor in tensors if not tensor.is_cpu]
     QUEUES.launch(stream, str(op), reads, [*written, *results], work)
-    if made is not None:
-        return made
+    if outputs is not None:
+        return outputs
     outs = written if len(op._schema.returns) > 1 else written[0] if op._schema.returns else None
     return tuple(outs) if isinstance(outs, list) else outs
 
 
 def _resize(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[Tensor]) -> None:
     """Give tensors for results the sizes that they will have."""
-    found = _made(op, args, kwargs)
-    for tensor, made in zip(
-        written, found if isinstance(found, list | tuple) and not isinstance(found, Made) else [found], strict=True
+    results = _made(op, args, kwargs)
+    for tensor, result in zip(
+        written,
+        results if isinstance(results, list | tuple) and not isinstance(results, Made) else [results],
+        strict=True,
     ):
-        if tensor.size() != made.size:
-            tensor.resize_(made.size)
+        if tensor.size() != result.size:
+            tensor.resize_(result.size)
 
 
-def _changed_made(made: Any, device: int) -> Any:
-    if isinstance(made, Made):
-        return torch.empty_strided(made.size, made.stride, dtype=made.dtype, device=torch.device(TYPE, device))
-    if isinstance(made, list | tuple):
-        return type(made)(_changed_made(each, device) for each in made)
-    return made
+def _changed_made(outputs: Any, device: int) -> Any:
+    if isinstance(outputs, Made):
+        return torch.empty_strided(outputs.size, outputs.stride, dtype=outputs.dtype, device=torch.device(TYPE, device))
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(_changed_made(element, device) for element in outputs)
+    return outputs
 
 
 def _drawn(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: int) -> torch.Generator:
-    """A generator in today's state; that of the device goes on as if all had been drawn."""
-    own = kwargs.get("generator") or generator(device)
-    now = torch.Generator()
-    now.set_state(own.get_state())
-    _again(op, args, {**kwargs, "generator": own}, _stand_in)
-    return now
+    """Copy the generator in its current state, and advance the original as if the operator had drawn from it."""
+    advancing = kwargs.get("generator") or generator(device)
+    current = torch.Generator()
+    current.set_state(advancing.get_state())
+    _again(op, args, {**kwargs, "generator": advancing}, _stand_in)
+    return current
 
 
 def _now(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: int, stream: int) -> Any:
-    """What the host must know: it waits for the queue."""
+    """Run an operator whose result the host must know: wait for the queue."""
     QUEUES.wait_here(stream)
-    found = _again(op, args, kwargs, alias)
-    return _changed(found, lambda tensor: tensor.to(torch.device(TYPE, device)))
+    results = _again(op, args, kwargs, alias)
+    return _changed(results, lambda tensor: tensor.to(torch.device(TYPE, device)))
 
 
 def copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
@@ -243,8 +249,8 @@ def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any) -
 def _dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
-    return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+    return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
 
 
 def _record_stream(tensor: Tensor, stream: torch.Stream) -> None:
@@ -254,14 +260,14 @@ def _record_stream(tensor: Tensor, stream: torch.Stream) -> None:
 
 
 def register() -> list[torch.library.Library]:
-    """Let torch ask here. As long as what this gives lives."""
-    own = torch.library.Library("aten", "IMPL")
-    own.impl("_copy_from", copy, "PrivateUse1")
-    own.impl("_local_scalar_dense", _scalar, "PrivateUse1")
-    own.impl("convolution_overrideable", _convolution, "PrivateUse1")
-    own.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
-    own.impl("native_dropout", _dropout, "PrivateUse1")
-    own.impl("record_stream", _record_stream, "PrivateUse1")
-    every = torch.library.Library("_", "IMPL")
-    every.fallback(run, "PrivateUse1")
-    return [own, every]
+    """Register these operators with torch, for as long as the returned libraries live."""
+    aten_library = torch.library.Library("aten", "IMPL")
+    aten_library.impl("_copy_from", copy, "PrivateUse1")
+    aten_library.impl("_local_scalar_dense", _scalar, "PrivateUse1")
+    aten_library.impl("convolution_overrideable", _convolution, "PrivateUse1")
+    aten_library.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
+    aten_library.impl("native_dropout", _dropout, "PrivateUse1")
+    aten_library.impl("record_stream", _record_stream, "PrivateUse1")
+    fallback_library = torch.library.Library("_", "IMPL")
+    fallback_library.fallback(run, "PrivateUse1")
+    return [aten_library, fallback_library]

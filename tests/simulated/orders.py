@@ -1,6 +1,6 @@
 """One run of hf.train on simulated devices, drawn by a seed: tasks, plan, devices, and the order of what they do.
 
-The serial run is the plain loop on one such device that does at once what it is asked for.
+The serial run is the plain loop on one such device, with every operator done immediately.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EVALUATED = batches(torch.float64, 2)
 _PATIENCE = 5.0
 
 
-Told = Step | Evaluation
+Progress = Step | Evaluation
 
 
 class Convolved(nn.Module):
@@ -65,7 +65,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Trained:
-    """An array, how it was at first, and what the serial run gives."""
+    """An array, its initial state, and the results of the serial run."""
 
     array: hf.FusedModule
     before: Mapping[str, Tensor]
@@ -76,11 +76,11 @@ class Trained:
 
 @cache
 def trained(kind: int) -> Trained:
-    make, way = KINDS[kind]
+    make, recipe = KINDS[kind]
     torch.manual_seed(kind)
     array, evaluated = fused(make), []
 
-    def evaluate(each: object) -> None:
+    def evaluate(_: object) -> None:
         array.eval()
         with torch.no_grad():
             rows = [hf.per_model(cross_entropy)(array(x), y).cpu() for x, y in _there(EVALUATED)]
@@ -89,7 +89,7 @@ def trained(kind: int) -> Trained:
 
     with QUEUES.at_once():
         array.to("sim:0")
-        losses, after = plain(array, way, _there(LOADER), after_epoch=evaluate)
+        losses, after = plain(array, recipe, _there(LOADER), after_epoch=evaluate)
         array.cpu()
     before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
     return Trained(array, before, losses.cpu(), torch.stack(evaluated), {n: t.cpu() for n, t in after.items()})
@@ -101,12 +101,12 @@ def _there(loader: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class Order:
-    """What a seed draws besides the order."""
+    """The configuration of a run, drawn by a seed."""
 
     kinds: tuple[int, ...]
     shards: tuple[int, ...]
     resident: tuple[bool, ...]
-    kept: tuple[bool, ...]
+    keeps_last: tuple[bool, ...]
     devices: tuple[str, ...]
     spare: int
     policy: str
@@ -120,7 +120,7 @@ class Order:
             kinds=tuple(draw.sample(range(len(KINDS)), count)),
             shards=tuple(draw.randint(1, 5) for _ in range(count)),
             resident=tuple(draw.random() < 0.3 for _ in range(count)),
-            kept=tuple(draw.random() < 0.3 for _ in range(count)),
+            keeps_last=tuple(draw.random() < 0.3 for _ in range(count)),
             devices=draw.choice([("sim:0",), ("sim:0", "sim:1"), ("sim:0", "sim:0"), ("sim:1", "sim:0", "sim:0")]),
             spare=draw.choice([0, draw.randint(1, 600), 5_000, 50_000]),
             policy=draw.choice(sorted(COMPARED)),
@@ -128,37 +128,37 @@ class Order:
         )
 
     def machine(self, disk: str) -> hf.Machine:
-        devices = [hf.Device(name, f"{name}.{place}", memory="1GiB") for place, name in enumerate(self.devices)]
+        devices = [hf.Device(name, f"{name}.{index}", memory="1GiB") for index, name in enumerate(self.devices)]
         return hf.Machine(devices, self.host, disk)
 
-    def tasks(self, heard: Callable[[Told], None] = lambda told: None) -> list[hf.Task]:
+    def tasks(self, callback: Callable[[Progress], None] = lambda progress: None) -> list[hf.Task]:
         return [
-            task(trained(kind).array, KINDS[kind][1], LOADER, f"t{kind}", eval_loader=EVALUATED, callbacks=[heard])
+            task(trained(kind).array, KINDS[kind][1], LOADER, f"t{kind}", eval_loader=EVALUATED, callbacks=[callback])
             for kind in self.kinds
         ]
 
 
 @lru_cache(4)
 def _plan(order: Order) -> Plan:
-    return planned(order.tasks(), order.machine("unused"), order.shards, order.resident, order.kept)
+    return planned(order.tasks(), order.machine("unused"), order.shards, order.resident, order.keeps_last)
 
 
 def run(seed: int, disk: str, fault: Fault | None = None, *, order: Order | None = None) -> list[str]:
-    """What is wrong with the run of a seed, in words: nothing, if there is no ``fault``."""
+    """Return the errors in the run of a seed: none without a ``fault``."""
     order = Order.of(seed) if order is None else order
-    made = _plan(replace(order, spare=0, policy="", host="1GiB"))
-    plan = replace(made, devices={name: size + order.spare for name, size in made.devices.items()})
+    zero_spare = _plan(replace(order, spare=0, policy="", host="1GiB"))
+    plan = replace(zero_spare, devices={name: size + order.spare for name, size in zero_spare.devices.items()})
     for kind in order.kinds:
         trained(kind).array.load_state_dict(trained(kind).before)
     early: list[str] = []
 
-    def hear(told: Told) -> None:
-        if isinstance(told, Step):
-            expected = trained(int(told.task[1:])).losses[told.epoch * len(LOADER) + told.step]
-            if not torch.equal(told.losses, expected):
-                early.append(f"wrong losses of {told.task} told in step {told.step}")
+    def hear(progress: Progress) -> None:
+        if isinstance(progress, Step):
+            expected = trained(int(progress.task[1:])).losses[progress.epoch * len(LOADER) + progress.step]
+            if not torch.equal(progress.losses, expected):
+                early.append(f"wrong losses of {progress.task} told in step {progress.step}")
 
-    threads, taken = set(threading.enumerate()), list(QUEUES.taken)
+    threads, taken_before = set(threading.enumerate()), list(QUEUES.taken)
     QUEUES.start(seed, fault, None if fault is None else 1.0)
     switch = sys.getswitchinterval()
     sys.setswitchinterval(random.Random(seed).choice([1e-6, 1e-4, 5e-3]))
@@ -172,8 +172,8 @@ def run(seed: int, disk: str, fault: Fault | None = None, *, order: Order | None
         *early,
         *_wrong(order, report),
         *_uneven(report, plan),
-        *_left(threads),
-        *_kept(taken),
+        *_unfinished_work(threads),
+        *_leaked_memory(taken_before),
         *races(QUEUES.end()),
     ]
 
@@ -185,16 +185,16 @@ class Broken(Exception):
 @cache
 def _reached() -> tuple[dict[str, Tensor], ...]:
     """The state after each step of the serial run of `KINDS`[1], which neither clips nor accumulates."""
-    expected, (_, way), each = trained(1), KINDS[1], hf.per_model(cross_entropy)
+    expected, (_, recipe), loss_fn = trained(1), KINDS[1], hf.per_model(cross_entropy)
     array = expected.array
     array.load_state_dict(expected.before)
     states = [dict(expected.before)]
     with QUEUES.at_once():
         array.to("sim:0")
-        optimizer = way.optimizer(list(array.parameters()))
+        optimizer = recipe.optimizer(list(array.parameters()))
         torch.manual_seed(SEED)
         for x, y in _there(LOADER):
-            each(array(x), y).sum().backward()
+            loss_fn(array(x), y).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             states.append({name: tensor.cpu() for name, tensor in array.state_dict().items()})
@@ -204,9 +204,9 @@ def _reached() -> tuple[dict[str, Tensor], ...]:
 
 
 def broken(seed: int, disk: str, fault: Fault | None = None) -> list[str]:
-    """What is wrong with what a run leaves that a callback ends: no tensor may be half of one step, half of another.
+    """Return the errors in the state after a callback has ended a run: no tensor may mix two steps.
 
-    What every other run has saved after a step is what the serial run has reached then.
+    Every other run saves after each step; a save must equal the state of the serial run after that step.
     """
     draw = random.Random(seed)
     order = Order((1,), (draw.randint(1, 5),), (draw.random() < 0.3,), (False,), ("sim:0",), 5_000, "fifo", "1GiB")
@@ -214,8 +214,8 @@ def broken(seed: int, disk: str, fault: Fault | None = None) -> list[str]:
     array, last = trained(1).array, draw.randrange(len(LOADER))
     array.load_state_dict(trained(1).before)
 
-    def stop(told: Told) -> None:
-        if isinstance(told, Step) and told.step == last:
+    def stop(progress: Progress) -> None:
+        if isinstance(progress, Step) and progress.step == last:
             raise Broken
 
     threads = set(threading.enumerate())
@@ -224,31 +224,31 @@ def broken(seed: int, disk: str, fault: Fault | None = None) -> list[str]:
     try:
         hf.train(order.tasks(stop), order.machine(disk), plan=plan, checkpoint=root, every=1)
     except TrainError as error:
-        found = [] if isinstance(error.__cause__, Broken) else [str(error)]
+        errors = [] if isinstance(error.__cause__, Broken) else [str(error)]
     else:
-        found = ["it goes on"]
+        errors = ["it goes on"]
     after = array.state_dict()
-    found += [f"{name} is torn" for name in after if not any(torch.equal(after[name], s[name]) for s in states)]
+    errors += [f"{name} is torn" for name in after if not any(torch.equal(after[name], s[name]) for s in states)]
     if root is not None and last:
-        found += _saved(root / "t1", last, states)
-    return [*found, *_left(threads), *races(QUEUES.end())]
+        errors += _saved(root / "t1", last, states)
+    return [*errors, *_unfinished_work(threads), *races(QUEUES.end())]
 
 
 def _saved(folder: Path, last: int, states: Sequence[dict[str, Tensor]]) -> list[str]:
-    """What is wrong with the saves of a run that was ended in the step ``last``."""
-    kept = [files.read(path) for path in files.saves(folder)]
-    steps = [save.step for save in kept]
-    found = [] if steps[-1:] == [last] else [f"saved after the steps {steps}, and {last} were done"]
-    for save in kept:
+    """Return the errors in the saves of a run that was ended in the step ``last``."""
+    saves = [files.read(path) for path in files.saves(folder)]
+    steps = [save.step for save in saves]
+    errors = [] if steps[-1:] == [last] else [f"saved after the steps {steps}, and {last} were done"]
+    for save in saves:
         for name, tensor in states[save.step].items():
-            own = save.tensors.get(f"members/module/{name}", save.tensors.get(f"module/{name}"))
-            if own is None or not torch.equal(own, tensor):
-                found.append(f"{name} is wrong in what was saved after step {save.step}")
-    return found
+            saved = save.tensors.get(f"members/module/{name}", save.tensors.get(f"module/{name}"))
+            if saved is None or not torch.equal(saved, tensor):
+                errors.append(f"{name} is wrong in what was saved after step {save.step}")
+    return errors
 
 
-def _left(threads: set[threading.Thread]) -> list[str]:
-    """What a run has left undone."""
+def _unfinished_work(threads: set[threading.Thread]) -> list[str]:
+    """Return messages about unfinished queues and threads, and errors that C++ has swallowed."""
     return [
         *(f"work is left in queue {stream}" for stream in QUEUES.left),
         *(f"the thread {thread.name} is left" for thread in set(threading.enumerate()) - threads),
@@ -256,11 +256,13 @@ def _left(threads: set[threading.Thread]) -> list[str]:
     ]
 
 
-def _kept(taken: list[int]) -> list[str]:
-    """What a run has not given back of devices' memory."""
+def _leaked_memory(taken_before: list[int]) -> list[str]:
+    """Return messages about device memory that a run has not freed."""
     # A thread of autograd may hold the gradients that it has handed over until it goes on: on a busy machine, a while.
     latest = time.monotonic() + _PATIENCE
-    while more := [now - before for now, before in zip(QUEUES.taken, taken, strict=True) if now > before]:
+    while more := [
+        current - earlier for current, earlier in zip(QUEUES.taken, taken_before, strict=True) if current > earlier
+    ]:
         if time.monotonic() > latest:
             break
         gc.collect()
@@ -269,18 +271,25 @@ def _kept(taken: list[int]) -> list[str]:
 
 
 def _wrong(order: Order, report: Report) -> list[str]:
-    """What differs from the serial run in any bit."""
-    found = []
+    """Return the results that differ from the serial run in any bit."""
+    errors = []
     for kind in order.kinds:
-        expected, mine = trained(kind), report[f"t{kind}"]
-        pairs = {"losses": (mine.losses, expected.losses), "evaluations": (mine.eval_losses, expected.evaluated)}
+        expected, task_report = trained(kind), report[f"t{kind}"]
+        pairs = {
+            "losses": (task_report.losses, expected.losses),
+            "evaluations": (task_report.eval_losses, expected.evaluated),
+        }
         pairs |= {name: (tensor, expected.after[name]) for name, tensor in expected.array.state_dict().items()}
-        found += [f"wrong {name} of t{kind}" for name, (ours, theirs) in pairs.items() if not torch.equal(ours, theirs)]
-    return found
+        errors += [
+            f"wrong {name} of t{kind}"
+            for name, (actual, reference) in pairs.items()
+            if not torch.equal(actual, reference)
+        ]
+    return errors
 
 
 def _uneven(report: Report, plan: Plan) -> list[str]:
-    """What breaks the rules of timelines, or a budget."""
+    """Return violations of the rules of timelines, and of memory budgets."""
     try:
         report.timeline.validate(plan)
     except hf.HFusionError as error:

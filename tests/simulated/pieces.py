@@ -1,4 +1,4 @@
-"""What is no run of hf.train, on a simulated device, ``python -m tests.simulated.pieces``."""
+"""Checks on a simulated device beside runs of hf.train, ``python -m tests.simulated.pieces``."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def an_array_that_moves_without_its_state_is_refused() -> None:
 
 
 def a_machine_knows_its_devices() -> None:
-    found = hf.Machine.detect()
-    assert [device.device for device in found.devices] == ["sim:0", "sim:1"]
-    assert all(device.memory < 1 << 30 for device in found.devices)
+    machine = hf.Machine.detect()
+    assert [device.device for device in machine.devices] == ["sim:0", "sim:1"]
+    assert all(device.memory < 1 << 30 for device in machine.devices)
 
 
 class Scaled(nn.Module):
@@ -85,38 +85,38 @@ class Scaled(nn.Module):
 
 
 def a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units() -> None:
-    def asked(count: int, way: Way, shards: int, resident: bool) -> tuple[int, int]:
-        """How often the host waited for a tensor, and copied one to where the device copies it from."""
-        one = task(fused(Scaled), way, batches(torch.float64, 1) * count)
+    def count_waits(count: int, recipe: Way, shards: int, resident: bool) -> tuple[int, int]:
+        """Return how often the host waited for a tensor, and how often it copied one to pinned memory."""
+        task_to_train = task(fused(Scaled), recipe, batches(torch.float64, 1) * count)
         on = hf.Machine([hf.Device(THERE, memory="1GiB")])
-        plan = planned([one], on, [shards], [resident])
+        plan = planned([task_to_train], on, [shards], [resident])
         QUEUES.start(0)
-        hf.train(one, on, plan=plan)
+        hf.train(task_to_train, on, plan=plan)
         return QUEUES.reads, QUEUES.staged
 
-    for way in (Way(momentum), Way(adamw, 0.5)):
+    for recipe in (Way(momentum), Way(adamw, 0.5)):
         for shards, resident in ((1, True), (3, True), (3, False)):
             # The first run captures the loss.
-            _, few, many = (asked(count, way, shards, resident) for count in (2, 2, 6))
+            _, few, many = (count_waits(count, recipe, shards, resident) for count in (2, 2, 6))
             assert many[0] == few[0]
             # For each shard what gradients are clipped by; and the constant, once.
-            assert many[1] - few[1] <= 4 * EPOCHS * (shards * (way.clip is not None) + 2)
+            assert many[1] - few[1] <= 4 * EPOCHS * (shards * (recipe.clip is not None) + 2)
 
 
-def who_asks_a_device_to_compute_waits_for_losses_and_norms_only() -> None:
-    def waited(count: int, way: Way, shards: int, resident: bool) -> int:
-        """How often the thread that asks waited for anything that it has asked for."""
-        one = task(fused(Scaled), way, batches(torch.float64, 1) * count)
+def the_thread_that_launches_operators_waits_for_losses_and_norms_only() -> None:
+    def waited(count: int, recipe: Way, shards: int, resident: bool) -> int:
+        """Return how often the thread that launches operators waited for a result."""
+        task_to_train = task(fused(Scaled), recipe, batches(torch.float64, 1) * count)
         on = hf.Machine([hf.Device(THERE, memory="1GiB")])
-        plan = planned([one], on, [shards], [resident])
+        plan = planned([task_to_train], on, [shards], [resident])
         QUEUES.start(0)
-        hf.train(one, on, plan=plan)
+        hf.train(task_to_train, on, plan=plan)
         return QUEUES.waits[f"{THERE} compute"]
 
-    for way in (Way(momentum), Way(adamw, 0.5)):
+    for recipe in (Way(momentum), Way(adamw, 0.5)):
         for shards, resident in ((1, True), (3, True), (3, False)):
-            few, many = (waited(count, way, shards, resident) for count in (2, 6))
-            assert many - few <= 4 * EPOCHS * (1 + (way.clip is not None))
+            few, many = (waited(count, recipe, shards, resident) for count in (2, 6))
+            assert many - few <= 4 * EPOCHS * (1 + (recipe.clip is not None))
 
 
 def an_optimizer_copies_to_its_device_from_pinned_memory_only() -> None:
@@ -154,14 +154,14 @@ def an_array_is_lowered_for_the_device_that_it_is_planned_for() -> None:
         return [node.meta["lowering"].text for node in operators(array.compiled(Arguments.of((x,), {})).program)]
 
     with mock.patch.dict(os.environ, {"HFUSION_RATES": "standard"}):
-        here, there, planned_there = (fused(Convolved, torch.float32) for _ in range(3))
-        one = task(planned_there, Way(adamw), [(x, y)])
-        (made,), _ = arrange([one], hf.Machine([hf.Device(THERE, memory="1GiB")]))
-        assert made.array is planned_there
-        assert lowered(planned_there, x) == lowered(there.to(THERE), x.to(THERE)) != lowered(here, x)
+        on_cpu, on_device, planned_there = (fused(Convolved, torch.float32) for _ in range(3))
+        task_to_plan = task(planned_there, Way(adamw), [(x, y)])
+        (arranged,), _ = arrange([task_to_plan], hf.Machine([hf.Device(THERE, memory="1GiB")]))
+        assert arranged.array is planned_there
+        assert lowered(planned_there, x) == lowered(on_device.to(THERE), x.to(THERE)) != lowered(on_cpu, x)
         # And again for the CPU.
-        arrange([one], hf.Machine([hf.Device("cpu", memory="1GiB")]))
-        assert lowered(planned_there, x) == lowered(here, x)
+        arrange([task_to_plan], hf.Machine([hf.Device("cpu", memory="1GiB")]))
+        assert lowered(planned_there, x) == lowered(on_cpu, x)
 
 
 class Normed(nn.Module):
@@ -175,7 +175,7 @@ class Normed(nn.Module):
         return self.out(self.norm(self.first(x)).relu())
 
 
-def what_was_measured_on_a_cpu_is_rewritten_there_only() -> None:
+def rewrites_measured_on_a_cpu_apply_there_only() -> None:
     def rewritten(device: str) -> set[object]:
         """The operators that are rewritten on a CPU, as far as they stand in a traced step."""
         array, loss = fused(Normed).to(device), hf.per_model(cross_entropy)
@@ -183,8 +183,8 @@ def what_was_measured_on_a_cpu_is_rewritten_there_only() -> None:
         outputs = array(x)
         loss(outputs, y)
         call = StepCall(Arguments.of((x,), {}), Arguments.of((y,), {}))
-        found = trace(BoundProgram.of(array.find(call.inputs), array), loss.find_program(outputs, y), call)
-        return {target for target in DECOMPOSITIONS if target in found.operators}
+        step_graph = trace(BoundProgram.of(array.find(call.inputs), array), loss.find_program(outputs, y), call)
+        return {target for target in DECOMPOSITIONS if target in step_graph.operators}
 
     assert rewritten("cpu") == set()
     assert rewritten(THERE) == set(DECOMPOSITIONS)
@@ -193,11 +193,11 @@ def what_was_measured_on_a_cpu_is_rewritten_there_only() -> None:
 def losses_arrive_in_order_and_whole_however_late_a_device_is() -> None:
     for lag in (0.0, 0.5, 0.9, 1.0):
         QUEUES.start(0, lag=lag)
-        ring, wanted, arrived, late = LossRing(), list[Tensor](), list[Arrived](), 0
+        ring, expected, arrived, late = LossRing(), list[Tensor](), list[Arrived](), 0
         for step in range(100):
             # Losses of another dtype, as a minibatch without autocast may have, or on another device.
             dtype = torch.float64 if step % 30 else torch.float32
-            wanted.append(torch.full((3,), step / 7, dtype=dtype))
+            expected.append(torch.full((3,), step / 7, dtype=dtype))
             losses = torch.zeros(3, dtype=dtype, device="sim:1" if 40 < step < 60 else THERE)
             losses += step / 7
             arrived += ring.put(losses)
@@ -205,11 +205,11 @@ def losses_arrive_in_order_and_whole_however_late_a_device_is() -> None:
             losses.fill_(-1)
             late = max(late, len(ring))
             assert len(arrived) + len(ring) == step + 1
-        assert not torch.isnan(torch.stack([each.losses.double() for each in arrived])).any()
+        assert not torch.isnan(torch.stack([arrival.losses.double() for arrival in arrived])).any()
         arrived += ring.drain()
-        assert all(torch.equal(a.losses, b) for a, b in zip(arrived, wanted, strict=True))
+        assert all(torch.equal(a.losses, b) for a, b in zip(arrived, expected, strict=True))
         assert late == 16 if lag == 1 else late <= 16
-        assert [each.at for each in arrived] == sorted(each.at for each in arrived)
+        assert [arrival.at for arrival in arrived] == sorted(arrival.at for arrival in arrived)
 
 
 def recurrent_layers_take_a_step_of_all_members_at_a_time() -> None:
@@ -220,10 +220,10 @@ def recurrent_layers_take_a_step_of_all_members_at_a_time() -> None:
     y, _ = array(x.to(THERE))
     assert "rnn_tanh.input               stacked  members as batch" in str(array.report())
     torch.testing.assert_close(y.cpu(), torch.stack([model(x)[0] for model in models]))
-    ours = torch.autograd.grad(y.square().sum(), list(array.parameters()))
+    gradients = torch.autograd.grad(y.square().sum(), list(array.parameters()))
     for index, model in enumerate(models):
-        theirs = torch.autograd.grad(model(x)[0].square().sum(), list(model.parameters()))
-        torch.testing.assert_close([grad[index].cpu() for grad in ours], list(theirs))
+        expected = torch.autograd.grad(model(x)[0].square().sum(), list(model.parameters()))
+        torch.testing.assert_close([grad[index].cpu() for grad in gradients], list(expected))
 
 
 PIECES: tuple[Callable[[], None], ...] = (
@@ -231,10 +231,10 @@ PIECES: tuple[Callable[[], None], ...] = (
     an_array_that_moves_without_its_state_is_refused,
     a_machine_knows_its_devices,
     a_minibatch_keeps_the_host_waiting_for_nothing_but_the_ends_of_units,
-    who_asks_a_device_to_compute_waits_for_losses_and_norms_only,
+    the_thread_that_launches_operators_waits_for_losses_and_norms_only,
     an_optimizer_copies_to_its_device_from_pinned_memory_only,
     an_array_is_lowered_for_the_device_that_it_is_planned_for,
-    what_was_measured_on_a_cpu_is_rewritten_there_only,
+    rewrites_measured_on_a_cpu_apply_there_only,
     losses_arrive_in_order_and_whole_however_late_a_device_is,
     recurrent_layers_take_a_step_of_all_members_at_a_time,
 )

@@ -1,6 +1,6 @@
-"""What a simulated device does when: queues of work whose heads are done in any order that events allow.
+"""Order the work of simulated devices: queues whose heads are done in any order that events allow.
 
-Nothing is done when it is asked for. A seeded draw decides what is done next, and how much, when somebody waits, asks
+Nothing is done when it is asked for. A seeded draw decides what is done next, and how much, when a thread waits, asks
 whether something is done, or asks for more: a device may lag behind Python as far as nobody waits for it, and one of
 its queues behind the others.
 
@@ -34,12 +34,12 @@ _PAUSE_SECONDS = 0.002
 
 
 class NeverDone(AssertionError):
-    """Somebody waits for what nothing that is left to do will do."""
+    """A wait for work that none of the queued items will do."""
 
 
 @dataclass(eq=False)
 class Mark:
-    """What a queue had been asked for when an event was recorded."""
+    """The position of a recorded event in a queue; ``done``: all work before it is done."""
 
     stream: int
     done: bool = False
@@ -57,19 +57,19 @@ class Block:
 
     def alias(self, tensor: Tensor) -> Tensor:
         """The same memory as a tensor of the host."""
-        found = torch.empty(0, dtype=tensor.dtype)
+        view = torch.empty(0, dtype=tensor.dtype)
         offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
-        return found.set_(self.bytes.untyped_storage(), offset, size, stride)
+        return view.set_(self.bytes.untyped_storage(), offset, size, stride)
 
 
 @dataclass
 class Item:
-    """An entry of a queue: work, the recording of ``mark``, or waiting for it. ``asked``: somebody wants its result."""
+    """An entry of a queue: work, the recording of ``mark``, or waiting for it. ``awaited``: its result is used."""
 
     work: Callable[[], None] | None = None
     mark: Mark | None = None
     waits: bool = False
-    asked: bool = True
+    awaited: bool = True
 
     @property
     def ready(self) -> bool:
@@ -84,7 +84,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong at the ``number``-th call of ``kind``, at all of them if None.
+    """A planted error at the ``number``-th call of ``kind``, at all of them if None.
 
     ``wait stream``, ``wait device``, ``wait`` (for an event), ``record``, ``stream waits``, ``used``: nothing is done.
     ``read``: the host does not wait for what it reads. ``queue``: an operator goes to the default queue. ``free``: the
@@ -113,12 +113,12 @@ class Queues:
         """Begin a run; nothing of another one may be left to do."""
         with self.lock:
             if getattr(self, "fault", None) is not None:
-                # What a run with a fault has left may read memory that nobody wrote.
+                # What a run with a fault has left may read unwritten memory.
                 for items in self.items.values():
                     items.clear()
             self.drain()
             self.random = random.Random(seed)
-            # From devices that are always done to those that do nothing before somebody waits.
+            # From devices that are always done to those that do nothing before a thread waits.
             drawn = self.random.choice([0.0, 0.5, 0.9, 1.0])
             self.lag = drawn if lag is None else lag
             self.fault = fault
@@ -140,7 +140,7 @@ class Queues:
             self.errors: list[BaseException] = []
 
     def _dropped(self, kind: str) -> bool:
-        """Whether this call is the one to leave out."""
+        """Return whether a planted fault drops this call."""
         count = self.counts[kind] = self.counts.get(kind, -1) + 1
         return self.fault is not None and self.fault.kind == kind and self.fault.number in (None, count)
 
@@ -172,10 +172,10 @@ class Queues:
 
     def _weight(self, stream: int) -> float:
         """How eager a queue is; some hardly ever come first."""
-        found = self.weights.get(stream)
-        if found is None:
-            found = self.weights[stream] = self.random.choice([1.0, 1.0, 0.1, _SLOW / 2])
-        return found
+        weight = self.weights.get(stream)
+        if weight is None:
+            weight = self.weights[stream] = self.random.choice([1.0, 1.0, 0.1, _SLOW / 2])
+        return weight
 
     def _some(self) -> None:
         """Do a little, now and then."""
@@ -197,7 +197,9 @@ class Queues:
             default = -1 - self.streams[stream]
             if stream != default and self._dropped("queue"):
                 stream = default
-            ranges = [[found for tensor in tensors for found in self._range(tensor)] for tensors in (reads, writes)]
+            ranges = [
+                [byte_range for tensor in tensors for byte_range in self._range(tensor)] for tensors in (reads, writes)
+            ]
             self.trace.append(("launch", stream, name, *ranges))
             self.operators += 1
             self._ask(stream, Item(work))
@@ -206,9 +208,9 @@ class Queues:
         """The block of a tensor and the bytes in it, from and to."""
         block = self.block(tensor)
         if block is not None and tensor.numel():
-            begin = tensor.data_ptr() - block.bytes.data_ptr()
+            start = tensor.data_ptr() - block.bytes.data_ptr()
             span = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
-            yield block.number, begin, begin + span * tensor.element_size()
+            yield block.number, start, start + span * tensor.element_size()
 
     def block(self, tensor: Tensor) -> Block | None:
         """The memory of a tensor of a device, or of one that is pinned; None if it is neither, or empty."""
@@ -216,7 +218,7 @@ class Queues:
 
     @contextmanager
     def beside(self, stream: int, other: int) -> Iterator[None]:
-        """What is asked of ``stream`` comes after what ``other`` was asked for, and before what it will be."""
+        """Order the work launched on ``stream`` after the earlier work of ``other``, and before its later work."""
         with self.lock:
             if stream != other:
                 self._follow(stream, other)
@@ -272,7 +274,7 @@ class Queues:
             for stream in block.users - {block.stream}:
                 self._follow(block.stream, stream)
             self.trace.append(("launch", block.stream, "free", [], [(block.number, 0, len(block.bytes))]))
-            self._ask(block.stream, Item(lambda: _poison(block), asked=False))
+            self._ask(block.stream, Item(lambda: _poison(block), awaited=False))
 
     def unpin(self, address: int) -> None:
         # torch hands pinned memory on when the copies that it was asked for are done: what is queued holds it.
@@ -337,10 +339,10 @@ class Queues:
     def query(self, event: int) -> int:
         with self.lock:
             self._some()
-            found = event not in self.events or self.events[event].done
-            if found and event in self.events:
+            is_done = event not in self.events or self.events[event].done
+            if is_done and event in self.events:
                 self.trace.append(("wait", event))
-            return found
+            return is_done
 
     def forget(self, event: int) -> None:
         with self.lock:
@@ -361,25 +363,25 @@ class Queues:
     def query_stream(self, stream: int) -> int:
         with self.lock:
             self._some()
-            found = not self.items[stream]
-            if found:
+            is_done = not self.items[stream]
+            if is_done:
                 self.trace.append(("wait stream", stream))
-            return found
+            return is_done
 
     def wait_device(self, device: int) -> None:
         with self.lock:
             self._count()
             if self._dropped("wait device"):
                 return
-            mine = [self.items[stream] for stream, where in self.streams.items() if where == device]
-            for stream, where in self.streams.items():
-                if where == device:
+            queues = [self.items[stream] for stream, owner in self.streams.items() if owner == device]
+            for stream, owner in self.streams.items():
+                if owner == device:
                     self.trace.append(("wait stream", stream))
-            self._until(lambda: not any(mine))
+            self._until(lambda: not any(queues))
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Do all when it is asked for."""
+        """Context manager: do all work when it is launched."""
         with self.lock:
             self.drain()
         self.serial = True
@@ -389,15 +391,15 @@ class Queues:
             self.serial = False
 
     def end(self) -> list[tuple[Any, ...]]:
-        """What was asked for in this run."""
+        """End the run, and return its trace."""
         with self.lock:
-            found, self.trace = self.trace, []
-            return found
+            trace, self.trace = self.trace, []
+            return trace
 
     @property
     def left(self) -> list[int]:
-        """The queues with work that nobody has waited for."""
-        return [stream for stream, items in self.items.items() if any(item.work and item.asked for item in items)]
+        """The queues with work that no thread has waited for."""
+        return [stream for stream, items in self.items.items() if any(item.work and item.awaited for item in items)]
 
 
 def _poison(block: Block) -> None:

@@ -20,13 +20,13 @@ Range = tuple[int, int, int]
 
 
 def races(trace: Trace) -> list[str]:
-    """What the sanitizer says of a trace, each race of two operators once."""
-    found: list[str] = []
+    """Return the races that the sanitizer finds in a trace, each pair of operators once."""
+    errors: list[str] = []
     # It notes the stack at every operator: that of a thread is short.
-    thread = Thread(target=lambda: found.extend(_races(trace)))
+    thread = Thread(target=lambda: errors.extend(_races(trace)))
     thread.start()
     thread.join()
-    return found
+    return errors
 
 
 def _races(trace: Trace) -> list[str]:
@@ -36,17 +36,19 @@ def _races(trace: Trace) -> list[str]:
     for stream in range(-DEVICES, 1):
         handler._handle_stream_creation(stream)
     events: set[int] = set()
-    told: dict[tuple[str, str], str] = {}
+    messages: dict[tuple[str, str], str] = {}
     for kind, *values in trace:
         if kind == "launch":
             stream, name, reads, writes = values
-            write = {piece for each in writes for piece in pieces.of(each)}
-            read = {piece for each in reads for piece in pieces.of(each)} - write
+            write = {piece for byte_range in writes for piece in pieces.of(byte_range)}
+            read = {piece for byte_range in reads for piece in pieces.of(byte_range)} - write
             names: dict[Any, list[str]] = {piece: [] for piece in read | write}
             for error in handler._handle_kernel_launch(stream, read, write, set(), name, names):
-                now, before = error.current_access, error.previous_access
-                pair = str(now.operator), str(before.operator)
-                told.setdefault(pair, f"{pair[0]} in queue {now.stream} and {pair[1]} in queue {before.stream}")
+                current, previous = error.current_access, error.previous_access
+                pair = str(current.operator), str(previous.operator)
+                messages.setdefault(
+                    pair, f"{pair[0]} in queue {current.stream} and {pair[1]} in queue {previous.stream}"
+                )
         elif kind == "stream":
             handler._handle_stream_creation(values[0])
         elif kind == "record":
@@ -60,22 +62,22 @@ def _races(trace: Trace) -> list[str]:
             handler._handle_event_synchronization(values[0])
         elif kind == "wait stream":
             handler._handle_stream_synchronization(values[0])
-    return [*told.values()]
+    return [*messages.values()]
 
 
 class _Pieces:
-    """The parts of each block between the places where what somebody uses begins or ends."""
+    """The parts of each block between the offsets at which used ranges begin or end."""
 
     def __init__(self, trace: Trace) -> None:
-        places: dict[int, set[int]] = defaultdict(set)
+        boundaries: dict[int, set[int]] = defaultdict(set)
         for kind, *values in trace:
             if kind == "launch":
-                for block, begin, end in (*values[2], *values[3]):
-                    places[block].update((begin, end))
-        self._places = {block: sorted(found) for block, found in places.items()}
+                for block, start, end in (*values[2], *values[3]):
+                    boundaries[block].update((start, end))
+        self._places = {block: sorted(offsets) for block, offsets in boundaries.items()}
 
-    def of(self, used: Range) -> Iterable[tuple[int, int]]:
+    def of(self, byte_range: Range) -> Iterable[tuple[int, int]]:
         """The parts that these bytes consist of."""
-        block, begin, end = used
-        places = self._places[block]
-        return [(block, places[k]) for k in range(bisect_left(places, begin), bisect_left(places, end))]
+        block, start, end = byte_range
+        boundaries = self._places[block]
+        return [(block, boundaries[k]) for k in range(bisect_left(boundaries, start), bisect_left(boundaries, end))]

@@ -1,6 +1,6 @@
 """hf.train over simulated devices: a few of the orders that ``python -m tests.simulated --orders 1000`` tries.
 
-In a process of their own: torch keeps a device that was added.
+They run in a subprocess: a device that was added to torch cannot be removed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_what_is_no_run() -> None:
 
 
 def test_populations_step_as_members_alone() -> None:
-    """With weights, and updates of their own numbers of calls, which the host knows."""
+    """With sample weights, and a number of calls per update for each member, which the host knows."""
     own_pace, weights = "tests/population/test_own_pace.py", "tests/population/test_sample_weights.py"
     chosen = [
         f"{own_pace}::test_some_rows_and_own_numbers_of_calls_equal_members_alone[rates-False]",
@@ -53,7 +53,7 @@ def test_populations_step_as_members_alone() -> None:
 
 
 def test_the_suite_runs_without_the_simulated_device() -> None:
-    """Whichever modules of tests it has imported."""
+    """Importing its modules must not install the device."""
     importlib.import_module("tests.simulated.on_device")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is None or accelerator.type != TYPE

@@ -1,4 +1,4 @@
-"""A run of its own process, which waits in a minibatch: ``python -m tests.status.running KIND FOLDER MARK``.
+"""A run in a separate process, which waits in a minibatch: ``python -m tests.status.running KIND FOLDER MARK``.
 
 It makes the file MARK when it waits, and goes on when that is gone.
 """
@@ -19,7 +19,7 @@ from tests.tune.cases import MACHINE, loaders, make_model
 
 
 def wait(mark: Path) -> None:
-    """Make the mark, and wait until somebody has removed it."""
+    """Make the mark, and wait until it is removed."""
     mark.touch()
     deadline = time.monotonic() + 120
     while mark.exists() and time.monotonic() < deadline:

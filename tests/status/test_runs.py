@@ -79,16 +79,16 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
     assert member.saved == run.saved
     assert run.saved is not None
     assert run.saved.count == 20
-    found = events(tmp_path)
-    assert (found[0], found[-1]) == ("started", "finished")
+    logged = events(tmp_path)
+    assert (logged[0], logged[-1]) == ("started", "finished")
     # Lines of epochs are there however short these are; each save has one.
-    assert found.count("trained") >= 4
-    assert found.count("saved") == 20
+    assert logged.count("trained") >= 4
+    assert logged.count("saved") == 20
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     assert main(["status", str(tmp_path)]) == 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, "nothing is written"
     assert train(tmp_path)["lines"].losses.shape == (20, 3)
-    assert events(tmp_path)[len(found) :] == ["resumed", "finished"]
+    assert events(tmp_path)[len(logged) :] == ["resumed", "finished"]
 
 
 def test_a_run_that_goes_on_is_killed_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +130,7 @@ def test_a_run_that_ends_while_it_is_watched(tmp_path: Path) -> None:
     assert status(folder).state == "finished"
 
 
-def test_who_stopped_and_what_failed(tmp_path: Path) -> None:
+def test_stopped_members_and_failed_runs_are_shown(tmp_path: Path) -> None:
     def on_result(result: hf.Step | hf.Evaluation) -> list[int]:
         return [1] if isinstance(result, hf.Step) and (result.epoch, result.step) == (0, 3) else []
 
@@ -253,14 +253,14 @@ def test_damage_is_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_saves_on_another_node(tmp_path: Path) -> None:
-    """What is written there is not in the folder of the driver."""
+    """Saves that are written there are not in the folder of the driver."""
     train(tmp_path)
     shutil.rmtree(tmp_path / "lines")
     run, member = only(tmp_path)
     assert (run.state, member.saved and member.saved.count) == ("finished", 20)
 
 
-def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_a_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "file").write_text("")
     hf.save(tmp_path / "one", hf.fuse([torch.nn.Linear(2, 1) for _ in range(2)]))

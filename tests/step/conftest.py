@@ -12,7 +12,7 @@ from hfusion.step import autotune
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_threads: None) -> Path:
-    """A cache folder of its own, in which programs are kept, and what was measured, however busy the machine is."""
+    """A separate cache folder for programs and measured times, however busy the machine is."""
     monkeypatch.setattr(autotune, "_STEADY", math.inf)
     monkeypatch.delenv("HFUSION_CHECK")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -72,7 +72,7 @@ def test_passes_that_are_set_run_before() -> None:
 
     plain = CopiesOfOverlaps()
     with config.patch(post_grad_custom_post_pass=Seen()):
-        ours, graph = CopiesOfOverlaps(), fx.Graph()
-    ours(graph)
+        patched, graph = CopiesOfOverlaps(), fx.Graph()
+    patched(graph)
     assert graphs == [graph]
-    assert ours.uuid() != plain.uuid()
+    assert patched.uuid() != plain.uuid()

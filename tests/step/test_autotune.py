@@ -41,8 +41,8 @@ def advance(step: TrainStep, times: int = 3) -> list[Tensor]:
     return [t.clone() for t in (*losses, *step._fused.state_dict().values(), *grads, torch.rand(2))]
 
 
-def same(these: list[Tensor], those: list[Tensor]) -> bool:
-    return len(these) == len(those) and all(map(torch.equal, these, those))
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 def keep(path: Path, seconds: object) -> None:
@@ -52,7 +52,7 @@ def keep(path: Path, seconds: object) -> None:
 @needs_compiler
 @pytest.mark.parametrize("background", [False, True])
 def test_what_was_measured_once_holds_for_all(background: bool, folder: Path) -> None:
-    """And measuring leaves nothing behind, in the step that does it."""
+    """Measuring leaves nothing behind in the step that does it."""
     settings: dict[str, Any] = {"compile": "background", "eager_steps": 1} if background else {}
     first = made(**settings)
     results = [advance(first), advance(made())]
@@ -66,12 +66,12 @@ def test_what_was_measured_once_holds_for_all(background: bool, folder: Path) ->
     assert same(results[0], results[1])
     assert same(results[0], results[2])
 
-    for way, parts in ((ONE_PART, 1), (PARTS, 2)):
-        keep(path, {ONE_PART: 1.0, PARTS: 1.0, way: 0.5})
+    for variant, parts in ((ONE_PART, 1), (PARTS, 2)):
+        keep(path, {ONE_PART: 1.0, PARTS: 1.0, variant: 0.5})
         step = made(**settings)
         results = [advance(step), advance(made(parts=parts))]
         assert step.compilations == 0
-        assert f"chosen: {way} 500 ms" in str(step.report())
+        assert f"chosen: {variant} 500 ms" in str(step.report())
         assert same(*results)
 
 
@@ -80,16 +80,16 @@ def test_times_that_are_not_believed_are_measured_anew(folder: Path) -> None:
     advance(made(count=2))
     (path,) = folder.glob("*-choice.json")
     implausible = {"negative": {ONE_PART: -1.0, PARTS: 2000.0}, "one way": {PARTS: 2000.0}, "no times": [1]}
-    for what in ("cut", "others write", *implausible):
+    for damage in ("cut", "others write", *implausible):
         path.unlink()
-        keep(path, implausible.get(what, {ONE_PART: 1000.0, PARTS: 2000.0}))
-        if what == "cut":
+        keep(path, implausible.get(damage, {ONE_PART: 1000.0, PARTS: 2000.0}))
+        if damage == "cut":
             path.write_bytes(path.read_bytes()[:-1])
-        elif what == "others write":
+        elif damage == "others write":
             path.chmod(0o666)
         step = made(count=2)
         advance(step)
-        assert "e+0" not in str(step.report()), what
+        assert "e+0" not in str(step.report()), damage
         assert step.compilations == 0
 
 
@@ -137,9 +137,9 @@ def test_long_steps_of_close_times_are_measured_more_often(
     clock.perf_counter = lambda: clock.now
     monkeypatch.setattr(autotune, "time", clock)
     compiled = Timed(clock, 0.4, 0.34, 0.27, 0.26, 0.25)
-    ways = {autotune.COMPILED: compiled, autotune.EAGER: Timed(clock, eager)}
+    variants = {autotune.COMPILED: compiled, autotune.EAGER: Timed(clock, eager)}
     call = StepCall(Arguments.of((), {}), Arguments.of((), {}))
-    times = autotune.measure(ways, call, [])
+    times = autotune.measure(variants, call, [])
     assert times is not None
     assert not times.eager_wins
     assert times.seconds[autotune.COMPILED] == pytest.approx(0.25 if steps == 12 else 0.34)

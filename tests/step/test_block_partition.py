@@ -44,7 +44,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def clipped(array: hf.FusedModule, opt: Any) -> Callable[..., None]:
-    def clip(*given: object) -> None:
+    def clip(*arguments: object) -> None:
         hf.optim.clip_grad_norm_(array.parameters(), [0.1, 1.0, 0.01, 10.0])
 
     opt.register_step_pre_hook(clip)
@@ -66,16 +66,16 @@ def scaled(array: hf.FusedModule, opt: Any) -> Callable[..., None]:
 
 def two_at_a_time(array: hf.FusedModule, opt: Any) -> Callable[..., None]:
     """Gradients of two minibatches in one step; those that a program leaves lie where the next ones will."""
-    kept: list[list[Tensor]] = []
+    gradients: list[list[Tensor]] = []
 
     def update(losses: Tensor) -> None:
         params = [param for param in array.parameters() if param.grad is not None]
-        kept.append([param.grad.clone() for param in params if param.grad is not None])
-        if len(kept) == 2:
-            for param, one, other in zip(params, *kept, strict=True):
-                param.grad = one + other
+        gradients.append([param.grad.clone() for param in params if param.grad is not None])
+        if len(gradients) == 2:
+            for param, first_grad, second_grad in zip(params, *gradients, strict=True):
+                param.grad = first_grad + second_grad
             opt.step()
-            kept.clear()
+            gradients.clear()
 
     return update
 
@@ -90,8 +90,8 @@ def test_what_stands_around_a_step(around: Callable[..., Callable[..., None]]) -
         losses = [step(*data()) for _ in range(6)]
         assert ("on 3 threads" in str(step.report())) is (settings.get("parts") == 3)
         results.append([*losses, *array.state_dict().values()])
-    for ours, theirs in zip(results[0] * 2, results[1] + results[2], strict=True):
-        torch.testing.assert_close(ours, theirs, **CLOSE)
+    for eager, compiled in zip(results[0] * 2, results[1] + results[2], strict=True):
+        torch.testing.assert_close(eager, compiled, **CLOSE)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -101,14 +101,14 @@ def test_tasks_clip_and_accumulate(accumulate: int) -> None:
     for settings in ({"compile": False}, {"compile": True, "parts": 3}):
         torch.manual_seed(0)
         array = fused(Normed)
-        given = task(array, Way(clip=[0.5, 0.05, 1.0], accumulate=accumulate), batches(torch.float64), **settings)
-        report = hf.train(given, machine())
-        how = " ".join(call.how for array_report in report[given.name].arrays for call in array_report.calls)
+        train_task = task(array, Way(clip=[0.5, 0.05, 1.0], accumulate=accumulate), batches(torch.float64), **settings)
+        report = hf.train(train_task, machine())
+        how = " ".join(call.how for array_report in report[train_task.name].arrays for call in array_report.calls)
         assert ("on 3 threads" in how) is (settings["compile"] is True)
-        results.append([report[given.name].losses, *array.state_dict().values()])
+        results.append([report[train_task.name].losses, *array.state_dict().values()])
     assert len(results[0][0]) == EPOCHS * len(list(batches(torch.float64)))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, **CLOSE)
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(eager, compiled, **CLOSE)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -124,13 +124,13 @@ def test_a_batch_that_members_share_is_not_written_to(parts: int) -> None:
 
 
 def test_ctrl_c_ends_between_steps_and_steps_go_on() -> None:
-    """While threads compute nobody is interrupted: what a step has begun is done."""
+    """Threads are not interrupted while they compute: a step that has begun is completed."""
     torch.manual_seed(0)
     array = hf.fuse([nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 3)) for _ in range(4)])
     opt = hf.optim.SGD(array.parameters(), lr=0.0)
     step = hf.train_step(array, F.cross_entropy, opt, parts=2, compile=True)
-    given = torch.randn(64, 256), torch.randint(3, (64,))
-    expected = [step(*given) for _ in range(4)][-1]
+    inputs = torch.randn(64, 256), torch.randint(3, (64,))
+    expected = [step(*inputs) for _ in range(4)][-1]
     (program,) = step._maker.programs()
     assert isinstance(program, ParallelBlocksStep)
 
@@ -140,13 +140,13 @@ def test_ctrl_c_ends_between_steps_and_steps_go_on() -> None:
 
     def go_on() -> None:
         while True:
-            step(*given)
+            step(*inputs)
 
     for _ in range(5):
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
             go_on()
-        assert torch.equal(step(*given), expected)
+        assert torch.equal(step(*inputs), expected)
 
 
 def test_threads_that_call_one_step_take_turns() -> None:
@@ -176,10 +176,10 @@ def test_blocks_on_one_thread_leave_gradients_where_they_belong() -> None:
     opt = hf.optim.SGD(array.parameters(), lr=0.0)
     step = hf.train_step(array, F.cross_entropy, opt, parts=1, compile=True)
     step.at_once = 2
-    given = torch.randn(5, 4), torch.randint(2, (5,))
+    inputs = torch.randn(5, 4), torch.randint(2, (5,))
     losses, places = [], []
     for _ in range(4):
-        losses.append(step(*given))
+        losses.append(step(*inputs))
         places.append([parameter.grad.data_ptr() for parameter in array.parameters() if parameter.grad is not None])
     (program,) = step._maker.programs()
     assert isinstance(program, ParallelBlocksStep)
@@ -187,11 +187,11 @@ def test_blocks_on_one_thread_leave_gradients_where_they_belong() -> None:
     assert "for 2 and 1 members, called once per block" in str(step.report())
     assert len(places[-1]) == 4
     assert places[-1] == places[-2]
-    found = [parameter.grad.clone() for parameter in array.parameters() if parameter.grad is not None]
-    call = StepCall(Arguments.of((given[0],), {}), Arguments.of((given[1],), {}))
+    grads = [parameter.grad.clone() for parameter in array.parameters() if parameter.grad is not None]
+    call = StepCall(Arguments.of((inputs[0],), {}), Arguments.of((inputs[1],), {}))
     assert torch.equal(program._program.step(call), losses[-1])
     again = [parameter.grad for parameter in array.parameters() if parameter.grad is not None]
-    assert all(map(torch.equal, found, again))
+    assert all(map(torch.equal, grads, again))
 
 
 @pytest.mark.parametrize(

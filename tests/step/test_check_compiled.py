@@ -1,4 +1,4 @@
-"""What counts as a mistake of a compiled program, and that none is used."""
+"""Mistakes of compiled programs are detected, and such programs are not used."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_a_program_that_is_wrong_is_not_used(dtype: torch.dtype) -> None:
 
     batch = torch.randn(6, 5, dtype=dtype), torch.tensor([0, 1, 2, 0, 1, 2])
     expected, _ = _steps(model, batch)
-    told = r"WrongProgram: .* the losses, f\d\d\[2\] of norm [\d.]+, differs by"
-    with config.patch(post_grad_custom_post_pass=_Wrong()), pytest.warns(UserWarning, match=told):
-        found, report = _steps(model, batch)
+    message = r"WrongProgram: .* the losses, f\d\d\[2\] of norm [\d.]+, differs by"
+    with config.patch(post_grad_custom_post_pass=_Wrong()), pytest.warns(UserWarning, match=message):
+        losses, report = _steps(model, batch)
     assert "eager" in report
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for loss, expected_loss in zip(losses, expected, strict=True):
+        torch.testing.assert_close(loss, expected_loss)
 
 
 @needs_compiler
@@ -69,18 +69,18 @@ def test_one_relu_at_zero_is_no_mistake_and_more_than_it_is_one(share: float, wr
     def step(a: Tensor, b: Tensor) -> list[Tensor]:
         return [torch.ones(1), torch.cat([torch.ones(99), 20 * 0.1 * ((a - b) > 0).float()])]
 
-    one = torch.tensor([1.2345])
-    graph = StepGraph(torch.fx.symbolic_trace(step), (0,), (one,), (one,))
-    for node, value in zip(graph.module.graph.nodes, (one, one), strict=False):
+    number = torch.tensor([1.2345])
+    graph = StepGraph(torch.fx.symbolic_trace(step), (0,), (number,), (number,))
+    for node, value in zip(graph.module.graph.nodes, (number, number), strict=False):
         node.meta["val"] = value
     generator = torch.Generator().manual_seed(0)
 
     def nearby() -> list[Tensor]:
-        return [*graph.module(*shaken((one, one), generator)), one]
+        return [*graph.module(*shaken((number, number), generator)), number]
 
-    expected = [*graph.module(one, one), one]
-    given = [expected[0], expected[1] + torch.eye(100)[99] * 100 * share, one]
-    told = disagreement(graph, given, expected, nearby)
-    assert ("the gradient of tensor 0" in told) == wrong
-    other = [expected[0] + 0.1, *given[1:]]
+    expected = [*graph.module(number, number), number]
+    outputs = [expected[0], expected[1] + torch.eye(100)[99] * 100 * share, number]
+    message = disagreement(graph, outputs, expected, nearby)
+    assert ("the gradient of tensor 0" in message) == wrong
+    other = [expected[0] + 0.1, *outputs[1:]]
     assert "the losses" in disagreement(graph, other, expected, nearby)

@@ -25,9 +25,9 @@ def unpaid(steps: int, ahead: int, cost: int) -> Worth:
 
 
 @pytest.mark.parametrize(
-    ("left", "eager", "size", "records", "spare", "verdict"),
+    ("remaining", "eager", "size", "records", "spare", "verdict"),
     [
-        # Nothing is known: nobody waits, and what ends before a first compilation does without.
+        # Without records no step waits, and runs that end before a first compilation stay eager.
         (110, 0.1, 10, [], False, Worth(behind=True)),
         (90, 0.1, 10, [], False, unpaid(90, 9, 10)),
         (90, 0.1, 10, [], True, unpaid(90, 9, 10)),
@@ -61,8 +61,8 @@ def unpaid(steps: int, ahead: int, cost: int) -> Worth:
         ),
     ],
 )
-def test_verdicts(left: int, eager: float, size: int, records: list[Any], spare: bool, verdict: Worth) -> None:
-    assert judge(left, eager, size, False, records, spare) == verdict
+def test_verdicts(remaining: int, eager: float, size: int, records: list[Any], spare: bool, verdict: Worth) -> None:
+    assert judge(remaining, eager, size, False, records, spare) == verdict
 
 
 def test_rows_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,9 +70,9 @@ def test_rows_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_records() == []
     for number in range(MAX_ROWS + 2):
         add_record(CompileRecord(number + 1, True, False, 0.5, None if number % 2 else 2.0))
-    found = read_records()
-    assert len(found) == MAX_ROWS
-    assert found[-1] == CompileRecord(MAX_ROWS + 2, True, False, 0.5, None)
+    records = read_records()
+    assert len(records) == MAX_ROWS
+    assert records[-1] == CompileRecord(MAX_ROWS + 2, True, False, 0.5, None)
     (path,) = (tmp_path / "hfusion").glob("compiling-*.json")
     for content in ("{", "[]", '{"steps": [{"operators": "many"}]}', '{"steps": [{"operators": 1, "looped": 0}]}'):
         path.write_text(content)
@@ -103,14 +103,14 @@ def test_a_step_that_is_not_worth_it_is_eager_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         losses = advance(step, 6)
-    for ours, theirs in zip(losses, advance(made(compile=False), 6), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(losses, advance(made(compile=False), 6), strict=True):
+        assert torch.equal(actual, expected)
     (row,) = {str(row.why).partition(" more steps")[0] for row in step.report().rows}
     assert row == "4"
 
 
 @pytest.mark.usefixtures("_kept")
-def test_where_nothing_is_known_another_process_compiles() -> None:
+def test_another_process_compiles_if_nothing_is_known() -> None:
     step = made(steps=10**9)
     advance(step, 4)
     assert "compiled in the background" in str(step.report())
@@ -118,28 +118,28 @@ def test_where_nothing_is_known_another_process_compiles() -> None:
 
 @pytest.mark.usefixtures("_kept")
 def test_steps_whose_number_nobody_knows_are_compiled_once_they_took_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    remaining_steps: list[int] = []
 
-    def verdict(left: int, *others: Any) -> Worth:
-        asked.append(left)
-        return Worth() if left >= 8 else unpaid(left, 1, 9)
+    def verdict(remaining: int, *others: Any) -> Worth:
+        remaining_steps.append(remaining)
+        return Worth() if remaining >= 8 else unpaid(remaining, 1, 9)
 
     monkeypatch.setattr(compile_scheduler, "judge", verdict)
     torch.manual_seed(0)
     step = made(compile=None)
-    losses = [one for count in (6, 2) for one in advance(step, count)]
+    losses = [loss for count in (6, 2) for loss in advance(step, count)]
     assert f"eager: {unpaid(4, 1, 9).why}" in str(step.report())
     losses += advance(step, 3)
     assert "program of" in str(step.report())
-    assert asked == [2, 4, 8]
+    assert remaining_steps == [2, 4, 8]
     plain = made(compile=False)
-    for ours, theirs in zip(losses, [one for n in (6, 2, 3) for one in advance(plain, n)], strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for actual, expected in zip(losses, [loss for n in (6, 2, 3) for loss in advance(plain, n)], strict=True):
+        torch.testing.assert_close(actual, expected)
     # What is kept is not judged.
     again = made(compile=None)
     advance(again, 3)
     assert "program of" in str(again.report())
-    assert asked == [2, 4, 8]
+    assert remaining_steps == [2, 4, 8]
 
 
 @pytest.mark.parametrize("steps", [-1, 1.5, True, "many"])

@@ -49,17 +49,17 @@ def advance(step: TrainStep, count: int) -> list[Tensor]:
 @needs_compiler
 @pytest.mark.usefixtures("_kept")
 def test_the_change_is_where_it_is_asked_for() -> None:
-    background, now, found = (made(compile=way, eager_steps=3) for way in ("background", True, "background"))
+    background, immediate, cached = (made(compile=mode, eager_steps=3) for mode in ("background", True, "background"))
     eager = advance(made(compile=False), 6)
-    ours, here, again = (advance(step, 6) for step in (background, now, found))
+    background_losses, direct, again = (advance(step, 6) for step in (background, immediate, cached))
     for k in range(6):
-        assert torch.equal(ours[k], here[k])
-        assert torch.equal(ours[k], again[k])
-        torch.testing.assert_close(ours[k], eager[k], rtol=1e-4, atol=1e-6)
-        assert k > 2 or torch.equal(ours[k], eager[k])
-    assert [step.compilations for step in (background, now, found)] == [1, 0, 0]
-    assert str(background.report()) == str(now.report())
-    # Not told when, it changes as soon as it can.
+        assert torch.equal(background_losses[k], direct[k])
+        assert torch.equal(background_losses[k], again[k])
+        torch.testing.assert_close(background_losses[k], eager[k], rtol=1e-4, atol=1e-6)
+        assert k > 2 or torch.equal(background_losses[k], eager[k])
+    assert [step.compilations for step in (background, immediate, cached)] == [1, 0, 0]
+    assert str(background.report()) == str(immediate.report())
+    # Without eager_steps, it changes as soon as it can.
     soon = made(compile="background")
     advance(soon, 2)
     assert soon.report().rows[0].how.startswith("one program")
@@ -90,9 +90,9 @@ class Nothing(CustomGraphPass):
 def test_settings_of_inductor_reach_the_other_process(settings: dict[str, Any], compilations: list[int]) -> None:
     with torch._inductor.config.patch(settings):
         steps = [made(compile="background", eager_steps=1), made(compile=True)]
-        ours, here = (advance(step, 3) for step in steps)
+        background_losses, direct = (advance(step, 3) for step in steps)
     for k in range(3):
-        assert k == 0 or torch.equal(ours[k], here[k])
+        assert k == 0 or torch.equal(background_losses[k], direct[k])
     assert [step.compilations for step in steps] == compilations
     assert all("failed" not in str(step.report()) for step in steps)
 
@@ -105,13 +105,13 @@ def test_an_error_is_told_and_steps_go_on(tmp_path: Path, monkeypatch: pytest.Mo
     step = made(compile="background", eager_steps=2)
     with pytest.warns(UserWarning, match=r"in the background failed: .*; install a C\+\+ compiler"):
         losses = advance(step, 4)
-    for ours, theirs in zip(losses, advance(made(compile=False), 4), strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, expected in zip(losses, advance(made(compile=False), 4), strict=True):
+        assert torch.equal(actual, expected)
     assert "in the background failed" in str(step.report())
 
 
 def gone(process: int) -> bool:
-    """Whether a process ends in time; one that has ended and was not waited for is gone, too."""
+    """Return True if a process ends in time. A zombie, which has ended and was not waited for, counts as gone."""
     for _ in range(600):
         try:
             os.kill(process, 0)
@@ -124,14 +124,14 @@ def gone(process: int) -> bool:
 
 
 def worker_of(step: TrainStep) -> int:
-    (pending,) = (way.pending for ways in step._variants.values() for way in ways)
+    (pending,) = (variant.pending for variants in step._variants.values() for variant in variants)
     assert pending is not None
     return int(pending.job._process.pid)
 
 
 @needs_groups
 @pytest.mark.usefixtures("_kept")
-def test_that_it_was_killed_is_told_and_steps_go_on() -> None:
+def test_a_killed_worker_is_reported_and_steps_go_on() -> None:
     step = made(compile="background", eager_steps=2)
     advance(step, 2)
     os.kill(worker_of(step), signal.SIGKILL)
@@ -143,16 +143,16 @@ def test_that_it_was_killed_is_told_and_steps_go_on() -> None:
 @pytest.mark.usefixtures("_kept")
 def test_it_ends_with_the_step() -> None:
     step, other = made(compile="background"), made(compile="background")
-    for one in (step, other):
-        advance(one, 2)
+    for current in (step, other):
+        advance(current, 2)
     assert "compiled in the background" in str(step.report())
     workers = [worker_of(step), worker_of(other)]
     fused = step._fused
-    del step, one
+    del step, current
     gc.collect()
     assert gone(workers[0])
     assert not other._variants[next(iter(other._variants))][0].pending.ready()
-    # Another step of the same array asks anew.
+    # Another step of the same array asks again.
     again = hf.train_step(fused, F.cross_entropy, hf.optim.SGD(fused.parameters(), lr=0.1), compile="background")
     advance(again, 4)
     assert worker_of(again) not in workers
@@ -160,8 +160,8 @@ def test_it_ends_with_the_step() -> None:
 
 @needs_groups
 @pytest.mark.usefixtures("_kept")
-def test_one_that_is_killed_is_told_and_steps_go_on() -> None:
-    """As where memory is short."""
+def test_a_killed_process_group_is_reported_and_steps_go_on() -> None:
+    """As the kernel does if memory is short."""
     step = made(compile="background", eager_steps=3)
     advance(step, 2)
     os.killpg(worker_of(step), signal.SIGKILL)
@@ -225,7 +225,7 @@ def test_wrong_arguments(compile: Any, steps: Any, match: str) -> None:
         (0.0, False, {"compile": "background"}, [2, 1]),
         (1e3, False, {"compile": "background"}, [2, 2]),
         (0.0, True, {"compile": "background"}, [2, 2]),
-        # When steps change over is told, and so all of them take the same threads in every run.
+        # The step of the change is given, so all of them take the same threads in every run.
         (0.0, False, {"compile": "background", "eager_steps": 9}, [2, 2]),
     ],
 )
@@ -236,14 +236,14 @@ def test_steps_leave_a_core_to_a_compilation_that_takes_long(
     monkeypatch.setattr(compile_payoff, "FIRST_COMPILATION", expected)
     monkeypatch.setattr(compile_scheduler, "spare_core", lambda: spare)
     step = made(**options)
-    found: list[int] = []
-    step.update = lambda losses: found.append(torch.get_num_threads())
+    thread_counts: list[int] = []
+    step.update = lambda losses: thread_counts.append(torch.get_num_threads())
     with torch_threads(2):
         # The first captures, the second begins the compilation.
         advance(step, 2)
         assert torch.get_num_threads() == 2
     step.close()
-    assert found == threads
+    assert thread_counts == threads
 
 
 @needs_groups

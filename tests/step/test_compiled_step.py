@@ -19,13 +19,13 @@ class Sloped(nn.Module):
     """An activation whose slope is one of two, so that it runs member by member; buffers, and a base that all share."""
 
     shared = nn.Linear(4, 4).double()
-    made = 0
+    instances = 0
 
     def __init__(self) -> None:
         super().__init__()
-        Sloped.made += 1
+        Sloped.instances += 1
         self.base, self.norm, self.head = Sloped.shared, nn.BatchNorm1d(4), nn.Linear(4, 2)
-        self.slope = (0.1, 0.3)[Sloped.made % 2]
+        self.slope = (0.1, 0.3)[Sloped.instances % 2]
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.leaky_relu(self.norm(self.base(x)), self.slope)
@@ -47,16 +47,16 @@ class Recurrent(nn.Module):
 def test_member_by_member() -> None:
     """Loops over many members: one program per kind of member."""
     model = Model("sloped", Sloped, normal(4))
-    ours, theirs = arrays(model, 12)
+    fused, reference = arrays(model, 12)
     # One rate: the base is trained, and the same for all.
-    opt, other = (hf.optim.Adam(array.parameters(), lr=0.01, eps=1e-4) for array in (ours, theirs))
-    both = Pair(hf.train_step(ours, loss_of, opt, compile=True), ours, theirs, hf.per_model(loss_of), other)
+    opt, other = (hf.optim.Adam(array.parameters(), lr=0.01, eps=1e-4) for array in (fused, reference))
+    comparison = Pair(hf.train_step(fused, loss_of, opt, compile=True), fused, reference, hf.per_model(loss_of), other)
     for step, size in enumerate([4, 4, 3, 3, 5]):
-        both.advance(*batch(model, size), f"after step {step}")
-    rows = both.step.report().rows
+        comparison.advance(*batch(model, size), f"after step {step}")
+    rows = comparison.step.report().rows
     assert "2 programs of" in rows[0].how
     assert "called once per member" in rows[0].how
-    assert both.step.compilations == 2
+    assert comparison.step.compilations == 2
 
 
 @needs_compiler
@@ -64,8 +64,8 @@ def test_member_by_member_where_the_whole_is_too_large(monkeypatch: pytest.Monke
     """Few calls, as of a recurrent layer, may be many operators."""
     monkeypatch.setattr(compile_limits, "MAX_OPERATORS", 130)
     model = Model("sloped", Sloped, normal(4))
-    ours, _ = arrays(model, 6)
-    step = hf.train_step(ours, loss_of, hf.optim.SGD(ours.parameters(), lr=0.1), compile=True)
+    fused, _ = arrays(model, 6)
+    step = hf.train_step(fused, loss_of, hf.optim.SGD(fused.parameters(), lr=0.1), compile=True)
     for _ in range(2):
         step(*batch(model, 4))
     assert "called once per member" in step.report().rows[0].how
@@ -80,19 +80,21 @@ def test_blocks_of_one_where_more_members_are_too_large(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compile_limits, "MAX_OPERATORS", 300)
     model = Model("recurrent", Recurrent, normal(2, 4))
-    both = pair(model, compile=True, count=4, parts=parts)
+    comparison = pair(model, compile=True, count=4, parts=parts)
     for step in range(3):
-        both.advance(*batch(model, 4), f"after step {step}")
-    assert "called once per member" in both.step.report().rows[0].how
+        comparison.advance(*batch(model, 4), f"after step {step}")
+    assert "called once per member" in comparison.step.report().rows[0].how
 
 
 @needs_compiler
 def test_too_many_kinds_of_members_run_eagerly() -> None:
-    made = iter(range(100))
+    numbers = iter(range(100))
     model = Model(
-        "slopes", lambda: nn.Sequential(*[nn.LeakyReLU(next(made) / 100) for _ in range(3)], nn.Linear(4, 2)), normal(4)
+        "slopes",
+        lambda: nn.Sequential(*[nn.LeakyReLU(next(numbers) / 100) for _ in range(3)], nn.Linear(4, 2)),
+        normal(4),
     )
-    both = pair(model, compile=True, count=11)
-    both.advance(*batch(model, 4), "at the first step")
+    comparison = pair(model, compile=True, count=11)
+    comparison.advance(*batch(model, 4), "at the first step")
     with pytest.warns(UserWarning, match="scalars differ in 11 ways"):
-        both.advance(*batch(model, 4), "at the second step")
+        comparison.advance(*batch(model, 4), "at the second step")

@@ -19,7 +19,7 @@ from tests.step.test_train_step import needs_compiler
 @needs_compiler
 @pytest.mark.parametrize("amp", [False, True])
 def test_the_faster_way_runs(folder: Path, amp: bool) -> None:
-    """And measuring leaves nothing behind, in the step that does it."""
+    """Measuring leaves nothing behind in the step that does it."""
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
         compiled, eager = advance(made()), advance(made(compile=False))
         assert not list(folder.glob("*-eager.json"))
@@ -33,17 +33,17 @@ def test_the_faster_way_runs(folder: Path, amp: bool) -> None:
         assert first.compilations == 0
         assert wins or same(results, compiled)
 
-        for way in (COMPILED, EAGER):
-            write_sealed(path, json.dumps({"seconds": {COMPILED: 1.0, EAGER: 1.0, way: 0.5}}).encode())
+        for variant in (COMPILED, EAGER):
+            write_sealed(path, json.dumps({"seconds": {COMPILED: 1.0, EAGER: 1.0, variant: 0.5}}).encode())
             step = made(compile=None)
-            found = advance(step)
-            told = str(step.report())
-            if way == COMPILED:
-                assert "measured: compiled 500 ms, eager 1e+03 ms" in told
-                assert same(found, compiled)
+            trained = advance(step)
+            report = str(step.report())
+            if variant == COMPILED:
+                assert "measured: compiled 500 ms, eager 1e+03 ms" in report
+                assert same(trained, compiled)
             else:
-                assert "eager: eager steps are faster on this machine: eager 500 ms, compiled 1e+03 ms" in told
-                assert same(found, eager)
+                assert "eager: eager steps are faster on this machine: eager 500 ms, compiled 1e+03 ms" in report
+                assert same(trained, eager)
 
 
 @needs_compiler

@@ -1,4 +1,4 @@
-"""Members of whom nobody wants to know: what is computed in blocks leaves theirs out, and the others do not notice."""
+"""Idle members: computation in blocks leaves them out, and the results of the others do not change."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_others_do_not_notice(make: type[nn.Module], size: int | None, parts: in
         states = [tensor for entry in opt.state.values() for tensor in entry.values()]
         return losses, [*fused.state_dict().values(), *states]
 
-    whole, found = run(False), run(True)
+    whole, with_idle = run(False), run(True)
     others = [member for member in range(MEMBERS) if member not in idle]
-    for ours, theirs in zip([*found[0], *found[1]], [*whole[0], *whole[1]], strict=True):
-        assert torch.equal(ours[others], theirs[others])
-    assert found[0][-1].isnan().nonzero().flatten().tolist() == left_out
+    for actual, expected in zip([*with_idle[0], *with_idle[1]], [*whole[0], *whole[1]], strict=True):
+        assert torch.equal(actual[others], expected[others])
+    assert with_idle[0][-1].isnan().nonzero().flatten().tolist() == left_out

@@ -1,4 +1,4 @@
-"""What is done with a compiled step that cannot be called past torch's wrappers."""
+"""Compiled steps that cannot be called past torch's wrappers."""
 
 from __future__ import annotations
 
@@ -37,37 +37,39 @@ def steps(count: int) -> tuple[list[Tensor], str]:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (other_value, r"[-\d.]+ instead of [-\d.]+ in the gradient of tensor 0, f32\[[24],3,4\] .*, at \[1, 2, 0\]"),
         (other_strides, r"tensor 0 as f32\[[24],3,4\] of strides \[12, 1, 3\] instead of .* of strides \[12, 4, 1\]"),
     ],
 )
 def test_what_differs_is_told_and_the_wrappers_are_used(
-    change: Results, told: str, monkeypatch: pytest.MonkeyPatch
+    change: Results, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, report = steps(4)
     assert "on 2 threads" in report
 
-    def changed(*given: Any) -> Any:
-        found = entry_of(*given)
-        return found and (lambda *tensors: change(list(found(*tensors))))
+    def changed(*arguments: Any) -> Any:
+        entry = entry_of(*arguments)
+        return entry and (lambda *tensors: change(list(entry(*tensors))))
 
     monkeypatch.setattr(inductor_compile, "entry_of", changed)
-    with pytest.warns(UserWarning, match=f"in one part, exact but slower: .* gives .*{told}; report it"):
+    with pytest.warns(UserWarning, match=f"in one part, exact but slower: .* gives .*{message}; report it"):
         losses, report = steps(4)
     assert "in one part: its program is more than C++" in report
-    for ours, theirs in zip(losses, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for loss, expected_loss in zip(losses, expected, strict=True):
+        torch.testing.assert_close(loss, expected_loss)
 
 
 @needs_compiler
-def test_a_program_that_does_not_repeat_itself_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_does_not_repeat_itself_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter(range(100))
 
-    def results(run: Callable[..., Sequence[Tensor]], own: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
-        losses, *others = run(*own, *batch)
-        return [losses + 1e-6 * next(times), *others, *own]
+    def results(
+        run: Callable[..., Sequence[Tensor]], parameters: Sequence[Tensor], batch: Sequence[Tensor]
+    ) -> list[Tensor]:
+        losses, *others = run(*parameters, *batch)
+        return [losses + 1e-6 * next(times), *others, *parameters]
 
     monkeypatch.setattr(inductor_compile, "_results", results)
     with pytest.warns(UserWarning, match=r"gives other bits each time, such as .* in the losses, f32\[[24]\]"):

@@ -116,11 +116,11 @@ def test_blocks_train_as_the_members_alone(case: Case) -> None:
             expected.append(loss.detach())
         torch.testing.assert_close(losses, torch.stack(expected), rtol=1e-9, atol=1e-11)
     for name, stack in fused.state_dict().items():
-        theirs = torch.stack([model.state_dict()[name] for model in alone])
-        torch.testing.assert_close(stack, theirs, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+        reference = torch.stack([model.state_dict()[name] for model in alone])
+        torch.testing.assert_close(stack, reference, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
     for name, param in fused.named_parameters():
-        theirs = torch.stack([dict(model.named_parameters())[name].grad for model in alone])
-        torch.testing.assert_close(param.grad, theirs, rtol=1e-9, atol=1e-11)
+        reference = torch.stack([dict(model.named_parameters())[name].grad for model in alone])
+        torch.testing.assert_close(param.grad, reference, rtol=1e-9, atol=1e-11)
     assert f"{case.size} of 5 at a time, at an estimated peak of" in str(step.report())
     assert ("program" in str(step.report())) == case.compile
 
@@ -153,18 +153,18 @@ def dropout(p: float) -> nn.Module:
 
 
 def test_what_members_draw_depends_on_no_block() -> None:
-    """Members with dropout rates of their own, too."""
+    """Also for members with different dropout rates."""
     x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-    found = []
+    losses = []
     for size in (1, 2, 3, 5):
         torch.manual_seed(0)
         fused = hf.fuse([dropout(0.2 + 0.1 * (b % 3)) for b in range(5)])
         opt = hf.optim.SGD(fused.parameters(), lr=0.1)
         step = hf.train_step(fused, F.mse_loss, opt, compile=False, memory=budget(fused, opt, x, size, 6))
         torch.manual_seed(1)
-        found.append(torch.stack([step(x, y) for _ in range(3)]))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-12, atol=0)
+        losses.append(torch.stack([step(x, y) for _ in range(3)]))
+    for other in losses[1:]:
+        torch.testing.assert_close(other, losses[0], rtol=1e-12, atol=0)
 
 
 def test_batches_of_different_sizes() -> None:

@@ -29,9 +29,9 @@ def adam(array: hf.FusedModule) -> hf.optim.Adam:
 
 
 def parted(model: Model, count: int, parts: int) -> Pair:
-    ours, theirs = arrays(model, count)
-    step = hf.train_step(ours, loss_of, adam(ours), parts=parts, compile=True)
-    return Pair(step, ours, theirs, hf.per_model(loss_of), adam(theirs))
+    fused, reference = arrays(model, count)
+    step = hf.train_step(fused, loss_of, adam(fused), parts=parts, compile=True)
+    return Pair(step, fused, reference, hf.per_model(loss_of), adam(reference))
 
 
 RECURRENT = Model("recurrent", lambda: RecurrentBothWays(), lambda n: torch.randn(n, 3, 4, dtype=torch.float64))
@@ -50,12 +50,12 @@ class RecurrentBothWays(nn.Module):
 @pytest.mark.parametrize("model", [TINY, ATTENTION, RECURRENT], ids=str)
 def test_parts_equal_the_loop(model: Model) -> None:
     """Blocks of unequal sizes, other numbers of samples, loaded state, other rates."""
-    both = parted(model, 5, 2)
+    comparison = parted(model, 5, 2)
     for step, size in enumerate([4, 4, 3, 3, 5, 5]):
-        both.advance(*batch(model, size), f"after step {step}")
-    both.load_ones([0.3, 0.2, 0.1, 0.4, 0.5])
-    both.advance(*batch(model, 4), "after loading, at other rates")
-    (row,) = both.step.report().rows
+        comparison.advance(*batch(model, size), f"after step {step}")
+    comparison.load_ones([0.3, 0.2, 0.1, 0.4, 0.5])
+    comparison.advance(*batch(model, 4), "after loading, at other rates")
+    (row,) = comparison.step.report().rows
     assert row.how.endswith("for 3 and 2 members, called once per block, on 2 threads"), row.how
 
 
@@ -79,32 +79,32 @@ def state(step: Any) -> list[Tensor]:
     return [tensor.clone() for tensor in (*tensors, *moments)]
 
 
-def advance(step: Any, *given: Any, times: int = 4) -> list[Tensor]:
-    losses = [step(*given) for _ in range(times)]
+def advance(step: Any, *inputs: Any, times: int = 4) -> list[Tensor]:
+    losses = [step(*inputs) for _ in range(times)]
     return [*losses, *state(step)]
 
 
-def same(these: list[Tensor], those: list[Tensor]) -> bool:
-    return len(these) == len(those) and all(map(torch.equal, these, those))
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 @needs_compiler
 @pytest.mark.parametrize("stacked", [False, True])
 def test_threads_show_in_no_bit(stacked: bool) -> None:
     """Blocks of two members, on one, two and four threads, and one after the other in this one."""
-    given = data(8 if stacked else 0)
+    inputs = data(8 if stacked else 0)
     results = []
     for threads in (1, 2, 4, 0):
         step = classifier(8, parts=4)
         step.at_once = 2
-        advance(step, *given, times=2)
-        way = next(way for ways in step._variants.values() for way in ways)
-        assert "for 2 members, called once per 2, on 4 threads" in way.program.how
+        advance(step, *inputs, times=2)
+        variant = next(variant for variants in step._variants.values() for variant in variants)
+        assert "for 2 members, called once per 2, on 4 threads" in variant.program.how
         if threads:
-            way.program._threads = threads
+            variant.program._threads = threads
         else:
-            way.state = InUse(way.program._program)
-        results.append(advance(step, *given))
+            variant.state = InUse(variant.program._program)
+        results.append(advance(step, *inputs))
     assert all(same(results[0], other) for other in results[1:])
 
 
@@ -143,13 +143,13 @@ def test_threads_show_in_no_bit_of_kernels_that_divide_their_work(make: Any, sha
         torch.manual_seed(4)
         fused = hf.fuse([make() for _ in range(4)])
         step = hf.train_step(fused, F.cross_entropy, adam(fused), parts=2 if threads == 1 else threads, compile=True)
-        given = torch.randn(shape), torch.randint(3, shape[:1])
-        advance(step, *given, times=2)
-        (way,) = (way for ways in step._variants.values() for way in ways)
-        assert "on 2 threads" in way.program.how
+        inputs = torch.randn(shape), torch.randint(3, shape[:1])
+        advance(step, *inputs, times=2)
+        (variant,) = (variant for variants in step._variants.values() for variant in variants)
+        assert "on 2 threads" in variant.program.how
         if threads == 1:
-            way.program._threads = 1
-        results.append(advance(step, *given, times=2 * TURNS + 2))
+            variant.program._threads = 1
+        results.append(advance(step, *inputs, times=2 * TURNS + 2))
     assert same(results[0], results[1])
     assert same(results[0], results[2])
 
@@ -157,15 +157,15 @@ def test_threads_show_in_no_bit_of_kernels_that_divide_their_work(make: Any, sha
 @needs_compiler
 @pytest.mark.usefixtures("two_threads")
 def test_as_many_as_torch_has_threads() -> None:
-    """Whether threads pay is measured, and shows in no bit."""
+    """The benefit of threads is measured, and shows in no bit."""
     results = []
     for parts in ("auto", 2):
         step = classifier(5, parts=parts)
         results.append(advance(step, *data(), times=2 + 2 * TURNS + 3))
         (row,) = step.report().rows
-        told = re.escape("2 programs of ") + r"\d+ operators for 3 and 2 members, called once per block, "
+        message = re.escape("2 programs of ") + r"\d+ operators for 3 and 2 members, called once per block, "
         timed = r"(on 2 threads|one after the other), measured: [\d.]+ ms, (on 2 threads|one after the other) [\d.]+ ms"
-        assert re.fullmatch(told + (timed if parts == "auto" else "on 2 threads"), row.how), row.how
+        assert re.fullmatch(message + (timed if parts == "auto" else "on 2 threads"), row.how), row.how
     assert same(*results)
 
 
@@ -173,22 +173,22 @@ def test_as_many_as_torch_has_threads() -> None:
 @pytest.mark.usefixtures("two_threads")
 def test_one_part_of_many_kinds() -> None:
     """As many programs as blocks would cost more to compile than they gain."""
-    made = iter(range(100))
-    slopes = Model("slopes", lambda: nn.Sequential(nn.Linear(4, 2), nn.LeakyReLU(next(made) / 100)), normal(4))
-    both = parted(slopes, 10, 5)
+    numbers = iter(range(100))
+    slopes = Model("slopes", lambda: nn.Sequential(nn.Linear(4, 2), nn.LeakyReLU(next(numbers) / 100)), normal(4))
+    comparison = parted(slopes, 10, 5)
     for step in range(3):
-        both.advance(*batch(slopes, 4), f"after step {step}")
-    assert "in one part: members run 2 at once" in str(both.step.report())
+        comparison.advance(*batch(slopes, 4), f"after step {step}")
+    assert "in one part: members run 2 at once" in str(comparison.step.report())
 
 
 def test_a_trial_keeps_the_fastest() -> None:
     trial = ThreadTrial(("a", "b"))
-    for way, first, others in (("a", 9.0, 1.0), ("b", 0.5, 1.2)):
+    for variant, first, others in (("a", 9.0, 1.0), ("b", 0.5, 1.2)):
         for turn in range(TURNS):
             assert trial.best is None
-            assert trial.next == way
-            trial.note(way, others if turn else first)
-    # What a way takes the first time does not count.
+            assert trial.next == variant
+            trial.note(variant, others if turn else first)
+    # The first time of a variant does not count.
     assert (trial.best, trial.seconds("a"), trial.seconds("b")) == ("a", 1.0, 1.2)
 
 
@@ -206,7 +206,7 @@ def test_a_trial_ends_early_if_the_last_candidate_is_far_slower() -> None:
 @pytest.mark.usefixtures("two_threads")
 def test_the_threads_of_a_trial_stay_until_its_end() -> None:
     """Threads that are new find nothing in place, and are slow."""
-    step, seen = classifier(4), []
+    step, teams = classifier(4), []
     for _ in range(2):
         step(*data())
     (program,) = step._maker.programs()
@@ -214,23 +214,23 @@ def test_the_threads_of_a_trial_stay_until_its_end() -> None:
     assert program._trial is not None
     while program._trial.best is None:
         step(*data())
-        seen += [team for team in program._teams.values() if team not in seen]
-        assert len(seen) <= 2
+        teams += [team for team in program._teams.values() if team not in teams]
+        assert len(teams) <= 2
     step(*data())
-    assert [team in seen for team in program._teams.values()] == [True]
+    assert [team in teams for team in program._teams.values()] == [True]
 
 
 @needs_compiler
 def test_other_widths() -> None:
-    step, given = classifier(6, parts=2), data()
-    advance(step, *given)
+    step, inputs = classifier(6, parts=2), data()
+    advance(step, *inputs)
     step._fused.keep([0, 2, 3, 5])
     step._optimizer.keep([0, 2, 3, 5])
-    advance(step, *given)
+    advance(step, *inputs)
     assert "for 2 members, called once per 2, on 2 threads" in str(step.report())
     step._fused.keep([1])
     step._optimizer.keep([1])
-    advance(step, *given)
+    advance(step, *inputs)
     assert str(step.report()).splitlines()[-1].endswith("operators")
 
 
@@ -267,51 +267,51 @@ def test_a_frozen_base_is_in_all_parts() -> None:
     assert "on 2 threads" in str(step.report())
 
 
-def calls_of(step: Any, *given: Any) -> int:
-    """How many functions Python calls in a step, those in C included."""
-    found = 0
+def calls_of(step: Any, *inputs: Any) -> int:
+    """Return how many functions Python calls in a step, including those in C."""
+    count = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal found
-        found += event in ("call", "c_call")
+        nonlocal count
+        count += event in ("call", "c_call")
 
     sys.setprofile(note)
     try:
-        step(*given)
+        step(*inputs)
     finally:
         sys.setprofile(None)
-    return found
+    return count
 
 
 @needs_compiler
 def test_python_does_no_more_for_more_parts() -> None:
     counts = []
     for parts in (2, 8):
-        step, given = classifier(16, parts=parts), data(16)
-        advance(step, *given)
+        step, inputs = classifier(16, parts=parts), data(16)
+        advance(step, *inputs)
         assert f"on {parts} threads" in str(step.report())
         # At some steps Python also collects garbage.
-        counts.append(min(calls_of(step, *given) for _ in range(5)))
+        counts.append(min(calls_of(step, *inputs) for _ in range(5)))
     assert counts[0] == counts[1] > 0
 
 
 def threads_left(expected: int) -> int:
-    """How many threads of teams there are, once there are so many or a minute has passed."""
+    """Return the number of threads of teams, once it is `expected` or a minute has passed."""
     deadline = time.monotonic() + 60
     while True:
         gc.collect()
-        found = sum(thread.name.startswith("hfusion-") for thread in threading.enumerate())
-        if found == expected or time.monotonic() > deadline:
-            return found
+        count = sum(thread.name.startswith("hfusion-") for thread in threading.enumerate())
+        if count == expected or time.monotonic() > deadline:
+            return count
         time.sleep(0.01)
 
 
 @needs_compiler
 def test_threads_end_with_the_last_step() -> None:
     assert threads_left(0) == 0
-    step, other, given = classifier(6, parts=3), classifier(6, parts=3), data()
-    advance(step, *given)
-    advance(other, *given)
+    step, other, inputs = classifier(6, parts=3), classifier(6, parts=3), data()
+    advance(step, *inputs)
+    advance(other, *inputs)
     del step
     # The one that asks is the third.
     assert threads_left(2) == 2
@@ -321,13 +321,13 @@ def test_threads_end_with_the_last_step() -> None:
 
 @needs_compiler
 def test_steps_of_several_threads() -> None:
-    given = data()
+    inputs = data()
     steps = [classifier(6, parts=3) for _ in range(3)]
     for step in steps:
-        advance(step, *given, times=2)
+        advance(step, *inputs, times=2)
     results: dict[int, list[Tensor]] = {}
     threads = [
-        threading.Thread(target=lambda k=k: results.update({k: advance(steps[k], *given, times=20)})) for k in range(3)
+        threading.Thread(target=lambda k=k: results.update({k: advance(steps[k], *inputs, times=20)})) for k in range(3)
     ]
     for thread in threads:
         thread.start()
@@ -339,13 +339,13 @@ def test_steps_of_several_threads() -> None:
 
 @needs_compiler
 def test_a_forked_process_has_threads_of_its_own() -> None:
-    step, given = classifier(6, parts=3), data()
-    advance(step, *given)
+    step, inputs = classifier(6, parts=3), data()
+    advance(step, *inputs)
     process = os.fork()
     if process == 0:
-        os._exit(0 if len(advance(step, *given)) > 4 else 1)
+        os._exit(0 if len(advance(step, *inputs)) > 4 else 1)
     assert os.waitpid(process, 0)[1] == 0
-    advance(step, *given)
+    advance(step, *inputs)
 
 
 @pytest.mark.parametrize("parts", [0, -1, 1.5, "two", True, None])
@@ -355,15 +355,15 @@ def test_parts_are_a_number(parts: Any) -> None:
 
 
 class Dropping(nn.Module):
-    """Dropout of several kinds, on stacked and packed values, with rates of its own; normal numbers; attention."""
+    """Dropout of several kinds, on stacked and packed values, with rates that differ; normal numbers; attention."""
 
-    made = 0
+    instances = 0
 
     def __init__(self) -> None:
         super().__init__()
-        Dropping.made += 1
+        Dropping.instances += 1
         self.conv, self.norm = nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3)
-        self.channels, self.some = nn.Dropout2d(0.4), nn.Dropout(0.1 * (Dropping.made % 2 + 1))
+        self.channels, self.some = nn.Dropout2d(0.4), nn.Dropout(0.1 * (Dropping.instances % 2 + 1))
         self.head = nn.Linear(3, 2)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -377,7 +377,7 @@ class Dropping(nn.Module):
 def test_draws_of_a_member_are_the_same_in_any_part() -> None:
     results = []
     for parts, count in ((1, 4), (2, 4), (4, 4), (1, 2)):
-        Dropping.made = 0
+        Dropping.instances = 0
         torch.manual_seed(5)
         members = [Dropping().double() for _ in range(4)][:count]
         fused = hf.fuse(members)
@@ -391,9 +391,9 @@ def test_draws_of_a_member_are_the_same_in_any_part() -> None:
         assert not torch.allclose(losses[1], losses[2])
         results.append([*losses, *(param.grad.clone() for param in fused.parameters())])
     for other in results[1:]:
-        for one, its in zip(results[0], other, strict=True):
-            if len(its) == len(one):
-                torch.testing.assert_close(its, one, rtol=1e-9, atol=1e-12)
+        for expected, actual in zip(results[0], other, strict=True):
+            if len(actual) == len(expected):
+                torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
     # Fewer members take fewer seeds, so the second step is another.
     torch.testing.assert_close(results[3][0], results[0][0][:2], rtol=1e-9, atol=1e-12)
 
@@ -423,8 +423,8 @@ def test_attention_by_blocks_of_queries_compiles_to_the_same_numbers(monkeypatch
         results.append([*losses, *(param.grad.clone() for param in fused.parameters())])
         assert ("by blocks of queries" in str(fused.report())) == (limit < 1 << 30)
         assert "one program" in str(step.report())
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @needs_compiler

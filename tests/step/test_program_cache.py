@@ -21,7 +21,7 @@ from tests.step.test_train_step import needs_compiler
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of its own, in which programs are kept."""
+    """A separate cache folder in which programs are kept."""
     monkeypatch.delenv("HFUSION_CHECK")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "hfusion"
@@ -45,38 +45,38 @@ def test_a_second_step_finds_what_the_first_has_compiled(folder: Path) -> None:
     losses = [trained(first), trained(second)]
     assert (first.compilations, second.compilations) == (1, 0)
     assert str(first.report()) == str(second.report())
-    for ours, theirs in zip(*losses, strict=True):
-        assert torch.equal(ours, theirs)
+    for expected, actual in zip(*losses, strict=True):
+        assert torch.equal(expected, actual)
     programs = [path for path in folder.iterdir() if path.name.startswith("step-")]
     assert {path.suffix for path in programs} == {".json", ".so"}
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in programs)
 
-    # A library that was damaged is not loaded, and made anew.
+    # A library that was damaged is not loaded, but compiled again.
     (library,) = (path for path in programs if path.suffix == ".so")
     library.write_bytes(library.read_bytes()[:-1])
     third = made()
     with pytest.warns(UserWarning, match="made anew"):
         losses.append(trained(third))
     assert third.compilations == 1
-    for ours, theirs in zip(losses[0], losses[2], strict=True):
-        assert torch.equal(ours, theirs)
+    for expected, actual in zip(losses[0], losses[2], strict=True):
+        assert torch.equal(expected, actual)
 
 
 def compile_request() -> CompileRequest:
     return CompileRequest({"forward": 1})
 
 
-@pytest.mark.parametrize("what", ["others write", "not JSON", "code", "a link"])
-def test_a_file_that_is_not_believed(what: str, folder: Path) -> None:
+@pytest.mark.parametrize("damage", ["others write", "not JSON", "code", "a link"])
+def test_a_file_that_is_not_believed(damage: str, folder: Path) -> None:
     assert program_cache.find(compile_request()) is None
     assert program_cache.keep(compile_request(), NoProgram("too many operators"))
     assert program_cache.find(compile_request()) == NoProgram("too many operators")
     (path,) = folder.glob("step-*.json")
-    if what == "others write":
+    if damage == "others write":
         path.chmod(0o666)
-    elif what == "not JSON":
+    elif damage == "not JSON":
         program_cache.write_sealed(path, b"{")
-    elif what == "code":
+    elif damage == "code":
         row = {"trained": [], "operators": [], "sizes": [], "code": "__import__('os')", "takes": 1, "library": ""}
         program_cache.write_sealed(path, json.dumps({"programs": [row], "size": None, "kinds": [0]}).encode())
     else:

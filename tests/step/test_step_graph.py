@@ -83,16 +83,16 @@ def eager(fused: hf.FusedModule, loss: Any, opt: Any, x: Any, target: Any) -> Te
     return losses.detach()
 
 
-def close(ours: Tensor, theirs: Tensor, what: str) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12, msg=lambda m: f"{what}: {m}")
+def close(actual: Tensor, expected: Tensor, label: str) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12, msg=lambda m: f"{label}: {m}")
 
 
-def compare(ours: nn.Module, theirs: nn.Module, when: str) -> None:
-    expected = theirs.state_dict()
-    for name, tensor in ours.state_dict().items():
+def compare(module: nn.Module, reference: nn.Module, when: str) -> None:
+    expected = reference.state_dict()
+    for name, tensor in module.state_dict().items():
         close(tensor, expected[name], f"{name} {when}")
-    grads = {name: p.grad for name, p in theirs.named_parameters()}
-    for name, parameter in ours.named_parameters():
+    grads = {name: p.grad for name, p in reference.named_parameters()}
+    for name, parameter in module.named_parameters():
         assert (parameter.grad is None) == (grads[name] is None), f"gradient of {name} {when}"
         if parameter.grad is not None:
             assert parameter.grad.is_contiguous()
@@ -107,51 +107,51 @@ def places(fused: hf.FusedModule) -> tuple[Location, ...]:
     return tuple((m._parameters, name) for m in fused.modules() for name, p in m._parameters.items() if p is not None)
 
 
-def whole(fused: hf.FusedModule, found: tuple[BoundProgram, BoundProgram], call: StepCall) -> FusedStep:
-    graph = trace(*found, call)
-    return FusedStep(graph, graph.module, Tensors.of(*found), places(fused))
+def whole(fused: hf.FusedModule, programs: tuple[BoundProgram, BoundProgram], call: StepCall) -> FusedStep:
+    graph = trace(*programs, call)
+    return FusedStep(graph, graph.module, Tensors.of(*programs), places(fused))
 
 
-def each(fused: hf.FusedModule, found: tuple[BoundProgram, BoundProgram], call: StepCall) -> PerMemberStep:
-    blocks = [scalars_of(*found, rows) for rows in blocks_of(len(fused), 1)]
+def each(fused: hf.FusedModule, programs: tuple[BoundProgram, BoundProgram], call: StepCall) -> PerMemberStep:
+    blocks = [scalars_of(*programs, rows) for rows in blocks_of(len(fused), 1)]
     kinds = list(dict.fromkeys(blocks))
     starts = [blocks.index(kind) for kind in kinds]
-    graphs = tuple(trace_rows(*found, call, range(start, start + 1)) for start in starts)
+    graphs = tuple(trace_rows(*programs, call, range(start, start + 1)) for start in starts)
     runs = tuple(graph.module for graph in graphs)
-    return PerMemberStep(graphs, runs, tuple(map(kinds.index, blocks)), 1, Tensors.of(*found), places(fused))
+    return PerMemberStep(graphs, runs, tuple(map(kinds.index, blocks)), 1, Tensors.of(*programs), places(fused))
 
 
 # Each model in both ways and with both kinds of inputs, and each way with both: two of the four for each model.
 PAIRS = [
-    pytest.param(model, kind == "stacked", way, id=f"{model}-{kind}-{way.__name__}")
-    for place, model in enumerate(TRACED)
-    for kind, way in zip(("shared", "stacked"), (whole, each)[:: 1 - place % 2 * 2], strict=True)
+    pytest.param(model, kind == "stacked", make_step, id=f"{model}-{kind}-{make_step.__name__}")
+    for index, model in enumerate(TRACED)
+    for kind, make_step in zip(("shared", "stacked"), (whole, each)[:: 1 - index % 2 * 2], strict=True)
 ]
 
 
-@pytest.mark.parametrize(("model", "per_member", "way"), PAIRS)
-def test_five_steps_of_the_graph(model: Model, per_member: bool, way: Any) -> None:
-    ours, theirs = arrays(model, 3)
-    loss, opt, other = hf.per_model(loss_of), adam(ours), adam(theirs)
+@pytest.mark.parametrize(("model", "per_member", "make_step"), PAIRS)
+def test_five_steps_of_the_graph(model: Model, per_member: bool, make_step: Any) -> None:
+    fused, reference = arrays(model, 3)
+    loss, opt, other = hf.per_model(loss_of), adam(fused), adam(reference)
     program: StepProgram | None = None
     for step, size in enumerate([4, 4, 3, 5, 3]):
         rows = [model.draw(size) for _ in range(3)] if per_member else model.draw(size)
         x, target = hf.stacked(rows) if per_member else rows, torch.rand(size, dtype=torch.float64)
-        expected = eager(theirs, loss, other, x, target)
+        expected = eager(reference, loss, other, x, target)
         call = StepCall(Arguments.of((x,), {}), Arguments.of((target,), {}))
         if program is None:
-            losses = eager(ours, loss, opt, x, target)
+            losses = eager(fused, loss, opt, x, target)
             with torch.no_grad():
-                outputs = theirs(x)
+                outputs = reference(x)
             loss(outputs, target)
-            theirs.load_state_dict(ours.state_dict())
-            program = way(ours, sources(ours, loss, call, outputs), call)
+            reference.load_state_dict(fused.state_dict())
+            program = make_step(fused, sources(fused, loss, call, outputs), call)
         else:
             assert program.fits(call)
             losses = program.step(call)
             opt.step()
         close(losses, expected, f"losses at step {step}")
-        compare(ours, theirs, f"after step {step}")
+        compare(fused, reference, f"after step {step}")
 
 
 def test_sizes_that_fit() -> None:
@@ -169,7 +169,7 @@ def test_sizes_that_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "wanted"),
+    ("run", "expected"),
     [
         (lambda a, b: a * b, set()),
         (lambda a, b: a.add_(b), {0}),
@@ -179,5 +179,5 @@ def test_sizes_that_fit() -> None:
     ],
     ids=["none", "whole", "view", "list", "out"],
 )
-def test_what_a_graph_writes(run: Any, wanted: set[int]) -> None:
-    assert written_inputs(make_fx(run)(torch.ones(2, 2), torch.ones(2, 2)).graph) == wanted
+def test_inputs_that_a_graph_writes(run: Any, expected: set[int]) -> None:
+    assert written_inputs(make_fx(run)(torch.ones(2, 2), torch.ones(2, 2)).graph) == expected

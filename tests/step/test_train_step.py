@@ -40,12 +40,12 @@ class Pair:
     loss: Any
     other: Any
 
-    def advance(self, x: Any, target: Tensor, what: str) -> None:
+    def advance(self, x: Any, target: Tensor, label: str) -> None:
         expected = eager(self.theirs, self.loss, self.other, x, target)
         losses = self.step(x, target)
         assert not losses.requires_grad
-        close(losses, expected, f"losses {what}")
-        compare(self.ours, self.theirs, what)
+        close(losses, expected, f"losses {label}")
+        compare(self.ours, self.theirs, label)
 
     def load_ones(self, rates: list[float]) -> None:
         """Let all tensors of both be ones, and go on at these rates."""
@@ -59,9 +59,9 @@ class Pair:
 def pair(
     model: Model, *, compile: bool, count: int = 3, loss: Callable[..., Any] = loss_of, parts: int | str = "auto"
 ) -> Pair:
-    ours, theirs = arrays(model, count)
-    step = hf.train_step(ours, loss, adam(ours), compile=compile, parts=parts)
-    return Pair(step, ours, theirs, hf.per_model(loss), adam(theirs))
+    fused, reference = arrays(model, count)
+    step = hf.train_step(fused, loss, adam(fused), compile=compile, parts=parts)
+    return Pair(step, fused, reference, hf.per_model(loss), adam(reference))
 
 
 def batch(model: Model, size: int) -> tuple[Tensor, Tensor]:
@@ -71,27 +71,27 @@ def batch(model: Model, size: int) -> tuple[Tensor, Tensor]:
 # It is the loop that the other tests of arrays run, so every model once.
 @pytest.mark.parametrize(("model", "kind"), list(zip([*MODELS, *TRACED[-2:]], cycle(["shared", "stacked"]))), ids=str)
 def test_uncompiled(model: Model, kind: str) -> None:
-    both = pair(model, compile=False)
+    comparison = pair(model, compile=False)
     for step, size in enumerate([4, 3]):
         rows = [model.draw(size) for _ in range(3)] if kind == "stacked" else model.draw(size)
         x = hf.stacked(rows) if kind == "stacked" else rows
-        both.advance(x, torch.rand(size, dtype=torch.float64), f"after step {step}")
-    assert "compile=False" in str(both.step.report())
+        comparison.advance(x, torch.rand(size, dtype=torch.float64), f"after step {step}")
+    assert "compile=False" in str(comparison.step.report())
 
 
 @needs_compiler
 @pytest.mark.parametrize("model", [TINY, ATTENTION], ids=str)
 def test_compiled(model: Model) -> None:
-    both = pair(model, compile=True)
+    comparison = pair(model, compile=True)
     for step, size in enumerate([4, 4, 3, 3, 5, 5]):
-        both.advance(*batch(model, size), f"after step {step}")
-    both.load_ones([0.3, 0.2, 0.1])
-    both.advance(*batch(model, 4), "after loading, at other rates")
-    rows = both.step.report().rows
+        comparison.advance(*batch(model, size), f"after step {step}")
+    comparison.load_ones([0.3, 0.2, 0.1])
+    comparison.advance(*batch(model, 4), "after loading, at other rates")
+    rows = comparison.step.report().rows
     # One program serves all sizes.
     assert len(rows) == 1
     assert rows[0].how.startswith("one program of")
-    assert len(both.step._maker.programs()) == 1
+    assert len(comparison.step._maker.programs()) == 1
 
 
 @needs_compiler
@@ -102,16 +102,16 @@ def test_compiled_with_long_rows_of_channels() -> None:
         )
 
     wide = Model("wide", make, normal(2, 4, 4))
-    both = pair(wide, compile=True, count=16)
+    comparison = pair(wide, compile=True, count=16)
     for step, size in enumerate([4, 4, 3, 3]):
-        both.advance(*batch(wide, size), f"after step {step}")
-    assert "program of" in str(both.step.report())
+        comparison.advance(*batch(wide, size), f"after step {step}")
+    assert "program of" in str(comparison.step.report())
 
 
 @needs_compiler
 def test_a_situation_of_its_own_for_modes_and_frozen_parameters() -> None:
-    both = pair(TINY, compile=True)
-    arrays = (both.ours, both.theirs)
+    comparison = pair(TINY, compile=True)
+    arrays = (comparison.ours, comparison.theirs)
 
     def freeze(on: bool) -> None:
         for array in arrays:
@@ -125,8 +125,8 @@ def test_a_situation_of_its_own_for_modes_and_frozen_parameters() -> None:
     for number, change in enumerate(changes):
         change()
         for step in range(2):
-            both.advance(*batch(TINY, 4), f"step {step} after change {number}")
-    assert len(both.step._maker.programs()) == 2
+            comparison.advance(*batch(TINY, 4), f"step {step} after change {number}")
+    assert len(comparison.step._maker.programs()) == 2
 
 
 class TwoInputs(nn.Module):
@@ -144,14 +144,16 @@ def test_tuples_and_keywords(compile: bool) -> None:
     torch.manual_seed(0)
     models = [TwoInputs().double() for _ in range(2)]
     x, y, target = torch.randn(5, 3).double(), torch.randn(5, 4).double(), torch.randn(2, 5, 2).double()
-    found = []
+    results = []
     for inputs, keywords in [((x, y), {}), ([x, y], {}), ({"x": x, "y": y}, {}), (x, {"y": y})]:
         fused = hf.fuse(models)
         step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=compile)
-        found.append(torch.stack([step(inputs, hf.stacked(target), **keywords) for _ in range(3)]))
-    for losses in found[1:]:
-        assert torch.equal(losses, found[0])
-    assert torch.equal(found[0][0], torch.stack([F.mse_loss(m(x, y), t) for m, t in zip(models, target, strict=True)]))
+        results.append(torch.stack([step(inputs, hf.stacked(target), **keywords) for _ in range(3)]))
+    for losses in results[1:]:
+        assert torch.equal(losses, results[0])
+    assert torch.equal(
+        results[0][0], torch.stack([F.mse_loss(m(x, y), t) for m, t in zip(models, target, strict=True)])
+    )
 
 
 class Tempered(nn.Module):
@@ -191,12 +193,12 @@ def test_arrays_of_other_widths_share_a_loss() -> None:
 
 def test_what_runs_member_by_member_runs_eagerly_and_says_so() -> None:
     model = next(model for model in MODELS if model.name == "branching")
-    both = pair(model, compile=True)
+    comparison = pair(model, compile=True)
     with pytest.warns(UserWarning, match="runs eagerly.*gate runs in a loop over members"):
-        both.advance(*batch(model, 4), "first")
-    both.advance(*batch(model, 4), "second")
-    assert "gate" in both.step.report().rows[0].why
-    assert "eager" in repr(both.step)
+        comparison.advance(*batch(model, 4), "first")
+    comparison.advance(*batch(model, 4), "second")
+    assert "gate" in comparison.step.report().rows[0].why
+    assert "eager" in repr(comparison.step)
 
 
 def branching_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -205,41 +207,41 @@ def branching_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def test_a_loss_that_cannot_be_captured() -> None:
-    both = pair(TINY, compile=True, loss=branching_loss)
+    comparison = pair(TINY, compile=True, loss=branching_loss)
     with pytest.warns(UserWarning, match="the loss runs in a loop over members"):
-        both.advance(*batch(TINY, 4), "first")
-    both.advance(*batch(TINY, 4), "second")
+        comparison.advance(*batch(TINY, 4), "first")
+    comparison.advance(*batch(TINY, 4), "second")
 
 
 def test_hooks_are_called() -> None:
-    both = pair(TINY, compile=True)
+    comparison = pair(TINY, compile=True)
     called = []
-    both.ours.get_parameter("0.weight").register_hook(lambda grad: called.append(len(grad)))
+    comparison.ours.get_parameter("0.weight").register_hook(lambda grad: called.append(len(grad)))
     with pytest.warns(UserWarning, match="a parameter has hooks"):
-        both.advance(*batch(TINY, 4), "first")
-    both.advance(*batch(TINY, 4), "second")
+        comparison.advance(*batch(TINY, 4), "first")
+    comparison.advance(*batch(TINY, 4), "second")
     assert called == [3, 3]
 
 
 @needs_compiler
 def test_hooks_that_come_and_go_once_a_program_is_there() -> None:
-    both = pair(TINY, compile=True)
-    weight, called = both.ours.get_parameter("0.weight"), []
+    comparison = pair(TINY, compile=True)
+    weight, called = comparison.ours.get_parameter("0.weight"), []
     weight.register_hook(called.append).remove()
     for step in range(2):
-        both.advance(*batch(TINY, 4), f"without hooks {step}")
-    assert both.step.report().rows[0].how.startswith("one program")
+        comparison.advance(*batch(TINY, 4), f"without hooks {step}")
+    assert comparison.step.report().rows[0].how.startswith("one program")
     # The dict of hooks is the one that was empty before.
     handles = [
         weight.register_hook(called.append),
-        both.ours.register_forward_hook(lambda *given: called.append(given)),
+        comparison.ours.register_forward_hook(lambda *arguments: called.append(arguments)),
     ]
     with pytest.warns(UserWarning, match="a parameter has hooks"):
-        both.advance(*batch(TINY, 4), "with hooks")
+        comparison.advance(*batch(TINY, 4), "with hooks")
     handles[0].remove()
-    both.advance(*batch(TINY, 4), "with a hook of the module")
+    comparison.advance(*batch(TINY, 4), "with a hook of the module")
     handles[1].remove()
-    both.advance(*batch(TINY, 4), "without hooks again")
+    comparison.advance(*batch(TINY, 4), "without hooks again")
     assert len(called) == 3
 
 
@@ -263,16 +265,16 @@ def test_gradients_of_their_own_and_fresh_draws() -> None:
     step = hf.train_step(fused, lambda output, target: (output * target).sum(), opt, compile=True)
     x = torch.ones(100, 64)
     a, b = fused.get_parameter("a"), fused.get_parameter("b")
-    found = []
+    draws = []
     for _ in range(4):
         losses = step(x, x)
         assert torch.equal(a.grad, b.grad)
-        found += [*a.grad.clone(), losses]
+        draws += [*a.grad.clone(), losses]
         a.grad.zero_()
         assert b.grad.count_nonzero() == b.grad.numel()
         torch.testing.assert_close(losses, torch.full((3,), 6400.0), rtol=0.05, atol=0)
     assert step.report().rows[0].how.startswith("one program")
-    assert all(not torch.equal(g, h) for k, g in enumerate(found) for h in found[:k] if len(g) == len(h))
+    assert all(not torch.equal(g, h) for k, g in enumerate(draws) for h in draws[:k] if len(g) == len(h))
     torch.manual_seed(3)
     once = step(x, x)
     torch.manual_seed(3)
@@ -286,19 +288,19 @@ def clip(opt: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 @needs_compiler
 def test_an_optimizer_of_torch_with_schedule_clipping_and_gradients_left_over() -> None:
     """All that stands around a step in a training loop."""
-    ours, theirs = arrays(TINY, 3)
-    opts = [torch.optim.AdamW(array.parameters(), lr=0.1, eps=1e-4) for array in (ours, theirs)]
+    fused, reference = arrays(TINY, 3)
+    opts = [torch.optim.AdamW(array.parameters(), lr=0.1, eps=1e-4) for array in (fused, reference)]
     schedules = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.5) for opt in opts]
     for opt in opts:
         opt.register_step_pre_hook(clip)
-    step, loss = hf.train_step(ours, loss_of, opts[0], compile=True), hf.per_model(loss_of)
+    step, loss = hf.train_step(fused, loss_of, opts[0], compile=True), hf.per_model(loss_of)
     for number in range(5):
         x, target = batch(TINY, 4)
-        for array in (ours, theirs):
+        for array in (fused, reference):
             loss(array(x), target).sum().backward()
-        expected = eager(theirs, loss, opts[1], x, target)
+        expected = eager(reference, loss, opts[1], x, target)
         close(step(x, target), expected, f"losses at step {number}")
-        compare(ours, theirs, f"after step {number}")
+        compare(fused, reference, f"after step {number}")
         for schedule in schedules:
             schedule.step()
     assert step.report().rows[0].how.startswith("one program")
@@ -307,11 +309,11 @@ def test_an_optimizer_of_torch_with_schedule_clipping_and_gradients_left_over() 
 @needs_compiler
 def test_a_single_sample_gets_a_program_of_its_own() -> None:
     plain = Model("plain", lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), normal(4))
-    both = pair(plain, compile=True)
-    # 4 is a width, too; which sizes are open must not be told from numbers.
+    comparison = pair(plain, compile=True)
+    # 4 is a width, too; which sizes are dynamic must not be inferred from numbers.
     for step, size in enumerate([4, 4, 1, 1, 7, 7, 4]):
-        both.advance(*batch(plain, size), f"after step {step}")
-    assert len(both.step._maker.programs()) == 2
+        comparison.advance(*batch(plain, size), f"after step {step}")
+    assert len(comparison.step._maker.programs()) == 2
 
 
 @needs_compiler
@@ -345,11 +347,11 @@ class Scaled:
 @needs_compiler
 def test_what_the_loss_reads_may_change() -> None:
     loss = Scaled()
-    both = pair(TINY, compile=True, loss=loss)
+    comparison = pair(TINY, compile=True, loss=loss)
     for scale in (1.0, 2.0):
         loss.scale = scale
         for step in range(2):
-            both.advance(*batch(TINY, 4), f"step {step} of scale {scale}")
+            comparison.advance(*batch(TINY, 4), f"step {step} of scale {scale}")
 
 
 class Counting(Scaled):
@@ -361,12 +363,12 @@ class Counting(Scaled):
 
 
 def test_a_loss_that_changes_itself_runs_eagerly() -> None:
-    both = pair(TINY, compile=True, loss=Counting())
+    comparison = pair(TINY, compile=True, loss=Counting())
     with pytest.warns(UserWarning, match="runs eagerly"):
-        both.step(*batch(TINY, 4))
+        comparison.step(*batch(TINY, 4))
     for _ in range(3):
-        both.step(*batch(TINY, 4))
-    assert all(row.how == "eager" for row in both.step.report().rows)
+        comparison.step(*batch(TINY, 4))
+    assert all(row.how == "eager" for row in comparison.step.report().rows)
 
 
 def test_errors_of_the_loss_are_raised() -> None:
@@ -391,9 +393,9 @@ def test_a_loss_must_be_one_number_per_member() -> None:
 
 
 def test_an_optimizer_of_other_parameters() -> None:
-    one, other = arrays(TINY, 2)
+    fused, other = arrays(TINY, 2)
     with pytest.raises(ValueError, match="4 parameters of the Adam belong to no member of the fused Sequential"):
-        hf.train_step(one, loss_of, adam(other), compile=True)
+        hf.train_step(fused, loss_of, adam(other), compile=True)
 
 
 WITHOUT_COMPILER = """
@@ -425,11 +427,11 @@ def test_tensors_are_seen_again_until_something_about_them_changes() -> None:
     ]
     for change in changes:
         tied, other = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3, 4))
-        seen = GuardedTensors.of([tied, other, tied])
-        assert seen.matches([tied, other, tied])
-        assert not seen.matches([tied, other, other])
+        guarded = GuardedTensors.of([tied, other, tied])
+        assert guarded.matches([tied, other, tied])
+        assert not guarded.matches([tied, other, other])
         change(tied)
-        assert not seen.matches([tied, other, tied])
+        assert not guarded.matches([tied, other, tied])
 
 
 def sequences(sequence: nn.Module) -> Pair:
@@ -464,20 +466,20 @@ LENGTHS = [(7, 3), (9, 3), (12, 3), (5, 4), (8, 8), (7, 3), (9, 3), (30, 2)]
 
 @needs_compiler
 def test_new_lengths_need_no_new_program() -> None:
-    both = sequences(Summed())
+    comparison = sequences(Summed())
     for t, n in LENGTHS:
-        both.advance(torch.randn(n, t, 4).double(), torch.rand(n, t).double(), f"length {t}")
-    assert sum("program" in row.how for row in both.step.report().rows) == 1
-    # Another step with a loss of its like has no need to begin anew.
-    again = hf.train_step(both.ours, lambda out, y: F.mse_loss(out, y), adam(both.ours), compile=True)
+        comparison.advance(torch.randn(n, t, 4).double(), torch.rand(n, t).double(), f"length {t}")
+    assert sum("program" in row.how for row in comparison.step.report().rows) == 1
+    # Another step with a loss of its like has no need to start from scratch.
+    again = hf.train_step(comparison.ours, lambda out, y: F.mse_loss(out, y), adam(comparison.ours), compile=True)
     assert again(torch.randn(3, 11, 4).double(), torch.rand(3, 11, 2).double()).shape == (2,)
 
 
 def test_a_recurrent_layer_of_many_lengths_runs_eagerly_and_says_so() -> None:
-    both = sequences(Steps())
+    comparison = sequences(Steps())
 
     def advance(t: int, n: int) -> None:
-        both.advance(torch.randn(n, t, 4).double(), torch.rand(n, t).double(), f"length {t}")
+        comparison.advance(torch.randn(n, t, 4).double(), torch.rand(n, t).double(), f"length {t}")
 
     advance(7, 3)
     advance(9, 3)
@@ -485,4 +487,4 @@ def test_a_recurrent_layer_of_many_lengths_runs_eagerly_and_says_so() -> None:
         advance(12, 3)
     for t, n in [(5, 4), (8, 8), (30, 2), (9, 3)]:
         advance(t, n)
-    assert not any("program" in row.how for row in both.step.report().rows)
+    assert not any("program" in row.how for row in comparison.step.report().rows)

@@ -1,4 +1,4 @@
-"""Runs that are cut off and go on: what they train, and what they give."""
+"""Runs that are interrupted and resumed: their tasks and their results."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from tests.trained import Way, adamw, fused, machine, planned, task
 
 
 @cache
-def _made(seed: int) -> tuple[hf.FusedModule, dict[str, Tensor]]:
+def _captured(seed: int) -> tuple[hf.FusedModule, dict[str, Tensor]]:
     torch.manual_seed(seed)
-    found = fused()
-    return found, {name: tensor.clone() for name, tensor in found.state_dict().items()}
+    module = fused()
+    return module, {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
 def array(seed: int) -> hf.FusedModule:
     """An array as it is before it is trained; captured once."""
-    found, state = _made(seed)
-    found.load_state_dict(state)
-    return found
+    module, state = _captured(seed)
+    module.load_state_dict(state)
+    return module
 
 
 def shuffled(seed: int, generator: torch.Generator | None = None) -> DataLoader[Any]:
-    """Five minibatches in an order that is drawn anew for every epoch; the last is smaller."""
+    """Five minibatches in an order that is drawn again for every epoch; the last is smaller."""
     draw = torch.Generator().manual_seed(seed)
     inputs, targets = torch.randn(28, 6, generator=draw, dtype=torch.float64), torch.randint(3, (28,), generator=draw)
     return DataLoader(TensorDataset(inputs, targets), batch_size=6, shuffle=True, generator=generator)
 
 
 class Counted:
-    """A loader that tells its position, and cannot be read twice up to one: it never gives a minibatch again."""
+    """A loader that saves its position, and cannot be read up to it again: it gives each minibatch once."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -53,10 +53,10 @@ class Counted:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         first, self._first = self._first, 0
-        for place in range(first, 5):
+        for index in range(first, 5):
             self.given += 1
             draw = torch.Generator().manual_seed(self.given)
-            self._place = place + 1
+            self._place = index + 1
             yield torch.randn(6, 6, generator=draw, dtype=torch.float64), torch.randint(3, (6,), generator=draw)
 
     def state_dict(self) -> dict[str, int]:
@@ -71,11 +71,13 @@ class CutError(Exception):
 
 
 def task_with(
-    fused: hf.FusedModule, own: FusedOptimizer, way: Way, place: int, *, evaluated: bool, **more: Any
+    fused: hf.FusedModule, optimizer: FusedOptimizer, settings: Way, index: int, *, evaluated: bool, **more: Any
 ) -> hf.Task:
     """Task ``t0``, ``t1``, ... of an optimizer that exists, so that its state can be looked at."""
-    one = Way(lambda params: own, way.clip, way.accumulate)
-    return task(fused, one, shuffled(place), f"t{place}", eval_loader=shuffled(9) if evaluated else None, **more)
+    task_settings = Way(lambda params: optimizer, settings.clip, settings.accumulate)
+    return task(
+        fused, task_settings, shuffled(index), f"t{index}", eval_loader=shuffled(9) if evaluated else None, **more
+    )
 
 
 def planned_as(tasks: Sequence[hf.Task], on: hf.Machine, modes: Sequence[str]) -> Plan:
@@ -84,17 +86,17 @@ def planned_as(tasks: Sequence[hf.Task], on: hf.Machine, modes: Sequence[str]) -
     return planned(tasks, on, counts, [mode == "resident" for mode in modes], [mode == "kept" for mode in modes])
 
 
-def assert_equal(found: Any, wanted: Any) -> None:
+def assert_equal(actual: Any, expected: Any) -> None:
     """Bit for bit."""
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def results(report: Any, one: hf.Task) -> list[Any]:
+def results(report: Any, hf_task: hf.Task) -> list[Any]:
     """The losses, the members and the optimizer's state."""
-    make, models = one.optimizer, one.models
+    make, models = hf_task.optimizer, hf_task.models
     assert callable(make)
     assert isinstance(models, hf.FusedModule)
-    # It is made once, whoever asks.
+    # The function returns the same optimizer each time.
     optimizer = make(list(models.parameters()))
     state = [entry[key] for entry in optimizer.state.values() for key in sorted(entry)]
     losses = [report.losses] if report.eval_losses is None else [report.losses, report.eval_losses]
@@ -108,11 +110,11 @@ def run(root: Path | None, kill: int | None) -> list[Any]:
         if isinstance(heard, hf.Step) and heard.epoch * 5 + heard.step == kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    found = array(3)
-    own = adamw(list(found.parameters()))
-    one = task(found, Way(lambda params: own), shuffled(4), callbacks=[killed], eval_loader=shuffled(5))
-    report = hf.train(one, machine(), checkpoint=root, every=1)
-    return results(report["task"], one)
+    module = array(3)
+    optimizer = adamw(list(module.parameters()))
+    hf_task = task(module, Way(lambda params: optimizer), shuffled(4), callbacks=[killed], eval_loader=shuffled(5))
+    report = hf.train(hf_task, machine(), checkpoint=root, every=1)
+    return results(report["task"], hf_task)
 
 
 if __name__ == "__main__":

@@ -26,13 +26,13 @@ def _models(width: int = 4, p: float = 0.1, members: int = 2) -> list[nn.Module]
 
 
 def _task(name: str, **changes: Any) -> hf.Task:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "models": _models(),
         "loss": F.mse_loss,
         "optimizer": lambda params: hf.optim.Adam(params, lr=[0.1, 0.2]),
         "loader": [(torch.randn(8, 3), torch.randn(8, 1)) for _ in range(3)],
     }
-    return hf.Task(name=name, **{**given, **changes})
+    return hf.Task(name=name, **{**defaults, **changes})
 
 
 @pytest.fixture
@@ -51,21 +51,23 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_tasks_that_read_the_same_are_planned_once(counted: list[str]) -> None:
     alike = AlikeTasks(ROOM)
     tasks = [_task(name) for name in ("first", "second", "third")]
-    found = [alike.arrays(task) for task in tasks]
+    arrays_by_task = [alike.arrays(task) for task in tasks]
     assert counted == ["first"]
-    for task, arrays in zip(tasks, found, strict=True):
+    for task, arrays in zip(tasks, arrays_by_task, strict=True):
         # As if it had been planned alone.
         ((members, cost),) = arrays
-        (own,) = arrays_of(task, ROOM)
-        assert (members, cost.name, cost.task) == (own.members, own.plan.name, task)
-        assert cost.seconds_on(ROOM) == own.cost.seconds_on(ROOM)
+        (expected,) = arrays_of(task, ROOM)
+        assert (members, cost.name, cost.task) == (expected.members, expected.plan.name, task)
+        assert cost.seconds_on(ROOM) == expected.cost.seconds_on(ROOM)
 
 
 def test_arrays_are_named_after_their_own_task(counted: list[str]) -> None:
     alike = AlikeTasks(ROOM)
-    found = [alike.arrays(_task(name, models=[*_models(4), *_models(5)], optimizer=hf.optim.Adam)) for name in "ab"]
+    arrays_by_task = [
+        alike.arrays(_task(name, models=[*_models(4), *_models(5)], optimizer=hf.optim.Adam)) for name in "ab"
+    ]
     assert counted == ["a"]
-    assert [[(members, cost.name) for members, cost in arrays] for arrays in found] == [
+    assert [[(members, cost.name) for members, cost in arrays] for arrays in arrays_by_task] == [
         [((0, 1), f"{name}.0"), ((2, 3), f"{name}.1")] for name in "ab"
     ]
 

@@ -1,4 +1,4 @@
-"""From tasks and a machine to arrays: what is fused with what, how it is told, and what is refused."""
+"""Arranging tasks into arrays: which models are fused, how arrays are named, and which tasks are refused."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def linear(out: int = 2) -> nn.Module:
 
 
 def task(name: str = "mine", **values: Any) -> hf.Task:
-    given = {
+    defaults = {
         "models": [linear(), linear()],
         "loss": nn.functional.cross_entropy,
         "optimizer": lambda params: hf.optim.SGD(params, lr=0.1),
         "loader": [PAIR],
     }
-    return hf.Task(**(given | {"name": name} | values))
+    return hf.Task(**(defaults | {"name": name} | values))
 
 
 class Lying:
@@ -89,10 +89,10 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
+def test_invalid_tasks_are_refused(case: str) -> None:
     values, words = REFUSED[case]
     with pytest.raises(PlanError, match=words):
-        hf.train([task(**each) for each in values], machine())
+        hf.train([task(**options) for options in values], machine())
 
 
 def test_a_task_that_fits_in_no_way_names_the_smallest_budget() -> None:
@@ -100,8 +100,8 @@ def test_a_task_that_fits_in_no_way_names_the_smallest_budget() -> None:
         hf.plan([task()], machine(memory="64B"))
 
 
-def other_plan(made: Plan, **values: Any) -> Plan:
-    return replace(made, tasks=(replace(made.tasks[0], **values),))
+def other_plan(plan: Plan, **values: Any) -> Plan:
+    return replace(plan, tasks=(replace(plan.tasks[0], **values),))
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def other_plan(made: Plan, **values: Any) -> Plan:
     ],
 )
 def test_a_plan_of_other_tasks(values: dict[str, Any], words: str) -> None:
-    one = task()
-    made = hf.plan([one], machine())
+    hf_task = task()
+    plan = hf.plan([hf_task], machine())
     with pytest.raises(PlanError, match=words):
-        hf.train([one], machine(), plan=other_plan(made, **values))
+        hf.train([hf_task], machine(), plan=other_plan(plan, **values))
 
 
 def test_a_plan_of_more_tasks_or_other_devices() -> None:
@@ -140,10 +140,10 @@ def test_a_plan_for_more_memory() -> None:
 
 
 @pytest.mark.parametrize("call", [hf.plan, hf.train])
-def test_what_is_no_machine_or_plan(call: Callable[..., Any]) -> None:
-    for given in (3, "cpu", hf.Device("cpu", memory="1GiB")):
-        with pytest.raises(PlanError, match=rf"the machine is a {type(given).__name__}: give hf.Machine.detect\(\)"):
-            call(task(), given)
+def test_other_types_for_machine_or_plan_are_refused(call: Callable[..., Any]) -> None:
+    for value in (3, "cpu", hf.Device("cpu", memory="1GiB")):
+        with pytest.raises(PlanError, match=rf"the machine is a {type(value).__name__}: give hf.Machine.detect\(\)"):
+            call(task(), value)
     no_plan: Any = "plan"
     with pytest.raises(PlanError, match=r"the plan given is a str: give what hf.plan gave"):
         hf.train(task(), machine(), plan=no_plan)
@@ -151,13 +151,13 @@ def test_what_is_no_machine_or_plan(call: Callable[..., Any]) -> None:
 
 def test_a_plan_of_another_program() -> None:
     deep = nn.Sequential(linear(), nn.Tanh(), nn.Linear(2, 2))
-    for mine, other in ((task(), task(models=[deep] * 1)), (task(models=[deep]), task(models=[linear()]))):
-        theirs = replace(hf.plan([other], machine()).tasks[0], width=mine.members)
-        given = replace(hf.plan([mine], machine()), tasks=(theirs,))
+    for hf_task, other in ((task(), task(models=[deep] * 1)), (task(models=[deep]), task(models=[linear()]))):
+        task_plan = replace(hf.plan([other], machine()).tasks[0], width=hf_task.members)
+        plan = replace(hf.plan([hf_task], machine()), tasks=(task_plan,))
         with pytest.raises(
             PlanError, match=r"has \d operators, but the shards given are of one with \d operators; make a new plan"
         ):
-            hf.train([mine], machine(), plan=given)
+            hf.train([hf_task], machine(), plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +171,10 @@ def test_members_are_divided_evenly(count: int, width: int, sizes: list[int]) ->
 
 def test_names_of_arrays() -> None:
     models = [linear(), linear(5), linear()]
-    found, plan = arrange([task(models=models), task("array", models=hf.fuse([linear()]))], machine())
-    assert [one.members for one in found] == [(0, 2), (1,), (0,)]
-    assert [made.name for made in plan.tasks] == ["mine.0", "mine.1", "array"]
-    assert all(made.resident for made in plan.tasks)
+    arrangements, plan = arrange([task(models=models), task("array", models=hf.fuse([linear()]))], machine())
+    assert [arrangement.members for arrangement in arrangements] == [(0, 2), (1,), (0,)]
+    assert [task_plan.name for task_plan in plan.tasks] == ["mine.0", "mine.1", "array"]
+    assert all(task_plan.resident for task_plan in plan.tasks)
 
 
 def test_planning_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,29 +182,31 @@ def test_planning_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     models = [linear(), nn.Sequential(linear(), nn.BatchNorm1d(2))]
     before = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
-    one, on = task(models=models), machine(disk=tmp_path)
+    hf_task, on = task(models=models), machine(disk=tmp_path)
     drawn = torch.get_rng_state()
-    hf.plan([one], on)
+    hf.plan([hf_task], on)
     assert torch.equal(torch.get_rng_state(), drawn)
     for model, state in zip(models, before, strict=True):
         assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
         assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["torch's", "its own"])
+@pytest.mark.parametrize("with_generator", [False, True], ids=["torch's", "its own"])
 @pytest.mark.parametrize("size", [4, 3], ids=["full", "ragged"])
-def test_a_loader_that_shuffles_gives_what_it_gives_a_loop(own: bool, size: int) -> None:
+def test_a_loader_that_shuffles_gives_what_it_gives_a_loop(with_generator: bool, size: int) -> None:
     """Also where the loader has a generator of its own, which every pass over it advances."""
     data = TensorDataset(torch.randn(12, 3), torch.randint(2, (12,)))
 
     def loader() -> DataLoader[tuple[Tensor, ...]]:
-        return DataLoader(data, size, shuffle=True, generator=torch.Generator().manual_seed(3) if own else None)
+        return DataLoader(
+            data, size, shuffle=True, generator=torch.Generator().manual_seed(3) if with_generator else None
+        )
 
     array = hf.fuse([linear(), linear()])
-    way = Way(lambda params: hf.optim.SGD(params, lr=0.1))
-    losses, after = plain(array, way, loader())  # type: ignore[arg-type]
-    one = task(models=array, loader=loader(), epochs=EPOCHS, seed=SEED)
-    assert torch.equal(hf.train([one], machine())["mine"].losses, losses)
+    settings = Way(lambda params: hf.optim.SGD(params, lr=0.1))
+    losses, after = plain(array, settings, loader())  # type: ignore[arg-type]
+    hf_task = task(models=array, loader=loader(), epochs=EPOCHS, seed=SEED)
+    assert torch.equal(hf.train([hf_task], machine())["mine"].losses, losses)
     for name, tensor in array.state_dict().items():
         assert torch.equal(tensor, after[name])
 
@@ -216,15 +218,15 @@ def test_less_memory_more_shards(clip: float | None) -> None:
     batch = (torch.ones(4, 16), torch.zeros(4, dtype=torch.int64))
 
     def planned(budget: int) -> TaskPlan:
-        one = task(models=models, loader=[batch], clip_norm=clip)
-        return hf.plan([one], machine(memory=f"{budget}B")).tasks[0]
+        hf_task = task(models=models, loader=[batch], clip_norm=clip)
+        return hf.plan([hf_task], machine(memory=f"{budget}B")).tasks[0]
 
     need = planned(1 << 40).device_bytes
     counts = []
     for part in (2, 3, 4, 6):
-        made = planned(need // part)
-        assert made.device_bytes <= need // part
-        counts.append(len(made.shards))
+        task_plan = planned(need // part)
+        assert task_plan.device_bytes <= need // part
+        counts.append(len(task_plan.shards))
     assert counts == sorted(counts)
     smallest = next(budget for budget in range(need // 14, need, 256) if fits(planned, budget))
     alone = planned(smallest)
@@ -232,28 +234,28 @@ def test_less_memory_more_shards(clip: float | None) -> None:
 
 
 def test_where_there_is_room_the_last_shard_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tasks that take turns on a device none is, unless the policy lets them do so as rarely as it can.
+    """Tasks that take turns on a device keep none, unless the policy makes these turns as rare as it can.
 
-    Links are slow, so that what does not move is worth much.
+    Links are slow, so that a shard that is not moved saves much time.
     """
     slow = replace(RATES, load=1e6, evict=1e6)
-    monkeypatch.setattr(hf.Machine, "calibrate", lambda machine: {each.name: slow for each in machine.devices})
+    monkeypatch.setattr(hf.Machine, "calibrate", lambda machine: {device.name: slow for device in machine.devices})
     layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.ReLU())]
     models = [nn.Sequential(*layers, nn.Linear(64, 2)) for _ in range(2)]
     batch = (torch.ones(2, 64), torch.zeros(2, dtype=torch.int64))
-    one, other = (task(name, models=models, loader=[batch]) for name in ("one", "other"))
-    need = hf.plan([one], machine()).tasks[0].device_bytes
+    hf_task, other = (task(name, models=models, loader=[batch]) for name in ("one", "other"))
+    need = hf.plan([hf_task], machine()).tasks[0].device_bytes
     on = machine(memory=f"{need * 3 // 4}B")
-    made = hf.plan([one], on).tasks[0]
-    assert made.keeps_last_shard
-    assert made.device_bytes <= need * 3 // 4
+    plan = hf.plan([hf_task], on).tasks[0]
+    assert plan.keeps_last_shard
+    assert plan.device_bytes <= need * 3 // 4
 
-    def kept(tasks: list[hf.Task], policy: str) -> list[bool]:
-        return [each.keeps_last_shard for each in hf.train(tasks, on, policy).plan.tasks]
+    def keeps_last(tasks: list[hf.Task], policy: str) -> list[bool]:
+        return [task_plan.keeps_last_shard for task_plan in hf.train(tasks, on, policy).plan.tasks]
 
-    assert kept([one], "sharded-lrtf") == [True]
-    assert kept([one, other], "sharded-lrtf") == [False, False]
-    assert kept([one, other], "patient-lrtf") == [True, True]
+    assert keeps_last([hf_task], "sharded-lrtf") == [True]
+    assert keeps_last([hf_task, other], "sharded-lrtf") == [False, False]
+    assert keeps_last([hf_task, other], "patient-lrtf") == [True, True]
 
 
 def fits(planned: Callable[[int], object], budget: int) -> bool:
@@ -272,15 +274,15 @@ def test_models_that_do_different_things_are_arrays_of_their_own(name: str) -> N
     rates = [0.1 / (1 + member) for member in range(len(models))]
     draw = torch.Generator().manual_seed(0)
     batches = [(torch.randn(4, 6, dtype=torch.float64, generator=draw), torch.tensor([0, 1, 0, 1])) for _ in range(3)]
-    one = task(
+    hf_task = task(
         models=models,
         optimizer=lambda params: hf.optim.SGD(params, lr=rates),
         loader=batches,
         eval_loader=batches[:1],
         epochs=2,
     )
-    assert len(hf.plan(one, machine()).tasks) == count
-    report = hf.train(one, machine())["mine"]
+    assert len(hf.plan(hf_task, machine()).tasks) == count
+    report = hf.train(hf_task, machine())["mine"]
     assert report.eval_losses is not None
     for member, (model, rate) in enumerate(zip(models, rates, strict=True)):
         alone = copy.deepcopy(model)
@@ -305,8 +307,8 @@ def test_larger_minibatches_to_evaluate_are_planned_for() -> None:
 
     def planned(samples: int, memory: int) -> TaskPlan:
         judged = [(torch.ones(samples, 3), torch.zeros(samples, dtype=torch.int64))]
-        one = task(models=wide, eval_loader=judged)
-        return hf.plan(one, hf.Machine([hf.Device("cpu", memory=memory)])).tasks[0]
+        hf_task = task(models=wide, eval_loader=judged)
+        return hf.plan(hf_task, hf.Machine([hf.Device("cpu", memory=memory)])).tasks[0]
 
     small, large = planned(2, 1 << 30), planned(2000, 1 << 30)
     assert (small.growth, small.resident) == (1.0, True)

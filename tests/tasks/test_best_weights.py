@@ -47,7 +47,7 @@ EVALUATED = DataLoader(data(1, 12), batch_size=8)
 
 @dataclass(frozen=True)
 class Case:
-    """What a task says of best weights, and how it is trained."""
+    """Options of a task for best weights, and how it is trained."""
 
     patience: int | None = None
     least: float = 0.0
@@ -55,10 +55,10 @@ class Case:
     mode: str = "resident"
     compile: bool = False
 
-    def task(self, given: Any = None, rates: list[float] = RATES, **more: Any) -> hf.Task:
+    def task(self, members: Any = None, rates: list[float] = RATES, **more: Any) -> hf.Task:
         patience = None if self.patience is None else hf.Patience(self.patience, least=self.least)
         return hf.Task(
-            models() if given is None else given,
+            models() if members is None else members,
             F.cross_entropy,
             lambda params: hf.optim.SGD(params, lr=rates, momentum=0.9),
             TRAINED,
@@ -71,11 +71,11 @@ class Case:
             **more,
         )
 
-    def train(self, one: hf.Task, root: Path | None = None, **options: Any) -> Any:
+    def train(self, task: hf.Task, root: Path | None = None, **options: Any) -> Any:
         on = machine()
         count = 1 if self.mode == "resident" else 4
-        plan = planned([one], on, [count], [self.mode == "resident"], [self.mode == "kept"])
-        return hf.train(one, on, plan=plan, checkpoint=root, every=1, **options)["best"]
+        plan = planned([task], on, [count], [self.mode == "resident"], [self.mode == "kept"])
+        return hf.train(task, on, plan=plan, checkpoint=root, every=1, **options)["best"]
 
 
 CASES = [
@@ -121,29 +121,29 @@ def tensors(report: Any) -> list[list[Tensor]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_members_end_as_alone(case: Case) -> None:
     report = case.train(case.task())
-    wanted = [alone(case, row) for row in range(len(RATES))]
+    expected = [alone(case, row) for row in range(len(RATES))]
     # Members that improve to the end, and some that do not, at different epochs.
-    assert len({best for best, _, _ in wanted}) > 1
-    for found, (_, _, state) in zip(tensors(report), wanted, strict=True):
-        torch.testing.assert_close(found, state, rtol=1e-9, atol=1e-11)
+    assert len({best for best, _, _ in expected}) > 1
+    for actual, (_, _, state) in zip(tensors(report), expected, strict=True):
+        torch.testing.assert_close(actual, state, rtol=1e-9, atol=1e-11)
     if case.restores:
-        assert report.best_epochs.tolist() == [best for best, _, _ in wanted]
+        assert report.best_epochs.tolist() == [best for best, _, _ in expected]
         means = report.eval_losses.mean(1)
-        assert_equal(report.final_losses, torch.stack([means[best, row] for row, (best, _, _) in enumerate(wanted)]))
+        assert_equal(report.final_losses, torch.stack([means[best, row] for row, (best, _, _) in enumerate(expected)]))
     else:
         assert report.best_epochs is None
     ended = [report.stopped.get(row, EPOCHS * len(TRAINED)) for row in range(len(RATES))]
-    assert ended == [epochs * len(TRAINED) for _, epochs, _ in wanted]
+    assert ended == [epochs * len(TRAINED) for _, epochs, _ in expected]
 
 
 def test_an_array_holds_its_best_weights_and_its_optimizer_goes_on() -> None:
-    case, found, plain = CASES[0], hf.fuse(models()), hf.fuse(models())
-    optimizers = [hf.optim.SGD(array.parameters(), lr=RATES, momentum=0.9) for array in (found, plain)]
-    report = case.train(_with(found, optimizers[0]))
+    case, restored, plain = CASES[0], hf.fuse(models()), hf.fuse(models())
+    optimizers = [hf.optim.SGD(array.parameters(), lr=RATES, momentum=0.9) for array in (restored, plain)]
+    report = case.train(_with(restored, optimizers[0]))
     without = _with(plain, optimizers[1], restore_best=False)
     hf.train(without, machine())
     for row in range(len(RATES)):
-        torch.testing.assert_close([*found[row].state_dict().values()], alone(case, row)[2], rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close([*restored[row].state_dict().values()], alone(case, row)[2], rtol=1e-9, atol=1e-11)
     states = [[entry["momentum_buffer"] for entry in optimizer.state.values()] for optimizer in optimizers]
     assert_equal(*states)
     assert report.best_epochs is not None
@@ -168,14 +168,14 @@ def test_a_run_goes_on_with_its_best_weights(case: Case, cut: int, tmp_path: Pat
     expected = case.train(case.task())
     heard = 0
 
-    def asked(result: hf.Step | hf.Evaluation) -> None:
+    def interrupt(result: hf.Step | hf.Evaluation) -> None:
         nonlocal heard
         heard += isinstance(result, hf.Step)
         if heard > cut:
             raise CutError
 
     with pytest.raises(hf.TrainError):
-        case.train(case.task(), tmp_path, on_result=asked)
+        case.train(case.task(), tmp_path, on_result=interrupt)
     # What has ended is not trained again, and ends as it did.
     for _ in range(2):
         again = case.train(case.task(), tmp_path)
@@ -194,7 +194,7 @@ def test_a_killed_run_goes_on_with_its_best_weights(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_goes_on_for_more_epochs(tmp_path: Path) -> None:
-    """The save holds what training made of the members, not their best."""
+    """The save holds the members as trained last, not their best weights."""
     case = CASES[0]
     short = hf.Task(**{**vars(case.task()), "epochs": 4})
     case.train(short, tmp_path)
@@ -215,7 +215,7 @@ def test_a_save_by_another_rule_is_refused(tmp_path: Path) -> None:
 
 
 def test_stops_of_on_result_count_as_well() -> None:
-    """Whoever is stopped ends with its best weights until then."""
+    """A stopped member ends with its best weights until then."""
     case = CASES[0]
     report = case.train(case.task(), on_result=lambda result: [1] if result.epoch == 2 else [])
     assert report.stopped[1] == 7
@@ -245,22 +245,22 @@ def test_members_of_several_arrays() -> None:
 def test_processes_of_a_cluster(tmp_path: Path) -> None:
     pytest.importorskip("cloudpickle")
     on = hf.Machine([hf.Device("cpu:0", memory="1GiB")], host="2GiB", disk=tmp_path)
-    case, here = Case(patience=1), hf.fuse(models())
-    optimizer = hf.optim.SGD(here.parameters(), lr=RATES, momentum=0.9)
-    one = hf.Task(**{**vars(case.task(here)), "optimizer": optimizer, "seed": 1})
-    report = hf.train(one, hf.Cluster(on))["best"]  # type: ignore[arg-type]
+    case, module = Case(patience=1), hf.fuse(models())
+    optimizer = hf.optim.SGD(module.parameters(), lr=RATES, momentum=0.9)
+    task = hf.Task(**{**vars(case.task(module)), "optimizer": optimizer, "seed": 1})
+    report = hf.train(task, hf.Cluster(on))["best"]  # type: ignore[arg-type]
     expected = case.train(case.task(seed=1))
     assert_equal(report.best_epochs, expected.best_epochs)
     assert report.stopped == expected.stopped
-    assert_equal([[*here[row].state_dict().values()] for row in range(4)], tensors(expected))
+    assert_equal([[*module[row].state_dict().values()] for row in range(4)], tensors(expected))
 
 
 def test_nan_is_no_improvement() -> None:
-    """A member that never has a loss stays as it is; what diverges ends as it was before."""
-    given = models()
+    """A member that never has a loss stays as it is; one that diverges ends as it was before."""
+    members = models()
     with torch.no_grad():
-        next(given[2].parameters()).fill_(torch.nan)
-    report = Case().train(Case().task(given, [0.1, 1e200, 0.1, 0.1]))
+        next(members[2].parameters()).fill_(torch.nan)
+    report = Case().train(Case().task(members, [0.1, 1e200, 0.1, 0.1]))
     assert report.best_epochs[2] == -1
     assert report.final_losses[2].isnan()
     assert_equal(tensors(report)[0], tensors(Case().train(Case().task(rates=[0.1] * 4)))[0])

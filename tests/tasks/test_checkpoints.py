@@ -44,15 +44,15 @@ def cut(epoch: int, step: int) -> Callable[[Any], None]:
 class Case:
     """How a task is trained and cut into shards; minibatches between saves, and where the run ends."""
 
-    way: Way
+    settings: Way
     mode: str
     every: int | None
     at: tuple[int, int]
     evaluated: bool = False
 
     def __str__(self) -> str:
-        way = f"{self.way.optimizer.__name__}-{self.way.clip}-{self.way.accumulate}"
-        return f"{way}-{self.mode}-every{self.every}-cut{self.at}-{'eval' if self.evaluated else 'train'}"
+        label = f"{self.settings.optimizer.__name__}-{self.settings.clip}-{self.settings.accumulate}"
+        return f"{label}-{self.mode}-every{self.every}-cut{self.at}-{'eval' if self.evaluated else 'train'}"
 
 
 CASES = [
@@ -67,7 +67,7 @@ CASES = [
 
 
 def saved_at(folder: Path) -> int:
-    """After how many minibatches an array was saved last."""
+    """Return the number of minibatches after which an array was last saved."""
     return read(folder).step
 
 
@@ -75,17 +75,17 @@ def trained(
     cases: list[Case], devices: int, root: Path | None, cuts: bool = False, begun: int | None = None
 ) -> list[Any]:
     """Everything that a run of these tasks gives; ``begun``: how many minibatches it does not train again."""
-    made = [array(place) for place in range(len(cases))]
+    arrays = [array(index) for index in range(len(cases))]
     tasks = [
         task_with(
             fused,
-            case.way.optimizer(list(fused.parameters())),
-            case.way,
-            place,
+            case.settings.optimizer(list(fused.parameters())),
+            case.settings,
+            index,
             evaluated=case.evaluated,
-            callbacks=[cut(*case.at)] if cuts and place == len(cases) - 1 else [],
+            callbacks=[cut(*case.at)] if cuts and index == len(cases) - 1 else [],
         )
-        for place, (case, fused) in enumerate(zip(cases, made, strict=True))
+        for index, (case, fused) in enumerate(zip(cases, arrays, strict=True))
     ]
     on = machine(devices)
     plan = planned_as(tasks, on, [case.mode for case in cases])
@@ -94,7 +94,7 @@ def trained(
         report = hf.train(tasks, on, plan=plan, checkpoint=root, every=every)
         steps = {action.step for action in report.timeline.actions if action.act is Act.FORWARD}
         assert begun is None or steps == {*range(begun, BATCHES * EPOCHS)}
-        return [results(report[one.name], one) for one in tasks]
+        return [results(report[hf_task.name], hf_task) for hf_task in tasks]
     with pytest.raises(hf.TrainError) as raised:
         hf.train(tasks, on, plan=plan, checkpoint=root, every=every)
     assert isinstance(raised.value.__cause__, CutError)
@@ -124,10 +124,10 @@ def test_tasks_go_on_from_where_each_one_is(devices: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize("owns", [False, True])
 def test_a_generator_of_the_loader_goes_on(owns: bool, tmp_path: Path) -> None:
     def once(root: Path | None, *callbacks: Any) -> list[Any]:
-        own = adamw(list((found := array(1)).parameters()))
+        optimizer = adamw(list((module := array(1)).parameters()))
         loader = shuffled(2, torch.Generator().manual_seed(5) if owns else None)
-        one = task(found, Way(lambda params: own), loader, callbacks=callbacks)
-        return results(hf.train(one, machine(), checkpoint=root, every=2)["task"], one)
+        hf_task = task(module, Way(lambda params: optimizer), loader, callbacks=callbacks)
+        return results(hf.train(hf_task, machine(), checkpoint=root, every=2)["task"], hf_task)
 
     expected = once(None)
     for at in ((0, 3), (1, 0), (1, 4)):
@@ -138,9 +138,9 @@ def test_a_generator_of_the_loader_goes_on(owns: bool, tmp_path: Path) -> None:
 
 def test_a_loader_that_tells_its_position_is_asked(tmp_path: Path) -> None:
     def once(root: Path | None, loader: Counted, *callbacks: Any) -> list[Any]:
-        own = adamw(list((found := array(1)).parameters()))
-        one = task(found, Way(lambda params: own), loader, callbacks=callbacks)
-        return results(hf.train(one, machine(), checkpoint=root, every=1)["task"], one)
+        optimizer = adamw(list((module := array(1)).parameters()))
+        hf_task = task(module, Way(lambda params: optimizer), loader, callbacks=callbacks)
+        return results(hf.train(hf_task, machine(), checkpoint=root, every=1)["task"], hf_task)
 
     expected = once(None, whole := Counted())
     for at in ((0, 2), (1, 0), (1, 3)):
@@ -162,11 +162,11 @@ def test_loaders_with_workers_go_on(stateful: bool, workers: int, tmp_path: Path
         return kind(data, batch_size=6, shuffle=True, num_workers=workers)
 
     def once(root: Path | None, seed: int, *callbacks: Any) -> list[Any]:
-        own = adamw(list((found := array(1)).parameters()))
+        optimizer = adamw(list((module := array(1)).parameters()))
         # A StatefulDataLoader that shuffles draws its seed when it is made; in another process that is another one.
         torch.manual_seed(seed)
-        one = task(found, Way(lambda params: own), loader(2), eval_loader=loader(3), callbacks=callbacks)
-        return results(hf.train(one, machine(), checkpoint=root, every=1)["task"], one)
+        hf_task = task(module, Way(lambda params: optimizer), loader(2), eval_loader=loader(3), callbacks=callbacks)
+        return results(hf.train(hf_task, machine(), checkpoint=root, every=1)["task"], hf_task)
 
     with warnings.catch_warnings():
         # Of torchdata, which sets what torch no longer has.
@@ -190,8 +190,8 @@ def test_a_killed_process_goes_on_in_another(tmp_path: Path) -> None:
 
 def small(name: str = "task", members: int = 2, width: int = 4, **options: Any) -> hf.Task:
     models = [nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double() for _ in range(members)]
-    given: dict[str, Any] = {"epochs": 2, "name": name} | options
-    return hf.Task(models, cross_entropy, lambda params: hf.optim.Adam(params, lr=0.01), shuffled(0), **given)
+    arguments: dict[str, Any] = {"epochs": 2, "name": name} | options
+    return hf.Task(models, cross_entropy, lambda params: hf.optim.Adam(params, lr=0.01), shuffled(0), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,10 @@ def test_more_epochs_and_more_tasks_go_on(tmp_path: Path) -> None:
         torch.manual_seed(0)
         tasks = [small("first", epochs=epochs, seed=1), *(small(name, seed=2) for name in more)]
         report = hf.train(tasks, machine(), checkpoint=root)
-        return [(one.losses, [model.state_dict() for model in one.models]) for one in report.values()]
+        return [
+            (task_report.losses, [model.state_dict() for model in task_report.models])
+            for task_report in report.values()
+        ]
 
     once(1, tmp_path)
     assert_equal(once(3, tmp_path, "../.second"), once(3, None, "../.second"))
@@ -243,16 +246,16 @@ def test_more_epochs_and_more_tasks_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("every", "steps"), [(None, [2, 5, 8, 3]), (4, [1, 3, 5, 7, 3])])
 def test_saves_stand_in_the_timeline(every: int | None, steps: list[int], tmp_path: Path) -> None:
-    """With the last minibatch of what is trained, or, after an epoch, of what is evaluated."""
-    one = small(eval_loader=[*shuffled(1)][:2])
-    report = hf.train(one, machine(), checkpoint=tmp_path, every=every)
+    """With the last trained minibatch, or, after an epoch, with the last evaluated one."""
+    hf_task = small(eval_loader=[*shuffled(1)][:2])
+    report = hf.train(hf_task, machine(), checkpoint=tmp_path, every=every)
     report.timeline.validate(report.plan)
     assert [span.step for span in report.timeline.actions if span.act is Act.SAVE] == steps
-    again = hf.train(one, machine(), plan=report.plan)
+    again = hf.train(hf_task, machine(), plan=report.plan)
     assert not [span for span in again.timeline.actions if span.act is Act.SAVE]
 
 
-def test_what_a_killed_run_left_of_a_task_that_ended_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed_for_a_task_that_ended(tmp_path: Path) -> None:
     hf.train(small(), machine(), checkpoint=tmp_path)
     (tmp_path / "task" / ".aside-left").mkdir()
     hf.train(small(), machine(), checkpoint=tmp_path)
@@ -273,11 +276,11 @@ def test_a_damaged_save_is_named(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_and_the_last_save_stands(
     every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(place: int) -> None:
+    def full(descriptor: int) -> None:
         # Of the first save three files, their folder, and the one that it is in.
         if next(calls) >= 5:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        sync(place)
+        sync(descriptor)
 
     def once(root: Path | None) -> Tensor:
         torch.manual_seed(0)
@@ -304,9 +307,9 @@ def test_no_more_than_an_interval_is_ever_lost(
 ) -> None:
     """On a disk that takes longer than the minibatches."""
 
-    def slow(place: int) -> None:
+    def slow(descriptor: int) -> None:
         time.sleep(0.01)
-        sync(place)
+        sync(descriptor)
 
     def lost(result: hf.Step | hf.Evaluation) -> None:
         if isinstance(result, hf.Step):
@@ -319,8 +322,8 @@ def test_no_more_than_an_interval_is_ever_lost(
 
     sync, folder, losses = os.fsync, tmp_path / "task", list[int]()
     monkeypatch.setattr(os, "fsync", slow)
-    one = task(array(0), Way(adamw, None, accumulate), shuffled(0))
-    plan = planned([one], machine(), [4 if spilled else 1], [not spilled], [False])
-    hf.train(one, machine(), plan=plan, checkpoint=tmp_path, every=every, on_result=lost)
+    hf_task = task(array(0), Way(adamw, None, accumulate), shuffled(0))
+    plan = planned([hf_task], machine(), [4 if spilled else 1], [not spilled], [False])
+    hf.train(hf_task, machine(), plan=plan, checkpoint=tmp_path, every=every, on_result=lost)
     assert len(losses) == BATCHES * EPOCHS
     assert 0 < max(losses) <= every

@@ -31,7 +31,7 @@ NEVER = CompileRecord(1, False, False, 1e5, 2.0)
 
 @pytest.fixture(autouse=True)
 def _silent() -> Iterator[None]:
-    """Whoever leaves it open is not warned of what is decided."""
+    """Tasks that leave it open give no warning of the decision."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -50,25 +50,25 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Compi
     return records
 
 
-def trained(one: hf.FusedModule, loader: Any, **options: Any) -> tuple[list[Tensor], str]:
+def trained(module: hf.FusedModule, loader: Any, **options: Any) -> tuple[list[Tensor], str]:
     """Losses and the state after a run, and how its array ran."""
     run = {name: options.pop(name) for name in ("plan", "checkpoint", "every") if name in options}
-    report = hf.train(task(one, Way(), loader, **options), machine(), **run)
+    report = hf.train(task(module, Way(), loader, **options), machine(), **run)
     (row,) = report["task"].arrays
-    return [report["task"].losses, *one.state_dict().values()], str(row).partition("resident, ")[2] or str(row)
+    return [report["task"].losses, *module.state_dict().values()], str(row).partition("resident, ")[2] or str(row)
 
 
-def looped(one: hf.FusedModule, loader: Any, loss: Any = cross_entropy) -> list[Tensor]:
-    losses, state = plain(one, Way(), loader, loss)
+def looped(module: hf.FusedModule, loader: Any, loss: Any = cross_entropy) -> list[Tensor]:
+    losses, state = plain(module, Way(), loader, loss)
     return [losses, *state.values()]
 
 
 def test_a_task_that_pays_is_compiled_from_its_second_minibatch_on(measured: Callable[..., None]) -> None:
     measured(PAYS)
     loader = batches(torch.float64)
-    found, how = trained(array(), loader)
+    actual, how = trained(array(), loader)
     assert "one program of" in how
-    assert_equal(found, stepped(array(), loader))
+    assert_equal(actual, stepped(array(), loader))
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,18 @@ def test_one_that_does_not_is_the_plain_loop_bit_for_bit(
     make: Any, record: CompileRecord, loader: Any, loss: Any, why: str, measured: Callable[..., None]
 ) -> None:
     measured(record)
-    found, how = trained(array(make), loader, loss=loss)
+    actual, how = trained(array(make), loader, loss=loss)
     assert how.startswith(why)
-    assert_equal(found, looped(array(make), loader, loss))
+    assert_equal(actual, looped(array(make), loader, loss))
 
 
 def test_shards_are_not_compiled(measured: Callable[..., None]) -> None:
     measured(PAYS)
     loader = batches(torch.float64)
     plan = planned([task(array(), Way(), loader)], machine(), [3], [False])
-    found, how = trained(array(), loader, plan=plan)
+    actual, how = trained(array(), loader, plan=plan)
     assert how.endswith("spilled in 3 shards, eager: it is spilled, in 3 shards, which run one by one")
-    assert_equal(found, looped(array(), loader))
+    assert_equal(actual, looped(array(), loader))
 
 
 def test_what_the_user_says_needs_no_estimate(measured: Callable[..., None]) -> None:
@@ -102,16 +102,16 @@ def test_what_the_user_says_needs_no_estimate(measured: Callable[..., None]) -> 
     measured(NEVER)
     assert "one program of" in trained(array(), loader, compile=True)[1]
     measured(PAYS)
-    found, how = trained(array(), loader, compile=False)
+    actual, how = trained(array(), loader, compile=False)
     assert how == "eager: compile=False"
-    assert_equal(found, looped(array(), loader))
+    assert_equal(actual, looped(array(), loader))
 
 
 @pytest.mark.parametrize(("first", "then"), [(PAYS, NEVER), (NEVER, PAYS)])
 def test_a_run_that_goes_on_repeats_the_choice(
     first: CompileRecord, then: CompileRecord, measured: Callable[..., None], tmp_path: Path
 ) -> None:
-    """Whatever the machine has learnt meanwhile."""
+    """Even if the machine has measured other compilations meanwhile."""
     loader = batches(torch.float64)
     measured(first)
     expected, how = trained(array(), loader)
@@ -125,16 +125,16 @@ def test_a_run_that_goes_on_repeats_the_choice(
     with pytest.raises(hf.TrainError, match="cut off"):
         trained(array(), loader, callbacks=[fail], checkpoint=tmp_path / "run", every=2)
     measured(then)
-    found, again = trained(array(), loader, checkpoint=tmp_path / "run", every=2)
-    assert_equal(found, expected)
+    actual, again = trained(array(), loader, checkpoint=tmp_path / "run", every=2)
+    assert_equal(actual, expected)
     assert again.startswith("eager: it was eager before its checkpoint") == how.startswith("eager")
 
 
 def test_compilations_of_an_accelerator_are_not_those_of_the_processor(measured: Callable[..., None]) -> None:
     measured(PAYS)
-    (one,), made = arrange([task(array(), Way(), batches(torch.float64))], machine())
-    assert eager_reason(one, made.tasks[0], accelerator=False) == ""
-    assert "its compilation about 10 s" in eager_reason(one, made.tasks[0], accelerator=True)
+    (arrangement,), plan = arrange([task(array(), Way(), batches(torch.float64))], machine())
+    assert eager_reason(arrangement, plan.tasks[0], accelerator=False) == ""
+    assert "its compilation about 10 s" in eager_reason(arrangement, plan.tasks[0], accelerator=True)
     long = hf.Task(nn.Linear(2, 2), F.mse_loss, hf.optim.SGD, [(torch.ones(1, 2), torch.ones(1, 2))], 10**9)
-    (one,), made = arrange([long], machine())
-    assert eager_reason(one, made.tasks[0], accelerator=True) == ""
+    (arrangement,), plan = arrange([long], machine())
+    assert eager_reason(arrangement, plan.tasks[0], accelerator=True) == ""

@@ -1,4 +1,4 @@
-"""What happens to one member of a task changes no other by one bit: in shards, spilled, clipped, accumulated."""
+"""A fault in one member of a task changes no other by one bit: in shards, spilled, clipped, accumulated."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Harm:
-    """What one member suffers: a number in its third minibatch, another learning rate."""
+    """The fault of one member: a number in its third minibatch, or another learning rate."""
 
     value: float | None = None
     rate: float = RATE[BAD]
 
-    def inputs(self, own: Tensor, place: int) -> Tensor:
-        own = own.clone()
-        if place == 2 and self.value is not None:
-            own[0, 0] = self.value
-        return own
+    def inputs(self, x: Tensor, index: int) -> Tensor:
+        x = x.clone()
+        if index == 2 and self.value is not None:
+            x[0, 0] = self.value
+        return x
 
 
 HARMS = {
@@ -44,31 +44,33 @@ HARMS = {
 }
 
 
-def trained(way: Way, mode: str, harm: Harm) -> list[Any]:
+def trained(settings: Way, mode: str, harm: Harm) -> list[Any]:
     """Losses and everything else of each member."""
     fused = array(0)
     loader = [
-        (hf.stacked([harm.inputs(x, place) if member == BAD else x for member in range(MEMBERS)]), y)
-        for place, (x, y) in enumerate(batches(torch.float64))
+        (hf.stacked([harm.inputs(x, index) if member == BAD else x for member in range(MEMBERS)]), y)
+        for index, (x, y) in enumerate(batches(torch.float64))
     ]
-    own = way.optimizer(list(fused.parameters()))
-    own.param_groups[0]["lr"][BAD] = harm.rate
-    one = task(fused, Way(lambda params: own, way.clip, way.accumulate), loader, eval_loader=loader[:2])
-    plan = planned([one], machine(), [4], [mode == "resident"], [mode == "kept"])
-    report = hf.train(one, machine(), plan=plan)["task"]
+    optimizer = settings.optimizer(list(fused.parameters()))
+    optimizer.param_groups[0]["lr"][BAD] = harm.rate
+    hf_task = task(
+        fused, Way(lambda params: optimizer, settings.clip, settings.accumulate), loader, eval_loader=loader[:2]
+    )
+    plan = planned([hf_task], machine(), [4], [mode == "resident"], [mode == "kept"])
+    report = hf.train(hf_task, machine(), plan=plan)["task"]
     assert report.eval_losses is not None
     losses = torch.cat([report.losses, report.eval_losses.flatten(0, 1)])
-    return [[losses[:, member], rows(fused, own, member)] for member in range(MEMBERS)]
+    return [[losses[:, member], rows(fused, optimizer, member)] for member in range(MEMBERS)]
 
 
 @pytest.mark.parametrize("mode", ["resident", "spilled", "kept"])
 @pytest.mark.parametrize("name", WAYS)
-def test_who_goes_bad_changes_nobody_else(name: str, mode: str) -> None:
+def test_a_member_that_diverges_changes_no_other(name: str, mode: str) -> None:
     expected = trained(WAYS[name], mode, Harm())
     for harm in HARMS.values():
-        found = trained(WAYS[name], mode, harm)
+        actual = trained(WAYS[name], mode, harm)
         for member in range(MEMBERS):
             if member != BAD:
-                assert_equal(found[member], expected[member])
+                assert_equal(actual[member], expected[member])
             else:
-                assert not torch.equal(found[member][0], expected[member][0])
+                assert not torch.equal(actual[member][0], expected[member][0])

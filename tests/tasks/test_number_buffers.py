@@ -51,9 +51,9 @@ def alone(members: list[nn.Module], epochs: int) -> list[nn.Module]:
 
 
 def equal(trained: Sequence[nn.Module], expected: Sequence[nn.Module]) -> None:
-    for ours, theirs in zip(trained, expected, strict=True):
-        for name, value in theirs.state_dict().items():
-            torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-9, atol=1e-12)
+    for model, reference in zip(trained, expected, strict=True):
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("evaluated", [True, False])

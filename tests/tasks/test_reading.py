@@ -1,4 +1,4 @@
-"""What a loader started to be read has ended when it is read no more."""
+"""Threads and processes that a loader started end when it is no longer read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 class Numbers(Dataset[int]):
-    """Of which one cannot be read."""
+    """Numbers of which one cannot be read."""
 
     def __init__(self, unreadable: int) -> None:
         self.unreadable = unreadable
@@ -48,26 +48,26 @@ def test_reading_part_or_all(count: int) -> None:
     """Often enough for a thread that is not awaited to be seen."""
     loader = DataLoader(Numbers(9), 2, num_workers=1)
     for _ in range(3):
-        with nothing_left(), reading(loader) as given:
-            assert [next(given).tolist() for _ in range(count)] == [[2 * i, 2 * i + 1] for i in range(count)]
-            assert count < 4 or next(given, None) is None
+        with nothing_left(), reading(loader) as batches:
+            assert [next(batches).tolist() for _ in range(count)] == [[2 * i, 2 * i + 1] for i in range(count)]
+            assert count < 4 or next(batches, None) is None
 
 
 def test_an_error_that_is_kept_keeps_no_process() -> None:
     loader = DataLoader(Numbers(3), 2, num_workers=2)
-    with nothing_left(), pytest.raises(OSError, match="gone") as told, reading(loader) as given:
-        list(given)
-    assert told.value.__traceback__ is not None
+    with nothing_left(), pytest.raises(OSError, match="gone") as raised, reading(loader) as batches:
+        list(batches)
+    assert raised.value.__traceback__ is not None
 
 
 def test_persistent_workers_stay() -> None:
     loader = DataLoader(Numbers(9), 2, num_workers=1, persistent_workers=True)
     before = set(multiprocessing.active_children())
-    with reading(loader) as given:
-        next(given)
+    with reading(loader) as batches:
+        next(batches)
     (worker,) = set(multiprocessing.active_children()) - before
-    with nothing_left(), reading(loader) as given:
-        assert len(list(given)) == 4
+    with nothing_left(), reading(loader) as batches:
+        assert len(list(batches)) == 4
         assert worker.is_alive()
     loader._iterator._shutdown_workers()
 
@@ -77,11 +77,11 @@ def test_any_iterable() -> None:
     loader = DataLoader(Numbers(9), 4, shuffle=True, generator=generator.manual_seed(1))
     expected = [batch.tolist() for batch in loader]
     generator.manual_seed(1)
-    with reading(loader) as given:
-        assert [batch.tolist() for batch in given] == expected
+    with reading(loader) as batches:
+        assert [batch.tolist() for batch in batches] == expected
     once = iter([1, 2])
-    with suppress(KeyError), reading(once) as given:
-        assert given is once
+    with suppress(KeyError), reading(once) as iterator:
+        assert iterator is once
         raise KeyError
 
 
@@ -99,13 +99,13 @@ def reader(items: Generator[int, None, None]) -> Reader[int]:
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_reader_gives_what_is_there_and_ends_it_in_its_own_thread(count: int) -> None:
     events: list[str] = []
-    one = reader(counted(events))
+    number_reader = reader(counted(events))
     with nothing_left():
-        assert [one.next() for _ in range(count)] == list(range(count))
+        assert [number_reader.next() for _ in range(count)] == list(range(count))
         if count == 3:
             with pytest.raises(StopIteration):
-                one.next()
-        one.close()
+                number_reader.next()
+        number_reader.close()
     assert events == (["reads"] if count else [])
 
 
@@ -117,56 +117,56 @@ def test_errors_come_to_who_asks() -> None:
         finally:
             raise ValueError("at the end")
 
-    one, other = reader(items()), reader(items())
+    first, second = reader(items()), reader(items())
     with nothing_left():
-        assert one.next() == other.next() == 1
-        with pytest.raises(ValueError, match="at the end") as told:
-            one.next()
-        assert isinstance(told.value.__context__, OSError)
-        one.close()
+        assert first.next() == second.next() == 1
+        with pytest.raises(ValueError, match="at the end") as raised:
+            first.next()
+        assert isinstance(raised.value.__context__, OSError)
+        first.close()
         with pytest.raises(ValueError, match="at the end"):
-            other.close()
+            second.close()
 
 
 def test_a_reader_has_the_number_of_threads_of_who_asks() -> None:
-    one = reader(torch.get_num_threads() for _ in range(2))
+    number_reader = reader(torch.get_num_threads() for _ in range(2))
     try:
         torch.set_num_threads(3)
-        assert one.next() == 3
+        assert number_reader.next() == 3
     finally:
         torch.set_num_threads(1)
-    assert one.next() == 1
-    one.close()
+    assert number_reader.next() == 1
+    number_reader.close()
 
 
 def test_who_waits_for_a_reader_that_is_stopped_gives_up() -> None:
     """The thread ends when what it waits for comes, and closes what it read."""
-    answers, asked, events = threading.Event(), threading.Event(), []
+    answers, requested, events = threading.Event(), threading.Event(), []
 
     def items() -> Generator[int, None, None]:
         try:
-            asked.set()
+            requested.set()
             answers.wait()
             yield 1
         finally:
             events.append("closed")
 
-    one = reader(items())
+    number_reader = reader(items())
 
     def stop() -> None:
-        asked.wait()
-        one.stop()
+        requested.wait()
+        number_reader.stop()
 
     with nothing_left():
         stopper = threading.Thread(target=stop)
         stopper.start()
         with pytest.raises(CancelledError):
-            one.next()
+            number_reader.next()
         with pytest.raises(CancelledError):
-            one.next()
+            number_reader.next()
         stopper.join()
-        one.close()
-        thread = one._thread
+        number_reader.close()
+        thread = number_reader._thread
         assert thread is not None
         assert thread.daemon
         assert not events
@@ -191,25 +191,25 @@ class Hanging(Dataset[int]):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_that_hang_are_ended(persistent: bool) -> None:
-    """They ignore what asks them to end."""
+    """They ignore the signals that ask them to end."""
     loader = DataLoader(Hanging(), 1, num_workers=2, persistent_workers=persistent)
-    found: list[Any] = []
+    iterators: list[Any] = []
 
     def items() -> Generator[int, None, None]:
-        with reading(loader) as given:
-            found.append(given)
-            yield from given
+        with reading(loader) as iterator:
+            iterators.append(iterator)
+            yield from iterator
 
-    one = Reader(items(), "reads", lambda: end_workers(found[0]))
+    number_reader = Reader(items(), "reads", lambda: end_workers(iterators[0]))
     with nothing_left():
-        assert one.next().item() == 0  # type: ignore[attr-defined]
-        stopper = threading.Timer(0.1, one.stop)
+        assert number_reader.next().item() == 0  # type: ignore[attr-defined]
+        stopper = threading.Timer(0.1, number_reader.stop)
         stopper.start()
         with pytest.raises(CancelledError):
-            one.next()
+            number_reader.next()
         stopper.join()
         with suppress(RuntimeError):
-            one.close()
+            number_reader.close()
     assert loader._iterator is None
 
 
@@ -217,8 +217,8 @@ def test_at_ctrl_c_workers_are_not_asked() -> None:
     loader = DataLoader(Hanging(), 1, num_workers=2)
 
     def interrupted() -> None:
-        with reading(loader) as given:
-            next(given)
+        with reading(loader) as batches:
+            next(batches)
             raise KeyboardInterrupt
 
     with nothing_left(), pytest.raises(KeyboardInterrupt):

@@ -89,7 +89,7 @@ def trained(
         optimizers.append(hf.optim.SGD(params, lr=RATES, momentum=0.9))
         return optimizers[-1]
 
-    one = hf.Task(
+    task = hf.Task(
         models(),
         F.cross_entropy,
         make,
@@ -100,8 +100,8 @@ def trained(
         scheduler=SCHEDULES[name],
         scheduler_interval=interval,
     )
-    plan = planned([one], machine(), [shards], [shards == 1])
-    report = hf.train(one, machine(), plan=plan, **options)
+    plan = planned([task], machine(), [shards], [shards == 1])
+    report = hf.train(task, machine(), plan=plan, **options)
     members = [[param.detach() for param in model.parameters()] for model in report["task"].models]
     return members, optimizers[-1].param_groups[0]["lr"].tolist()
 
@@ -112,12 +112,12 @@ def test_each_member_is_scheduled_as_alone(name: str, interval: str) -> None:
     for accumulate, evaluated in ((1, False), (2, True)):
         members, rates = trained(name, interval, accumulate, evaluated)
         for row, (model, rate) in enumerate(zip(models(), RATES, strict=True)):
-            own = SCHEDULES[name] if callable(SCHEDULES[name]) else SCHEDULES[name][row]
-            params, last = alone(model, rate, own, interval, accumulate, evaluated)
+            schedule = SCHEDULES[name] if callable(SCHEDULES[name]) else SCHEDULES[name][row]
+            params, last = alone(model, rate, schedule, interval, accumulate, evaluated)
             assert rates[row] == pytest.approx(last, rel=1e-12)
             assert last != rate
-            for ours, theirs in zip(members[row], params, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+            for param, expected in zip(members[row], params, strict=True):
+                torch.testing.assert_close(param, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
@@ -138,11 +138,11 @@ def test_a_run_with_a_scheduler_goes_on_bit_for_bit(name: str, interval: str, tm
         with pytest.raises(hf.TrainError, match="CutError"):
             trained(name, interval, 1, True, shards=1, on_result=ends, checkpoint=tmp_path, every=1)
     cut = (-1, -1)
-    found = trained(name, interval, 1, True, on_result=ends, checkpoint=tmp_path, every=1)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    actual = trained(name, interval, 1, True, on_result=ends, checkpoint=tmp_path, every=1)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_who_has_stopped_is_scheduled_no_longer() -> None:
+def test_a_stopped_member_is_no_longer_scheduled() -> None:
     def ends(result: hf.Step | hf.Evaluation) -> list[int]:
         return [2] if isinstance(result, hf.Step) and result.epoch == 1 and result.step == 2 else []
 
@@ -152,29 +152,29 @@ def test_who_has_stopped_is_scheduled_no_longer() -> None:
 
 def test_members_of_several_arrays_have_their_own() -> None:
     torch.manual_seed(0)
-    found = [(nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3))).double() for k in range(3)]
-    before = copy.deepcopy(found)
+    members = [(nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3))).double() for k in range(3)]
+    before = copy.deepcopy(members)
     makes = [step_lr, warm_up, plateau]
-    one = hf.Task(
-        found,
+    task = hf.Task(
+        members,
         F.cross_entropy,
         lambda params: hf.optim.SGD(params, lr=RATES, momentum=0.9),
         LOADER,
         epochs=EPOCHS,
         scheduler=makes,
     )
-    after = hf.train(one, machine())["task"].models
-    for model, rate, make, ours in zip(before, RATES, makes, after, strict=True):
+    after = hf.train(task, machine())["task"].models
+    for model, rate, make, result in zip(before, RATES, makes, after, strict=True):
         params, _ = alone(model, rate, make, "epoch", 1, False)
-        for mine, theirs in zip(ours.parameters(), params, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+        for param, expected in zip(result.parameters(), params, strict=True):
+            torch.testing.assert_close(param, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_scheduler_of_an_optimizer_that_exists() -> None:
     fused = hf.fuse(models())
     opt = hf.optim.SGD(fused.parameters(), lr=RATES)
-    for made in (hf.optim.lr_scheduler.PerMember(opt, step_lr), lr_scheduler.ExponentialLR(opt, 0.5)):
-        hf.train(hf.Task(fused, F.cross_entropy, opt, LOADER, epochs=2, scheduler=made), machine())
+    for scheduler in (hf.optim.lr_scheduler.PerMember(opt, step_lr), lr_scheduler.ExponentialLR(opt, 0.5)):
+        hf.train(hf.Task(fused, F.cross_entropy, opt, LOADER, epochs=2, scheduler=scheduler), machine())
     assert opt.param_groups[0]["lr"].tolist() == pytest.approx([rate / 8 for rate in RATES])
 
 
@@ -187,7 +187,7 @@ WRONG: dict[str, tuple[Callable[[hf.FusedModule, Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_schedulers_are_told(name: str) -> None:
+def test_wrong_schedulers_are_refused(name: str) -> None:
     fused = hf.fuse(models())
     opt = hf.optim.SGD(fused.parameters(), lr=0.1)
     make, message = WRONG[name]
@@ -200,8 +200,8 @@ def test_wrong_schedulers_are_told(name: str) -> None:
 def test_a_save_with_a_scheduler_and_a_task_without_do_not_match(tmp_path: Path) -> None:
     def once(scheduler: Any) -> None:
         make = lambda params: hf.optim.SGD(params, lr=0.1)  # noqa: E731
-        one = hf.Task(models(), F.cross_entropy, make, LOADER, scheduler=scheduler)
-        hf.train(one, machine(), checkpoint=tmp_path / str(bool(first)))
+        task = hf.Task(models(), F.cross_entropy, make, LOADER, scheduler=scheduler)
+        hf.train(task, machine(), checkpoint=tmp_path / str(bool(first)))
 
     for first, second, message in ((step_lr, None, "has none: give it that"), (None, step_lr, "holds no scheduler")):
         once(first)

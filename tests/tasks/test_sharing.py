@@ -1,4 +1,4 @@
-"""What tasks may share and what not: arrays, members, models, loaders, and what these draw from."""
+"""Tasks that share arrays, members, models, loaders or random generators: some may, others are refused."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def array() -> hf.FusedModule:
 
 
 def reached(other: Callable[[hf.FusedModule], Any]) -> list[hf.Task]:
-    one = array()
-    return [task("first", one), task("second", other(one))]
+    fused = array()
+    return [task("first", fused), task("second", other(fused))]
 
 
 class Tied(nn.Module):
@@ -61,9 +61,9 @@ class Tied(nn.Module):
         return F.linear(F.pad(x, (0, 1)), self.weight)
 
 
-def averaging(one: hf.FusedModule) -> nn.Module:
+def averaging(fused: hf.FusedModule) -> nn.Module:
     norm = nn.BatchNorm1d(3)
-    norm.running_mean = one[0].norm.running_mean
+    norm.running_mean = fused[0].norm.running_mean
     return norm
 
 
@@ -83,17 +83,20 @@ def twice() -> list[hf.Task]:
 
 SHARE = "tasks 'first' and 'second' share memory: .* of the array that 'first' trains in place"
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "an array": (lambda: reached(lambda one: one), f"{SHARE}.*Train both in one task"),
-    "a member of an array": (lambda: reached(lambda one: one[0]), SHARE),
-    "members of an array": (lambda: reached(lambda one: [one[1], Net()]), SHARE),
-    "a part of a member": (lambda: reached(lambda one: nn.Sequential(one[0].base, one[0].norm)), SHARE),
+    "an array": (lambda: reached(lambda fused: fused), f"{SHARE}.*Train both in one task"),
+    "a member of an array": (lambda: reached(lambda fused: fused[0]), SHARE),
+    "members of an array": (lambda: reached(lambda fused: [fused[1], Net()]), SHARE),
+    "a part of a member": (lambda: reached(lambda fused: nn.Sequential(fused[0].base, fused[0].norm)), SHARE),
     "a buffer": (lambda: reached(averaging), "'running_mean' of 'second' is 'norm.running_mean' of the array"),
-    "a tied weight": (lambda: reached(lambda one: Tied(one[0].head.weight)), "'weight' of 'second' is 'head.weight'"),
+    "a tied weight": (
+        lambda: reached(lambda fused: Tied(fused[0].head.weight)),
+        "'weight' of 'second' is 'head.weight'",
+    ),
     "a frozen view of a trained weight": (
-        lambda: reached(lambda one: Tied(nn.Parameter(one[0].head.weight.detach(), requires_grad=False))),
+        lambda: reached(lambda fused: Tied(nn.Parameter(fused[0].head.weight.detach(), requires_grad=False))),
         "'weight' of 'second' is 'head.weight' of the array",
     ),
-    "the other way round": (lambda: reached(lambda one: one[0])[::-1], SHARE),
+    "the other way round": (lambda: reached(lambda fused: fused[0])[::-1], SHARE),
     "one task twice": (twice, "task 'first' is given twice"),
     "one name": (lambda: [task("first", Net()), task("first", Net())], "two tasks are named 'first'"),
     "no task": (list, "there is no task"),
@@ -121,7 +124,7 @@ def test_what_is_refused(name: str, call: Callable[..., Any]) -> None:
 
 
 def test_a_run_within_another_trains_nothing_of_it() -> None:
-    array, told = hf.fuse([Net(), Net()], verify=False), list[str]()
+    array, messages = hf.fuse([Net(), Net()], verify=False), list[str]()
 
     def nested(result: Any) -> None:
         for models in (array, [array, Net()]):
@@ -129,17 +132,17 @@ def test_a_run_within_another_trains_nothing_of_it() -> None:
                 PlanError, match="which trains it and has not ended: train one after the other"
             ) as error:
                 hf.train(task("inner", models), machine())
-            told.append(str(error.value))
+            messages.append(str(error.value))
         hf.train(task("apart", array.unfuse()), machine())
 
     hf.train(task("outer", array), machine(), on_result=nested)
-    assert len(told) == 2 * len(LOADER)
-    assert told[0].startswith("task 'inner' shares 'norm.weight' with the task 'outer'")
+    assert len(messages) == 2 * len(LOADER)
+    assert messages[0].startswith("task 'inner' shares 'norm.weight' with the task 'outer'")
     hf.train(task("inner", array), machine())
 
 
-def alone(one: hf.Task) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    report = hf.train(one, machine())[one.name]
+def alone(hf_task: hf.Task) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    report = hf.train(hf_task, machine())[hf_task.name]
     return report.losses, [model.state_dict() for model in report.models]
 
 
@@ -154,7 +157,7 @@ RATES = (("first", 0.1), ("second", 0.5))
 def one_base() -> list[hf.Task]:
     base = nn.Linear(3, 4).requires_grad_(False)
     arrays = [hf.fuse([Net(base), Net(base)], verify=False) for _ in RATES]
-    return [task(name, one) for (name, _), one in zip(RATES, arrays, strict=True)]
+    return [task(name, fused) for (name, _), fused in zip(RATES, arrays, strict=True)]
 
 
 def one_loader() -> list[hf.Task]:
@@ -166,11 +169,11 @@ def one_loader() -> list[hf.Task]:
 def test_what_may_be_shared(make: Callable[[], list[hf.Task]]) -> None:
     """Together as each alone, bit for bit."""
     tasks = make()
-    expected = [alone(one) for one in copy.deepcopy(tasks)]
+    expected = [alone(hf_task) for hf_task in copy.deepcopy(tasks)]
     report = hf.train(tasks, machine(2))
-    for one, (losses, states) in zip(tasks, expected, strict=True):
-        assert torch.equal(report[one.name].losses, losses)
-        for model, state in zip(report[one.name].models, states, strict=True):
+    for hf_task, (losses, states) in zip(tasks, expected, strict=True):
+        assert torch.equal(report[hf_task.name].losses, losses)
+        for model, state in zip(report[hf_task.name].models, states, strict=True):
             for name, tensor in model.state_dict().items():
                 assert torch.equal(tensor, state[name]), name
 
@@ -180,5 +183,5 @@ def test_one_task_or_any_iterable() -> None:
         yield task("first", Net())
         yield task("second", Net())
 
-    assert [one.name for one in hf.plan(task("only", Net()), machine()).tasks] == ["only"]
+    assert [task_plan.name for task_plan in hf.plan(task("only", Net()), machine()).tasks] == ["only"]
     assert list(hf.train(several(), machine())) == ["first", "second"]

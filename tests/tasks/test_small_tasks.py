@@ -39,15 +39,15 @@ def batches(seed: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def task(number: int, **options: Any) -> hf.Task:
-    given = {"width": 6, "epochs": EPOCHS, "seed": number, **options}
+    arguments = {"width": 6, "epochs": EPOCHS, "seed": number, **options}
     return hf.Task(
-        models(given.pop("width"), number),
+        models(arguments.pop("width"), number),
         F.cross_entropy,
         lambda params: hf.optim.Adam(params, lr=RATES),
         batches(number),
         name=f"task-{number}",
         compile=False,
-        **given,
+        **arguments,
     )
 
 
@@ -97,9 +97,9 @@ def test_tasks_of_one_shape_train_as_alone(options: dict[str, Any]) -> None:
     report = hf.train(tasks, machine())
     for number in range(COUNT):
         losses, parameters = plain(number, **options)
-        found = report[f"task-{number}"]
-        assert torch.equal(found.losses, losses)
-        array = hf.fuse(found.models)
+        task_report = report[f"task-{number}"]
+        assert torch.equal(task_report.losses, losses)
+        array = hf.fuse(task_report.models)
         assert torch.equal(torch.cat([p.detach().flatten() for p in array.parameters()]), parameters)
 
 
@@ -109,14 +109,14 @@ def test_a_shape_is_captured_and_planned_once(monkeypatch: pytest.MonkeyPatch) -
     plan = hf.plan(tasks, machine())
     first = dict(counts)
     assert first == {"captures": 1, "plans": 2}, "for both members together, and for one"
-    assert [each.name for each in plan.tasks] == [f"task-{number}" for number in range(COUNT)]
-    assert {str(each.shards) for each in plan.tasks} == {str(plan.tasks[0].shards)}
+    assert [task_plan.name for task_plan in plan.tasks] == [f"task-{number}" for number in range(COUNT)]
+    assert {str(task_plan.shards) for task_plan in plan.tasks} == {str(plan.tasks[0].shards)}
     hf.plan([*tasks, task(COUNT, width=7)], machine())
     assert counts["captures"] == 2
 
 
 @pytest.mark.parametrize("options", [{"epochs": 3}, {"accumulate": 2}, {"clip_norm": 1.0}, {"eval_loader": batches(0)}])
-def test_what_differs_is_planned_by_itself(options: dict[str, Any]) -> None:
+def test_tasks_with_other_options_are_planned_separately(options: dict[str, Any]) -> None:
     other = hf.plan([task(1, **options)], machine()).tasks[0]
     first, second = hf.plan([task(0), task(1, **options)], machine()).tasks
     assert second == other

@@ -65,32 +65,32 @@ FORMS: dict[str, tuple[Any, int, list[Any]]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_a_minibatch(form: str, pair: Any) -> None:
     inputs, samples, values = FORMS[form]
-    made = Minibatch.of(task(), pair((inputs, Y)), range(2))
-    assert made.samples == samples
-    assert made.target is Y
-    assert len(made.arguments.values) == len(values)
-    for ours, theirs in zip(made.arguments.values, values, strict=True):
-        assert ours is theirs or ours == theirs
+    minibatch = Minibatch.of(task(), pair((inputs, Y)), range(2))
+    assert minibatch.samples == samples
+    assert minibatch.target is Y
+    assert len(minibatch.arguments.values) == len(values)
+    for value, expected in zip(minibatch.arguments.values, values, strict=True):
+        assert value is expected or value == expected
 
 
 def test_some_members_get_their_own_rows() -> None:
-    made = Minibatch.of(task(members=3), ((rows(X), X), {"a": rows(Y), "b": Y}), (2, 0))
-    own, all_ = made.arguments.values
-    assert torch.equal(own, torch.stack([X + 2, X]))
+    minibatch = Minibatch.of(task(members=3), ((rows(X), X), {"a": rows(Y), "b": Y}), (2, 0))
+    member_rows, all_ = minibatch.arguments.values
+    assert torch.equal(member_rows, torch.stack([X + 2, X]))
     assert all_ is X
-    assert torch.equal(made.target["a"].tensor, torch.stack([Y + 2, Y]))
-    assert made.target["b"] is Y
-    assert made.samples == 4
+    assert torch.equal(minibatch.target["a"].tensor, torch.stack([Y + 2, Y]))
+    assert minibatch.target["b"] is Y
+    assert minibatch.samples == 4
 
 
 @pytest.mark.parametrize(
-    ("found", "form"),
+    ("minibatch", "form"),
     [(X, "Tensor"), (None, "NoneType"), ((X,), "1 values"), ([X, Y, Y], "3 values"), ({"x": X, "y": Y}, "dict")],
 )
-def test_what_is_no_minibatch(found: Any, form: str) -> None:
+def test_invalid_minibatches_are_refused(minibatch: Any, form: str) -> None:
     words = rf"task 'mine': a minibatch of the loader is {form}; it must be a pair \(inputs, target\), inputs a tensor"
     with pytest.raises(PlanError, match=words):
-        Minibatch.of(task(), found, range(2))
+        Minibatch.of(task(), minibatch, range(2))
 
 
 SAME = [(X + 1, Y), (X, Y + 1)]
@@ -117,25 +117,25 @@ def test_minibatches_of_another_kind_have_another_key(kind: str) -> None:
     assert Minibatch.of(task(), OTHER[kind], range(2)).key != first
 
 
-def stream(one: hf.Task) -> tuple[Stream, Recipe]:
+def stream(hf_task: hf.Task) -> tuple[Stream, Recipe]:
     """The stream of a task's only array, and the recipe of its first minibatch."""
-    (arrangement,), plan = arrange([one], machine())
-    return arrangement.trained(plan.tasks[0], PerModel(one.loss), [torch.device("cpu")])
+    (arrangement,), plan = arrange([hf_task], machine())
+    return arrangement.trained(plan.tasks[0], PerModel(hf_task.loss), [torch.device("cpu")])
 
 
 def test_one_recipe_serves_all_minibatches_of_a_kind() -> None:
     loader = [(X, Y), (X + 1, Y), (X[:2], Y[:2]), (X[:2] + 1, Y[1:3])]
-    made, first = stream(task(loader))
-    found = []
+    source, first = stream(task(loader))
+    recipes = []
     for x, y in loader:
-        batch = made.next()
+        batch = source.next()
         assert torch.equal(batch.inputs[0], x)
         assert batch.target is y
-        found.append(made.find(batch) or made.make(batch))
-    assert found[0] is found[1] is first
-    assert found[2] is found[3]
-    assert found[2] is not first
-    assert [part.keys for part in found[2].parts] == [part.keys for part in first.parts]
+        recipes.append(source.find(batch) or source.make(batch))
+    assert recipes[0] is recipes[1] is first
+    assert recipes[2] is recipes[3]
+    assert recipes[2] is not first
+    assert [part.keys for part in recipes[2].parts] == [part.keys for part in first.parts]
 
 
 LATER: dict[str, tuple[Any, str]] = {
@@ -149,12 +149,12 @@ LATER: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", LATER)
-def test_what_a_later_minibatch_cannot_be(kind: str) -> None:
+def test_a_later_minibatch_of_an_unplanned_kind_is_refused(kind: str) -> None:
     pair, words = LATER[kind]
-    made, _ = stream(task(DataLoader([(X, Y), pair], batch_size=None)))
-    made.next()
+    source, _ = stream(task(DataLoader([(X, Y), pair], batch_size=None)))
+    source.next()
     with pytest.raises(PlanError, match=f"task 'mine': {words}"):
-        made.make(made.next())
+        source.make(source.next())
 
 
 def mean(output: Tensor, target: Tensor) -> Tensor:
@@ -166,19 +166,19 @@ def dropped(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("loss", "random"), [(mean, False), (dropped, True)])
-def test_a_recipe_tells_whether_it_draws(loss: Any, random: bool) -> None:
+def test_a_recipe_is_random_if_its_loss_draws(loss: Any, random: bool) -> None:
     assert stream(task(loss=loss))[1].random is random
 
 
 @pytest.mark.parametrize(
-    ("loss", "given"),
+    ("loss", "description"),
     [
         (lambda y, t: nn.functional.cross_entropy(y, t, reduction="none"), r"shape \[2, 4\]"),
         (lambda y, t: (y.mean(), t), "tuple"),
     ],
 )
-def test_a_loss_is_one_number_per_member(loss: Any, given: str) -> None:
-    words = f"task 'mine': the losses of 2 members have {given}; the loss must reduce to one number per member"
+def test_a_loss_is_one_number_per_member(loss: Any, description: str) -> None:
+    words = f"task 'mine': the losses of 2 members have {description}; the loss must reduce to one number per member"
     with pytest.raises(PlanError, match=words):
         stream(task(loss=loss))
 
@@ -199,17 +199,17 @@ class Counted:
 
 
 def read(gives: list[int]) -> tuple[list[Tensor], str]:
-    """What comes of a loader until it ends or fails, and the words of that."""
+    """Return the inputs that a loader gives until it ends or fails, and the error message."""
     loader = Counted(*gives)
-    made, _ = stream(task(loader, epochs=len(gives)))
+    source, _ = stream(task(loader, epochs=len(gives)))
     loader.epoch = 1
-    found: list[Tensor] = []
+    inputs: list[Tensor] = []
     for _ in range(3 * len(gives)):
         try:
-            found.append(made.next().inputs[0])
+            inputs.append(source.next().inputs[0])
         except PlanError as error:
-            return found, str(error)
-    return found, ""
+            return inputs, str(error)
+    return inputs, ""
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def read(gives: list[int]) -> tuple[list[Tensor], str]:
     ],
 )
 def test_every_epoch_is_as_long_as_the_loader_says(gives: list[int], count: int, words: str) -> None:
-    found, told = read(gives)
-    assert [int(x[0, 0]) for x in found] == [0, 1, 2, 0, 1, 2][:count]
-    assert told.startswith(words)
-    assert bool(told) is bool(words)
+    inputs, message = read(gives)
+    assert [int(x[0, 0]) for x in inputs] == [0, 1, 2, 0, 1, 2][:count]
+    assert message.startswith(words)
+    assert bool(message) is bool(words)

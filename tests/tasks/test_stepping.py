@@ -55,64 +55,64 @@ class Normed(nn.Module):
 
 
 def array(make: Callable[[], nn.Module] = Normed, seed: int = 0) -> hf.FusedModule:
-    """A new one: of the steps of an array before only the first ever is eager."""
+    """Return a new array, because only the very first step of an array is eager."""
     torch.manual_seed(seed)
     return fused(make)
 
 
-def stepped(one: hf.FusedModule, loader: Any, after: Callable[[Any], None] = lambda optimizer: None) -> list[Tensor]:
+def stepped(module: hf.FusedModule, loader: Any, after: Callable[[Any], None] = lambda optimizer: None) -> list[Tensor]:
     """A loop over `hf.train_step`: its losses, and the state after it."""
-    optimizer = adamw(list(one.parameters()))
-    step = hf.train_step(one, cross_entropy, optimizer, compile=True)
+    optimizer = adamw(list(module.parameters()))
+    step = hf.train_step(module, cross_entropy, optimizer, compile=True)
     torch.manual_seed(SEED)
     losses = []
     for _ in range(EPOCHS):
         for x, y in loader:
             losses.append(step(x, y))
             after(optimizer)
-    return [torch.stack(losses), *one.state_dict().values()]
+    return [torch.stack(losses), *module.state_dict().values()]
 
 
-def trained(one: hf.FusedModule, loader: Any, way: Way | None = None, **more: Any) -> tuple[list[Tensor], Any]:
+def trained(module: hf.FusedModule, loader: Any, settings: Way | None = None, **more: Any) -> tuple[list[Tensor], Any]:
     """The same by a compiled task, and the report."""
-    given = task(one, way or Way(), loader, compile=True, **more)
+    hf_task = task(module, settings or Way(), loader, compile=True, **more)
     on = machine()
-    report = hf.train(given, on)
+    report = hf.train(hf_task, on)
     report.timeline.validate(report.plan)
-    assert all(param.grad is None for param in one.parameters())
-    assert all(tensor.is_contiguous() for tensor in one.state_dict().values())
-    return [report["task"].losses, *one.state_dict().values()], report
+    assert all(param.grad is None for param in module.parameters())
+    assert all(tensor.is_contiguous() for tensor in module.state_dict().values())
+    return [report["task"].losses, *module.state_dict().values()], report
 
 
 def trained_by(compile: str, loader: Any) -> tuple[list[Tensor], Any]:
-    one = array()
-    report = hf.train(task(one, Way(), loader, compile=compile), machine())
-    return [report["task"].losses, *one.state_dict().values()], report
+    module = array()
+    report = hf.train(task(module, Way(), loader, compile=compile), machine())
+    return [report["task"].losses, *module.state_dict().values()], report
 
 
-def assert_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for tensor, reference in zip(actual, expected, strict=True):
+        assert torch.equal(tensor, reference)
 
 
 def test_the_steps_are_those_of_train_step() -> None:
     """Also of the last minibatch, which is smaller; and what is evaluated is what has been trained."""
-    one, loader = array(), batches(torch.float64)
+    module, loader = array(), batches(torch.float64)
     expected = stepped(array(), loader)
-    found, report = trained(one, loader, eval_loader=loader[:2])
-    assert_equal(found, expected)
+    actual, report = trained(module, loader, eval_loader=loader[:2])
+    assert_equal(actual, expected)
     losses, state = plain(array(), Way(), loader)
-    for ours, theirs in zip(found, [losses, *state.values()], strict=True):
-        torch.testing.assert_close(ours, theirs, **CLOSE)
-    one.eval()
+    for tensor, reference in zip(actual, [losses, *state.values()], strict=True):
+        torch.testing.assert_close(tensor, reference, **CLOSE)
+    module.eval()
     with torch.no_grad():
-        wanted = torch.stack([hf.per_model(cross_entropy)(one(x), y) for x, y in loader[:2]])
-    one.train()
-    assert torch.equal(report["task"].eval_losses[-1], wanted)
-    (told,) = report["task"].arrays
-    assert [call.how.split(" of ")[0] for call in told.calls] == ["one program"]
-    assert str(told) in str(report["task"])
-    assert str(told).startswith("task: 3 members, resident, f64[6,6], i64[6]: one program of")
+        eval_losses = torch.stack([hf.per_model(cross_entropy)(module(x), y) for x, y in loader[:2]])
+    module.train()
+    assert torch.equal(report["task"].eval_losses[-1], eval_losses)
+    (array_report,) = report["task"].arrays
+    assert [call.how.split(" of ")[0] for call in array_report.calls] == ["one program"]
+    assert str(array_report) in str(report["task"])
+    assert str(array_report).startswith("task: 3 members, resident, f64[6,6], i64[6]: one program of")
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -120,12 +120,12 @@ def test_the_steps_are_those_of_train_step() -> None:
 @pytest.mark.parametrize("optimizer", [momentum, adamw])
 def test_clipped_and_accumulated(optimizer: Any, clip: Any, accumulate: int) -> None:
     """The last group of an epoch is smaller."""
-    way, loader = Way(optimizer, clip, accumulate), batches(torch.float64)
-    losses, state = plain(array(), way, loader)
+    settings, loader = Way(optimizer, clip, accumulate), batches(torch.float64)
+    losses, state = plain(array(), settings, loader)
     heard: list[hf.Step] = []
-    found, report = trained(array(), loader, way, callbacks=[heard.append])
-    for ours, theirs in zip(found, [losses, *state.values()], strict=True):
-        torch.testing.assert_close(ours, theirs, **CLOSE)
+    actual, report = trained(array(), loader, settings, callbacks=[heard.append])
+    for tensor, reference in zip(actual, [losses, *state.values()], strict=True):
+        torch.testing.assert_close(tensor, reference, **CLOSE)
     assert [(step.epoch, step.step) for step in heard] == [(e, s) for e in range(EPOCHS) for s in range(len(loader))]
     assert torch.equal(torch.stack([step.losses for step in heard]), report["task"].losses)
 
@@ -135,23 +135,23 @@ def test_draws_are_those_of_the_loop() -> None:
     x, y = (torch.cat(parts) for parts in zip(*batches(torch.float64), strict=True))
     loader = DataLoader(TensorDataset(x, y), 6, shuffle=True)
     expected = stepped(array(Dropping), loader)
-    found, _ = trained(array(Dropping), loader)
-    assert_equal(found, expected)
+    actual, _ = trained(array(Dropping), loader)
+    assert_equal(actual, expected)
 
 
 def test_hyper_parameters_may_change_on_the_way() -> None:
-    one, loader = array(), batches(torch.float64)
+    module, loader = array(), batches(torch.float64)
 
     def slower(optimizer: Any) -> None:
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.9
 
     expected = stepped(array(), loader, slower)
-    optimizer = adamw(list(one.parameters()))
-    given = hf.Task(
-        one, cross_entropy, optimizer, loader, EPOCHS, compile=True, callbacks=[lambda _: slower(optimizer)]
+    optimizer = adamw(list(module.parameters()))
+    hf_task = hf.Task(
+        module, cross_entropy, optimizer, loader, EPOCHS, compile=True, callbacks=[lambda _: slower(optimizer)]
     )
-    report = hf.train(given, machine())
-    assert_equal([report["task"].losses, *one.state_dict().values()], expected)
+    report = hf.train(hf_task, machine())
+    assert_equal([report["task"].losses, *module.state_dict().values()], expected)
 
 
 # At the second minibatch, of which the first is the only one that was eager; before one of another size; later.
@@ -164,17 +164,17 @@ def test_a_run_that_was_cut_off_goes_on_with_the_same_bits(tmp_path: Path, cut: 
         if isinstance(heard, hf.Step) and heard.epoch * len(loader) + heard.step == cut:
             raise OSError("cut off")
 
-    one = array()
+    module = array()
     with pytest.raises(hf.TrainError, match="cut off"):
         hf.train(
-            task(one, Way(), loader, compile=True, callbacks=[fail], eval_loader=loader[:1]),
+            task(module, Way(), loader, compile=True, callbacks=[fail], eval_loader=loader[:1]),
             machine(),
             checkpoint=tmp_path,
             every=every,
         )
     again = array()
-    given = task(again, Way(), loader, compile=True, eval_loader=loader[:1])
-    report = hf.train(given, machine(), checkpoint=tmp_path, every=every)
+    hf_task = task(again, Way(), loader, compile=True, eval_loader=loader[:1])
+    report = hf.train(hf_task, machine(), checkpoint=tmp_path, every=every)
     assert_equal([report["task"].losses, *again.state_dict().values()], expected)
 
 
@@ -186,17 +186,17 @@ def test_tasks_in_turns_and_at_once() -> None:
     for devices in (1, 2):
         arrays, on = [array(seed=seed) for seed in range(3)], machine(devices)
         tasks = [
-            task(one, Way(), loader, f"t{number}", compile=number < 2, eval_loader=loader[:1])
-            for number, (one, loader) in enumerate(zip(arrays, loaders, strict=True))
+            task(module, Way(), loader, f"t{number}", compile=number < 2, eval_loader=loader[:1])
+            for number, (module, loader) in enumerate(zip(arrays, loaders, strict=True))
         ]
         report = hf.train(tasks, on)
         report.timeline.validate(report.plan)
-        for one, given, wanted in zip(tasks, arrays, expected, strict=True):
-            assert_equal([report[one.name].losses, *given.state_dict().values()], wanted)
+        for hf_task, module, reference in zip(tasks, arrays, expected, strict=True):
+            assert_equal([report[hf_task.name].losses, *module.state_dict().values()], reference)
 
 
-def _plain(one: hf.FusedModule, loader: Any) -> list[Tensor]:
-    losses, state = plain(one, Way(), loader)
+def _plain(module: hf.FusedModule, loader: Any) -> list[Tensor]:
+    losses, state = plain(module, Way(), loader)
     return [losses, *state.values()]
 
 
@@ -204,12 +204,12 @@ def test_members_stop_where_they_are() -> None:
     """One after four minibatches, in the midst of a slice, all after seven; rates are scheduled."""
     loader = batches(torch.float64)
     step = [0, 0]
-    found: list[list[Tensor]] = []
+    states: list[list[Tensor]] = []
 
     def halved(optimizer: Any) -> None:
         step[0] += 1
         if step[0] in (4, 7):
-            found.append([tensor.clone() for tensor in ours.state_dict().values()])
+            states.append([tensor.clone() for tensor in reference.state_dict().values()])
         if step[0] == len(loader):
             optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * 0.5
 
@@ -217,15 +217,17 @@ def test_members_stop_where_they_are() -> None:
         step[1] += 1
         return [1] if step[1] == 4 else step[1] == 7
 
-    ours = array()
-    losses = stepped(ours, loader, halved)[0]
-    one = array()
-    given = task(one, Way(), loader, compile=True, scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5))
-    report = hf.train(given, machine(), on_result=stops)
+    reference = array()
+    losses = stepped(reference, loader, halved)[0]
+    module = array()
+    hf_task = task(
+        module, Way(), loader, compile=True, scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    )
+    report = hf.train(hf_task, machine(), on_result=stops)
     assert report["task"].stopped == {0: 7, 1: 4, 2: 7}
     losses[4:, 1] = torch.nan
     assert torch.equal(report["task"].losses.nan_to_num(7.0), losses[:7].nan_to_num(7.0))
-    for tensor, early, late in zip(one.state_dict().values(), *found, strict=True):
+    for tensor, early, late in zip(module.state_dict().values(), *states, strict=True):
         expected = late.clone()
         expected[1] = early[1]
         assert torch.equal(tensor, expected)
@@ -253,30 +255,30 @@ def test_a_failure_elsewhere_ends_a_slice() -> None:
     assert 0 < len(heard) < 5000
 
 
-def test_what_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
+def test_a_task_that_cannot_be_compiled_runs_eagerly_and_says_why() -> None:
     """Bit for bit as the plain loop."""
     loader = batches(torch.float64)
     for counts, resident, words in (
         ([3], [False], r"'task' runs eagerly, exact but slower: it is spilled, in 3 shards.*hf.Task\(compile=False\)"),
         ([2], [True], "its plan cuts it into 2 shards"),
     ):
-        one = array()
-        given = task(one, Way(), loader, compile=True)
-        plan = planned([given], machine(), counts, resident)
+        module = array()
+        hf_task = task(module, Way(), loader, compile=True)
+        plan = planned([hf_task], machine(), counts, resident)
         with pytest.warns(UserWarning, match=words):
-            report = hf.train(given, machine(), plan=plan)
-        assert_equal([report["task"].losses, *one.state_dict().values()], _plain(array(), loader))
+            report = hf.train(hf_task, machine(), plan=plan)
+        assert_equal([report["task"].losses, *module.state_dict().values()], _plain(array(), loader))
         assert "eager: it" in str(report["task"])
 
 
 def test_a_loop_over_members_runs_eagerly_and_says_why() -> None:
     """A member that does not use a parameter leaves it alone."""
-    one, loader = fused(Skipping), skipped()
-    losses, state = plain(one, Way(), loader, F.mse_loss)
-    given = task(one, Way(), loader, loss=F.mse_loss, compile=True)
+    module, loader = fused(Skipping), skipped()
+    losses, state = plain(module, Way(), loader, F.mse_loss)
+    hf_task = task(module, Way(), loader, loss=F.mse_loss, compile=True)
     with pytest.warns(UserWarning, match="'task'.*runs eagerly.*exit runs in a loop over members"):
-        report = hf.train(given, machine())
-    assert_equal([report["task"].losses, *one.state_dict().values()], [losses, *state.values()])
+        report = hf.train(hf_task, machine())
+    assert_equal([report["task"].losses, *module.state_dict().values()], [losses, *state.values()])
     assert "exit runs in a loop over members" in str(report["task"])
 
 
@@ -288,12 +290,12 @@ def test_a_frozen_base_of_several_tasks() -> None:
         torch.manual_seed(0)
         return [fused(lambda: nn.Sequential(base, nn.Linear(6, 3))) for _ in range(2)]
 
-    expected = [trained(one, loader)[0] for one in arrays()]
-    found = arrays()
-    tasks = [task(one, Way(), loader, f"t{number}", compile=True) for number, one in enumerate(found)]
+    expected = [trained(module, loader)[0] for module in arrays()]
+    modules = arrays()
+    tasks = [task(module, Way(), loader, f"t{number}", compile=True) for number, module in enumerate(modules)]
     report = hf.train(tasks, machine(2))
-    for one, given, wanted in zip(tasks, found, expected, strict=True):
-        assert_equal([report[one.name].losses, *given.state_dict().values()], wanted)
+    for hf_task, module, reference in zip(tasks, modules, expected, strict=True):
+        assert_equal([report[hf_task.name].losses, *module.state_dict().values()], reference)
 
 
 @pytest.mark.parametrize(
@@ -306,12 +308,12 @@ def test_other_values_are_refused(options: dict[str, Any]) -> None:
 
 
 def test_programs_are_compiled_while_steps_run() -> None:
-    """By another process, which ends with the run, and is seen at a minibatch that nobody knows before."""
+    """Another process compiles, and ends with the run; the minibatch at which the program takes over varies."""
     loader = batches(torch.float64)
     losses, state = plain(array(), Way(), loader)
-    found, report = trained_by("background", loader)
-    for ours, theirs in zip(found, [losses, *state.values()], strict=True):
-        torch.testing.assert_close(ours, theirs, **CLOSE)
+    actual, report = trained_by("background", loader)
+    for tensor, reference in zip(actual, [losses, *state.values()], strict=True):
+        torch.testing.assert_close(tensor, reference, **CLOSE)
     assert report["task"].arrays[0].calls
 
 

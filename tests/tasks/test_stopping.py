@@ -1,4 +1,4 @@
-"""hf.train(on_result=...): who stops keeps what it was then, and the others do not notice, bit for bit."""
+"""hf.train(on_result=...): a stopped member keeps its state, and the others stay the same bit for bit."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.trained import BATCHES, EPOCHS, MEMBERS, Way, adamw, batches, cross_e
 class Case:
     """How a task is trained and cut into shards, and when members stop: after so many minibatches, or an evaluation."""
 
-    way: Way
+    settings: Way
     mode: str
     evaluated: bool = False
     steps: tuple[int | None, int | None, int | None] = (None, 3, None)
 
     def __str__(self) -> str:
-        way = f"{self.way.optimizer.__name__}-{self.way.clip}-{self.way.accumulate}"
-        return f"{way}-{self.mode}-{'eval' if self.evaluated else 'train'}-{self.steps}"
+        label = f"{self.settings.optimizer.__name__}-{self.settings.clip}-{self.settings.accumulate}"
+        return f"{label}-{self.mode}-{'eval' if self.evaluated else 'train'}-{self.steps}"
 
 
 CASES = [
@@ -49,11 +49,11 @@ CASES = [
 def stops(cases: Sequence[Case]) -> Callable[[hf.Step | hf.Evaluation], list[int]]:
     """Lets members stop where the cases say; names of tasks are ``t0``, ``t1``, ..."""
 
-    def asked(result: hf.Step | hf.Evaluation) -> list[int]:
+    def stop_members(result: hf.Step | hf.Evaluation) -> list[int]:
         case = cases[int(result.task[1:])]
         return [member for member, last in enumerate(case.steps) if last == done(result)]
 
-    return asked
+    return stop_members
 
 
 def done(result: hf.Step | hf.Evaluation) -> int:
@@ -63,7 +63,7 @@ def done(result: hf.Step | hf.Evaluation) -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left: by task the report's numbers, and each member's tensors with its optimizer's state."""
+    """Results of a run: the report's numbers by task, and each member's tensors with its optimizer's state."""
 
     losses: list[Tensor]
     evaluations: list[Tensor | None]
@@ -85,11 +85,11 @@ def trained(
     epochs: int = EPOCHS,
     policy: str = "patient-lrtf",
 ) -> Run:
-    made = [array(place) for place in range(len(cases))]
-    owns = [case.way.optimizer(list(fused.parameters())) for case, fused in zip(cases, made, strict=True)]
+    arrays = [array(index) for index in range(len(cases))]
+    optimizers = [case.settings.optimizer(list(fused.parameters())) for case, fused in zip(cases, arrays, strict=True)]
     tasks = [
-        task_with(fused, own, case.way, place, evaluated=case.evaluated, epochs=epochs)
-        for place, (case, fused, own) in enumerate(zip(cases, made, owns, strict=True))
+        task_with(fused, optimizer, case.settings, index, evaluated=case.evaluated, epochs=epochs)
+        for index, (case, fused, optimizer) in enumerate(zip(cases, arrays, optimizers, strict=True))
     ]
     on = machine(devices)
     plan = planned_as(tasks, on, [case.mode for case in cases])
@@ -97,10 +97,13 @@ def trained(
     for name, peak in report.peak.items():
         assert report.timeline.peak[name] <= peak <= plan.devices[name]
     return Run(
-        [report[one.name].losses for one in tasks],
-        [report[one.name].eval_losses for one in tasks],
-        [dict(report[one.name].stopped) for one in tasks],
-        [[rows(fused, own, row) for row in range(MEMBERS)] for fused, own in zip(made, owns, strict=True)],
+        [report[hf_task.name].losses for hf_task in tasks],
+        [report[hf_task.name].eval_losses for hf_task in tasks],
+        [dict(report[hf_task.name].stopped) for hf_task in tasks],
+        [
+            [rows(fused, optimizer, row) for row in range(MEMBERS)]
+            for fused, optimizer in zip(arrays, optimizers, strict=True)
+        ],
         len(report.timeline.actions),
     )
 
@@ -114,35 +117,35 @@ def rows(fused: hf.FusedModule, optimizer: Any, row: int) -> list[Tensor]:
     return [stack[row].clone() for stack in stacks]
 
 
-def check(case: Case, found: Run, whole: Run, place: int = 0) -> None:
-    """Against the run where nobody stops: who goes on is the same, who stopped has no losses from there on."""
+def check(case: Case, run: Run, whole: Run, index: int = 0) -> None:
+    """Compare with a run without stops: other members are the same, a stopped one has no losses from there on."""
     steps = [EPOCHS * BATCHES if last is None else last for last in case.steps]
-    assert len(found.losses[place]) == max(steps)
+    assert len(run.losses[index]) == max(steps)
     for member, last in enumerate(steps):
-        losses = found.losses[place][:, member]
-        assert_equal(losses[:last], whole.losses[place][:last, member])
+        losses = run.losses[index][:, member]
+        assert_equal(losses[:last], whole.losses[index][:last, member])
         assert losses[last:].isnan().all()
         if case.steps[member] is None:
-            assert_equal(found.members[place][member], whole.members[place][member])
-        evaluations, wanted = found.evaluations[place], whole.evaluations[place]
-        if evaluations is not None and wanted is not None:
-            # Who stops with the last minibatch of an epoch is not evaluated after it.
+            assert_equal(run.members[index][member], whole.members[index][member])
+        evaluations, expected = run.evaluations[index], whole.evaluations[index]
+        if evaluations is not None and expected is not None:
+            # A member that stops with the last minibatch of an epoch is not evaluated after it.
             ended = (last - 1) // BATCHES if case.steps[member] is not None else EPOCHS
-            assert_equal(evaluations[:ended, :, member], wanted[:ended, :, member])
+            assert_equal(evaluations[:ended, :, member], expected[:ended, :, member])
             assert evaluations[ended:, :, member].isnan().all()
-    assert found.stopped[place] == {member: last for member, last in enumerate(case.steps) if last is not None}
+    assert run.stopped[index] == {member: last for member, last in enumerate(case.steps) if last is not None}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_who_stops_leaves_the_others_as_they_are(case: Case) -> None:
     whole = trained([case])
-    check(case, found := trained([case], stops([case])), whole)
+    check(case, run := trained([case], stops([case])), whole)
     # Alone they would have stopped in the midst of a run that is otherwise the same: all stop at once there.
     for last in {last for last in case.steps if last is not None}:
         ended = trained([case], lambda result, last=last: done(result) == last)
-        for member, own in enumerate(case.steps):
-            if own == last:
-                assert_equal(found.members[0][member], ended.members[0][member])
+        for member, stop in enumerate(case.steps):
+            if stop == last:
+                assert_equal(run.members[0][member], ended.members[0][member])
 
 
 @pytest.mark.parametrize("case", [Case(Way(momentum), "spilled"), Case(Way(adamw, 0.5), "resident", True)], ids=str)
@@ -160,11 +163,11 @@ def test_a_task_that_is_stopped_is_one_of_fewer_epochs(case: Case) -> None:
 def test_a_task_that_is_stopped_is_one_of_fewer_minibatches(mode: str) -> None:
     def members(last: int | None) -> list[list[Tensor]]:
         fused, loader = array(0), batches(torch.float64, 5)
-        own = momentum(list(fused.parameters()))
-        one = task(fused, Way(lambda params: own), loader if last else loader[:3], epochs=2 if last else 1)
-        plan = planned([one], machine(), [3], [mode == "resident"], [mode == "kept"])
-        hf.train(one, machine(), plan=plan, on_result=lambda result: last is not None and result.step == last)
-        return [rows(fused, own, row) for row in range(MEMBERS)]
+        optimizer = momentum(list(fused.parameters()))
+        hf_task = task(fused, Way(lambda params: optimizer), loader if last else loader[:3], epochs=2 if last else 1)
+        plan = planned([hf_task], machine(), [3], [mode == "resident"], [mode == "kept"])
+        hf.train(hf_task, machine(), plan=plan, on_result=lambda result: last is not None and result.step == last)
+        return [rows(fused, optimizer, row) for row in range(MEMBERS)]
 
     assert_equal(members(2), members(None))
 
@@ -177,9 +180,9 @@ def ends(result: hf.Step | hf.Evaluation, case: Case) -> bool:
 def test_tasks_stop_beside_others(devices: int, policy: str) -> None:
     cases = [CASES[1], CASES[6], Case(Way(momentum), "resident", steps=(1, 1, 1)), CASES[7], CASES[4]]
     whole = trained(cases, devices=devices)
-    found = trained(cases, stops(cases), devices=devices, policy=policy)
-    for place, case in enumerate(cases):
-        check(case, found, whole, place)
+    run = trained(cases, stops(cases), devices=devices, policy=policy)
+    for index, case in enumerate(cases):
+        check(case, run, whole, index)
 
 
 @pytest.mark.parametrize("cut", [2, 4, 7])
@@ -188,7 +191,7 @@ def test_a_run_with_stops_goes_on_bit_for_bit(case: Case, cut: int, tmp_path: Pa
     expected = trained([case], stops([case]))
     heard: list[int] = []
 
-    def asked(result: hf.Step | hf.Evaluation) -> list[int]:
+    def interrupt(result: hf.Step | hf.Evaluation) -> list[int]:
         if isinstance(result, hf.Step):
             heard.append(result.epoch * BATCHES + result.step)
             if len(heard) > cut:
@@ -198,7 +201,7 @@ def test_a_run_with_stops_goes_on_bit_for_bit(case: Case, cut: int, tmp_path: Pa
     last = EPOCHS * BATCHES if None in case.steps else max(filter(None, case.steps))
     if last > cut:
         with pytest.raises(hf.TrainError) as raised:
-            trained([case], asked, root=tmp_path)
+            trained([case], interrupt, root=tmp_path)
         assert isinstance(raised.value.__cause__, CutError)
     again: list[int] = []
 
@@ -207,18 +210,18 @@ def test_a_run_with_stops_goes_on_bit_for_bit(case: Case, cut: int, tmp_path: Pa
             again.append(result.epoch * BATCHES + result.step)
         return stops([case])(result)
 
-    found = trained([case], listening, root=tmp_path)
-    # Whoever decides has heard everything once.
+    resumed = trained([case], listening, root=tmp_path)
+    # The callback has received each minibatch once.
     assert again == list(range(last))
-    for one in (found, trained([case], None, root=tmp_path)):
-        assert_equal(one.results, expected.results)
+    for run in (resumed, trained([case], None, root=tmp_path)):
+        assert_equal(run.results, expected.results)
 
 
 def small(models: Sequence[nn.Module] | None = None, **options: Any) -> hf.Task:
     torch.manual_seed(0)
-    found = models or [nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(3)]
-    given: dict[str, Any] = {"epochs": 2, "name": "small"} | options
-    return hf.Task(found, cross_entropy, lambda params: hf.optim.Adam(params, lr=0.01), shuffled(0), **given)
+    modules = models or [nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double() for _ in range(3)]
+    arguments: dict[str, Any] = {"epochs": 2, "name": "small"} | options
+    return hf.Task(modules, cross_entropy, lambda params: hf.optim.Adam(params, lr=0.01), shuffled(0), **arguments)
 
 
 ANSWERS: dict[str, tuple[Callable[[Any], Any], dict[int, int]]] = {
@@ -240,9 +243,9 @@ ANSWERS: dict[str, tuple[Callable[[Any], Any], dict[int, int]]] = {
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_answers(name: str) -> None:
-    answer, wanted = ANSWERS[name]
+    answer, expected = ANSWERS[name]
     stopped = hf.train(small(), machine(), on_result=answer)["small"].stopped
-    assert stopped == wanted or (wanted is None and len(stopped) in (1, 2))
+    assert stopped == expected or (expected is None and len(stopped) in (1, 2))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +267,7 @@ def test_what_is_no_answer_is_told(answer: Any, message: str) -> None:
         hf.train(small(), machine(), on_result=lambda result: answer)
 
 
-def test_who_trains_together_stops_together() -> None:
+def test_members_that_share_a_trained_tensor_stop_together() -> None:
     head = nn.Linear(4, 3).double()
     models = [nn.Sequential(nn.Linear(6, 4).double(), head) for _ in range(2)]
     with pytest.raises(hf.TrainError, match=r"stops members \[1\] alone, but '1.weight' is one tensor"):
@@ -277,21 +280,21 @@ def test_members_of_several_arrays_stop_by_their_numbers() -> None:
     models = [(nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3))).double() for k in range(4)]
     steps = {0: 2, 3: 1, 1: 4}
 
-    def asked(result: hf.Step | hf.Evaluation) -> list[int]:
+    def stop_members(result: hf.Step | hf.Evaluation) -> list[int]:
         return [m for m in result.members if steps.get(m) == result.epoch * BATCHES + result.step + 1]
 
-    whole, found = (
+    whole, report = (
         hf.train(small(models), machine())["small"],
-        hf.train(small(models), machine(), on_result=asked)["small"],
+        hf.train(small(models), machine(), on_result=stop_members)["small"],
     )
-    assert found.stopped == steps
-    assert list(found.stopped) == [0, 1, 3]
-    assert len(found.losses) == EPOCHS * BATCHES
+    assert report.stopped == steps
+    assert list(report.stopped) == [0, 1, 3]
+    assert len(report.losses) == EPOCHS * BATCHES
     for member in range(4):
         last = steps.get(member, EPOCHS * BATCHES)
-        assert_equal(found.losses[:last, member], whole.losses[:last, member])
-        assert found.losses[last:, member].isnan().all()
-    assert_equal(found.models[2].state_dict(), whole.models[2].state_dict())
+        assert_equal(report.losses[:last, member], whole.losses[:last, member])
+        assert report.losses[last:, member].isnan().all()
+    assert_equal(report.models[2].state_dict(), whole.models[2].state_dict())
 
 
 def test_members_of_a_compiled_task_stop_as_well() -> None:
@@ -300,11 +303,11 @@ def test_members_of_a_compiled_task_stop_as_well() -> None:
 
     # The first run compiles.
     once()
-    whole, found = once(), once(lambda result: [1] if done(result) == 4 else [])
+    whole, report = once(), once(lambda result: [1] if done(result) == 4 else [])
     ended = once(lambda result: done(result) == 4)
-    assert found.stopped == {1: 4}
-    assert_equal(found.losses[:, [0, 2]], whole.losses[:, [0, 2]])
-    assert_equal(found.models[2].state_dict(), whole.models[2].state_dict())
-    assert_equal(found.models[1].state_dict(), ended.models[1].state_dict())
-    assert found.losses[4:, 1].isnan().all()
+    assert report.stopped == {1: 4}
+    assert_equal(report.losses[:, [0, 2]], whole.losses[:, [0, 2]])
+    assert_equal(report.models[2].state_dict(), whole.models[2].state_dict())
+    assert_equal(report.models[1].state_dict(), ended.models[1].state_dict())
+    assert report.losses[4:, 1].isnan().all()
     assert len(ended.losses) == 4

@@ -1,4 +1,4 @@
-"""Tasks: what they refuse, which models belong together, whose optimizer is whose."""
+"""Tasks: refused arguments, which models belong together, and the optimizer of each array."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def sgd(params: list[nn.Parameter]) -> hf.optim.SGD:
 
 
 def task(**values: Any) -> hf.Task:
-    given = {"models": [linear()], "loss": nn.functional.cross_entropy, "optimizer": sgd, "loader": [PAIR]}
-    return hf.Task(**(given | {"name": "mine"} | values))
+    defaults = {"models": [linear()], "loss": nn.functional.cross_entropy, "optimizer": sgd, "loader": [PAIR]}
+    return hf.Task(**(defaults | {"name": "mine"} | values))
 
 
 class Endless(IterableDataset[Tensor]):
@@ -76,15 +76,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
+def test_invalid_tasks_are_refused(case: str) -> None:
     values, words = REFUSED[case]
     with pytest.raises(PlanError, match=words):
         task(**values)
 
 
 def test_numbers_of_a_task() -> None:
-    made = task(models=[linear(), linear(5)], epochs=3, loader=[PAIR] * 4)
-    assert (made.members, made.epoch, made.steps) == (2, 4, 12)
+    hf_task = task(models=[linear(), linear(5)], epochs=3, loader=[PAIR] * 4)
+    assert (hf_task.members, hf_task.epoch, hf_task.steps) == (2, 4, 12)
     assert task(models=linear()).members == 1
     assert task(models=hf.fuse([linear(), linear()])).members == 2
 
@@ -108,11 +108,11 @@ def test_an_optimizer_of_all_members_is_the_tasks_own() -> None:
     array = hf.fuse(models)
     existing = hf.optim.SGD(array.parameters(), lr=0.1)
     assert optimizer_of(task(models=array, optimizer=existing), array, range(2)) is existing
-    made = optimizer_of(task(models=models), array, range(2))
-    assert [id(p) for p in made.param_groups[0]["params"]] == [id(p) for p in array.parameters()]
+    optimizer = optimizer_of(task(models=models), array, range(2))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in array.parameters()]
 
 
-def test_who_trains_nothing_is_told() -> None:
+def test_a_task_that_trains_nothing_is_refused() -> None:
     array = hf.fuse([linear().requires_grad_(False)])
     with pytest.raises(PlanError, match="'mine' trains nothing: none of the 2 parameters of its optimizer requires"):
         optimizer_of(task(models=array), array, range(1))
@@ -127,10 +127,10 @@ def test_an_optimizer_of_some_members_has_their_numbers() -> None:
         return hf.optim.Adam(groups, lr=0.5, betas=(RATES, 0.9))
 
     array = hf.fuse([models[3], models[1]])
-    made = optimizer_of(task(models=models, optimizer=make), array, (3, 1))
-    first, second = made.param_groups
-    assert isinstance(made, hf.optim.Adam)
-    assert made.members == 2
+    optimizer = optimizer_of(task(models=models, optimizer=make), array, (3, 1))
+    first, second = optimizer.param_groups
+    assert isinstance(optimizer, hf.optim.Adam)
+    assert optimizer.members == 2
     assert isinstance(first["lr"], MemberVector)
     assert first["lr"].tolist() == [0.4, 0.2]
     assert first["weight_decay"].tolist() == [0.0, 0.0]
@@ -138,7 +138,7 @@ def test_an_optimizer_of_some_members_has_their_numbers() -> None:
     assert second["weight_decay"].tolist() == [0.4, 0.2]
     for group in (first, second):
         assert [vector.tolist() for vector in group["betas"]] == [[0.4, 0.2], [0.9, 0.9]]
-    assert [group["params"][0] is param for group, param in zip((first, second), array.parameters(), strict=True)]
+    assert all(group["params"][0] is param for group, param in zip((first, second), array.parameters(), strict=True))
 
 
 def torchs(params: list[nn.Parameter]) -> Any:

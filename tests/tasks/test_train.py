@@ -1,4 +1,4 @@
-"""hf.train: in shards, spilled, interleaved, and still the same bits as the plain loop."""
+"""hf.train gives the same bits as the plain loop: in shards, spilled and interleaved."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def knotted(dtype: torch.dtype) -> hf.FusedModule:
 
 
 @cache
-def by_loop(dtype: torch.dtype, way: Way) -> tuple[Tensor, dict[str, Tensor]]:
-    return plain(knotted(dtype), way, batches(dtype))
+def by_loop(dtype: torch.dtype, settings: Way) -> tuple[Tensor, dict[str, Tensor]]:
+    return plain(knotted(dtype), settings, batches(dtype))
 
 
 def name_of(value: Any) -> str:
@@ -62,12 +62,14 @@ def name_of(value: Any) -> str:
 @pytest.mark.parametrize("count", range(1, 9))
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_every_number_of_shards_gives_the_same_bits(dtype: torch.dtype, count: int, mode: str) -> None:
-    # The ways of which an even number of choices differs from the first, and for the other dtype the others: in each
-    # dtype any two choices meet.
-    for way in [way for place, way in enumerate(WAYS) if (place.bit_count() + count + DTYPES.index(dtype)) % 2 == 0]:
-        one, on = task(knotted(dtype), way, batches(dtype)), machine()
-        plan = planned([one], on, [count], [mode == "resident"], [mode == "kept"])
-        report = assert_same([knotted(dtype)], [one], [by_loop(dtype, way)], on, plan)
+    # For one dtype the settings that differ from the first in an even number of choices, for the other dtype the rest:
+    # in each dtype any two choices occur together.
+    for settings in [
+        settings for index, settings in enumerate(WAYS) if (index.bit_count() + count + DTYPES.index(dtype)) % 2 == 0
+    ]:
+        hf_task, on = task(knotted(dtype), settings, batches(dtype)), machine()
+        plan = planned([hf_task], on, [count], [mode == "resident"], [mode == "kept"])
+        report = assert_same([knotted(dtype)], [hf_task], [by_loop(dtype, settings)], on, plan)
         loads = [action for action in report.timeline.actions if (action.act, action.shard) == (Act.LOAD, count - 1)]
         assert len(loads) == 1 or mode == "spilled"
 
@@ -76,16 +78,16 @@ def test_every_number_of_shards_gives_the_same_bits(dtype: torch.dtype, count: i
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 def test_tasks_interleave_on_devices(devices: int, policy: str) -> None:
     dtype = torch.float64
-    ways = [WAYS[0], WAYS[7], WAYS[2], WAYS[5], WAYS[4]]
-    arrays = [_copy(index) for index in range(len(ways))]
-    expected = [_expected(index, way) for index, way in enumerate(ways)]
+    all_settings = [WAYS[0], WAYS[7], WAYS[2], WAYS[5], WAYS[4]]
+    arrays = [_copy(index) for index in range(len(all_settings))]
+    expected = [_expected(index, settings) for index, settings in enumerate(all_settings)]
     tasks = [
-        task(array, way, batches(dtype), f"t{k}", eval_loader=batches(dtype, 2) if k != 2 else None)
-        for k, (array, way) in enumerate(zip(arrays, ways, strict=True))
+        task(array, settings, batches(dtype), f"t{k}", eval_loader=batches(dtype, 2) if k != 2 else None)
+        for k, (array, settings) in enumerate(zip(arrays, all_settings, strict=True))
     ]
     on = machine(devices)
-    kept = [False, False, True, False, True]
-    plan = planned(tasks, on, [3, 1, 4, 2, 6], [False, True, False, True, False], kept)
+    keep_last = [False, False, True, False, True]
+    plan = planned(tasks, on, [3, 1, 4, 2, 6], [False, True, False, True, False], keep_last)
     assert_same(arrays, tasks, expected, on, plan, COMPARED[policy])
 
 
@@ -96,8 +98,8 @@ def _copy(index: int) -> hf.FusedModule:
 
 
 @cache
-def _expected(index: int, way: Way) -> tuple[Tensor, dict[str, Tensor]]:
-    return plain(_copy(index), way, batches(torch.float64))
+def _expected(index: int, settings: Way) -> tuple[Tensor, dict[str, Tensor]]:
+    return plain(_copy(index), settings, batches(torch.float64))
 
 
 @pytest.mark.parametrize("model", zoo.MODELS, ids=str)
@@ -106,11 +108,11 @@ def test_models_of_every_kind(model: zoo.Model) -> None:
     draw = torch.Generator().manual_seed(3)
     torch.manual_seed(3)
     loader = [(model.draw(n), torch.rand((), generator=draw, dtype=torch.float64)) for n in (5, 5, 3)]
-    way = Way(adamw, 0.5, 2)
-    expected = plain(array, way, loader, distance)
-    one, on = task(array, way, loader, loss=distance), machine()
+    settings = Way(adamw, 0.5, 2)
+    expected = plain(array, settings, loader, distance)
+    hf_task, on = task(array, settings, loader, loss=distance), machine()
     for count in (1, 3, 7):
-        assert_same([array], [one], [expected], on, planned([one], on, [count], [False], [count == 3]))
+        assert_same([array], [hf_task], [expected], on, planned([hf_task], on, [count], [False], [count == 3]))
 
 
 def distance(output: Any, target: Tensor) -> Tensor:
@@ -123,15 +125,15 @@ def distance(output: Any, target: Tensor) -> Tensor:
 
 
 def test_state_that_the_host_cannot_hold_goes_to_the_disk(tmp_path: Path) -> None:
-    way, dtype = Way(), torch.float32
-    one = task(knotted(dtype), way, batches(dtype))
+    settings, dtype = Way(), torch.float32
+    hf_task = task(knotted(dtype), settings, batches(dtype))
     on = machine(host="2KiB", disk=tmp_path / "spill")
     files: list[Path] = []
     watching = task(
-        knotted(dtype), way, batches(dtype), callbacks=[lambda step: files.extend(tmp_path.rglob("*.safetensors"))]
+        knotted(dtype), settings, batches(dtype), callbacks=[lambda step: files.extend(tmp_path.rglob("*.safetensors"))]
     )
-    plan = planned([one], on, [4], [False])
-    assert_same([knotted(dtype)], [watching], [by_loop(dtype, way)], on, plan)
+    plan = planned([hf_task], on, [4], [False])
+    assert_same([knotted(dtype)], [watching], [by_loop(dtype, settings)], on, plan)
     assert files
     assert not list(tmp_path.iterdir())
 
@@ -143,9 +145,9 @@ def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
 
     rates, limits = [0.1, 0.2, 0.3, 0.4, 0.5], [0.2, 10.0, 0.1, 0.5, 0.3]
     loader = batches(torch.float32)
-    own = models()
-    one = hf.Task(
-        own,
+    originals = models()
+    hf_task = hf.Task(
+        originals,
         F.cross_entropy,
         optimizer=lambda params: hf.optim.SGD(params, lr=rates),
         loader=loader,
@@ -153,7 +155,7 @@ def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
         clip_norm=limits,
         name="mixed",
     )
-    report = hf.train([one], machine())
+    report = hf.train([hf_task], machine())
     assert [plan.name for plan in report.plan.tasks] == ["mixed.0", "mixed.1"]
     for index, (model, trained) in enumerate(zip(models(), report["mixed"].models, strict=True)):
         assert type(model) is type(trained)
@@ -168,9 +170,9 @@ def test_a_list_is_fused_by_shape_and_comes_back_in_order() -> None:
                 nn.utils.clip_grad_norm_(model.parameters(), limits[index])
                 optimizer.step()
         torch.testing.assert_close(report["mixed"].losses[:, index], torch.stack(losses))
-        for ours, theirs in zip(trained.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs)
-    for before, after in zip(models(), own, strict=True):
+        for param, expected in zip(trained.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(param, expected)
+    for before, after in zip(models(), originals, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
 
 
@@ -181,11 +183,11 @@ def test_members_that_do_not_fit_at_once_are_trained_a_few_at_a_time() -> None:
     def make(params: list[nn.Parameter]) -> hf.optim.SGD:
         return hf.optim.SGD(params, lr=rates)
 
-    one = hf.Task(models, F.cross_entropy, optimizer=make, loader=batches(torch.float64), name="wide")
+    hf_task = hf.Task(models, F.cross_entropy, optimizer=make, loader=batches(torch.float64), name="wide")
     models = [model.double() for model in models]
-    whole = hf.train([one], machine())
+    whole = hf.train([hf_task], machine())
     need = whole.plan.tasks[0].device_bytes
-    narrow = hf.train([one], machine(memory=str(need // 2)))
+    narrow = hf.train([hf_task], machine(memory=str(need // 2)))
     assert [plan.width for plan in whole.plan.tasks] == [8]
     assert max(plan.width for plan in narrow.plan.tasks) < 8
     torch.testing.assert_close(narrow["wide"].losses, whole["wide"].losses)
@@ -205,7 +207,7 @@ def test_a_frozen_base_moves_once_for_all_members() -> None:
             return self.head(torch.relu(self.base(x)))
 
     def moved(members: int) -> int:
-        one = hf.Task(
+        hf_task = hf.Task(
             [Adapted() for _ in range(members)],
             F.cross_entropy,
             optimizer=lambda params: hf.optim.SGD([p for p in params if p.requires_grad], lr=0.1),
@@ -213,10 +215,10 @@ def test_a_frozen_base_moves_once_for_all_members() -> None:
             name="adapters",
         )
         on = machine()
-        plan = planned([one], on, [2], [False])
-        hf.train([one], on, plan=plan)
-        (made,) = plan.tasks
-        return made.unit_actions[Phase.FORWARD, 0].load.moves
+        plan = planned([hf_task], on, [2], [False])
+        hf.train([hf_task], on, plan=plan)
+        (task_plan,) = plan.tasks
+        return task_plan.unit_actions[Phase.FORWARD, 0].load.moves
 
     frozen = base.weight.nbytes + base.bias.nbytes
     assert moved(4) < moved(1) + frozen
@@ -227,17 +229,17 @@ def test_inputs_of_members_and_of_all(make: Callable[[list[Tensor]], Any]) -> No
     array = knotted(torch.float64)
     rows = [batches(torch.float64)] * MEMBERS
     loader = [
-        (make([x * (k + 1) for k, (x, _) in enumerate(each)]), make([y for _, y in each]))
-        for each in zip(*rows, strict=True)
+        (make([x * (k + 1) for k, (x, _) in enumerate(pairs)]), make([y for _, y in pairs]))
+        for pairs in zip(*rows, strict=True)
     ]
-    one, on = task(array, Way(), loader), machine()
-    assert_same([array], [one], [plain(array, Way(), loader)], on, planned([one], on, [3], [False]))
+    hf_task, on = task(array, Way(), loader), machine()
+    assert_same([array], [hf_task], [plain(array, Way(), loader)], on, planned([hf_task], on, [3], [False]))
 
 
 def test_callbacks_hear_of_every_minibatch() -> None:
     heard: list[Any] = []
-    one = task(fused(), Way(), batches(torch.float64), callbacks=[heard.append])
-    report = hf.train([one], machine())
+    hf_task = task(fused(), Way(), batches(torch.float64), callbacks=[heard.append])
+    report = hf.train([hf_task], machine())
     assert [(step.epoch, step.step) for step in heard] == list(product(range(EPOCHS), range(BATCHES)))
     assert torch.equal(torch.stack([step.losses for step in heard]), report["task"].losses)
 
@@ -248,25 +250,27 @@ def test_evaluations_are_those_of_the_loop_in_eval_mode(count: int, times: int, 
     """Also of minibatches with ``times`` as many samples as those that are trained."""
     array, loader = knotted(torch.float64), batches(torch.float64)
     held_out = [(torch.cat([x] * times), torch.cat([y] * times)) for x, y in batches(torch.float64, 3)]
-    for way in (Way(momentum, 0.5, 2), Way(adamw)):
-        wanted: list[Tensor] = []
+    for settings in (Way(momentum, 0.5, 2), Way(adamw)):
+        expected_losses: list[Tensor] = []
 
-        def evaluate(each: Callable[..., Tensor], wanted: list[Tensor] = wanted) -> None:
+        def evaluate(loss: Callable[..., Tensor], expected_losses: list[Tensor] = expected_losses) -> None:
             array.eval()
             with torch.no_grad():
-                wanted.append(torch.stack([each(array(x), y) for x, y in held_out]))
+                expected_losses.append(torch.stack([loss(array(x), y) for x, y in held_out]))
             array.train()
 
-        expected = plain(array, way, loader, after_epoch=evaluate)
+        expected = plain(array, settings, loader, after_epoch=evaluate)
         heard: list[hf.Evaluation] = []
-        one = task(array, way, loader, eval_loader=held_out, callbacks=[_only(hf.Evaluation, heard)])
-        plan = planned([one], machine(), [count], [mode == "resident"], [mode == "kept"])
-        report = assert_same([array], [one], [expected], machine(), plan)
+        hf_task = task(array, settings, loader, eval_loader=held_out, callbacks=[_only(hf.Evaluation, heard)])
+        plan = planned([hf_task], machine(), [count], [mode == "resident"], [mode == "kept"])
+        report = assert_same([array], [hf_task], [expected], machine(), plan)
         losses = report["task"].eval_losses
         assert losses is not None
-        assert torch.equal(losses, torch.stack(wanted))
-        assert [(each.epoch, each.members) for each in heard] == [(epoch, (0, 1, 2)) for epoch in range(EPOCHS)]
-        assert torch.equal(torch.stack([each.losses for each in heard]), losses)
+        assert torch.equal(losses, torch.stack(expected_losses))
+        assert [(evaluation.epoch, evaluation.members) for evaluation in heard] == [
+            (epoch, (0, 1, 2)) for epoch in range(EPOCHS)
+        ]
+        assert torch.equal(torch.stack([evaluation.losses for evaluation in heard]), losses)
         assert array.training
 
 
@@ -278,19 +282,19 @@ def test_evaluated_members_come_in_the_order_of_the_models() -> None:
     torch.manual_seed(0)
     models = [nn.Linear(6, 3) if k % 2 else nn.Sequential(nn.Linear(6, 3), nn.Dropout()) for k in range(4)]
     held_out = batches(torch.float32, 2)
-    one = hf.Task(
+    hf_task = hf.Task(
         models,
         F.cross_entropy,
         optimizer=lambda params: hf.optim.SGD(params, lr=0.0),
         loader=batches(torch.float32),
         eval_loader=held_out,
     )
-    losses = hf.train([one], machine())["task"].eval_losses
+    losses = hf.train([hf_task], machine())["task"].eval_losses
     assert losses is not None
     for index, model in enumerate(models):
         model.eval()
-        wanted = torch.stack([F.cross_entropy(model(x), y) for x, y in held_out])
-        torch.testing.assert_close(losses[0, :, index], wanted)
+        expected = torch.stack([F.cross_entropy(model(x), y) for x, y in held_out])
+        torch.testing.assert_close(losses[0, :, index], expected)
 
 
 class OtherWayRound(nn.Module):
@@ -306,10 +310,10 @@ class OtherWayRound(nn.Module):
 
 def test_what_cannot_be_evaluated_in_shards_is_refused() -> None:
     array, loader = fused(OtherWayRound), batches(torch.float64)
-    one = task(array, Way(), loader, eval_loader=loader)
-    hf.train([one], machine())
+    hf_task = task(array, Way(), loader, eval_loader=loader)
+    hf.train([hf_task], machine())
     with pytest.raises(hf.PlanError, match=r"after tensors of later shards.*leave the eval loader out"):
-        hf.train([one], machine(), plan=planned([one], machine(), [2], [False]))
+        hf.train([hf_task], machine(), plan=planned([hf_task], machine(), [2], [False]))
     large = [(torch.zeros(n, 6, dtype=torch.float64), torch.zeros(n, dtype=torch.int64)) for n in (7, 8)]
     with pytest.raises(hf.TrainError) as raised:
         hf.train([task(array, Way(), loader, eval_loader=DataLoader(large, batch_size=None))], machine())
@@ -320,13 +324,13 @@ def test_any_minibatch_of_a_list_may_be_the_largest() -> None:
     full = batches(torch.float64, 3)
     loader = [(x[:n], y[:n]) for (x, y), n in zip(full, (2, 5, 3), strict=True)]
     held_out = [(x[:n], y[:n]) for (x, y), n in zip(full, (1, 7, 4), strict=True)]
-    array, way = fused(), Way(adamw)
+    array, settings = fused(), Way(adamw)
     before = {name: tensor.clone() for name, tensor in array.state_dict().items()}
-    expected, after = plain(array, way, loader)
+    expected, after = plain(array, settings, loader)
     for shards, resident in ((1, True), (3, False)):
         array.load_state_dict(before)
-        one = task(array, way, loader, eval_loader=held_out)
-        report = hf.train([one], machine(), plan=planned([one], machine(), [shards], [resident]))
+        hf_task = task(array, settings, loader, eval_loader=held_out)
+        report = hf.train([hf_task], machine(), plan=planned([hf_task], machine(), [shards], [resident]))
         assert torch.equal(report["task"].losses, expected)
         for name, tensor in array.state_dict().items():
             assert torch.equal(tensor, after[name])
@@ -335,7 +339,7 @@ def test_any_minibatch_of_a_list_may_be_the_largest() -> None:
 def test_this_machine_is_the_one_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     pairs = [(torch.randn(4, 3), torch.randint(2, (4,))) for _ in range(2)]
-    one = hf.Task([nn.Linear(3, 2), nn.Linear(3, 2)], F.cross_entropy, partial(hf.optim.SGD, lr=0.1), pairs)
-    assert len(hf.plan(one).devices) == len(hf.Machine.detect().devices)
-    assert hf.train(one)[one.name].losses.shape == (2, 2)
+    hf_task = hf.Task([nn.Linear(3, 2), nn.Linear(3, 2)], F.cross_entropy, partial(hf.optim.SGD, lr=0.1), pairs)
+    assert len(hf.plan(hf_task).devices) == len(hf.Machine.detect().devices)
+    assert hf.train(hf_task)[hf_task.name].losses.shape == (2, 2)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What a run shows, and what it gives: on one screen."""
+"""The progress and the report of a run fit on one screen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from tests.trained import task as trained
 NAN = float("nan")
 
 
-def made(members: int, steps: int = 4, *, evaluated: bool = False, stopped: dict[int, int] | None = None) -> TaskReport:
+def task_report(
+    members: int, steps: int = 4, *, evaluated: bool = False, stopped: dict[int, int] | None = None
+) -> TaskReport:
     losses = torch.arange(steps * members, dtype=torch.float64).reshape(steps, members).flip(0) / members
     evaluations = torch.arange(2 * members, dtype=torch.float64).reshape(1, 2, members) if evaluated else None
     return TaskReport(losses, evaluations, stopped or {}, ())
@@ -35,17 +37,17 @@ def whole(tasks: dict[str, TaskReport], devices: int = 2) -> Report:
 @pytest.mark.parametrize("count", [0, 1, 2, 17, 18, 19, 1000])
 @pytest.mark.parametrize("members", [1, 3, 2000])
 def test_a_report_fits_a_screen(count: int, members: int) -> None:
-    tasks = {f"a-long-name-of-a-task-that-goes-on-{k}": made(members, stopped={0: 2}) for k in range(count)}
-    found = whole(tasks, 40)
-    for text in (str(found), repr(found), *map(str, [*tasks.values()][:1])):
+    tasks = {f"a-long-name-of-a-task-that-goes-on-{k}": task_report(members, stopped={0: 2}) for k in range(count)}
+    report = whole(tasks, 40)
+    for text in (str(report), repr(report), *map(str, [*tasks.values()][:1])):
         lines = text.splitlines()
         assert len(lines) <= 24
         assert max(map(len, lines)) <= 100
 
 
 def test_a_report_says_what_there_was() -> None:
-    found = str(whole({"sweep": made(3, stopped={1: 2}), "other": made(1, evaluated=True)}))
-    assert found.splitlines() == [
+    text = str(whole({"sweep": task_report(3, stopped={1: 2}), "other": task_report(1, evaluated=True)}))
+    assert text.splitlines() == [
         "2 tasks, 4 members, 2 devices: 12.3 s, computing 88% of the time",
         "peak: device-0 1.0MiB of 1.0GiB, device-1 1.0MiB of 1.0GiB",
         "task   members  stopped  minibatches  first loss     best  median      worst",
@@ -96,8 +98,8 @@ def test_bars_fit_a_screen(tasks: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_prints_its_report(capsys: pytest.CaptureFixture[str]) -> None:
-    one = trained(fused(), Way(), batches(torch.float64), eval_loader=batches(torch.float64, 2))
-    report = hf.train(one, machine(), progress=True, on_result=lambda result: [2])
+    task = trained(fused(), Way(), batches(torch.float64), eval_loader=batches(torch.float64, 2))
+    report = hf.train(task, machine(), progress=True, on_result=lambda result: [2])
     print(report, report["task"], sep="\n")
     printed = capsys.readouterr().out.splitlines()
     assert "10/10 minibatches of task" in printed[9]

@@ -36,9 +36,11 @@ def loader() -> list[tuple[Any, Tensor]]:
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 @pytest.mark.parametrize("make", [Skipping, Before])
-def test_what_a_member_skips_stays_as_it_is(make: Callable[[], nn.Module], count: int, resident: bool) -> None:
-    array, way, batches = fused(make), Way(), loader()
-    expected = plain(array, way, batches, F.mse_loss)
-    tasks = [task(array, way, batches, loss=F.mse_loss)]
+def test_a_parameter_that_a_member_skips_stays_as_it_is(
+    make: Callable[[], nn.Module], count: int, resident: bool
+) -> None:
+    array, settings, batches = fused(make), Way(), loader()
+    expected = plain(array, settings, batches, F.mse_loss)
+    tasks = [task(array, settings, batches, loss=F.mse_loss)]
     on = machine()
     assert_same([array], tasks, [expected], on, planned(tasks, on, [count], [resident]))

@@ -47,8 +47,8 @@ def sgd(params: list[nn.Parameter]) -> hf.optim.SGD:
 
 
 def task(array: hf.FusedModule, **options: Any) -> hf.Task:
-    given = {"epochs": 2, "clip_norm": 0.5, "eval_loader": [(X, Y)], "seed": 0, **options}
-    return hf.Task(array, F.cross_entropy, sgd, [(X, Y), (X + 1, Y)], **given)
+    arguments = {"epochs": 2, "clip_norm": 0.5, "eval_loader": [(X, Y)], "seed": 0, **options}
+    return hf.Task(array, F.cross_entropy, sgd, [(X, Y), (X + 1, Y)], **arguments)
 
 
 def looped(name: str) -> tuple[hf.FusedModule, Tensor]:
@@ -57,11 +57,11 @@ def looped(name: str) -> tuple[hf.FusedModule, Tensor]:
     for _ in range(2):
         for x in (X, X + 1):
             optimizer.zero_grad()
-            found = hf.per_model(F.cross_entropy)(array(x), Y)
-            found.sum().backward()
+            step_losses = hf.per_model(F.cross_entropy)(array(x), Y)
+            step_losses.sum().backward()
             hf.optim.clip_grad_norm_(array.parameters(), 0.5)
             optimizer.step()
-            losses.append(found.detach())
+            losses.append(step_losses.detach())
     return array, torch.stack(losses)
 
 
@@ -86,8 +86,8 @@ def test_a_task_is_the_plain_loop_bit_for_bit(name: str, memory: str) -> None:
 
 def test_a_compiled_task_is_the_plain_loop() -> None:
     _, losses = looped("heads")
-    found = hf.train([task(hf.fuse(models("heads")), compile=True)])["task"]
-    torch.testing.assert_close(found.losses, losses, rtol=1e-9, atol=1e-12)
+    report = hf.train([task(hf.fuse(models("heads")), compile=True)])["task"]
+    torch.testing.assert_close(report.losses, losses, rtol=1e-9, atol=1e-12)
 
 
 class Stopped(Exception):
@@ -109,6 +109,6 @@ def test_a_task_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     with pytest.raises(hf.TrainError, match="Stopped"):
         hf.train([task(hf.fuse(models(name)), compile=False, callbacks=[stop])], checkpoint=tmp_path, every=1)
     array, (expected, losses) = hf.fuse(models(name)), looped(name)
-    found = hf.train([task(array, compile=False)], checkpoint=tmp_path, every=1, resume=True)["task"]
-    assert torch.equal(found.losses, losses)
+    report = hf.train([task(array, compile=False)], checkpoint=tmp_path, every=1, resume=True)["task"]
+    assert torch.equal(report.losses, losses)
     assert_same_bits(array, expected)

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 class Meeting:
     """Two minibatches; with the second it waits for the other loader to be at its own."""
 
-    def __init__(self, mine: Event, other: Event) -> None:
-        self.mine, self.other, self.met = mine, other, False
+    def __init__(self, reached: Event, other: Event) -> None:
+        self.reached, self.other, self.met = reached, other, False
 
     def __len__(self) -> int:
         return 2
@@ -36,7 +36,7 @@ class Meeting:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for index in range(2):
             if index:
-                self.mine.set()
+                self.reached.set()
                 self.met = self.other.wait(PATIENCE)
             yield torch.randn(3, 4), torch.randn(3, 2)
 
@@ -116,14 +116,14 @@ def test_each_task_draws_as_if_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_is_read_by_several_is_read_in_turns() -> None:
+def test_data_that_several_loaders_read_is_read_in_turns() -> None:
     data = Noisy(noise)
     folds = [DataLoader(Subset(data, [k, k + 1]), 1) for k in range(2)]
     with open(__file__) as file:
         alone = [DataLoader(Noisy(noise)), [(X, Y)], DataLoader(data, num_workers=1), Meeting(Event(), Event())]
         reading = [[file], {"lines": file}]
-        found = turns([(loader, None) for loader in (*folds, *alone, *reading)])
-    assert found[0] is found[1]
-    assert found[-1] is found[-2]
-    apart = [found[0], *found[2:-1]]
+        contexts = turns([(loader, None) for loader in (*folds, *alone, *reading)])
+    assert contexts[0] is contexts[1]
+    assert contexts[-1] is contexts[-2]
+    apart = [contexts[0], *contexts[2:-1]]
     assert len(set(map(id, apart))) == len(apart)

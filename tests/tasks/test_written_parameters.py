@@ -32,8 +32,8 @@ def test_a_frozen_parameter_that_forward_writes_is_trained_state(resident: bool)
     models = [Counting().double() for _ in range(2)]
     alone = copy.deepcopy(models)
     minibatches = [(torch.randn(4, 8, dtype=torch.float64), torch.randint(3, (4,))) for _ in range(3)]
-    one = hf.Task(hf.fuse(models), F.cross_entropy, lambda params: hf.optim.SGD(params, lr=0.1), minibatches, name="a")
-    trained = hf.train(one, machine(), plan=planned([one], machine(), [1], [resident]))["a"].models
+    task = hf.Task(hf.fuse(models), F.cross_entropy, lambda params: hf.optim.SGD(params, lr=0.1), minibatches, name="a")
+    trained = hf.train(task, machine(), plan=planned([task], machine(), [1], [resident]))["a"].models
     for model, other in zip(trained, alone, strict=True):
         optimizer = torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=0.1)
         for x, target in minibatches:

@@ -1,4 +1,4 @@
-"""What inductor does once for a step, and leaves as it was."""
+"""Inductor patches apply during one compilation and are undone afterwards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_torch_is_left_as_it_was() -> None:
 
     def fail() -> None:
         with quick_inductor():
-            assert all(ours is not theirs for ours, theirs in zip(state()[:2], before[:2], strict=True))
+            assert all(patched is not original for patched, original in zip(state()[:2], before[:2], strict=True))
             assert CppWrapperCodeCache._get_uncompiled_header("cuda:0") == "torch/csrc/inductor/cpp_wrapper/cuda.h"
             raise KeyError
 

@@ -1,4 +1,4 @@
-"""What hfusion expects of torch's dispatch, export and autograd holds on the installed torch."""
+"""Assumptions of hfusion about torch's dispatch, export and autograd hold on the installed torch."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Doubled(torch.autograd.Function):
 
 
 class Spying(torch.utils._python_dispatch.TorchDispatchMode):
-    seen = 0
+    calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += 1
+        self.calls += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -73,9 +73,9 @@ def test_dispatch_modes() -> None:
             torch.ones(1)
         with dispatch_modes.no_dispatch():
             torch.ones(1)
-        assert mode.seen == 0
+        assert mode.calls == 0
         torch.ones(1)
-    assert mode.seen == 1
+    assert mode.calls == 1
     assert not dispatch_modes.in_dispatch_mode()
 
 
@@ -122,8 +122,8 @@ def test_operator_tables() -> None:
 
 def test_a_generator_of_the_thread() -> None:
     before = torch.random.get_rng_state()
-    own = torch.Generator().manual_seed(3)
-    with thread_draws.drawing_from(own, contextmanager(lambda: iter([None]))):
+    generator = torch.Generator().manual_seed(3)
+    with thread_draws.drawing_from(generator, contextmanager(lambda: iter([None]))):
         drawn = torch.rand(2)
         assert isinstance(torch.random.default_generator, torch.Generator)
         torch.randn(2, generator=torch.random.default_generator)
@@ -172,11 +172,11 @@ class Failing(nn.Module):
         self.part = Inner()
 
     def forward(self, x: Tensor) -> Tensor:
-        seen = []
-        thread = threading.Thread(target=lambda: seen.append(bool(torch.compiler.is_exporting())))
+        thread_results = []
+        thread = threading.Thread(target=lambda: thread_results.append(bool(torch.compiler.is_exporting())))
         thread.start()
         thread.join()
-        assert (export_state.exporting(), seen) == (True, [False])
+        assert (export_state.exporting(), thread_results) == (True, [False])
         with export_state.outside_export():
             assert not torch.compiler.is_exporting()
         try:

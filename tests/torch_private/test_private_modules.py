@@ -1,4 +1,4 @@
-"""What hfusion expects of torch's modules, optimizers, loaders and of Inductor holds on the installed torch."""
+"""Assumptions of hfusion about torch's modules, optimizers, loaders and Inductor hold on the installed torch."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_hooks_and_parametrizations_of_modules() -> None:
 
 
 def test_hooks_of_optimizers() -> None:
-    found = optimizer()
+    opt = optimizer()
     count = optimizer_hooks.count_global_step_hooks()
-    assert not optimizer_hooks.has_step_hooks(found)
-    found.register_step_post_hook(lambda *args: None)
-    assert optimizer_hooks.has_step_hooks(found)
+    assert not optimizer_hooks.has_step_hooks(opt)
+    opt.register_step_post_hook(lambda *args: None)
+    assert optimizer_hooks.has_step_hooks(opt)
     handle = register_optimizer_step_post_hook(lambda *args: None)
     assert optimizer_hooks.count_global_step_hooks() == count + 1
     handle.remove()
@@ -67,9 +67,9 @@ def test_methods_of_optimizers_and_the_norm_are_wrapped(monkeypatch: pytest.Monk
 
     optimizer_hooks.wrap_optimizer_methods(noted("add"), noted("zero"))
     optimizer_hooks.wrap_norm(noted("norm"))
-    found = optimizer()
-    found.zero_grad()
-    parameter = found.param_groups[0]["params"][0]
+    opt = optimizer()
+    opt.zero_grad()
+    parameter = opt.param_groups[0]["params"][0]
     parameter.grad = torch.ones(1)
     nn.utils.clip_grad_norm_([parameter], 1.0)
     assert called[:2] == ["add", "zero"]
@@ -103,5 +103,5 @@ def test_settings_of_inductor() -> None:
 
 def test_handles_of_tensors() -> None:
     tensors = [torch.ones(2), torch.zeros(3)]
-    taken = cpp_entry.tensors_of(cpp_entry.handles_of(tensors))
-    assert [tensor.data_ptr() for tensor in taken] == [tensor.data_ptr() for tensor in tensors]
+    resolved = cpp_entry.tensors_of(cpp_entry.handles_of(tensors))
+    assert [tensor.data_ptr() for tensor in resolved] == [tensor.data_ptr() for tensor in tensors]

@@ -33,10 +33,10 @@ def optimizer() -> torch.optim.Optimizer:
 
 def stepped() -> torch.optim.Optimizer:
     """An optimizer whose step a scheduler has seen."""
-    found = optimizer()
-    torch.optim.lr_scheduler.StepLR(found, 1)
-    found.step()
-    return found
+    opt = optimizer()
+    torch.optim.lr_scheduler.StepLR(opt, 1)
+    opt.step()
+    return opt
 
 
 def read_by_workers() -> Any:
@@ -85,10 +85,10 @@ def test_the_names_exist(row: PrivateNames) -> None:
             held[path] = owner(path)
         try:
             # Some modules are imported by their names only.
-            found = hasattr(held[path], name) or importlib.import_module(f"{path}.{name}")
+            present = hasattr(held[path], name) or importlib.import_module(f"{path}.{name}")
         except ModuleNotFoundError:
-            found = False
-        missing += [] if found else [f"{path}.{name}"]
+            present = False
+        missing += [] if present else [f"{path}.{name}"]
     assert missing == []
 
 

@@ -59,14 +59,14 @@ def private_paths(source: str) -> Iterator[str]:
     yield from sorted(filter(is_private, {*modules, *paths.values(), *read, *named}))
 
 
-def foreign_attributes(source: str, own: set[str]) -> Iterator[str]:
+def foreign_attributes(source: str, own_names: set[str]) -> Iterator[str]:
     """Yield the underscored attributes that a file reads of objects, and that no file of hfusion defines."""
     tree = ast.parse(source)
     paths = imported(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             operator = isinstance(node.value, ast.Name) and node.value.id in ("aten", "_aten")
-            if node.attr not in own and not path_of(node, paths) and not operator:
+            if node.attr not in own_names and not path_of(node, paths) and not operator:
                 yield node.attr
 
 
@@ -94,29 +94,29 @@ def patches(source: str) -> Iterator[str]:
 
 
 def outside() -> dict[Path, str]:
-    found = {path: path.read_text() for path in files()}
-    return {path: text for path, text in found.items() if path.parent != ROOM and "bench" not in path.parts}
+    texts = {path: path.read_text() for path in files()}
+    return {path: text for path, text in texts.items() if path.parent != ROOM and "bench" not in path.parts}
 
 
 def test_no_other_folder_uses_a_private_name() -> None:
-    found = {path.relative_to(ROOT).as_posix(): list(private_paths(text)) for path, text in outside().items()}
-    assert {path: names for path, names in found.items() if names} == {}
+    names_by_file = {path.relative_to(ROOT).as_posix(): list(private_paths(text)) for path, text in outside().items()}
+    assert {path: names for path, names in names_by_file.items() if names} == {}
 
 
 def test_no_other_folder_reads_a_private_attribute() -> None:
-    own = {name for path in files() for name in defined(path.read_text())}
-    known = ATTRIBUTES | OTHERS
-    found = {
-        path.relative_to(ROOT).as_posix(): set(foreign_attributes(text, own)) - known
+    own_names = {name for path in files() for name in defined(path.read_text())}
+    allowed = ATTRIBUTES | OTHERS
+    attributes = {
+        path.relative_to(ROOT).as_posix(): set(foreign_attributes(text, own_names)) - allowed
         for path, text in outside().items()
     }
-    assert {path: names for path, names in found.items() if names} == {}
+    assert {path: names for path, names in attributes.items() if names} == {}
 
 
 def test_no_other_folder_replaces_a_function_of_torch() -> None:
-    found = {path.relative_to(ROOT).as_posix(): list(patches(text)) for path, text in outside().items()}
+    patched = {path.relative_to(ROOT).as_posix(): list(patches(text)) for path, text in outside().items()}
     # A setting that torch documents.
-    assert {path: names for path, names in found.items() if names} == {
+    assert {path: names for path, names in patched.items() if names} == {
         "hfusion/step/compile_request.py": ["torch.backends.mkldnn.enabled"]
     }
 
@@ -126,13 +126,13 @@ def test_every_private_name_of_the_folder_is_in_the_table() -> None:
     for path in ROOM.glob("*.py"):
         text = path.read_text()
         attributes = set(foreign_attributes(text, {*defined(text), *OTHERS}))
-        known = {name.rpartition(".")[2] for name in TABLE}
-        missing[path.name] = {name for name in private_paths(text) if not in_table(name)} | (attributes - known)
+        listed = {name.rpartition(".")[2] for name in TABLE}
+        missing[path.name] = {name for name in private_paths(text) if not in_table(name)} | (attributes - listed)
     assert {path: names for path, names in missing.items() if names} == {}
 
 
 def in_table(path: str) -> bool:
-    """Whether the table has a name, or what it leads to, or names of this module."""
+    """Return whether a path is a name of the table, lies below one, or is a module of one."""
     return any(f"{path}.".startswith(f"{name}.") or f"{name}.".startswith(f"{path}.") for name in TABLE)
 
 

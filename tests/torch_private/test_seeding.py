@@ -1,4 +1,4 @@
-"""What torch keeps for accelerators that were not used yet is what the user seeded."""
+"""The seed that torch keeps for an unused accelerator remains the one that the user set."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def waiting() -> Any:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a CUDA that was not used")
 @pytest.mark.parametrize("others", [False, True])
 def test_arrays_leave_the_seed_of_an_accelerator_that_was_not_used(others: bool) -> None:
-    """A capture runs forward under a seed of its own, and build under those of the members."""
+    """A capture runs forward under a separate seed, and build under the members' seeds."""
     with ThreadPoolExecutor(1) as pool:
         if others:
             pool.submit(torch.get_rng_state).result()
         torch.manual_seed(7)
-        mine, drawn = waiting(), torch.get_rng_state()
+        pending, drawn = waiting(), torch.get_rng_state()
         fused = hf.build(lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)), seeds=[1, 2])
-        assert waiting() is mine
+        assert waiting() is pending
         assert torch.equal(torch.get_rng_state(), drawn)
         fused(torch.ones(4, 3))
-        assert waiting() is mine
+        assert waiting() is pending
 
 
 class Device:

@@ -1,4 +1,4 @@
-"""Draws of a thread that come from a generator of its own are those that torch's would give."""
+"""A thread that draws from its own generator gets the numbers that torch's generator would give."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def test_a_thread_draws_from_its_own(name: str) -> None:
     expected = draw(), torch.rand(2)
     torch.manual_seed(4)
     before = torch.get_rng_state()
-    own = torch.Generator().manual_seed(3)
-    with drawing_from(own, nullcontext):
-        found = draw(), torch.rand(2)
+    generator = torch.Generator().manual_seed(3)
+    with drawing_from(generator, nullcontext):
+        drawn = draw(), torch.rand(2)
     assert torch.equal(torch.get_rng_state(), before)
-    assert same(found[0], expected[0])
+    assert same(drawn[0], expected[0])
     if name != "seed":
-        assert torch.equal(found[1], expected[1])
+        assert torch.equal(drawn[1], expected[1])
 
 
 def test_other_threads_draw_from_torchs() -> None:
@@ -114,25 +114,25 @@ def test_other_threads_draw_from_torchs() -> None:
     torch.manual_seed(1)
     expected = torch.rand(6)
     torch.manual_seed(1)
-    own, meet, found = torch.Generator().manual_seed(2), Barrier(2), []
+    generator, meet, from_thread = torch.Generator().manual_seed(2), Barrier(2), []
 
     def aside() -> None:
-        with drawing_from(own, nullcontext):
+        with drawing_from(generator, nullcontext):
             for _ in range(3):
                 meet.wait()
-                found.append(torch.rand(2))
+                from_thread.append(torch.rand(2))
                 meet.wait()
 
     thread = Thread(target=aside)
     thread.start()
-    here = []
+    from_main = []
     for _ in range(3):
         meet.wait()
         meet.wait()
-        here.append(torch.rand(2))
+        from_main.append(torch.rand(2))
     thread.join()
-    assert torch.equal(torch.cat(here), expected)
-    assert torch.equal(torch.cat(found), torch.rand(6, generator=torch.Generator().manual_seed(2)))
+    assert torch.equal(torch.cat(from_main), expected)
+    assert torch.equal(torch.cat(from_thread), torch.rand(6, generator=torch.Generator().manual_seed(2)))
 
 
 class Replaced(TorchDispatchMode):
@@ -143,15 +143,15 @@ class Replaced(TorchDispatchMode):
             return torch.stack([torch.rand(3), torch.rand(3, out=torch.empty(3))])
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_what_a_mode_draws_is_of_its_thread(own: bool) -> None:
+@pytest.mark.parametrize("redirected", [False, True])
+def test_a_mode_draws_from_the_generator_of_its_thread(redirected: bool) -> None:
     expected = torch.rand(6, generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(2 if own else 1)
+    torch.manual_seed(2 if redirected else 1)
     before = torch.get_rng_state()
-    with drawing_from(torch.Generator().manual_seed(1), nullcontext) if own else nullcontext(), Replaced():
-        found = torch.rand(3)
-    assert torch.equal(found, expected.view(2, 3))
-    assert torch.equal(torch.get_rng_state(), before) == own
+    with drawing_from(torch.Generator().manual_seed(1), nullcontext) if redirected else nullcontext(), Replaced():
+        drawn = torch.rand(3)
+    assert torch.equal(drawn, expected.view(2, 3))
+    assert torch.equal(torch.get_rng_state(), before) == redirected
 
 
 def _is_torchs_own() -> bool:
@@ -162,21 +162,21 @@ def _is_torchs_own() -> bool:
 
 def test_torchs_generator_stays_one_for_all_threads() -> None:
     """Another thread reads torch's generator while one draws from its own, and afterwards so does each."""
-    own, other = torch.Generator(), []
+    thread_generator, read_generators = torch.Generator(), []
 
     def read() -> None:
         from torch.random import default_generator
 
         torch.randn(2, generator=default_generator)
-        other.extend([default_generator, torch.random.default_generator])
+        read_generators.extend([default_generator, torch.random.default_generator])
 
-    with drawing_from(own, nullcontext), drawing_from(own, nullcontext):
-        assert torch.random.default_generator is own
+    with drawing_from(thread_generator, nullcontext), drawing_from(thread_generator, nullcontext):
+        assert torch.random.default_generator is thread_generator
         thread = Thread(target=read)
         thread.start()
         thread.join()
-    assert all(generator is torch.default_generator for generator in other)
-    assert len(other) == 2
+    assert all(generator is torch.default_generator for generator in read_generators)
+    assert len(read_generators) == 2
     assert _is_torchs_own()
     assert type(torch.random) is type(os)
 
@@ -222,9 +222,9 @@ def test_threads_that_end_in_any_order_leave_torch_as_it_was() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_that_is_forked_off_goes_on_from_there() -> None:
-    own = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     expected = torch.rand(3, generator=torch.Generator().manual_seed(3))
-    with drawing_from(own, nullcontext):
+    with drawing_from(generator, nullcontext):
         child = os.fork()
         if not child:
             os._exit(0 if torch.equal(torch.rand(3), expected) and _is_torchs_own() else 1)

@@ -1,4 +1,4 @@
-"""What trains without a capture does not import Dynamo, and steps as torch's optimizers do."""
+"""Training without a capture does not import Dynamo, and steps as torch's optimizers do."""
 
 from __future__ import annotations
 
@@ -72,28 +72,28 @@ def test_a_step_alone_is_the_step_of_torch(
     expected = trained(kind, lambda optimizer: optimizer.step(), **options)
     monkeypatch.setattr(optimizer_hooks, "is_dynamo_imported", lambda: imported)
     monkeypatch.setattr(unimported_dynamo, "is_dynamo_imported", lambda: imported)
-    found = trained(kind, optimizer_hooks.step_alone, **options)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    actual = trained(kind, optimizer_hooks.step_alone, **options)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("imported", [True, False])
 def test_hooks_see_a_step_alone(imported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_hooks, "is_dynamo_imported", lambda: imported)
-    seen: list[str] = []
+    events: list[str] = []
 
     def step(optimizer: torch.optim.Optimizer) -> None:
-        if not seen:
-            optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-            optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-            seen.append("registered")
+        if not events:
+            optimizer.register_step_pre_hook(lambda *_: events.append("before"))
+            optimizer.register_step_post_hook(lambda *_: events.append("after"))
+            events.append("registered")
         optimizer_hooks.step_alone(optimizer)
 
     trained(torch.optim.SGD, step)
-    assert seen == ["registered", *["before", "after"] * 3]
+    assert events == ["registered", *["before", "after"] * 3]
 
 
 @pytest.mark.parametrize("scheduled", [True, False])
-def test_a_step_that_somebody_has_replaced_is_called(scheduled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_step_is_called(scheduled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_hooks, "is_dynamo_imported", lambda: False)
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     if scheduled:

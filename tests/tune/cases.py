@@ -54,17 +54,17 @@ def alone(
     params: Mapping[str, Any], number: int, began: int, epochs: int, seed: int = 0, clip: float | None = None
 ) -> list[tuple[float, ...]]:
     """Of each epoch of a trial: the mean loss of its steps, the loss and the accuracy over the samples to judge by."""
-    given = loaders()
+    dataloaders = loaders()
     torch.manual_seed(number)
     model = make_model(params["hidden"], params["batch_norm"])
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=params["lr"], betas=(params["beta1"], 0.99), weight_decay=params["weight_decay"]
     )
-    found = []
+    values = []
     for epoch in range(epochs):
         torch.manual_seed(seed + began + epoch)
         losses = []
-        for inputs, target in given["loader"]:
+        for inputs, target in dataloaders["loader"]:
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), target)
             loss.backward()
@@ -72,12 +72,12 @@ def alone(
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             losses.append(loss.item())
-        outputs, targets = zip(*given["eval_loader"], strict=True)
+        outputs, targets = zip(*dataloaders["eval_loader"], strict=True)
         with evaluating(model), torch.no_grad():
             output, target = torch.cat([model(part) for part in outputs]), torch.cat(targets)
         judged = float(F.cross_entropy(output, target)), float(accuracy(output, target))
-        found.append((sum(losses) / len(losses), *judged))
-    return found
+        values.append((sum(losses) / len(losses), *judged))
+    return values
 
 
 @contextmanager

@@ -116,7 +116,7 @@ def alone(trial: Any, interval: str = "epoch") -> list[float]:
 
 
 def search(trials: int, folder: str | None = None, **options: Any) -> hf.SweepResult:
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "scheduler": decay,
         "sampler": optuna.samplers.RandomSampler(seed=3),
         "pruner": optuna.pruners.NopPruner(),
@@ -124,15 +124,15 @@ def search(trials: int, folder: str | None = None, **options: Any) -> hf.SweepRe
         **options,
     }
     return hf.sweep(
-        given.pop("make_model", ByName),
-        given.pop("space", space),
-        given.pop("loss", smoothed),
-        given.pop("loader", batches),
+        arguments.pop("make_model", ByName),
+        arguments.pop("space", space),
+        arguments.pop("loss", smoothed),
+        arguments.pop("loader", batches),
         eval_loader=eval_batches(),
         trials=trials,
         epochs=4,
         directory=folder,
-        **given,
+        **arguments,
     )
 
 
@@ -155,9 +155,9 @@ def main() -> None:
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        begin = time.monotonic()
+        start = time.monotonic()
         whole = search(options.trials, folder)
-        seconds = time.monotonic() - begin
+        seconds = time.monotonic() - start
         # The study is a journal in the folder.
         largest, expected = largest_difference(whole), everything(whole)
     print(f"{options.trials} trials, {seconds:.1f} s, largest difference to alone {largest:.1e}", flush=True)

@@ -26,13 +26,13 @@ def halving() -> Any:
 
 
 def search(trials: int, folder: str | None, pruner: Any) -> hf.SweepResult:
-    given = loaders()
+    data = loaders()
     return hf.sweep(
         make_model,
         space,
         F.cross_entropy,
-        given.pop("loader"),
-        **given,
+        data.pop("loader"),
+        **data,
         sampler=optuna.samplers.TPESampler(seed=0),
         pruner=pruner,
         trials=trials,
@@ -44,18 +44,18 @@ def search(trials: int, folder: str | None, pruner: Any) -> hf.SweepResult:
 
 
 def largest_difference(result: hf.SweepResult) -> tuple[int, float]:
-    """How many values were reported, and the largest relative difference to those of the trials alone."""
+    """Return the number of reported values, and their largest relative difference to those of the trials alone."""
     count, largest = 0, 0.0
-    for one in result.trials:
-        found = alone(one.params, one.number, one.user_attrs["hfusion:round"], len(one.intermediate_values))
-        for step, (_, expected, _) in enumerate(found):
+    for trial in result.trials:
+        reference = alone(trial.params, trial.number, trial.user_attrs["hfusion:round"], len(trial.intermediate_values))
+        for step, (_, expected, _) in enumerate(reference):
             count += 1
-            largest = max(largest, abs(one.intermediate_values[step] - expected) / abs(expected))
+            largest = max(largest, abs(trial.intermediate_values[step] - expected) / abs(expected))
     return count, largest
 
 
 def killed(trials: int, folder: str, seconds: float) -> bool:
-    """Search in a process that is killed after so many seconds; whether it was."""
+    """Search in a process that is killed after so many seconds, and return whether it was killed."""
     child = os.fork()
     if child == 0:
         try:
@@ -73,10 +73,10 @@ def killed(trials: int, folder: str, seconds: float) -> bool:
 
 
 def compared(trials: int, folder: str) -> tuple[list[Any], float]:
-    """What a sweep gives, compared with its trials alone and its pruner; and the seconds that it took."""
-    recorded, begin = Recorded(halving()), time.monotonic()
+    """Compare a sweep with its trials alone and its pruner, and return its results and the seconds that it took."""
+    recorded, start = Recorded(halving()), time.monotonic()
     whole = search(trials, folder, recorded)
-    took = time.monotonic() - begin
+    took = time.monotonic() - start
     print(whole, f"{took:.1f} s", sep="\n", flush=True)
     count, largest = largest_difference(whole)
     print(f"{count} values, largest relative difference to trials alone {largest:.1e}", flush=True)

@@ -1,8 +1,8 @@
-"""A sweep in a folder that ends at an instant of one's choice: ``python -m tests.tune.killed FOLDER PLACE COUNT``.
+"""A sweep in a folder that is killed at a chosen event: ``python -m tests.tune.killed FOLDER EVENT COUNT``.
 
-Places: ``asked``, before the COUNT-th trial suggests anything; ``suggested``, when it has suggested a part; ``judged``,
+Events: ``asked``, before the COUNT-th trial suggests anything; ``suggested``, when it has suggested a part; ``judged``,
 before the COUNT-th value; ``reported``, when it is in the study; ``pruned`` and ``kept``, when the pruner has noted
-that and the trial is not told.
+it, and the state of the trial is not in the study yet.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def samplers() -> dict[str, Any]:
 
 
 def run(folder: str, reached: Callable[[str], None], sampler: str = "tpe", **options: Any) -> hf.SweepResult:
-    """The sweep; it goes on where it is. ``reached`` is told of every place."""
+    """Run or resume the sweep in ``folder``. ``reached`` is called with the name of every event."""
 
     def space(trial: optuna.Trial) -> dict[str, Any]:
         reached("asked")
@@ -60,8 +60,8 @@ def run(folder: str, reached: Callable[[str], None], sampler: str = "tpe", **opt
         reached("judged")
         return F.cross_entropy(output, target)
 
-    given: dict[str, Any] = {"trials": TRIALS, "rows": 5, **loaders(), **options}
-    loader = given.pop("loader")
+    arguments: dict[str, Any] = {"trials": TRIALS, "rows": 5, **loaders(), **options}
+    loader = arguments.pop("loader")
     return hf.sweep(
         make_model,
         space,
@@ -73,27 +73,34 @@ def run(folder: str, reached: Callable[[str], None], sampler: str = "tpe", **opt
         pruner=Halving(reached),
         machine=MACHINE,
         directory=folder,
-        **given,
+        **arguments,
     )
 
 
-def at(place: str, count: int, act: Callable[[], None]) -> Callable[[str], None]:
-    """Acts at the ``count``-th time that ``place`` is reached."""
-    seen: Counter[str] = Counter()
+def at(event: str, count: int, act: Callable[[], None]) -> Callable[[str], None]:
+    """Return a function that calls ``act`` when ``event`` is reached for the ``count``-th time."""
+    counts: Counter[str] = Counter()
 
     def reached(name: str) -> None:
-        seen[name] += 1
-        if name == place and seen[name] == count:
+        counts[name] += 1
+        if name == event and counts[name] == count:
             act()
 
     return reached
 
 
 def everything(result: hf.SweepResult) -> list[Any]:
-    """What must be equal, whatever happened on the way."""
+    """Return the results that must be equal whether or not the sweep was killed."""
     trials = [
-        (one.number, one.params, one.state.name, one.values, one.intermediate_values, one.user_attrs["hfusion:round"])
-        for one in result.study.trials
+        (
+            trial.number,
+            trial.params,
+            trial.state.name,
+            trial.values,
+            trial.intermediate_values,
+            trial.user_attrs["hfusion:round"],
+        )
+        for trial in result.study.trials
     ]
     return [
         trials,

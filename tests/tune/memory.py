@@ -67,11 +67,11 @@ def main() -> int:
             rows=16,
             machine=machine,
         )
-        assert all(one.state.is_finished() for one in result.trials)
-        taken = QUEUES.peak[0] - before
-        ratios.append(taken / budget)
-        rounds = 1 + max(one.user_attrs["hfusion:round"] for one in result.trials)
-        print(f"{taken:,} of {budget:,} bytes: {ratios[-1]:.3f}; trials began in {rounds} rounds")
+        assert all(trial.state.is_finished() for trial in result.trials)
+        peak = QUEUES.peak[0] - before
+        ratios.append(peak / budget)
+        rounds = 1 + max(trial.user_attrs["hfusion:round"] for trial in result.trials)
+        print(f"{peak:,} of {budget:,} bytes: {ratios[-1]:.3f}; trials began in {rounds} rounds")
         gc.collect()
         print(f"{QUEUES.taken[0] - before:,} bytes are left")
     return not max(ratios) <= 1

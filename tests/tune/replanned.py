@@ -88,14 +88,14 @@ def sweep(folder: Path, machine: Any) -> hf.SweepResult:
 
 
 def watched(rounds: Rounds, *, measured: bool) -> Any:
-    """Notes what rounds take; unless ``measured`` the sweep itself is not told."""
-    own, train = EpochSeconds.note, SweepRunner._train
+    """Patch sweeps to note the seconds of rounds; unless ``measured``, sweeps get no measured times."""
+    original_note, train = EpochSeconds.note, SweepRunner._train
 
     def note(seconds: EpochSeconds, array: ShapeArray, result: EpochResult) -> None:
         trials, before = rounds[-1].get(array.device, (0, 0.0))
         rounds[-1][array.device] = trials + len(array.slots), before + result.seconds + result.startup
         if measured:
-            own(seconds, array, result)
+            original_note(seconds, array, result)
 
     def began(runner: SweepRunner) -> None:
         rounds.append({})
@@ -119,27 +119,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for repeat in range(repeats):
             states = []
-            for kind, found in totals.items():
+            for kind, sums in totals.items():
                 folder = Path(name, f"{kind} {repeat}")
                 folder.mkdir()
                 shown[kind] = []
                 noting, training = watched(shown[kind], measured=kind == "measured")
                 with noting, training:
                     result = sweep(folder, cluster(folder))
-                states.append([(one.number, one.state, one.params) for one in result.trials])
+                states.append([(trial.number, trial.state, trial.params) for trial in result.trials])
                 # Nothing is known in the first round, in which processes begin.
-                found.append(sum(max(seconds for _, seconds in each.values()) for each in shown[kind][1:]))
-                print(f"{kind}: {found[-1]:.1f} s in rounds after the first", flush=True)
+                sums.append(sum(max(seconds for _, seconds in devices.values()) for devices in shown[kind][1:]))
+                print(f"{kind}: {sums[-1]:.1f} s in rounds after the first", flush=True)
             assert states[0] == states[1]
     ray.shutdown()
     nodes.cluster.shutdown()
     for kind, rounds in shown.items():
         print(f"{kind}: of each round the trials and seconds of the two devices, the last time")
-        for number, each in enumerate(rounds):
-            both = [each.get(device, (0, 0.0)) for device in range(2)]
-            print(f"{number:3}  " + "   ".join(f"{trials:2} {seconds:6.2f} s" for trials, seconds in both))
-    for kind, found in totals.items():
-        print(f"{kind}: median {median(found):.1f} s, {min(found):.1f} to {max(found):.1f} s")
+        for number, devices in enumerate(rounds):
+            measurements = [devices.get(device, (0, 0.0)) for device in range(2)]
+            print(f"{number:3}  " + "   ".join(f"{trials:2} {seconds:6.2f} s" for trials, seconds in measurements))
+    for kind, sums in totals.items():
+        print(f"{kind}: median {median(sums):.1f} s, {min(sums):.1f} to {max(sums):.1f} s")
 
 
 if __name__ == "__main__":

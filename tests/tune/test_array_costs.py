@@ -1,4 +1,4 @@
-"""What decides whether trials become an array: what was measured here; and how trials that were plain become one."""
+"""The choice between plain trials and an array, by times measured here, and the change from plain to array."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def test_all_choices_at_once(interval: str, promoted: list[int]) -> None:
 
 
 def test_killed_and_resumed(tmp_path: Path, promoted: list[int]) -> None:
-    whole = everything(run(str(tmp_path / "whole"), lambda place: None, "random"))
-    for place, count in [("judged", 4), ("reported", 9), ("kept", 8)]:
+    whole = everything(run(str(tmp_path / "whole"), lambda event: None, "random"))
+    for event, count in [("judged", 4), ("reported", 9), ("kept", 8)]:
         # Fewer are left each time.
         with suppress(Killed):
-            run(str(tmp_path / "killed"), at(place, count, kill), "random")
-    assert everything(run(str(tmp_path / "killed"), lambda place: None, "random")) == whole
+            run(str(tmp_path / "killed"), at(event, count, kill), "random")
+    assert everything(run(str(tmp_path / "killed"), lambda event: None, "random")) == whole

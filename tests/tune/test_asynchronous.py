@@ -32,7 +32,7 @@ LONG = pytest.mark.cluster
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files of this process and of those that it starts are."""
+    """Return the folder for temporary files of this process and of the processes that it starts."""
     return use_temporary(tmp_path / "temporary", monkeypatch)
 
 
@@ -46,46 +46,46 @@ def processes(count: int, **options: Any) -> hf.Cluster:
 
 
 def search(machine: hf.Machine | hf.Cluster, pruner: Any, **options: Any) -> hf.SweepResult:
-    given = {"trials": 14, "rows": 6, "space": space, **loaders(), **options}
+    arguments = {"trials": 14, "rows": 6, "space": space, **loaders(), **options}
     return hf.sweep(
         make_model,
-        given.pop("space"),
+        arguments.pop("space"),
         F.cross_entropy,
         epochs=EPOCHS,
         sampler=optuna.samplers.RandomSampler(seed=3),
         pruner=pruner,
         machine=machine,
         rounds="asynchronous",
-        **given,
+        **arguments,
     )
 
 
 def reported(result: hf.SweepResult, folder: Path) -> list[tuple[int, int]]:
     """The trial and the step of each report, in the recorded order."""
     steps: Counter[int] = Counter()
-    found = []
+    reports = []
     for line in (folder / ORDER).read_text().splitlines():
         for number in map(int, line.split()[1:]):
-            found.append((number, steps[number]))
+            reports.append((number, steps[number]))
             steps[number] += 1
-    assert steps == {one.number: len(one.intermediate_values) for one in result.trials}
-    return found
+    assert steps == {trial.number: len(trial.intermediate_values) for trial in result.trials}
+    return reports
 
 
 def assert_as_alone(result: hf.SweepResult) -> None:
-    for one in result.trials:
-        expected = alone(one.params, one.number, one.user_attrs["hfusion:round"], len(one.intermediate_values))
-        assert list(one.intermediate_values.values()) == pytest.approx([loss for _, loss, _ in expected], rel=1e-9)
+    for trial in result.trials:
+        expected = alone(trial.params, trial.number, trial.user_attrs["hfusion:round"], len(trial.intermediate_values))
+        assert list(trial.intermediate_values.values()) == pytest.approx([loss for _, loss, _ in expected], rel=1e-9)
 
 
 def assert_decided(result: hf.SweepResult, folder: Path) -> None:
-    """States are those that the pruner comes to, told the same values in the recorded order."""
-    order = [(*each, False) for each in reported(result, folder)]
+    """Check that the pruner comes to the same states if it gets the same values in the recorded order."""
+    order = [(*report, False) for report in reported(result, folder)]
     decisions = decided_anew(result, order, halving())
-    assert [each[:2] for each in decisions if each[2]] == [
-        (one.number, one.last_step)
-        for one in sorted(result.trials, key=lambda one: order.index((one.number, one.last_step, False)))
-        if one.state.name == "PRUNED"
+    assert [decision[:2] for decision in decisions if decision[2]] == [
+        (trial.number, trial.last_step)
+        for trial in sorted(result.trials, key=lambda trial: order.index((trial.number, trial.last_step, False)))
+        if trial.state.name == "PRUNED"
     ]
 
 
@@ -93,9 +93,9 @@ def test_values_are_those_of_trials_alone_and_decisions_those_of_the_pruner(tmp_
     recorded = Recorded(halving())
     result = search(MACHINE, recorded, directory=tmp_path / "sweep")
     assert_as_alone(result)
-    assert [each[:2] for each in recorded.said] == reported(result, tmp_path / "sweep")
+    assert [decision[:2] for decision in recorded.said] == reported(result, tmp_path / "sweep")
     assert decided_anew(result, recorded.said, halving()) == recorded.said
-    assert {one.state.name for one in result.trials} == {"COMPLETE", "PRUNED"}
+    assert {trial.state.name for trial in result.trials} == {"COMPLETE", "PRUNED"}
     # Arrays take turns, and report alone.
     assert len({line.split()[0] for line in (tmp_path / f"sweep/{ORDER}").read_text().splitlines()}) > 2
 
@@ -108,7 +108,7 @@ def test_trials_in_plain_torch(workers: int, tmp_path: Path, monkeypatch: pytest
     recorded = Recorded(halving())
     result = search(MACHINE, recorded, directory=tmp_path / "sweep", processes=workers)
     assert_as_alone(result)
-    assert [each[:2] for each in recorded.said] == reported(result, tmp_path / "sweep")
+    assert [decision[:2] for decision in recorded.said] == reported(result, tmp_path / "sweep")
     assert decided_anew(result, recorded.said, halving()) == recorded.said
 
 
@@ -122,9 +122,9 @@ def test_trials_in_plain_torch(workers: int, tmp_path: Path, monkeypatch: pytest
 def test_killed_again_and_again(kills: list[tuple[str, int]], tmp_path: Path) -> None:
     """On one device the order does not depend on time, so that all must be equal to the bit."""
     whole, killed_times = everything(run(str(tmp_path / "whole"), nothing, rounds="asynchronous")), 0
-    for place, count in kills:
+    for event, count in kills:
         try:
-            run(str(tmp_path / "killed"), at(place, count, kill), rounds="asynchronous")
+            run(str(tmp_path / "killed"), at(event, count, kill), rounds="asynchronous")
         except Killed:
             killed_times += 1
     assert killed_times >= 3
@@ -168,7 +168,7 @@ def test_lines_that_are_not_whole_and_arrays_that_are_gone(tmp_path: Path) -> No
     assert (list(late.replayed), late.count) == (["array-2"], 2)
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_other_values_of_rounds_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='rounds=\'soon\': it is "together" or "asynchronous"'):
         run(str(tmp_path), nothing, rounds="soon")
     with pytest.raises(Killed):

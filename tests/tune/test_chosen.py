@@ -91,9 +91,9 @@ def test_parts(name: str) -> None:
         for epoch in range(values.get("epochs", 4)):
             torch.manual_seed(trial.user_attrs["hfusion:round"] + epoch)
             loader = chosen.batches(20)
-            for place, (inputs, target) in enumerate(loader, 1):
+            for batch_number, (inputs, target) in enumerate(loader, 1):
                 (F.cross_entropy(model(inputs), target) / count).backward()
-                if place % count == 0 or place == len(loader):
+                if batch_number % count == 0 or batch_number == len(loader):
                     clip = values.get("clip_norm") or float("inf")
                     nn.utils.clip_grad_norm_(model.parameters(), clip)
                     optimizer.step()
@@ -174,7 +174,7 @@ def test_schedules(name: str) -> None:
         ({"loader": lambda batch_size: iter([])}, r"loader\(batch_size=20\) gave a list_iterator: return minibatches"),
     ],
 )
-def test_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     def space(trial: Any) -> dict[str, Any]:
         return {"lr": 0.1, "epochs": 2, "batch_size": 20}
 

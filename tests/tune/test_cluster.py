@@ -27,7 +27,7 @@ LONG = pytest.mark.cluster
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files of this process and of those that it starts are."""
+    """Return the folder for temporary files of this process and of the processes that it starts."""
     return use_temporary(tmp_path / "temporary", monkeypatch)
 
 
@@ -51,32 +51,32 @@ class Judge:
 
 
 def sweep(machine: hf.Machine | hf.Cluster, **options: Any) -> hf.SweepResult:
-    given = {"epochs": EPOCHS, "rows": 8, "metric": accuracy, "trials": 12, "space": space, **loaders(), **options}
+    arguments = {"epochs": EPOCHS, "rows": 8, "metric": accuracy, "trials": 12, "space": space, **loaders(), **options}
     return hf.sweep(
         make_model,
-        given.pop("space"),
+        arguments.pop("space"),
         F.cross_entropy,
         direction="maximize",
         sampler=optuna.samplers.TPESampler(seed=3, n_startup_trials=4),
         pruner=optuna.pruners.NopPruner()
-        if "pbt" in given
+        if "pbt" in arguments
         else optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
         machine=machine,
-        **given,
+        **arguments,
     )
 
 
-def assert_same_sweep(found: hf.SweepResult, wanted: hf.SweepResult) -> None:
+def assert_same_sweep(actual: hf.SweepResult, expected: hf.SweepResult) -> None:
     """States and suggestions to the bit; values as alone, as they are of arrays of other widths."""
-    assert [one.state for one in found.trials] == [one.state for one in wanted.trials]
-    assert [one.params for one in found.trials] == [one.params for one in wanted.trials]
-    for one, other in zip(found.trials, wanted.trials, strict=True):
-        assert one.intermediate_values == pytest.approx(other.intermediate_values, rel=1e-9)
-        assert one.user_attrs["hfusion:round"] == other.user_attrs["hfusion:round"]
-        assert one.user_attrs.get("hfusion:copies") == other.user_attrs.get("hfusion:copies")
-    assert found.best_trial.number == wanted.best_trial.number
-    for key, value in wanted.best_model.state_dict().items():
-        torch.testing.assert_close(found.best_model.state_dict()[key], value, rtol=1e-9, atol=1e-12)
+    assert [trial.state for trial in actual.trials] == [trial.state for trial in expected.trials]
+    assert [trial.params for trial in actual.trials] == [trial.params for trial in expected.trials]
+    for trial, other in zip(actual.trials, expected.trials, strict=True):
+        assert trial.intermediate_values == pytest.approx(other.intermediate_values, rel=1e-9)
+        assert trial.user_attrs["hfusion:round"] == other.user_attrs["hfusion:round"]
+        assert trial.user_attrs.get("hfusion:copies") == other.user_attrs.get("hfusion:copies")
+    assert actual.best_trial.number == expected.best_trial.number
+    for key, value in expected.best_model.state_dict().items():
+        torch.testing.assert_close(actual.best_model.state_dict()[key], value, rtol=1e-9, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -86,18 +86,18 @@ def whole() -> hf.SweepResult:
         patch.setenv("HFUSION_RATES", "standard")
         patch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: math.inf)
         result = sweep(MACHINE)
-    assert {one.state.name for one in result.trials} == {"COMPLETE", "PRUNED"}
+    assert {trial.state.name for trial in result.trials} == {"COMPLETE", "PRUNED"}
     return result
 
 
 def test_two_processes_give_what_one_machine_gives(whole: hf.SweepResult, temporary: Path) -> None:
     before = shared_memory()
-    found = sweep(processes(2))
-    assert_same_sweep(found, whole)
+    result = sweep(processes(2))
+    assert_same_sweep(result, whole)
     assert nothing_left(temporary, before)
-    for one in found.trials:
-        expected = alone(one.params, one.number, one.user_attrs["hfusion:round"], len(one.intermediate_values))
-        assert list(one.intermediate_values.values()) == pytest.approx([value for *_, value in expected], rel=1e-9)
+    for trial in result.trials:
+        expected = alone(trial.params, trial.number, trial.user_attrs["hfusion:round"], len(trial.intermediate_values))
+        assert list(trial.intermediate_values.values()) == pytest.approx([value for *_, value in expected], rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_who_is_killed_loses_no_trial(
 ) -> None:
     before = shared_memory()
     options = {"directory": tmp_path / "sweep"} if saved else {}
-    found = sweep(processes(2, max_failures=1), metric=Judge(at, tmp_path / "mark"), **options)
+    result = sweep(processes(2, max_failures=1), metric=Judge(at, tmp_path / "mark"), **options)
     assert (tmp_path / "mark").exists()
-    assert_same_sweep(found, whole)
+    assert_same_sweep(result, whole)
     assert nothing_left(temporary, before)
     if saved:
         logs = [read_events(path) for path in (tmp_path / "sweep/logs/arrays").iterdir()]
         assert any(event.event == "lost" for events in logs for event in events)
-        for trial in found.trials:
+        for trial in result.trials:
             events = read_events(tmp_path / f"sweep/logs/trials/{trial.number}.log")
             values = [event.values["value"] for event in events if "value" in event.values]
             assert values == [f"{value:.6g}" for value in trial.intermediate_values.values()], "each once"
@@ -141,25 +141,25 @@ def test_arrays_that_move_at_random_train_as_alone(
     temporary: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wanted = sweep(MACHINE, **options) if options else whole
+    expected = sweep(MACHINE, **options) if options else whole
     before, draw, moves = shared_memory(), random.Random(0), list[str]()
 
-    def anywhere(rooms: TrialPlacement, left: Any) -> dict[str, int]:
-        found = {array.name: draw.randrange(2) for array in rooms.arrays if draw.random() < 0.5}
-        moves.extend(found)
-        return found
+    def anywhere(placement: TrialPlacement, remaining: Any) -> dict[str, int]:
+        targets = {array.name: draw.randrange(2) for array in placement.arrays if draw.random() < 0.5}
+        moves.extend(targets)
+        return targets
 
     monkeypatch.setattr(TrialPlacement, "moves", anywhere)
-    given = {"directory": tmp_path / "sweep"} if saved else {}
+    save_options = {"directory": tmp_path / "sweep"} if saved else {}
     metric = Judge(5, tmp_path / "mark") if killed else accuracy
-    assert_same_sweep(sweep(processes(2, max_failures=1), metric=metric, **given, **options), wanted)
+    assert_same_sweep(sweep(processes(2, max_failures=1), metric=metric, **save_options, **options), expected)
     assert len(moves) > 3
     assert (tmp_path / "mark").exists() == killed
     assert nothing_left(temporary, before)
 
 
 @LONG
-def test_what_is_given_up_goes_on_on_one_machine(whole: hf.SweepResult, tmp_path: Path, temporary: Path) -> None:
+def test_a_sweep_that_gave_up_resumes_on_one_machine(whole: hf.SweepResult, tmp_path: Path, temporary: Path) -> None:
     before, folder = shared_memory(), tmp_path / "sweep"
     with pytest.raises(hf.HFusionError, match=r"the device of array-\d was lost 2 times: its process has ended with"):
         sweep(processes(2, max_failures=1), metric=Judge(4, tmp_path / "mark", always=True), directory=folder)
@@ -191,17 +191,17 @@ def test_errors_of_the_processes_are_raised_here(temporary: Path) -> None:
             machine=processes(1),
         )
     assert any("on the node" in note for note in caught.value.__notes__)
-    assert {one.state.name for one in study.trials} == {"FAIL"}
+    assert {trial.state.name for trial in study.trials} == {"FAIL"}
     assert nothing_left(temporary, before)
 
 
 def interrupting(space: Callable[[Any], Any], at: int) -> Callable[[Any], Any]:
-    def found(trial: Any) -> Any:
+    def interrupting_space(trial: Any) -> Any:
         if trial.number == at:
             os.kill(os.getpid(), signal.SIGINT)
         return space(trial)
 
-    return found
+    return interrupting_space
 
 
 @LONG

@@ -1,4 +1,4 @@
-"""What the driver of a sweep tells processes that are lost at an instant of one's choice."""
+"""Messages of the driver of a sweep to its processes, which are lost at chosen moments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOST = Lost("killed")
 
 
 class Here:
-    """An executor whose processes are objects of this one; ``lose`` a device, and it is told after the next answer."""
+    """An executor whose processes are local objects; the loss of device ``lose`` is reported after its next answer."""
 
     def __init__(self, count: int) -> None:
         self._machines: list[hf.Machine] = []
@@ -53,7 +53,7 @@ class Here:
     def start_job(self, device: int, job: Any) -> None:
         if (device, LOST) in self._messages:
             return
-        self._messages.append((device, Answered(job.call(self.trainers[device], lambda kept: kept))))
+        self._messages.append((device, Answered(job.call(self.trainers[device], lambda value: value))))
         if device == self.lose:
             self.lose = None
             self._messages.append((device, LOST))
@@ -79,8 +79,8 @@ class Arrays:
     """Two arrays of one trial each on two such processes; ``alone``, both on one."""
 
     def __init__(self, *, alone: bool = False) -> None:
-        cpu, given = torch.device("cpu"), loaders()
-        recipe = SweepRecipe(F.cross_entropy, Loaders(given["loader"]), None, None, cpu, False)
+        cpu, data = torch.device("cpu"), loaders()
+        recipe = SweepRecipe(F.cross_entropy, Loaders(data["loader"]), None, None, cpu, False)
         maker = ModelMaker(make_model, cpu)
         self.here = Here(1 if alone else 2)
         self.workers = ClusterWorkers(self.here, recipe, maker, 4)
@@ -88,13 +88,13 @@ class Arrays:
         choices = ArrayChoices(hf.optim.SGD)
         suggestion = Suggestion(hypers, choices, {}, 4)
         self.members = {f"array-{n}": [TrialModel(n, suggestion, maker)] for n in range(2)}
-        for number, (name, own) in enumerate(self.members.items()):
+        for number, (name, members) in enumerate(self.members.items()):
             self.workers.open(name, 0 if alone else number, choices)
-            self.workers.send(name, "join", own)
+            self.workers.send(name, "join", members)
 
     def epoch(self, seed: int) -> dict[str, Any]:
-        found = self.workers.ask(dict.fromkeys(self.members, ("epoch", (seed,))))
-        return {name: result.values for name, result in found.items()}
+        results = self.workers.ask(dict.fromkeys(self.members, ("epoch", (seed,))))
+        return {name: result.values for name, result in results.items()}
 
 
 @pytest.mark.parametrize("lost", [None, "epoch", "save"])
@@ -113,16 +113,16 @@ def test_a_process_that_is_lost_after_it_answered(lost: str | None, tmp_path: Pa
 def test_an_array_that_moves_goes_on(lost: int | None, saved: bool, tmp_path: Path) -> None:
     """There and back, and from where it was lost after that; a process lost after it answered is asked no more."""
     arrays, alone = Arrays(), Arrays(alone=True)
-    found = []
+    values = []
     for seed, target in enumerate([0, 1, 0]):
-        found.append(arrays.epoch(seed))
+        values.append(arrays.epoch(seed))
         assert seed != 2 or "array-1" not in arrays.here.trainers[0].call_state
         if saved:
             arrays.workers.save({name: tmp_path / name for name in arrays.members}, arrays.members)
         arrays.here.lose = lost
         assert arrays.workers.move({"array-1": target}, arrays.members) == {"array-1": target}
-    found.append(arrays.epoch(3))
-    assert found == [alone.epoch(seed) for seed in range(4)]
+    values.append(arrays.epoch(3))
+    assert values == [alone.epoch(seed) for seed in range(4)]
 
 
 def test_an_array_stays_whose_target_is_gone() -> None:

@@ -1,4 +1,4 @@
-"""What counts as the usual time of minibatches, and what as the start of an array."""
+"""How the seconds of an epoch are divided into the usual time of its minibatches and the startup of its array."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hfusion.tune.epoch_result import Stopwatch
         ([8, 8, 8, 8, 5], [9, 1, 1, 1, 6], 8 + 5),
         # One that is odd later may be so again.
         ([8, 8, 8, 8], [1, 1, 7, 1], 0),
-        # Who is faster first saves nothing.
+        # A first minibatch that is faster saves nothing.
         ([8, 8, 8, 5], [1, 3, 3, 2], 0),
         ([8, 8], [9, 1], 8),
-        # Nothing else tells what is usual.
+        # There is no other minibatch to compare with.
         ([8], [9], 0),
         ([], [], 0),
     ],
@@ -36,13 +36,13 @@ def test_first_minibatches_of_a_size_are_no_longer_than_most(
 
     def read() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         nonlocal now
-        for batch, each in zip(batches, seconds, strict=True):
-            now += each / 2
+        for batch, duration in zip(batches, seconds, strict=True):
+            now += duration / 2
             yield batch
 
-    watch, given = Stopwatch(), []
-    for batch, each in zip(watch.timed(read()), seconds, strict=False):
-        given.append(batch)
-        now += each / 2
-    assert given == batches
+    watch, yielded = Stopwatch(), []
+    for batch, duration in zip(watch.timed(read()), seconds, strict=False):
+        yielded.append(batch)
+        now += duration / 2
+    assert yielded == batches
     assert watch.startup == startup

@@ -1,4 +1,4 @@
-"""How many rows a sweep chooses by itself."""
+"""The default number of rows of a sweep."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ RATES = Rates(173e9, 11.3e9, 490e3, 7.1e9, 7.6e9, 1.1e9, 1.2e9)
 def rows(make: Callable[[], nn.Module], x: torch.Tensor) -> int:
     device = DeviceInfo("cpu", torch.device("cpu"), 1 << 33, RATES, 0.0)
     models = [make(), make()]
-    found = Footprint(models, lambda p: hf.optim.AdamW(p, lr=1e-3), x, device, evaluated=1, saved=False)
-    return fastest_width(found.seconds, 64)
+    footprint = Footprint(models, lambda p: hf.optim.AdamW(p, lr=1e-3), x, device, evaluated=1, saved=False)
+    return fastest_width(footprint.seconds, 64)
 
 
 @pytest.mark.parametrize(

@@ -56,18 +56,18 @@ def test_a_sweep_over_what_forward_does(name: str) -> None:
         machine=MACHINE,
         **data,
     )
-    assert len({choices[one.params["choice"]] for one in result.trials}) == count
-    for one in result.trials:
-        torch.manual_seed(one.number)
-        model = Chosen(choices[one.params["choice"]], forward)
-        opt = torch.optim.SGD(model.parameters(), lr=one.params["lr"])
+    assert len({choices[trial.params["choice"]] for trial in result.trials}) == count
+    for trial in result.trials:
+        torch.manual_seed(trial.number)
+        model = Chosen(choices[trial.params["choice"]], forward)
+        opt = torch.optim.SGD(model.parameters(), lr=trial.params["lr"])
         again = loaders()
         for epoch in range(2):
-            torch.manual_seed(one.user_attrs["hfusion:round"] + epoch)
+            torch.manual_seed(trial.user_attrs["hfusion:round"] + epoch)
             for inputs, target in again["loader"]:
                 opt.zero_grad()
                 F.cross_entropy(model(inputs), target).backward()
                 opt.step()
         model.eval()
         inputs, target = (torch.cat(parts) for parts in zip(*again["eval_loader"], strict=True))
-        assert one.value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
+        assert trial.value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)

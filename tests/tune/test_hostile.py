@@ -1,4 +1,4 @@
-"""What a tired or hostile user does to a sweep: one clear error, a failed trial, or a study that goes on."""
+"""Mistakes and hostile use of a sweep lead to one clear error, a failed trial, or a study that goes on."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ def small(trial: Any) -> dict[str, Any]:
 
 
 def sweep(space: Callable[[Any], Any] = small, make: Callable[..., nn.Module] = make_model, **options: Any) -> Any:
-    given: dict[str, Any] = {"trials": 4, "epochs": 2, "machine": MACHINE, "rows": 4, **loaders(), **options}
-    if not isinstance(given.get("study"), optuna.Study):
-        given = {"sampler": optuna.samplers.RandomSampler(seed=1), "pruner": optuna.pruners.NopPruner(), **given}
-    return hf.sweep(make, space, F.cross_entropy, given.pop("loader"), **given)
+    arguments: dict[str, Any] = {"trials": 4, "epochs": 2, "machine": MACHINE, "rows": 4, **loaders(), **options}
+    if not isinstance(arguments.get("study"), optuna.Study):
+        arguments = {
+            "sampler": optuna.samplers.RandomSampler(seed=1),
+            "pruner": optuna.pruners.NopPruner(),
+            **arguments,
+        }
+    return hf.sweep(make, space, F.cross_entropy, arguments.pop("loader"), **arguments)
 
 
 def states(study: Any) -> list[str]:
-    return [one.state.name for one in study.trials]
+    return [trial.state.name for trial in study.trials]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,7 @@ def states(study: Any) -> list[str]:
         (lambda t: {"clip_norm": -1.0}, "trial 0: clip_norm=-1.0: give a norm above 0, or None"),
     ],
 )
-def test_a_space_that_gives_what_nobody_takes(space: Callable[[Any], Any], message: str) -> None:
+def test_invalid_hyperparameters_are_refused(space: Callable[[Any], Any], message: str) -> None:
     study = optuna.create_study()
     with pytest.raises(ValueError, match=message):
         sweep(space, study=study)
@@ -141,7 +145,7 @@ def test_a_categorical_of_none_reaches_the_model() -> None:
         return make_model(4 if hidden is None else hidden)
 
     result = sweep(lambda t: {"hidden": t.suggest_categorical("hidden", [None, 8])}, make, trials=8)
-    assert {one.params["hidden"] for one in result.trials} == {None, 8}
+    assert {trial.params["hidden"] for trial in result.trials} == {None, 8}
     assert states(result.study) == ["COMPLETE"] * 8
 
 
@@ -168,28 +172,28 @@ def test_options_of_the_optimizer_are_trials_of_their_own_array(momentum: str, t
     # Options that need hyper-parameters are there before these when a sweep goes on, too.
     sweep(space, optimizer=optimizer, trials=3, directory=tmp_path)
     result = sweep(space, optimizer=optimizer, trials=8, directory=tmp_path)
-    assert {one.params["nesterov"] for one in result.trials} == {False, True}
-    for one in result.trials:
-        torch.manual_seed(one.number)
+    assert {trial.params["nesterov"] for trial in result.trials} == {False, True}
+    for trial in result.trials:
+        torch.manual_seed(trial.number)
         model = make_model()
-        opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=one.params["nesterov"])
-        given = loaders()
+        opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=trial.params["nesterov"])
+        data = loaders()
         for epoch in range(2):
-            torch.manual_seed(one.user_attrs["hfusion:round"] + epoch)
-            for inputs, target in given["loader"]:
+            torch.manual_seed(trial.user_attrs["hfusion:round"] + epoch)
+            for inputs, target in data["loader"]:
                 opt.zero_grad()
                 F.cross_entropy(model(inputs), target).backward()
                 opt.step()
-        inputs, target = (torch.cat(parts) for parts in zip(*given["eval_loader"], strict=True))
-        assert one.value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
+        inputs, target = (torch.cat(parts) for parts in zip(*data["eval_loader"], strict=True))
+        assert trial.value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
 
 
 def test_what_a_trial_does_not_give_is_the_optimizers_own(tmp_path: Path) -> None:
-    """Also beside trials that give it, in one array with them from its begin or later, and after a kill."""
+    """Also next to trials that give it, in one array from its start or later, and after a kill."""
 
     def space(trial: Any) -> dict[str, Any]:
-        given = {"lr": 0.05, "nesterov": True}
-        return given | ({"momentum": 0.9} if trial.number % 2 else {"weight_decay": 0.3})
+        hyperparameters = {"lr": 0.05, "nesterov": True}
+        return hyperparameters | ({"momentum": 0.9} if trial.number % 2 else {"weight_decay": 0.3})
 
     def metric(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         judged.append(1)
@@ -201,20 +205,20 @@ def test_what_a_trial_does_not_give_is_the_optimizers_own(tmp_path: Path) -> Non
     options = {"optimizer": lambda params: hf.optim.SGD(params, momentum=0.5), "trials": 5, "rows": 3}
     with pytest.raises(KeyboardInterrupt):
         sweep(space, directory=tmp_path, metric=metric, **options)
-    for one in sweep(space, directory=tmp_path, metric=metric, **options).trials:
-        torch.manual_seed(one.number)
+    for trial in sweep(space, directory=tmp_path, metric=metric, **options).trials:
+        torch.manual_seed(trial.number)
         model = make_model()
-        own = {"momentum": 0.9} if one.number % 2 else {"momentum": 0.5, "weight_decay": 0.3}
-        opt = torch.optim.SGD(model.parameters(), lr=0.05, nesterov=True, **own)
+        arguments = {"momentum": 0.9} if trial.number % 2 else {"momentum": 0.5, "weight_decay": 0.3}
+        opt = torch.optim.SGD(model.parameters(), lr=0.05, nesterov=True, **arguments)
         data = loaders()
         for epoch in range(2):
-            torch.manual_seed(one.user_attrs["hfusion:round"] + epoch)
+            torch.manual_seed(trial.user_attrs["hfusion:round"] + epoch)
             for inputs, target in data["loader"]:
                 opt.zero_grad()
                 F.cross_entropy(model(inputs), target).backward()
                 opt.step()
         inputs, target = (torch.cat(parts) for parts in zip(*data["eval_loader"], strict=True))
-        assert one.value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
+        assert trial.value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
 
 
 def test_an_optimizer_that_has_no_rows() -> None:
@@ -234,7 +238,7 @@ def test_nan_fails_its_trial_alone() -> None:
     result = sweep(space, metric=metric, direction="maximize", trials=8)
     rates = {"FAIL": 1e300, "COMPLETE": 1e-3}
     assert set(states(result.study)) == {"FAIL", "COMPLETE"}
-    assert all(one.params["lr"] == rates[one.state.name] for one in result.trials)
+    assert all(trial.params["lr"] == rates[trial.state.name] for trial in result.trials)
     assert result.best_params == {"lr": 1e-3}
 
 
@@ -249,7 +253,7 @@ def test_a_metric_that_is_always_nan_leaves_no_best() -> None:
 def test_a_pruner_that_prunes_all() -> None:
     result = sweep(pruner=optuna.pruners.ThresholdPruner(upper=0.0), trials=9)
     assert states(result.study) == ["PRUNED"] * 9
-    assert [one.user_attrs["hfusion:round"] for one in result.trials] == [0] * 4 + [1] * 4 + [2]
+    assert [trial.user_attrs["hfusion:round"] for trial in result.trials] == [0] * 4 + [1] * 4 + [2]
 
 
 def test_zero_trials() -> None:
@@ -281,12 +285,12 @@ def test_numbers_that_are_none(name: str, value: Any) -> None:
         ("metric", lambda output, target: None, "the metric gave a NoneType for one member: it must give a number"),
     ],
 )
-def test_what_is_of_another_kind(name: str, value: Any, message: str) -> None:
+def test_arguments_of_the_wrong_type_are_refused(name: str, value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sweep(**{name: value})
 
 
-def test_what_a_study_has_is_not_given_again() -> None:
+def test_a_direction_is_refused_if_the_study_has_one() -> None:
     with pytest.raises(ValueError, match="direction='maximize': the study given has its own"):
         sweep(study=optuna.create_study(), direction="maximize")
     with pytest.raises(ValueError, match=r"study is a list: give an optuna\.Study"):
@@ -294,7 +298,7 @@ def test_what_a_study_has_is_not_given_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("make_options", "message"),
     [
         (lambda: {"study": optuna.create_study(study_name="mine")}, "study 'mine' is in the memory of this process"),
         (
@@ -306,10 +310,10 @@ def test_what_a_study_has_is_not_given_again() -> None:
     ],
 )
 def test_a_study_in_memory_does_not_go_with_a_directory(
-    given: Callable[[], dict[str, Any]], message: str, tmp_path: Path
+    make_options: Callable[[], dict[str, Any]], message: str, tmp_path: Path
 ) -> None:
-    """It is told at once, not when the sweep was killed; nothing is asked, and no folder made."""
-    options = given()
+    """The error comes immediately, not after a kill; no trial is asked, and no folder is created."""
+    options = make_options()
     with pytest.raises(
         ValueError, match=message + r".*, and directory='.*/sweep' is to go on from .*: leave study and"
     ):
@@ -328,7 +332,7 @@ def test_a_study_on_disk_goes_with_a_directory(tmp_path: Path) -> None:
 
 
 def test_errors_of_a_trial() -> None:
-    """As study.optimize has it: told FAIL, raised unless caught; TrialPruned prunes."""
+    """As in study.optimize, a trial fails, and its error is raised unless caught; TrialPruned prunes."""
 
     def make(hidden: int) -> nn.Module:
         if hidden == 3:
@@ -344,7 +348,7 @@ def test_errors_of_a_trial() -> None:
     with pytest.raises(RuntimeError, match="three is bad") as raised:
         sweep(space, make, study=study, trials=5)
     assert "in trial 2" in raised.value.__notes__[0]
-    # Without a folder nobody goes on with the others.
+    # Without a folder the other trials cannot be resumed.
     assert states(study) == ["FAIL", "PRUNED", "FAIL"]
     result = sweep(space, make, catch=RuntimeError, trials=5)
     assert states(result.study) == ["COMPLETE", "PRUNED", "FAIL", "COMPLETE", "COMPLETE"]
@@ -387,7 +391,7 @@ def test_another_space_or_model_than_that_of_the_folder(tmp_path: Path) -> None:
             hf.CheckpointError, match=r"another space or make_model: space does not take {'lr': .*'rate'"
         ):
             sweep(other, directory=tmp_path / folder, trials=6)
-        assert {name for one in sweep(directory=tmp_path / folder).trials for name in one.params} == {"lr"}
+        assert {name for trial in sweep(directory=tmp_path / folder).trials for name in trial.params} == {"lr"}
     with pytest.raises(hf.CheckpointError, match=r"(?s)another model for trial \d: .*size mismatch.*a new directory"):
         sweep(make=lambda: make_model(16), directory=tmp_path / "ended", trials=6)
 
@@ -424,18 +428,18 @@ def test_a_space_that_is_tried_to_its_end(name: str, tmp_path: Path) -> None:
             rows=3,
         )
 
-    points = [tuple(one.params.values()) for one in run().trials]
+    points = [tuple(trial.params.values()) for trial in run().trials]
     assert len(points) == len(set(points)) == 4
-    assert [tuple(one.params.values()) for one in run().trials] == points
+    assert [tuple(trial.params.values()) for trial in run().trials] == points
 
 
 def test_callbacks_and_what_stops_a_study(tmp_path: Path) -> None:
-    """Callbacks are told every trial once; the sweep stays stopped until more trials are asked of it."""
-    told: list[tuple[int, str]] = []
+    """Callbacks get every trial once; the sweep stays stopped until it is called with more trials."""
+    finished: list[tuple[int, str]] = []
 
     def callback(study: Any, trial: Any) -> None:
-        told.append((trial.number, trial.state.name))
-        if len(told) == 2:
+        finished.append((trial.number, trial.state.name))
+        if len(finished) == 2:
             study.stop()
 
     def space(trial: Any) -> dict[str, Any]:
@@ -446,33 +450,33 @@ def test_callbacks_and_what_stops_a_study(tmp_path: Path) -> None:
     options: dict[str, Any] = {"callbacks": [callback], "directory": tmp_path, "rows": 2}
     expected = [(0, "COMPLETE"), (1, "PRUNED"), (2, "COMPLETE")]
     assert states(sweep(space, trials=9, **options).study) == [state for _, state in expected]
-    assert sorted(told) == expected
+    assert sorted(finished) == expected
     sweep(space, trials=9, **options)
     assert len(sweep(space, trials=10, **options).trials) == 10
-    assert sorted(told)[:3] == expected
-    assert len(told) == 10
+    assert sorted(finished)[:3] == expected
+    assert len(finished) == 10
 
 
 def test_a_loader_that_cannot_be_read_again() -> None:
-    given = iter(list(loaders()["loader"]))
+    loader = iter(list(loaders()["loader"]))
     with pytest.raises(hf.PlanError, match="can be read again"):
-        sweep(loader=given)
+        sweep(loader=loader)
 
 
 def test_workers_that_stay_are_read_as_those_that_do_not() -> None:
-    """In every epoch; and loaders whose length nobody knows are read to be counted."""
+    """In every epoch; loaders without a length are read to count their minibatches."""
 
     class Endless:
         def __iter__(self) -> Any:
-            yield from given["eval_loader"]
+            yield from data["eval_loader"]
 
-    given, found = loaders(), []
-    for workers, judge in ((0, given["eval_loader"]), (1, Endless())):
+    data, values = loaders(), []
+    for workers, judge in ((0, data["eval_loader"]), (1, Endless())):
         options = {"num_workers": workers, "persistent_workers": bool(workers)}
-        loader = DataLoader(given["loader"].dataset, batch_size=32, shuffle=True, **options)
+        loader = DataLoader(data["loader"].dataset, batch_size=32, shuffle=True, **options)
         result = sweep(loader=loader, eval_loader=judge, epochs=3, metric=accuracy)
-        found.append([one.intermediate_values for one in result.trials])
-    assert found[0] == found[1]
+        values.append([trial.intermediate_values for trial in result.trials])
+    assert values[0] == values[1]
 
 
 def test_memory_bounds_the_rows_and_shapes_wait() -> None:
@@ -482,7 +486,7 @@ def test_memory_bounds_the_rows_and_shapes_wait() -> None:
     result = sweep(
         lambda t: {"hidden": t.suggest_categorical("hidden", [24, 32, 48, 64])}, machine=machine, trials=8, rows=8
     )
-    began = [one.user_attrs["hfusion:round"] for one in result.trials]
+    began = [trial.user_attrs["hfusion:round"] for trial in result.trials]
     assert states(result.study) == ["COMPLETE"] * 8
     assert max(began) > 0
     with pytest.raises(hf.PlanError, match=r"trial 0 with .* needs .* bytes to be trained, and device cpu has 9,000"):
@@ -491,7 +495,7 @@ def test_memory_bounds_the_rows_and_shapes_wait() -> None:
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_never_more_memory_than_the_budget() -> None:
-    """On a simulated device, in a process of its own: torch keeps a device that was added."""
+    """On a simulated device, in a separate process: torch keeps a device that was added."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.tune.memory"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

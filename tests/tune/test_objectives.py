@@ -63,7 +63,8 @@ def nsga(seed: int = 2) -> Any:
 
 def everything(result: hf.SweepResult) -> list[Any]:
     trials = [
-        (one.number, one.params, one.state.name, one.values, one.user_attrs["hfusion:round"]) for one in result.trials
+        (trial.number, trial.params, trial.state.name, trial.values, trial.user_attrs["hfusion:round"])
+        for trial in result.trials
     ]
     models = {
         number: [value.tolist() for value in model.state_dict().values()]
@@ -122,7 +123,7 @@ def stored(folder: Path, reached: Any) -> hf.SweepResult:
         reached("judged")
         return both(output, target)
 
-    def told(study: Any, trial: Any) -> None:
+    def callback(study: Any, trial: Any) -> None:
         reached("told")
 
     return sweep(
@@ -133,16 +134,16 @@ def stored(folder: Path, reached: Any) -> hf.SweepResult:
         rows=5,
         sampler=nsga(),
         directory=folder,
-        callbacks=[told],
+        callbacks=[callback],
     )
 
 
 def test_killed_again_and_again(tmp_path: Path) -> None:
-    whole = everything(stored(tmp_path / "whole", lambda place: None))
-    for place, count in [("asked", 3), ("asked", 7), ("judged", 2), ("judged", 9), ("told", 1), ("told", 4)]:
+    whole = everything(stored(tmp_path / "whole", lambda event: None))
+    for event, count in [("asked", 3), ("asked", 7), ("judged", 2), ("judged", 9), ("told", 1), ("told", 4)]:
         with pytest.raises(Killed):
-            stored(tmp_path / "killed", at(place, count, kill))
-    assert everything(stored(tmp_path / "killed", lambda place: None)) == whole
+            stored(tmp_path / "killed", at(event, count, kill))
+    assert everything(stored(tmp_path / "killed", lambda event: None)) == whole
     # After the end there is nothing to do.
     assert everything(stored(tmp_path / "whole", at("judged", 1, kill))) == whole
 
@@ -221,7 +222,7 @@ def test_one_direction_in_a_list_is_one_objective() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_front_is_that_of_optuna(seed: int) -> None:
-    """Whatever the order and the number of objectives, with values that are equal."""
+    """For any order and number of objectives, and with equal values."""
     draw = random.Random(seed)
     count = 1 + seed % 3
     directions = [draw.choice(DIRECTIONS) for _ in range(count)]

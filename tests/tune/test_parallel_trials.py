@@ -1,4 +1,4 @@
-"""Plain trials in other processes: who goes there, what comes back, and that nothing stays."""
+"""Plain trials in other processes: which trials move there, what they return, and that no process remains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def process(outputs: Tensor, target: Tensor) -> float:
-    """Of whoever evaluates."""
+    """Return the id of the process that evaluates."""
     return float(os.getpid())
 
 
@@ -53,7 +53,7 @@ class _Handle:
 
 
 class Unpicklable(nn.Linear):
-    """What it holds cannot leave its process."""
+    """A layer with a handle that cannot leave its process."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
@@ -95,7 +95,7 @@ def test_none_where_none_were_given() -> None:
     assert set.union(*where(search(metric=process, pruner=unpruned(), processes=0))) == {HERE}
 
 
-def test_what_cannot_be_pickled_stays(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_that_cannot_be_pickled_stay(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "hfusion"):
         assert set.union(*where(search(Unpicklable, metric=process, pruner=unpruned()))) == {HERE}
     assert "trial 1 stays in this process, as pickle fails" in caplog.text
@@ -135,7 +135,7 @@ def threads(outputs: Tensor, target: Tensor) -> float:
 
 @pytest.mark.usefixtures("slower_workers")
 def test_trials_keep_one_thread_where_workers_end() -> None:
-    """Whether workers are slower is a matter of times, and the number of threads shows in roundings."""
+    """Ending slower workers depends on measured times, so it must not change the threads, which affect rounding."""
     with torch_threads(2):
         result = search(metric=threads, pruner=unpruned())
     assert [set(trial.intermediate_values.values()) for trial in result.trials] == [{1.0}] * 6

@@ -133,18 +133,18 @@ OPTIMIZERS: dict[str, tuple[Any, type[torch.optim.Optimizer] | None]] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_are_torch_s(name: str) -> None:
     make, kind = OPTIMIZERS[name]
-    made = torch_optimizer(make, model())
+    optimizer = torch_optimizer(make, model())
     if kind is None:
-        assert made is None
+        assert optimizer is None
         return
-    assert type(made) is kind
+    assert type(optimizer) is kind
     if name == "groups":
-        assert [(group["lr"], len(group["params"])) for group in made.param_groups] == [(0.5, 1), (0.1, 3)]
+        assert [(group["lr"], len(group["params"])) for group in optimizer.param_groups] == [(0.5, 1), (0.1, 3)]
     if name == "adamw":
-        group = made.param_groups[0]
+        group = optimizer.param_groups[0]
         assert (group["lr"], group["betas"], group["amsgrad"], group["fused"]) == (0.2, (0.8, 0.9), True, True)
     if name == "sgd":
-        assert made.param_groups[0]["nesterov"]
+        assert optimizer.param_groups[0]["nesterov"]
 
 
 def test_a_footprint_counts_what_one_trial_takes() -> None:
@@ -156,27 +156,27 @@ def test_a_footprint_counts_what_one_trial_takes() -> None:
     waiting = threading.Thread(target=ended.wait)
     waiting.start()
     try:
-        found = PlainFootprint(nn.Sequential(net, nn.Dropout(0.5)), 2, x, device, evaluated=0, saved=False)
+        footprint = PlainFootprint(nn.Sequential(net, nn.Dropout(0.5)), 2, x, device, evaluated=0, saved=False)
     finally:
         ended.set()
         waiting.join()
     assert torch.equal(before, torch.get_rng_state())
     weights = 4 * sum(param.numel() for param in net.parameters())
-    assert found.held(3) == 4 * weights + 3 * 3 * weights
-    assert weights < found.passing(1) < 10 * weights
-    assert found.seconds(0) == 0 < found.seconds(1) < found.seconds(2) < 2 * found.seconds(1)
-    assert 1 < fastest_width(found.seconds, 10**6) < 10**6
+    assert footprint.held(3) == 4 * weights + 3 * 3 * weights
+    assert weights < footprint.passing(1) < 10 * weights
+    assert footprint.seconds(0) == 0 < footprint.seconds(1) < footprint.seconds(2) < 2 * footprint.seconds(1)
+    assert 1 < fastest_width(footprint.seconds, 10**6) < 10**6
 
 
 def test_loops_say_what_is_wrong_with_a_loss() -> None:
-    def each(output: Tensor, target: Tensor) -> Tensor:
+    def unreduced(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target, reduction="none")
 
     with pytest.raises(ValueError, match=r"the loss must give one number for a member, it gave a tensor \[8\]"):
         hf.sweep(
             lambda: model(),
             lambda trial: {"lr": 0.1},
-            each,
+            unreduced,
             [(torch.randn(8, 6), torch.zeros(8, dtype=torch.long))],
             trials=1,
             epochs=1,

@@ -1,4 +1,4 @@
-"""Population based training in a sweep: who becomes a copy of whom, and that copies go on as their originals would."""
+"""Population based training in a sweep: which trials are copied, and that copies train on as their originals would."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def sweep(folder: Path | None = None, kill: int = 0, **options: Any) -> hf.Sweep
             raise Killed
         return F.cross_entropy(output, target)
 
-    given = {**loaders(), "pbt": hf.PBT(), **options}
+    arguments = {**loaders(), "pbt": hf.PBT(), **options}
     return hf.sweep(
         make_model,
         space,
         F.cross_entropy,
-        given.pop("loader"),
+        arguments.pop("loader"),
         metric=metric,
         optimizer=hf.optim.SGD,
         sampler=optuna.samplers.RandomSampler(seed=2),
@@ -52,31 +52,31 @@ def sweep(folder: Path | None = None, kill: int = 0, **options: Any) -> hf.Sweep
         rows=TRIALS,
         machine=MACHINE,
         directory=folder,
-        **given,
+        **arguments,
     )
 
 
 def alone(trials: list[Any]) -> list[list[float]]:
     """The values of all trials in plain torch, copied as was noted."""
-    given, runs, values = loaders(), [], [[] for _ in trials]
-    for one in trials:
-        torch.manual_seed(one.number)
-        first = one.user_attrs.get("hfusion:suggested", one.params)
+    data, runs, values = loaders(), [], [[] for _ in trials]
+    for trial in trials:
+        torch.manual_seed(trial.number)
+        first = trial.user_attrs.get("hfusion:suggested", trial.params)
         model = make_model(4 * first["width"])
         runs.append((model, torch.optim.SGD(model.parameters(), lr=first["lr"], momentum=first["momentum"])))
     for epoch in range(EPOCHS):
         for number, (model, optimizer) in enumerate(runs):
             torch.manual_seed(epoch)
-            for inputs, target in given["loader"]:
+            for inputs, target in data["loader"]:
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), target).backward()
                 optimizer.step()
-            inputs, target = (torch.cat(part) for part in zip(*given["eval_loader"], strict=True))
+            inputs, target = (torch.cat(part) for part in zip(*data["eval_loader"], strict=True))
             with evaluating(model), torch.no_grad():
                 values[number].append(F.cross_entropy(model(inputs), target).item())
         before = list(runs)
-        for number, one in enumerate(trials):
-            for event in one.user_attrs.get("hfusion:copies", []):
+        for number, trial in enumerate(trials):
+            for event in trial.user_attrs.get("hfusion:copies", []):
                 if event["epoch"] == epoch + 1:
                     model, optimizer = copy.deepcopy(before[event["source"]])
                     for group in optimizer.param_groups:
@@ -86,7 +86,9 @@ def alone(trials: list[Any]) -> list[list[float]]:
 
 
 def noted(result: hf.SweepResult) -> list[Any]:
-    return [(one.params, one.intermediate_values, one.user_attrs.get("hfusion:copies")) for one in result.trials]
+    return [
+        (trial.params, trial.intermediate_values, trial.user_attrs.get("hfusion:copies")) for trial in result.trials
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -97,57 +99,57 @@ def whole() -> hf.SweepResult:
 
 
 def test_copies_train_as_their_originals_would(whole: hf.SweepResult) -> None:
-    for one, values in zip(whole.trials, alone(whole.trials), strict=True):
-        assert list(one.intermediate_values.values()) == pytest.approx(values, rel=1e-9)
-        assert one.state.name == "COMPLETE"
+    for trial, values in zip(whole.trials, alone(whole.trials), strict=True):
+        assert list(trial.intermediate_values.values()) == pytest.approx(values, rel=1e-9)
+        assert trial.state.name == "COMPLETE"
 
 
 def test_the_worst_of_a_shape_become_copies_of_its_best(whole: hf.SweepResult) -> None:
     trials, copied = whole.trials, 0
     for width in (1, 2):
-        own = [one for one in trials if one.params["width"] == width]
+        candidates = [trial for trial in trials if trial.params["width"] == width]
         for epoch in range(1, EPOCHS):
-            ranked = sorted(own, key=lambda one, epoch=epoch: one.intermediate_values[epoch - 1])
-            count = min(-(-len(own) // 4), len(own) // 2)
+            ranked = sorted(candidates, key=lambda trial, epoch=epoch: trial.intermediate_values[epoch - 1])
+            count = min(-(-len(candidates) // 4), len(candidates) // 2)
             events = {
-                one.number: event
-                for one in own
-                for event in one.user_attrs.get("hfusion:copies", [])
+                trial.number: event
+                for trial in candidates
+                for event in trial.user_attrs.get("hfusion:copies", [])
                 if event["epoch"] == epoch
             }
-            assert set(events) == {one.number for one in ranked[len(ranked) - count :]}
-            assert {event["source"] for event in events.values()} <= {one.number for one in ranked[:count]}
+            assert set(events) == {trial.number for trial in ranked[len(ranked) - count :]}
+            assert {event["source"] for event in events.values()} <= {trial.number for trial in ranked[:count]}
             assert all(event["params"]["width"] == width for event in events.values())
             copied += len(events)
     assert copied > 4
 
 
 def last_params(trial: Any) -> dict[str, Any]:
-    """What a trial in a study was trained with last."""
+    """Return the hyper-parameters that a trial in a study was trained with last."""
     copies = trial.user_attrs.get("hfusion:copies")
     return copies[-1]["params"] if copies else trial.params
 
 
 def test_params_are_those_that_were_trained_with_last(whole: hf.SweepResult) -> None:
-    suggested = {one.number: one for one in whole.study.trials}
-    changed = [one for one in whole.trials if "hfusion:copies" in one.user_attrs]
+    suggested = {trial.number: trial for trial in whole.study.trials}
+    changed = [trial for trial in whole.trials if "hfusion:copies" in trial.user_attrs]
     assert len(changed) > 1
-    for one in whole.trials:
-        assert one.params == last_params(suggested[one.number])
-        assert one.params.keys() == one.distributions.keys()
-        if one in changed:
-            assert one.user_attrs["hfusion:suggested"] == suggested[one.number].params != one.params
+    for trial in whole.trials:
+        assert trial.params == last_params(suggested[trial.number])
+        assert trial.params.keys() == trial.distributions.keys()
+        if trial in changed:
+            assert trial.user_attrs["hfusion:suggested"] == suggested[trial.number].params != trial.params
     best = whole.study.best_trial
     assert whole.best_params == whole.best_trial.params == last_params(best)
     assert whole.best_model[0].out_features == 4 * whole.best_params["width"]  # type: ignore[index,union-attr]
     # All are among the best ten.
-    for one in changed:
-        line = next(line for line in str(whole).splitlines() if line.split()[0] == str(one.number))
-        assert f"lr={one.params['lr']:.4g} (first {suggested[one.number].params['lr']:.4g})" in line
+    for trial in changed:
+        line = next(line for line in str(whole).splitlines() if line.split()[0] == str(trial.number))
+        assert f"lr={trial.params['lr']:.4g} (first {suggested[trial.number].params['lr']:.4g})" in line
 
 
 def branching(trial: Any) -> dict[str, Any]:
-    """The name of a parameter hangs on another one."""
+    """The name of a parameter depends on another one."""
     branch = trial.suggest_categorical("branch", ["slow", "fast"])
     low, high = (1e-4, 1e-2) if branch == "slow" else (1e-2, 1.0)
     return {"lr": trial.suggest_float(f"lr of {branch}", low, high, log=True)}
@@ -155,7 +157,7 @@ def branching(trial: Any) -> dict[str, Any]:
 
 def test_copies_have_the_names_and_distributions_of_their_source(tmp_path: Path) -> None:
     """Across branches of a space, and after another kill."""
-    told = []
+    finished = []
 
     def search(folder: Path | None, kill: int = 0) -> hf.SweepResult:
         def metric(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -179,22 +181,22 @@ def test_copies_have_the_names_and_distributions_of_their_source(tmp_path: Path)
             machine=MACHINE,
             pbt=hf.PBT(quantile_fraction=0.5),
             directory=folder,
-            callbacks=[lambda study, trial: told.append((trial.number, trial.params))],
+            callbacks=[lambda study, trial: finished.append((trial.number, trial.params))],
             **data,
         )
 
     result = search(None)
     crossed = [
-        one
-        for one in result.trials
-        if one.user_attrs.get("hfusion:suggested", one.params)["branch"] != one.params["branch"]
+        trial
+        for trial in result.trials
+        if trial.user_attrs.get("hfusion:suggested", trial.params)["branch"] != trial.params["branch"]
     ]
     assert crossed
-    for one in result.trials:
-        name = f"lr of {one.params['branch']}"
-        assert set(one.params) == set(one.distributions) == {"branch", name}
-        assert one.distributions[name].low <= one.params[name] <= one.distributions[name].high
-    assert told == [(one.number, one.params) for one in result.trials]
+    for trial in result.trials:
+        name = f"lr of {trial.params['branch']}"
+        assert set(trial.params) == set(trial.distributions) == {"branch", name}
+        assert trial.distributions[name].low <= trial.params[name] <= trial.distributions[name].high
+    assert finished == [(trial.number, trial.params) for trial in result.trials]
     for kill in (12, 28):
         with pytest.raises(Killed):
             search(tmp_path, kill)
@@ -205,9 +207,9 @@ def test_a_killed_one_goes_on(whole: hf.SweepResult, tmp_path: Path) -> None:
     for kill in (12, 21):
         with pytest.raises(Killed):
             sweep(tmp_path, kill)
-    found = sweep(tmp_path)
-    assert noted(found) == noted(whole)
-    assert found.best_value == whole.best_value
+    resumed = sweep(tmp_path)
+    assert noted(resumed) == noted(whole)
+    assert resumed.best_value == whole.best_value
 
 
 def test_values_stay_in_their_bounds() -> None:
@@ -220,13 +222,13 @@ def test_values_stay_in_their_bounds() -> None:
         "choice": optuna.distributions.CategoricalDistribution(["a", None]),
     }
     params: dict[str, Any] = {"log": 1e-4, "step": 0.5, "int": 9, "even": 8, "choice": "a"}
-    draw, seen = random.Random(0), set()
+    draw, choices = random.Random(0), set()
     for _ in range(300):
         params = hf.PBT().explored(params, distributions, lambda changed: True, draw)
-        seen.add(params["choice"])
+        choices.add(params["choice"])
         for name, distribution in distributions.items():
             assert distribution._contains(distribution.to_internal_repr(params[name])), (name, params[name])
-    assert seen == {"a", None}
+    assert choices == {"a", None}
 
 
 def test_impossible_settings() -> None:

@@ -25,20 +25,20 @@ ROOT = Path(__file__).parents[2]
 
 
 class Killed(BaseException):
-    """Nothing of the sweep's process is there afterwards: with a folder, nobody catches it."""
+    """Stands for the end of the process: a sweep with a folder does not catch it."""
 
 
 def kill() -> None:
     raise Killed
 
 
-def nothing(place: str) -> None:
+def nothing(event: str) -> None:
     pass
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """What sweeps that nobody kills come to, by sampler."""
+    """The results of sweeps that are not killed, by sampler."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HFUSION_RATES", "standard")
         patch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: math.inf)
@@ -58,9 +58,9 @@ def test_killed_again_and_again(
     sampler: str, kills: list[tuple[str, int]], whole: dict[str, list[Any]], tmp_path: Path
 ) -> None:
     killed_times = 0
-    for place, count in kills:
+    for event, count in kills:
         try:
-            run(str(tmp_path), at(place, count, kill), sampler)
+            run(str(tmp_path), at(event, count, kill), sampler)
         except Killed:
             killed_times += 1
     assert killed_times >= 3
@@ -79,7 +79,7 @@ def test_a_row_that_is_free_when_the_sweep_is_killed(tmp_path: Path) -> None:
     """Rows are given back in blocks, of two where an array began with ten: one of these stays free, and is saved so."""
 
     def search(folder: Path, *, fails: int = 0, ends: int = 0) -> list[Any]:
-        """What a sweep comes to whose call number ``fails`` of the metric gives NaN; ``ends`` kills it."""
+        """Return the results of a sweep whose metric gives NaN at call ``fails`` and kills it at call ``ends``."""
         calls: list[int] = []
 
         def judged(output: Tensor, target: Tensor) -> float:
@@ -88,13 +88,13 @@ def test_a_row_that_is_free_when_the_sweep_is_killed(tmp_path: Path) -> None:
                 raise Killed
             return math.nan if len(calls) == fails else float(F.cross_entropy(output, target))
 
-        given = loaders()
+        data = loaders()
         result = hf.sweep(
             make_model,
             lambda trial: {"lr": trial.suggest_float("lr", 1e-3, 0.1)},
             F.cross_entropy,
-            given.pop("loader"),
-            **given,
+            data.pop("loader"),
+            **data,
             metric=judged,
             sampler=optuna.samplers.RandomSampler(seed=0),
             pruner=optuna.pruners.NopPruner(),
@@ -118,7 +118,7 @@ def test_after_the_end_there_is_nothing_to_do_until_more_is_asked(tmp_path: Path
     assert len(run(str(tmp_path), nothing, trials=4).trials) == 4
 
 
-def test_what_is_not_the_same_sweep_is_told(tmp_path: Path) -> None:
+def test_resuming_another_sweep_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         run(str(tmp_path), at("judged", 1, kill))
     with pytest.raises(hf.CheckpointError, match="seed was 0 when the sweep was saved, and is 1"):

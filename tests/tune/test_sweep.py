@@ -16,16 +16,20 @@ optuna = pytest.importorskip("optuna")
 
 
 def sweep(trials: int, **options: Any) -> hf.SweepResult:
-    given = {"epochs": EPOCHS, "machine": MACHINE, "rows": 6, **loaders(), **options}
-    if not isinstance(given.get("study"), optuna.Study):
-        given.setdefault("sampler", optuna.samplers.RandomSampler(seed=3))
+    arguments = {"epochs": EPOCHS, "machine": MACHINE, "rows": 6, **loaders(), **options}
+    if not isinstance(arguments.get("study"), optuna.Study):
+        arguments.setdefault("sampler", optuna.samplers.RandomSampler(seed=3))
     return hf.sweep(
-        given.pop("make_model", make_model), given.pop("space", space), F.cross_entropy, trials=trials, **given
+        arguments.pop("make_model", make_model),
+        arguments.pop("space", space),
+        F.cross_entropy,
+        trials=trials,
+        **arguments,
     )
 
 
 class Recorded(optuna.pruners.BasePruner):  # type: ignore[misc,name-defined]
-    """A pruner, and what it was asked and said, in order: trial, step, decision."""
+    """A pruner that records its decisions in order: trial, step, decision."""
 
     def __init__(self, pruner: Any) -> None:
         self._pruner, self.said = pruner, list[tuple[int, int, bool]]()
@@ -36,18 +40,20 @@ class Recorded(optuna.pruners.BasePruner):  # type: ignore[misc,name-defined]
         return decision
 
 
-def decided_anew(result: hf.SweepResult, said: list[tuple[int, int, bool]], pruner: Any) -> list[tuple[int, int, bool]]:
-    """What a pruner says where nothing but the same values is reported, in the same order."""
+def decided_anew(
+    result: hf.SweepResult, decisions: list[tuple[int, int, bool]], pruner: Any
+) -> list[tuple[int, int, bool]]:
+    """Return the decisions of a pruner if only the same values are reported, in the same order."""
     again = optuna.create_study(study_name=result.study.study_name, direction=result.study.direction, pruner=pruner)
-    trials, found = [again.ask() for _ in result.trials], []
-    for number, step, _ in said:
+    trials, replayed = [again.ask() for _ in result.trials], []
+    for number, step, _ in decisions:
         trials[number].report(result.trials[number].intermediate_values[step], step)
-        found.append((number, step, trials[number].should_prune()))
-        if found[-1][2]:
+        replayed.append((number, step, trials[number].should_prune()))
+        if replayed[-1][2]:
             again.tell(number, state=optuna.trial.TrialState.PRUNED)
         elif step == EPOCHS - 1:
             again.tell(number, result.trials[number].value)
-    return found
+    return replayed
 
 
 PRUNERS = {
@@ -65,16 +71,16 @@ def test_values_are_those_of_trials_alone(pruner: str, metric: str) -> None:
     options = {"eval_loader": None} if metric == "steps" else {}
     result = sweep(14, pruner=PRUNERS[pruner](), metric=function, direction=direction, **options)
     assert {"hidden": {4, 8}, "batch_norm": {False, True}} == {
-        name: {one.params[name] for one in result.trials} for name in ("hidden", "batch_norm")
+        name: {trial.params[name] for trial in result.trials} for name in ("hidden", "batch_norm")
     }
-    for one in result.trials:
-        values = [one.intermediate_values[step] for step in sorted(one.intermediate_values)]
-        expected = alone(one.params, one.number, one.user_attrs["hfusion:round"], len(values))
-        assert values == pytest.approx([found[column] for found in expected], rel=1e-9, abs=1e-12)
-        assert one.value == values[-1]
-    states = [one.state.name for one in result.trials]
+    for trial in result.trials:
+        values = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
+        expected = alone(trial.params, trial.number, trial.user_attrs["hfusion:round"], len(values))
+        assert values == pytest.approx([row[column] for row in expected], rel=1e-9, abs=1e-12)
+        assert trial.value == values[-1]
+    states = [trial.state.name for trial in result.trials]
     assert set(states) == ({"COMPLETE"} if pruner == "none" else {"COMPLETE", "PRUNED"})
-    assert all(len(one.intermediate_values) == EPOCHS for one in result.trials if one.state.name == "COMPLETE")
+    assert all(len(trial.intermediate_values) == EPOCHS for trial in result.trials if trial.state.name == "COMPLETE")
 
 
 @pytest.mark.parametrize("name", PRUNERS)
@@ -83,7 +89,7 @@ def test_decisions_are_those_of_the_pruner_on_these_values(name: str) -> None:
     result = sweep(16, pruner=recorded)
     assert decided_anew(result, recorded.said, PRUNERS[name]()) == recorded.said
     ended = {number: "PRUNED" if pruned else "COMPLETE" for number, _, pruned in recorded.said}
-    assert ended == {one.number: one.state.name for one in result.trials}
+    assert ended == {trial.number: trial.state.name for trial in result.trials}
     assert any(pruned for _, _, pruned in recorded.said) == (name != "none")
 
 
@@ -114,16 +120,16 @@ def test_gradients_are_clipped_as_alone() -> None:
         }
 
     result = sweep(7, pruner=PRUNERS["none"](), clip_norm=0.05, rows=2, space=one_shape)
-    for one in result.trials:
-        expected = alone(one.params, one.number, one.user_attrs["hfusion:round"], EPOCHS, clip=0.05)
-        assert list(one.intermediate_values.values()) == pytest.approx([found[1] for found in expected], rel=1e-9)
+    for trial in result.trials:
+        expected = alone(trial.params, trial.number, trial.user_attrs["hfusion:round"], EPOCHS, clip=0.05)
+        assert list(trial.intermediate_values.values()) == pytest.approx([row[1] for row in expected], rel=1e-9)
 
 
 def test_after_a_timeout_no_trial_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+    suggested: list[int] = []
 
     def slow(trial: Any) -> dict[str, Any]:
-        seen.append(trial.number)
+        suggested.append(trial.number)
         # As if the second trial had taken an hour to suggest.
         if trial.number == 1:
             now = time.monotonic()
@@ -131,6 +137,6 @@ def test_after_a_timeout_no_trial_is_asked(monkeypatch: pytest.MonkeyPatch) -> N
         return space(trial)
 
     result = sweep(8, space=slow, pruner=PRUNERS["none"](), timeout=1800)
-    assert seen == [0, 1]
-    assert [one.state.name for one in result.trials] == ["COMPLETE"] * 2
-    assert all(len(one.intermediate_values) == EPOCHS for one in result.trials)
+    assert suggested == [0, 1]
+    assert [trial.state.name for trial in result.trials] == ["COMPLETE"] * 2
+    assert all(len(trial.intermediate_values) == EPOCHS for trial in result.trials)

@@ -27,7 +27,7 @@ TWO = hf.Machine([hf.Device(f"cpu:{n}", memory="1GiB") for n in range(2)], "1GiB
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary files are; no process and no file is left in the end."""
+    """The folder for temporary files; no process and no file is left in the end."""
     yield from emptied_temporary(tmp_path / "temporary", monkeypatch)
 
 
@@ -40,21 +40,21 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_devices_train_what_one_does(at_once: None, tmp_path: Path) -> None:
     """Also where the sweep was interrupted, and goes on."""
-    wanted = sweep(ONE)
-    assert wanted.processes is None
+    expected = sweep(ONE)
+    assert expected.processes is None
     folder = tmp_path / "sweep"
     with pytest.raises(KeyboardInterrupt):
         sweep(TWO, directory=folder, space=interrupting(space, 10))
-    found = sweep(TWO, directory=folder)
-    assert_same_sweep(found, wanted)
-    assert str(found.processes) == "2 processes, one for each device: as the sweep that goes on began"
-    assert type(found.best_model) is type(wanted.best_model)
+    result = sweep(TWO, directory=folder)
+    assert_same_sweep(result, expected)
+    assert str(result.processes) == "2 processes, one for each device: as the sweep that goes on began"
+    assert type(result.best_model) is type(expected.best_model)
 
 
 def test_a_short_sweep_is_on_the_largest_device() -> None:
-    found = sweep(TWO, trials=2)
-    assert found.processes is not None
-    assert "one process for all devices: 2 trials of 4 epochs take an estimated" in str(found.processes)
+    result = sweep(TWO, trials=2)
+    assert result.processes is not None
+    assert "one process for all devices: 2 trials of 4 epochs take an estimated" in str(result.processes)
 
 
 def small(trial: Any) -> dict[str, Any]:
@@ -77,11 +77,11 @@ SHARED, LOCK = loaders()["loader"], threading.Lock()
     ids=["its own loader", "pbt", "a lock"],
 )
 def test_reasons_for_one_process(options: dict[str, Any], reason: str, at_once: None) -> None:
-    given = {**loaders(), "loader": SHARED, "trials": 2, "epochs": 1, **options}
-    found = hf.sweep(make_model, small, F.cross_entropy, **given, machine=TWO)
-    assert found.processes is not None
-    assert found.processes.count == 1
-    assert reason in found.processes.reason
+    arguments = {**loaders(), "loader": SHARED, "trials": 2, "epochs": 1, **options}
+    result = hf.sweep(make_model, small, F.cross_entropy, **arguments, machine=TWO)
+    assert result.processes is not None
+    assert result.processes.count == 1
+    assert reason in result.processes.reason
 
 
 def test_an_error_of_the_space_is_that_of_a_sweep(at_once: None) -> None:
@@ -109,9 +109,9 @@ class Home(nn.Module):
 def test_what_fails_elsewhere_is_trained_here(at_once: None) -> None:
     process = os.getpid()
     with pytest.warns(UserWarning, match="hf.sweep goes on in one process, as .*not at home"):
-        found = hf.sweep(
+        result = hf.sweep(
             lambda: Home(process), small, F.cross_entropy, **loaders(), metric=accuracy, trials=2, epochs=1, machine=TWO
         )
-    assert found.processes is not None
-    assert found.processes.count == 1
-    assert len(found.trials) == 2
+    assert result.processes is not None
+    assert result.processes.count == 1
+    assert len(result.trials) == 2

@@ -1,4 +1,4 @@
-"""Where trials and arrays of a sweep go by what was measured: rounds in numbers, nothing is trained."""
+"""Placement of the trials and arrays of a sweep by measured times: rounds are simulated, nothing is trained."""
 
 from __future__ import annotations
 
@@ -88,39 +88,41 @@ class Sweep:
         self.shapes = [Shape(FIRST, partial(_estimates, 1e-3 + 1e-4 * number), SAME) for number in range(len(self.odd))]
         self.rooms = TrialPlacement(nowhere(len(self.slow)), 1000, self.rows, together=self.together)
         self.count, self.waiting = 0, self.draw.randrange(len(self.shapes))
-        for now in range(ROUNDS):
-            self._refill(now)
+        for round_number in range(ROUNDS):
+            self._refill(round_number)
             if self.measured:
                 self.moves += len(self.rooms.moves(lambda array: EPOCHS))
-            self._epoch(now)
+            self._epoch(round_number)
         return self
 
-    def _refill(self, now: int) -> None:
-        asked = 0
+    def _refill(self, round_number: int) -> None:
+        joined = 0
         while (array := self.rooms.room_for(self.shapes[self.waiting])) is not None:
             trial: Any = SimpleNamespace(number=self.count, suggestion=None, tag=f"trial {self.count}")
             self.rooms.join(array, trial)
-            self.count, self.waiting, asked = self.count + 1, self.draw.randrange(len(self.shapes)), asked + 1
-        self.began.append(asked)
+            self.count, self.waiting, joined = self.count + 1, self.draw.randrange(len(self.shapes)), joined + 1
+        self.began.append(joined)
         for array in self.rooms.arrays:
             if array.joining:
-                array.assign_slots(now)
+                array.assign_slots(round_number)
         self.rooms.give_back()
 
-    def _true(self, array: ShapeArray, now: int) -> float:
-        slow = (self.later if now >= self.change else self.slow)[array.device]
+    def _true(self, array: ShapeArray, round_number: int) -> float:
+        slow = (self.later if round_number >= self.change else self.slow)[array.device]
         estimated = array.shape.footprint(self.rooms._workers.devices[0]).seconds(array.width)
         odd = self.odd[self.shapes.index(array.shape)]
-        return STEPS * estimated * slow * odd * (1 + self.noise * random.Random(f"{now} {array.name}").random())
+        return (
+            STEPS * estimated * slow * odd * (1 + self.noise * random.Random(f"{round_number} {array.name}").random())
+        )
 
-    def _epoch(self, now: int) -> None:
+    def _epoch(self, round_number: int) -> None:
         busy = [0.0] * len(self.slow)
         slots: list[tuple[ShapeArray, TrialSlot]] = []
         for array in self.rooms.arrays:
-            taken = self._true(array, now)
-            busy[array.device] += taken
+            seconds = self._true(array, round_number)
+            busy[array.device] += seconds
             if self.measured:
-                self.rooms.seconds.note(array, EpochResult({}, taken, 0.0, STEPS))
+                self.rooms.seconds.note(array, EpochResult({}, seconds, 0.0, STEPS))
             slots += [(array, slot) for slot in array.slots.values()]
         self.seconds.append(max(busy))
         for array, slot in sorted(slots, key=lambda pair: pair[1].number):
@@ -129,16 +131,16 @@ class Sweep:
                 del array.slots[slot.tag]
 
 
-def both(seed: int = 0, **given: Any) -> tuple[Sweep, Sweep]:
+def both(seed: int = 0, **settings: Any) -> tuple[Sweep, Sweep]:
     """By estimates, and by what was measured; both ask the same trials at the same times."""
-    first, measured = (Sweep(measured=each, **given).run(seed) for each in (False, True))
+    first, measured = (Sweep(measured=use_measurements, **settings).run(seed) for use_measurements in (False, True))
     assert first.began == measured.began
     return first, measured
 
 
 @pytest.mark.parametrize("rows", [32, None])
 @pytest.mark.parametrize(
-    ("given", "most"),
+    ("settings", "most"),
     [
         # What a device takes that is three times slower than said.
         ({"slow": [1, 3], "odd": [1]}, 0.75),
@@ -150,8 +152,8 @@ def both(seed: int = 0, **given: Any) -> tuple[Sweep, Sweep]:
         ({"slow": [3, 3], "odd": [1]}, 1.0),
     ],
 )
-def test_rounds_are_shorter_by_what_was_measured(given: dict[str, Any], most: float, rows: int | None) -> None:
-    first, measured = both(rows=rows, **given)
+def test_rounds_are_shorter_by_what_was_measured(settings: dict[str, Any], most: float, rows: int | None) -> None:
+    first, measured = both(rows=rows, **settings)
     assert sum(measured.seconds) <= most * sum(first.seconds)
 
 
@@ -169,14 +171,14 @@ def test_rounds_of_devices_and_shapes_that_take_other_times_than_estimated() -> 
 
 def test_whole_arrays_rebalance_what_does_not_end() -> None:
     """All trials of a shape are together, so that none joins elsewhere."""
-    given: dict[str, Any] = {"slow": [1, 4], "odd": [1, 1, 1, 1], "rows": 32, "together": True}
-    first, measured = both(**given)
+    settings: dict[str, Any] = {"slow": [1, 4], "odd": [1, 1, 1, 1], "rows": 32, "together": True}
+    first, measured = both(**settings)
     assert sum(measured.seconds) < 0.8 * sum(first.seconds)
     assert 0 < measured.moves < 10
 
 
 @pytest.mark.parametrize(
-    ("taken", "startup", "left", "moves"),
+    ("factors", "startup", "remaining_epochs", "moves"),
     [
         ([3.0, 3.0], 0.0, 5, True),
         # One epoch may be an odd one.
@@ -191,7 +193,7 @@ def test_whole_arrays_rebalance_what_does_not_end() -> None:
     ],
 )
 def test_an_array_goes_where_that_saves_more_than_it_costs(
-    taken: list[float], startup: float, left: int, moves: bool
+    factors: list[float], startup: float, remaining_epochs: int, moves: bool
 ) -> None:
     """Two arrays on the second of two devices, and one as long as these on the first."""
     shapes = [Shape(FIRST, lambda _: Estimates(0, 0.1), SAME), Shape(FIRST, lambda _: Estimates(0, 0.05), SAME)]
@@ -200,10 +202,10 @@ def test_an_array_goes_where_that_saves_more_than_it_costs(
         array = ShapeArray(f"array-{number}", shapes[shape], device)
         array.slots, array.width = {"trial": TrialSlot(0, FIRST.suggestion, 0)}, 1
         rooms.arrays.append(array)
-    for factor in taken:
+    for factor in factors:
         for array in rooms.arrays:
             estimated = array.shape.footprint(rooms._workers.devices[0]).seconds(1)
             seconds = estimated * (factor if array.device else 1.0)
             rooms.seconds.note(array, EpochResult({}, STEPS * seconds, startup, STEPS))
-    found = rooms.moves(lambda array: left)
-    assert found == ({"array-1": 0} if moves else {})
+    targets = rooms.moves(lambda array: remaining_epochs)
+    assert targets == ({"array-1": 0} if moves else {})

@@ -29,17 +29,17 @@ class Killed(BaseException):
 class Mortal(optuna.storages.InMemoryStorage):  # type: ignore[misc,name-defined]
     """Ends the process after so many writes."""
 
-    left = -1
+    remaining_writes = -1
 
     def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
+        attribute = super().__getattribute__(name)
         if name not in WRITES:
-            return found
+            return attribute
 
         def write(*args: Any, **kwargs: Any) -> Any:
-            result = found(*args, **kwargs)
-            self.left -= 1
-            if self.left == 0:
+            result = attribute(*args, **kwargs)
+            self.remaining_writes -= 1
+            if self.remaining_writes == 0:
                 raise Killed
             return result
 
@@ -47,8 +47,8 @@ class Mortal(optuna.storages.InMemoryStorage):  # type: ignore[misc,name-defined
 
 
 def value(number: int, step: int) -> float:
-    found = random.Random(100 * number + step).random()
-    return float("nan") if found < 0.05 else found
+    drawn = random.Random(100 * number + step).random()
+    return float("nan") if drawn < 0.05 else drawn
 
 
 def play(storage: Any, saved: dict[str, Any], sampler: Any, pruner: Any) -> None:
@@ -87,8 +87,15 @@ def play(storage: Any, saved: dict[str, Any], sampler: Any, pruner: Any) -> None
 def everything(storage: Any) -> list[Any]:
     trials = storage.get_all_trials(0)
     return [
-        (one.number, one.params, one.state.name, repr(one.values), repr(one.intermediate_values), one.user_attrs)
-        for one in trials
+        (
+            trial.number,
+            trial.params,
+            trial.state.name,
+            repr(trial.values),
+            repr(trial.intermediate_values),
+            trial.user_attrs,
+        )
+        for trial in trials
     ]
 
 
@@ -97,8 +104,12 @@ class Worst(optuna.pruners.BasePruner):  # type: ignore[misc,name-defined]
 
     def prune(self, study: Any, trial: Any) -> bool:
         step = trial.last_step
-        found = [one.intermediate_values[step] for one in study.get_trials() if step in one.intermediate_values]
-        return len(found) > 1 and trial.intermediate_values[step] == max(found)
+        values = [
+            candidate.intermediate_values[step]
+            for candidate in study.get_trials()
+            if step in candidate.intermediate_values
+        ]
+        return len(values) > 1 and trial.intermediate_values[step] == max(values)
 
 
 @pytest.mark.parametrize("halving", [True, False])
@@ -109,23 +120,23 @@ def test_killed_after_every_write(kind: str, halving: bool) -> None:
         "tpe": lambda: optuna.samplers.TPESampler(seed=1, n_startup_trials=3, multivariate=True),
     }
 
-    def given() -> tuple[Any, Any]:
+    def sampler_and_pruner() -> tuple[Any, Any]:
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2) if halving else Worst()
         return makers[kind](), pruner
 
     whole = Mortal()
-    play(whole, {}, *given())
-    expected, writes = everything(whole), -1 - whole.left
+    play(whole, {}, *sampler_and_pruner())
+    expected, writes = everything(whole), -1 - whole.remaining_writes
     assert {state for _, _, state, *_ in expected} == {"COMPLETE", "PRUNED", "FAIL"}
     for count in range(1, writes):
         storage, saved = Mortal(), dict[str, Any]()
-        storage.left = count
+        storage.remaining_writes = count
         with pytest.raises(Killed):
-            play(storage, saved, *given())
+            play(storage, saved, *sampler_and_pruner())
         # And once more, some writes after it went on.
-        storage.left = 1 + count % 7
+        storage.remaining_writes = 1 + count % 7
         try:
-            play(storage, saved, *given())
+            play(storage, saved, *sampler_and_pruner())
         except Killed:
-            play(storage, saved, *given())
+            play(storage, saved, *sampler_and_pruner())
         assert everything(storage) == expected, count

@@ -90,7 +90,7 @@ def test_two_members_take_one_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_where_loops_were_measured_to_be_faster_they_are_chosen(name: str) -> None:
+def test_loops_are_chosen_if_measured_to_be_faster(name: str) -> None:
     measured = dict.fromkeys(KINDS, KindFit(calls=1000.0, arithmetic=0.1))
     measured |= dict.fromkeys((CONVOLUTIONS, PRODUCTS), KindFit(calls=1.0, arithmetic=1.0))
     lost = {str(lowering) for lowering, _ in chosen(name, rates=replace(H200, kinds=measured)).lost}

@@ -118,7 +118,7 @@ def test_build_tunes_and_a_copy_stays_tuned() -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "[]", '{"machine": {}}', "null", '{"machine": {}, "seconds": {"a": "b"}}'])
-def test_a_broken_cache_is_told_and_replaced(damage: str) -> None:
+def test_a_broken_cache_is_reported_and_replaced(damage: str) -> None:
     hf.fuse(models(), tune=True)(X)
     kept().write_text(damage)
     fused = hf.fuse(models(), tune=True)
@@ -128,7 +128,7 @@ def test_a_broken_cache_is_told_and_replaced(damage: str) -> None:
     hf.fuse(models(), tune=True)(X)
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     fused = hf.fuse(models(), tune=True)
@@ -138,7 +138,7 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("attack", [os.mkfifo, os.mkdir])
-def test_a_cache_that_cannot_be_read_is_told(attack: Callable[[Path], None]) -> None:
+def test_a_cache_that_cannot_be_read_is_reported(attack: Callable[[Path], None]) -> None:
     hf.fuse(models(), tune=True)(X)
     path = kept()
     path.unlink()

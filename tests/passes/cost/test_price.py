@@ -1,4 +1,4 @@
-"""What the price model says of one operator alone."""
+"""Prices of single operators."""
 
 from __future__ import annotations
 
@@ -91,6 +91,6 @@ def test_estimates_grow_with_members() -> None:
     for node, shape in ((x, (8, 16)), (weight, (4, 16)), (y, (8, 4))):
         node.meta["val"] = torch.zeros(shape)
     layouts = [Layout.STACKED, Layout.STACKED]
-    found = [choose(graph, layouts, members, RULES, Model.of(graph, members))[y] for members in (2, 20)]
-    assert found[0].price.estimate < found[1].price.estimate
-    assert all(choice.price.measured is None for choice in found)
+    choices = [choose(graph, layouts, members, RULES, Model.of(graph, members))[y] for members in (2, 20)]
+    assert choices[0].price.estimate < choices[1].price.estimate
+    assert all(choice.price.measured is None for choice in choices)

@@ -1,4 +1,4 @@
-"""What work costs, told apart by the machine, the lowering, and forward and backward."""
+"""The cost of work depends on the machine, the lowering, and whether it runs forward or backward."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def test_norms_of_all_members_at_once(affine: bool, members: int) -> None:
     assert norm.rows in {node.target for node in before.graph.nodes}
     assert norm.rows not in {node.target for node in after.graph.nodes}
     state = fused.state_dict(keep_vars=True)
-    (found,) = after(*[x if slot.name == "0" else state[slot.name] for slot in part.program.slots])
-    torch.testing.assert_close(found, y, rtol=1e-9, atol=1e-12)
+    (output,) = after(*[x if slot.name == "0" else state[slot.name] for slot in part.program.slots])
+    torch.testing.assert_close(output, y, rtol=1e-9, atol=1e-12)
     parameters = [p for p in fused.parameters() if p.requires_grad]
-    ours, theirs = (torch.autograd.grad(o.sin().sum(), parameters) for o in (found, y))
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+    actual, expected = (torch.autograd.grad(o.sin().sum(), parameters) for o in (output, y))
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)

@@ -34,8 +34,8 @@ def scaled_product(bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def norm(affine: bool, training: bool) -> Callable[..., tuple[Tensor, ...]]:
     def compute(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, ...]:
         mean, var = mean.clone(), var.clone()
-        own = (weight, bias) if affine else (None, None)
-        results = aten._native_batch_norm_legit.default(x, *own, mean, var, training, 0.3, 1e-3)
+        affine_parameters = (weight, bias) if affine else (None, None)
+        results = aten._native_batch_norm_legit.default(x, *affine_parameters, mean, var, training, 0.3, 1e-3)
         return (*results, mean, var)
 
     return compute

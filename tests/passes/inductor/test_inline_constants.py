@@ -21,12 +21,12 @@ from hfusion.passes.inductor.inline_constants import MAX_ELEMENTS, inline_consta
 )
 def test_small_tensors_are_written_out(held: Tensor) -> None:
     module = make_fx(lambda x: (x + held.clone(), held.clone()))(torch.zeros(held.shape, dtype=held.dtype))
-    found = inline_constants(module)
-    assert not [node for node in found.graph.nodes if node.op == "get_attr"]
+    inlined = inline_constants(module)
+    assert not [node for node in inlined.graph.nodes if node.op == "get_attr"]
     x = torch.zeros(held.shape, dtype=held.dtype)
-    for ours, theirs in zip(found(x), module(x), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(torch.signbit(ours), torch.signbit(theirs))
+    for actual, expected in zip(inlined(x), module(x), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(torch.signbit(actual), torch.signbit(expected))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_small_tensors_are_written_out(held: Tensor) -> None:
 )
 def test_others_stay(held: Tensor) -> None:
     module = make_fx(lambda x: x + held.clone())(torch.zeros(held.shape, dtype=held.dtype))
-    found = inline_constants(module)
-    assert [node.op for node in found.graph.nodes].count("get_attr") == [n.op for n in module.graph.nodes].count(
+    inlined = inline_constants(module)
+    assert [node.op for node in inlined.graph.nodes].count("get_attr") == [n.op for n in module.graph.nodes].count(
         "get_attr"
     )

@@ -69,9 +69,9 @@ def test_same_values_and_strides(function: Callable[..., Any], strides: str) -> 
     before = traced(function, x, y)
     after = sink_transposes(before)
     results = [module(x.clone(), y.clone()) for module in (before, after)]
-    for expected, found in zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True):
-        assert torch.equal(found, expected)
-        assert found.stride() == expected.stride()
+    for expected, actual in zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True):
+        assert torch.equal(actual, expected)
+        assert actual.stride() == expected.stride()
 
 
 def test_pointwise_operators_come_before_the_transposition() -> None:

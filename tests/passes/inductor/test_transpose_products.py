@@ -43,23 +43,23 @@ LEFT: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", TURNED)
-def test_what_is_read_transposed_is_computed_so(name: str) -> None:
+def test_products_that_are_read_transposed_are_computed_transposed(name: str) -> None:
     module = traced(TURNED[name])
-    found = transpose_products(module)
-    assert count(found, aten.clone.default) == 0
-    torch.testing.assert_close(found(A, B, C), TURNED[name](A, B, C), rtol=1e-12, atol=1e-12)
-    (product,) = (n for n in found.graph.nodes if n.target in (aten.bmm.default, aten.mm.default))
+    transposed = transpose_products(module)
+    assert count(transposed, aten.clone.default) == 0
+    torch.testing.assert_close(transposed(A, B, C), TURNED[name](A, B, C), rtol=1e-12, atol=1e-12)
+    (product,) = (n for n in transposed.graph.nodes if n.target in (aten.bmm.default, aten.mm.default))
     assert product.meta["val"].is_contiguous()
     assert product.meta["val"].shape[-1] == 4
-    for node in found.graph.nodes:
+    for node in transposed.graph.nodes:
         if node.op == "call_function":
             assert isinstance(node.meta["val"], Tensor)
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_used_otherwise_stays(name: str) -> None:
+def test_other_products_are_unchanged(name: str) -> None:
     module = traced(LEFT[name])
-    found = transpose_products(module)
+    transposed = transpose_products(module)
     targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
-    assert [node.target for node in found.graph.nodes if node.op == "call_function"] == targets
-    assert torch.equal(found(A, B, C), LEFT[name](A, B, C))
+    assert [node.target for node in transposed.graph.nodes if node.op == "call_function"] == targets
+    assert torch.equal(transposed(A, B, C), LEFT[name](A, B, C))

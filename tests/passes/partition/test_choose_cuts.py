@@ -1,4 +1,4 @@
-"""Where to cut: what is chosen fits, and of the ways that are tried none takes fewer seconds."""
+"""Choosing cuts: the chosen partition fits, and no other candidate takes fewer seconds."""
 
 from __future__ import annotations
 
@@ -29,41 +29,43 @@ def chosen(segments: Segments, budget: int, *, keep: bool = True) -> Partition |
     return choose_cuts(segments, budget, RATES, partial(shards, segments), keep=keep)
 
 
-def seconds(segments: Segments, way: Partition, budget: int) -> float:
-    return _seconds(shards(segments, way.cuts), way.keeps_last, budget, RATES, carried=segments.carried)
+def seconds(segments: Segments, partition: Partition, budget: int) -> float:
+    return _seconds(shards(segments, partition.cuts), partition.keeps_last, budget, RATES, carried=segments.carried)
 
 
 @given(lines(), st.integers(0, 200), st.sampled_from([0, 2]), st.booleans(), st.booleans())
-def test_what_is_chosen_fits_and_beats_the_fewest_bytes(
+def test_the_chosen_cuts_fit_and_beat_the_fewest_bytes(
     plain: Line, budget: int, state: float, carried: bool, keep: bool
 ) -> None:
     segments = Segments(plain, state, carried)
-    way, fewest = chosen(segments, budget, keep=keep), cut(segments, budget)
-    if way is None:
+    partition, fewest = chosen(segments, budget, keep=keep), cut(segments, budget)
+    if partition is None:
         assert fewest is None
         return
-    plan = TaskPlan("t", shards(segments, way.cuts), 2, False, accumulate=1 + carried, keeps_last_shard=way.keeps_last)
+    plan = TaskPlan(
+        "t", shards(segments, partition.cuts), 2, False, accumulate=1 + carried, keeps_last_shard=partition.keeps_last
+    )
     assert plan.device_bytes <= budget
-    assert keep or not way.keeps_last
+    assert keep or not partition.keeps_last
     if fewest is not None:
-        assert seconds(segments, way, budget) <= seconds(segments, Partition(fewest, False), budget)
+        assert seconds(segments, partition, budget) <= seconds(segments, Partition(fewest, False), budget)
 
 
 @given(lines(), st.integers(20, 200))
 def test_near_the_best_of_all_ways(plain: Line, budget: int) -> None:
     segments = Segments(plain, 2)
-    way = chosen(segments, budget)
-    if way is None:
+    partition = chosen(segments, budget)
+    if partition is None:
         return
     places = range(1, segments.count)
-    ways = [
-        Partition(cuts, kept)
+    candidates = [
+        Partition(cuts, keeps_last)
         for number in range(segments.count)
         for cuts in combinations(places, number)
-        for kept in (False, True)
+        for keeps_last in (False, True)
     ]
-    best = min(seconds(segments, each, budget) for each in ways)
-    assert seconds(segments, way, budget) <= 1.5 * best
+    best = min(seconds(segments, candidate, budget) for candidate in candidates)
+    assert seconds(segments, partition, budget) <= 1.5 * best
 
 
 def layers(count: int, weight: int, compute: float) -> Segments:
@@ -73,28 +75,28 @@ def layers(count: int, weight: int, compute: float) -> Segments:
     return Segments(Line(steps, values, tuple(Weight(weight, (k,)) for k in range(count))), 2)
 
 
-def test_where_computing_takes_longer_room_for_the_next_shard_is_left() -> None:
+def test_slow_computing_leaves_room_for_the_next_shard() -> None:
     """A layer takes 404 bytes at most while it runs, and 302 while it waits: two layers fit, and one beside another."""
-    found = chosen(layers(4, 100, 1e3), 706, keep=False)
-    assert found == Partition((1, 2, 3), False)
+    partition = chosen(layers(4, 100, 1e3), 706, keep=False)
+    assert partition == Partition((1, 2, 3), False)
 
 
-def test_where_copies_take_longer_shards_are_few() -> None:
+def test_slow_copies_lead_to_few_shards() -> None:
     """Values at the cuts are as large as weights."""
     steps = tuple(OperatorCost(f"s{k}", 1.0, 2.0) for k in range(4))
     values = tuple(Storage(100, k, k + 1) for k in range(3))
     segments = Segments(Line(steps, values, tuple(Weight(100, (k,)) for k in range(4))), 2)
-    found = chosen(segments, 1100, keep=False)
-    assert found is not None
-    assert len(found.cuts) < 3
+    partition = chosen(segments, 1100, keep=False)
+    assert partition is not None
+    assert len(partition.cuts) < 3
 
 
-def test_where_there_is_room_the_last_layers_are_kept() -> None:
+def test_the_last_layers_are_kept_if_there_is_room() -> None:
     """Copies take most of the time."""
-    found = chosen(layers(8, 100, 1.0), 706 + 3 * 300)
-    assert found is not None
-    assert found.keeps_last
-    assert found.cuts[-1] <= 5
+    partition = chosen(layers(8, 100, 1.0), 706 + 3 * 300)
+    assert partition is not None
+    assert partition.keeps_last
+    assert partition.cuts[-1] <= 5
 
 
 def test_of_many_places_those_with_few_bytes_are_tried() -> None:
@@ -103,9 +105,9 @@ def test_of_many_places_those_with_few_bytes_are_tried() -> None:
     steps = tuple(OperatorCost(f"s{k}", 1e3, 2e3) for k in range(count))
     values = [Storage(1, k, k + 1) for k in range(count - 1)] + [Storage(9, k, k + 1) for k in range(0, count, 2)]
     segments = Segments(Line(steps, tuple(values), tuple(Weight(100, (k,)) for k in range(count))), 2)
-    found = chosen(segments, 20_000)
-    assert found is not None
-    assert {segments.alive[place] for place in found.cuts} == {min(segments.alive[1:-1])}
+    partition = chosen(segments, 20_000)
+    assert partition is not None
+    assert {segments.alive[index] for index in partition.cuts} == {min(segments.alive[1:-1])}
     tight = chosen(segments, tightest(segments)[0])
     assert tight is not None
     assert len(tight.cuts) > _MAX_PLACES

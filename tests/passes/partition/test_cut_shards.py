@@ -41,9 +41,9 @@ def brute(plain: Line, budget: int, state: float) -> tuple[tuple[int, int] | Non
         for cuts in combinations(range(1, count), number):
             largest = max(need(plain, a, b, state) for a, b in pairwise((0, *cuts, count)))
             smallest = largest if smallest is None else min(smallest, largest)
-            found = (sum(crossing(plain, place) for place in cuts), number + 1)
-            if largest <= budget and (best is None or found < best):
-                best = found
+            score = (sum(crossing(plain, index) for index in cuts), number + 1)
+            if largest <= budget and (best is None or score < best):
+                best = score
     assert smallest is not None
     return best, smallest
 
@@ -55,7 +55,7 @@ def test_the_cut_is_the_best_of_all(plain: Line, budget: int, state: float) -> N
     cuts = cut(segments, budget)
     assert (cuts is None) == (best is None)
     if cuts is not None:
-        assert (sum(crossing(plain, place) for place in cuts), len(cuts) + 1) == best
+        assert (sum(crossing(plain, index) for index in cuts), len(cuts) + 1) == best
         assert all(need(plain, a, b, state) <= budget for a, b in pairwise((0, *cuts, len(plain.steps))))
     least, first, last = tightest(segments)
     assert least == smallest == need(plain, first, last, state)
@@ -121,16 +121,16 @@ def program_of(make: Callable[[], nn.Module], x: Any, members: int = 3) -> Progr
     return fused.report().parts[0].program
 
 
-def spilled(found: tuple[Shard, ...]) -> int:
-    return TaskPlan("t", found, 1, resident=False).device_bytes
+def spilled(cut_shards: tuple[Shard, ...]) -> int:
+    return TaskPlan("t", cut_shards, 1, resident=False).device_bytes
 
 
 def smallest_budget(program: Program, batch: int) -> int:
     with pytest.raises(PlanError) as caught:
         shards(program, batch, 1, RATES)
-    found = re.search(r"would do is ([\d,]+) bytes", str(caught.value))
-    assert found is not None
-    return int(found[1].replace(",", ""))
+    match = re.search(r"would do is ([\d,]+) bytes", str(caught.value))
+    assert match is not None
+    return int(match[1].replace(",", ""))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -141,14 +141,14 @@ def test_shards_of_a_program(name: str) -> None:
     least, most = smallest_budget(program, 16), spilled((whole,))
     counts, alive = [], []
     for budget in (most, (most + least) // 2, (most + 3 * least) // 4, least):
-        found = shards(program, 16, budget, RATES)
-        assert spilled(found) <= budget
-        assert [shard.first for shard in found] == [0, *(shard.last for shard in found[:-1])]
-        assert found[-1].last == len(operators(program))
-        assert sum(shard.forward for shard in found) == pytest.approx(whole.forward)
-        assert sum(shard.backward for shard in found) == pytest.approx(whole.backward)
-        counts.append(len(found))
-        alive.append(sum(shard.boundary for shard in found))
+        cut_shards = shards(program, 16, budget, RATES)
+        assert spilled(cut_shards) <= budget
+        assert [shard.first for shard in cut_shards] == [0, *(shard.last for shard in cut_shards[:-1])]
+        assert cut_shards[-1].last == len(operators(program))
+        assert sum(shard.forward for shard in cut_shards) == pytest.approx(whole.forward)
+        assert sum(shard.backward for shard in cut_shards) == pytest.approx(whole.backward)
+        counts.append(len(cut_shards))
+        alive.append(sum(shard.boundary for shard in cut_shards))
     assert counts == sorted(counts)
     assert alive == sorted(alive)
     assert counts[0] == 1
@@ -170,8 +170,8 @@ def test_a_frozen_base_costs_once_and_gets_no_gradient() -> None:
     base = nn.Linear(12, 12).requires_grad_(False)
     program = program_of(lambda: nn.Sequential(base, nn.Linear(12, 3)), torch.randn(4, 12))
     (whole,) = shards(program, 4, HUGE, RATES)
-    own = 3 * 4 * (12 * 3 + 3)
-    assert (whole.weights, whole.gradients, whole.optimizer) == (4 * (12 * 12 + 12) + own, own, 2 * own)
+    trained = 3 * 4 * (12 * 3 + 3)
+    assert (whole.weights, whole.gradients, whole.optimizer) == (4 * (12 * 12 + 12) + trained, trained, 2 * trained)
 
 
 def test_frozen_are_the_parameters_that_are_not_trained_in_each_shard_that_uses_them() -> None:
@@ -180,9 +180,9 @@ def test_frozen_are_the_parameters_that_are_not_trained_in_each_shard_that_uses_
     frozen = 4 * sum(p.numel() for p in base.parameters())
     (whole,) = shards(program, 4, HUGE, RATES)
     assert whole.frozen == frozen
-    found = shards(program, 4, smallest_budget(program, 4), RATES)
-    assert len(found) > 1
-    assert sum(shard.frozen for shard in found) == frozen
+    cut_shards = shards(program, 4, smallest_budget(program, 4), RATES)
+    assert len(cut_shards) > 1
+    assert sum(shard.frozen for shard in cut_shards) == frozen
     twice = Line(
         (OperatorCost("a"), OperatorCost("b"), OperatorCost("c")),
         (),
@@ -217,13 +217,13 @@ def test_activations_are_what_autograd_saves(name: str) -> None:
     make, data = KEEPING[name]
     fused = hf.fuse([make() for _ in range(3)], verify=False)
     fused(data(4))
-    own = {t.untyped_storage().data_ptr() for t in (*fused.parameters(), *fused.buffers())}
-    kept: dict[int, int] = {}
+    array_storages = {t.untyped_storage().data_ptr() for t in (*fused.parameters(), *fused.buffers())}
+    saved_bytes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in array_storages:
+            saved_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -231,7 +231,7 @@ def test_activations_are_what_autograd_saves(name: str) -> None:
     (program,) = (part.program for part in fused.report().parts)
     (whole,) = shards(program, 32, HUGE, RATES)
     assert result.requires_grad
-    assert 0.9 * sum(kept.values()) <= whole.activations <= 1.2 * sum(kept.values())
+    assert 0.9 * sum(saved_bytes.values()) <= whole.activations <= 1.2 * sum(saved_bytes.values())
 
 
 def work(program: Program, batch: int) -> list[int]:
@@ -316,11 +316,13 @@ def test_more_samples_need_more_but_no_more_weights() -> None:
 def test_a_tied_embedding_lies_in_the_first_and_the_last_shard() -> None:
     program = program_of(Language, torch.randint(0, 13, (4, 5)))
     (whole,) = shards(program, 16, HUGE, RATES)
-    found = shards(program, 16, smallest_budget(program, 16), RATES)
+    cut_shards = shards(program, 16, smallest_budget(program, 16), RATES)
     embedding = 3 * 4 * 13 * 8
-    assert min(found[0].weights, found[0].gradients) >= embedding
-    assert any(min(shard.weights, shard.gradients) >= embedding for shard in found[1:] if shard.last > whole.last - 4)
-    assert sum(shard.weights for shard in found) >= whole.weights + embedding
+    assert min(cut_shards[0].weights, cut_shards[0].gradients) >= embedding
+    assert any(
+        min(shard.weights, shard.gradients) >= embedding for shard in cut_shards[1:] if shard.last > whole.last - 4
+    )
+    assert sum(shard.weights for shard in cut_shards) >= whole.weights + embedding
 
 
 def test_the_optimizer_step_takes_the_time_of_its_traffic() -> None:
@@ -346,11 +348,11 @@ class Twice(nn.Module):
 
 def test_gradients_that_are_summed_are_alive_twice() -> None:
     program = program_of(Twice, torch.randn(5, 4), members=1)
-    found = [(node.meta["origin"].target, step) for node, step in zip(*costed(program, 5), strict=True)]
+    costs = [(node.meta["origin"].target, step) for node, step in zip(*costed(program, 5), strict=True)]
     value, weight = 5 * 4 * 4, 4 * 4 * 4
-    sizes = {str(target).split(".")[1]: step.summed for target, step in found}
+    sizes = {str(target).split(".")[1]: step.summed for target, step in costs}
     assert sizes.pop("tanh") == value
-    assert [step.summed for target, step in found if "linear" in str(target)] == [0, weight, weight]
+    assert [step.summed for target, step in costs if "linear" in str(target)] == [0, weight, weight]
     assert not any(sizes[name] for name in sizes if name != "linear")
 
 

@@ -57,9 +57,9 @@ def test_every_part_uses_what_its_shard_has(held: list[frozenset[str]]) -> None:
     assert len(ends) == len(held)
     assert sorted(ends) == ends
     assert ends[-1] == len(operators(whole))
-    known = frozenset[str]().union(*held)
-    for part, here in zip(split(whole, ends, 3), held, strict=True):
-        assert {slot.name for slot in part.keys if slot.kind is Kind.PARAMETER} & known <= here
+    all_held = frozenset[str]().union(*held)
+    for part, shard_names in zip(split(whole, ends, 3), held, strict=True):
+        assert {slot.name for slot in part.keys if slot.kind is Kind.PARAMETER} & all_held <= shard_names
 
 
 def test_nothing_moves_to_a_later_shard_without_need() -> None:

@@ -19,14 +19,14 @@ def test_every_call_runs_where_its_tensors_are(name: str) -> None:
     model = next(model for model in zoo.MODELS if model.name == name)
     array = hf.fuse([model.make().double() for _ in range(2)], verify=False)
     x = model.draw(3)
-    wanted = array(x)
+    expected = array(x)
     compiled = array.compiled(Arguments.of((x,), {}))
     code = compiled.program.code
     state = {**dict(array.named_parameters()), **dict(array.named_buffers()), **compiled.constants}
     inputs = [state.get(slot.name, x) for slot in compiled.program.slots]
     (output,) = retarget_device(code, META)(*(tensor.to(META) for tensor in inputs))
-    assert isinstance(wanted, Tensor)
-    assert (output.device, output.shape) == (META, wanted.shape)
+    assert isinstance(expected, Tensor)
+    assert (output.device, output.shape) == (META, expected.shape)
     assert torch.equal(code(*inputs)[0], retarget_device(code, x.device)(*inputs)[0])
 
 

@@ -11,17 +11,15 @@ from tests.lines import lines, need
 
 
 @given(lines(), st.sampled_from([0, 1, 2, 0.5]), st.booleans())
-def test_what_every_run_needs(plain: Line, state: float, carried: bool) -> None:
+def test_need_of_every_run(plain: Line, state: float, carried: bool) -> None:
     segments = Segments(plain, state, carried)
     for first in range(segments.count):
-        found = [*segments.starting(first)]
-        assert [run.last for run in found] == [*range(first + 1, segments.count + 1)]
-        assert [segments.need(first, run) for run in found] == [
-            need(plain, first, r.last, state, carried) for r in found
-        ]
+        runs = [*segments.starting(first)]
+        assert [run.last for run in runs] == [*range(first + 1, segments.count + 1)]
+        assert [segments.need(first, run) for run in runs] == [need(plain, first, r.last, state, carried) for r in runs]
         # Where a run is too large whatever its end, longer ones are not looked at.
-        least = [r.weights + r.optimizer + r.peak for r in found]
-        assert all(run.floor <= min(least[k:]) for k, run in enumerate(found))
+        least = [r.weights + r.optimizer + r.peak for r in runs]
+        assert all(run.floor <= min(least[k:]) for k, run in enumerate(runs))
 
 
 def test_a_skip_counts_at_every_cut_it_crosses() -> None:
@@ -31,7 +29,7 @@ def test_a_skip_counts_at_every_cut_it_crosses() -> None:
     assert segments.alive == (0, 10, 13, 11, 0)
 
 
-def test_what_is_handed_through_is_no_workspace() -> None:
+def test_values_that_pass_through_are_not_workspace() -> None:
     steps = tuple(OperatorCost(f"s{k}") for k in range(3))
     segments = Segments(Line(steps, (Storage(100, 0, 2), Storage(5, 1, 1)), ()), 0)
     middle = next(segments.starting(1))
@@ -53,7 +51,7 @@ def test_the_gradients_of_a_cut_stay_while_the_backward_runs() -> None:
     assert [run.peak for run in segments.starting(0)] == [100, 107, 107]
 
 
-def test_what_is_saved_and_used_later_on_is_in_the_cut() -> None:
+def test_values_that_are_saved_and_used_later_are_in_the_cut() -> None:
     steps = tuple(OperatorCost(f"s{k}") for k in range(3))
     segments = Segments(Line(steps, (Storage(7, 0, 1, saved=0),), ()), 0)
     assert [run.activations for run in segments.starting(0)] == [0, 7, 7]

@@ -51,13 +51,13 @@ def test_the_parts_are_the_program(count: int) -> None:
     program = program_of(array, X)
     array.load_state_dict(before)
     total = len(operators(program))
-    ends = sorted({max(1, total * place // count) for place in range(1, count + 1)})
+    ends = sorted({max(1, total * index // count) for index in range(1, count + 1)})
     parts = split(program, ends, len(X))
     torch.manual_seed(4)
     (expected,), after = (array(X),), {name: tensor.clone() for name, tensor in array.state_dict().items()}
     array.load_state_dict(before)
-    (found,), state = run(array, program, parts, X)
-    assert torch.equal(found, expected)
+    (output,), state = run(array, program, parts, X)
+    assert torch.equal(output, expected)
     for name, tensor in state.items():
         assert torch.equal(tensor, after[name]), name
     assert parts[-1].gives == ()
@@ -66,15 +66,15 @@ def test_the_parts_are_the_program(count: int) -> None:
 
 def _check_values(program: Program, parts: tuple[Part, ...]) -> None:
     """No weight crosses a cut; what a part gives is taken later; what it takes is given before."""
-    own = {slot.name for slot in program.slots if slot.kind is not Kind.INPUT}
-    assert {slot.name for part in parts for slot in part.keys} <= own
-    given = set(input_names(program))
+    state_names = {slot.name for slot in program.slots if slot.kind is not Kind.INPUT}
+    assert {slot.name for part in parts for slot in part.keys} <= state_names
+    available = set(input_names(program))
     for index, part in enumerate(parts):
-        assert set(part.takes) <= given
+        assert set(part.takes) <= available
         later = {name for after in parts[index + 1 :] for name in after.takes}
         assert set(part.gives) <= later
-        assert not set(part.gives) & given
-        given |= set(part.gives)
+        assert not set(part.gives) & available
+        available |= set(part.gives)
     buffers = {slot.name for slot in program.slots if slot.kind is Kind.BUFFER}
     written = set().union(*(part.writes for part in parts))
     assert written == {name for name in buffers if name.startswith("norm.")}
@@ -92,15 +92,15 @@ class Viewed(nn.Module):
         return torch.cat([x[:, :4] @ first, x[:, :4].sin() @ second, x[:, 4:]], 1)
 
 
-def test_views_of_weights_are_taken_anew() -> None:
+def test_views_of_weights_are_recomputed_in_each_part() -> None:
     array = hf.fuse([Viewed(), Viewed()])
     expected = array(X)
     program = program_of(array, X)
     total = len(operators(program))
-    for place in range(1, total):
-        parts = split(program, [place, total], len(X))
-        (found,), _ = run(array, program, parts, X)
-        assert torch.equal(found, expected)
+    for cut_index in range(1, total):
+        parts = split(program, [cut_index, total], len(X))
+        (output,), _ = run(array, program, parts, X)
+        assert torch.equal(output, expected)
         for name in parts[0].gives:
             assert name not in {"view", "transpose", "unbind"}
         for part in parts:
@@ -121,10 +121,10 @@ def test_inputs_keep_their_names_and_their_order() -> None:
     assert input_names(part.program) == ("a", "b")
     total = len(operators(part.program))
     parts = split(part.program, range(1, total + 1), len(X))
-    found, _ = run(array, part.program, parts, X, X + 1)
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours.expand_as(theirs), theirs)
+    outputs, _ = run(array, part.program, parts, X, X + 1)
+    assert len(outputs) == len(expected)
+    for actual, expected_tensor in zip(outputs, expected, strict=True):
+        assert torch.equal(actual.expand_as(expected_tensor), expected_tensor)
 
 
 class Cast(nn.Module):
