@@ -238,7 +238,8 @@ class _AttributeReader(KeyReader):
             held = parts(value) if isinstance(value, dict) else items(value)
             return self.compound(type(value).__qualname__, held, path)
         if isinstance(value, list | tuple | deque):
-            return self.compound((type(value).__qualname__, len(items(value))), parts(value), path)
+            held = items(value)
+            return self.compound((type(value).__qualname__, len(held)), held + attributes(value), path)
         if isinstance(value, set | frozenset):
             return self.compound(type(value).__qualname__, parts(value), path)
         return self._object(value, path)

@@ -50,8 +50,8 @@ def marks(tensor: Tensor) -> dict[str, Any]:
     if not held or not (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)):
         return {}
     # nn.Buffer sets two.
-    own = ("_is_buffer", "persistent") if "_is_buffer" in held else ()
-    return {name: value for name, value in held.items() if name not in own and not name.startswith(_PRIVATE)}
+    of_buffers = ("_is_buffer", "persistent") if "_is_buffer" in held else ()
+    return {name: value for name, value in held.items() if name not in of_buffers and not name.startswith(_PRIVATE)}
 
 
 def user_class(parameter: Tensor) -> type[nn.Parameter] | None:

@@ -29,7 +29,7 @@ CONTAINERS = (*MAPPINGS, list, tuple, set, frozenset, deque)
 _MAX_BYTES = 65536
 # Largest number of items of a container whose items are compared.
 MAX_ITEMS = 10_000
-# Attributes of classes written in C, by which their objects differ.
+# Attributes of classes written in C, by which their objects differ, but which cannot be assigned.
 _C_ATTRIBUTES: tuple[tuple[type, tuple[str, ...]], ...] = (
     (functools.partial, ("func", "args", "keywords")),
     (deque, ("maxlen",)),
@@ -87,7 +87,10 @@ def attributes(value: Any, without: Container[str] = ()) -> list[Part]:
         return cells + [(Link.DEFAULT, name, item) for name, item in default_arguments(value).items()] + named
     if isinstance(value, types.MethodType):
         return [(Link.ATTRIBUTE, "__self__", value.__self__), *named]
-    names = slots(type(value))
+    names = [
+        *slots(type(value)),
+        *(name for kind, held_in_c in _C_ATTRIBUTES if isinstance(value, kind) for name in held_in_c),
+    ]
     return named + [(Link.ATTRIBUTE, name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
@@ -106,14 +109,13 @@ _slots: weakref.WeakKeyDictionary[type, list[str]] = weakref.WeakKeyDictionary()
 
 
 def slots(kind: type) -> list[str]:
-    """Return the names of the slots of a class and its bases, and of attributes that are written in C."""
-    known = _slots.get(kind)
-    if known is not None:
-        return known
+    """Return the names of the slots of a class and its bases."""
+    names = _slots.get(kind)
+    if names is not None:
+        return names
     bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
     members = types.MemberDescriptorType
     names = [name for base in bases for name, value in vars(base).items() if isinstance(value, members)]
-    names += [name for base, of_base in _C_ATTRIBUTES if issubclass(kind, base) for name in of_base]
     return _slots.setdefault(kind, list(dict.fromkeys(names)))
 
 

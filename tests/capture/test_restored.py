@@ -97,6 +97,14 @@ def test_containers_of_any_class_come_back(make: Callable[..., Any]) -> None:
         assert list(module.held.items()) == [("a", 1), ("b", 2)]
 
 
+def test_a_deque_of_any_length_comes_back() -> None:
+    module = nn.Module()
+    module.held = deque([1], maxlen=1000)
+    with restored(module):
+        module.held.append(2)
+    assert module.held == deque([1])
+
+
 def test_the_order_of_an_ordered_dict_comes_back() -> None:
     module = nn.Module()
     module.held = OrderedDict(a=1, b=2)
