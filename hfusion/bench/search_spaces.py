@@ -80,6 +80,7 @@ class SpaceRow:
         cpu_speedup: the same of processor time.
         versus_best: of hf.sweep alone, its wall speed-up over the rival that is faster.
         best_rival: the name of that rival.
+        best: the lowest value of a trial after its last epoch, a median too.
         largest_difference: relative, of any reported value to the loop's, in float64.
         reason: why there are no times.
         disagrees: values differ from the loop's.
@@ -98,6 +99,7 @@ class SpaceRow:
     cpu_speedup: float | None = None
     versus_best: float | None = None
     best_rival: str = ""
+    best: float | None = None
     largest_difference: float | None = None
     reason: str = ""
     disagrees: bool = False
@@ -254,6 +256,7 @@ def _row(job: SearchJob, name: str, checked: Checked, times: Mapping[str, Sequen
         cpu_seconds=statistics.median(cpu),
         search_seconds=statistics.median(command.report.seconds for command in commands),
         search_cpu_seconds=statistics.median(command.report.cpu_seconds for command in commands),
+        best=statistics.median(min(values[-1] for values in command.report.values) for command in commands),
     )
     if LOOP in times:
         row = replace(
@@ -277,7 +280,16 @@ def table(rows: Sequence[SpaceRow]) -> tuple[Table, list[str]]:
     shown = Table(title="a search, whole commands: seconds, and speed-up over the loop")
     for heading in ("space", "trials x epochs", "contender"):
         shown.add_column(heading, no_wrap=True)
-    for heading in ("seconds", "spread", "processor", "after imports", "speed-up", "of processor", "vs best rival"):
+    for heading in (
+        "seconds",
+        "spread",
+        "processor",
+        "after imports",
+        "best",
+        "speed-up",
+        "of processor",
+        "vs best rival",
+    ):
         shown.add_column(heading, justify="right")
     footnotes = Footnotes()
     for row in rows:
@@ -286,6 +298,7 @@ def table(rows: Sequence[SpaceRow]) -> tuple[Table, list[str]]:
             shown.add_row(*labels, ("WRONG" if row.disagrees else "n/a") + footnotes.mark(row.reason))
             continue
         times = (f"{row.seconds:.1f}", f"{row.spread:.0%}", f"{row.cpu_seconds:.1f}", f"{row.search_seconds:.1f}")
+        times += (f"{row.best:.4f}",)
         versus = _factor(row.versus_best)
         if row.best_rival:
             versus.append(f" {row.best_rival}", style="default")

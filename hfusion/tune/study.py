@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import random
 from collections.abc import Iterator, Sequence
@@ -112,15 +113,60 @@ def listening(study: Study) -> Iterator[None]:
         local.in_optimize_loop = before
 
 
+def _base_sampler(study: Study) -> Any:
+    """Return the study's sampler, or the one that a PartialFixedSampler asks."""
+    sampler: Any = study.sampler
+    while isinstance(sampler, import_optuna().samplers.PartialFixedSampler):
+        sampler = sampler._base_sampler
+    return sampler
+
+
+def concurrent_trials(study: Study, trials: int) -> int:
+    """Return how many of ``trials`` can train at a time without making the search worse.
+
+    All of them if neither the sampler nor the pruner uses the values of other trials; else at most a fifth, and at
+    least four. A sampler that learns trains as many startup trials, drawn at random, and then a tenth of all, at least
+    four. One that works in generations trains a generation.
+    """
+    optuna = import_optuna()
+    samplers, sampler = optuna.samplers, _base_sampler(study)
+    if isinstance(sampler, samplers.NSGAIISampler | samplers.NSGAIIISampler):
+        return int(sampler._population_size)
+    most = max(4, trials // 5)
+    draws = (samplers.RandomSampler, samplers.GridSampler, samplers.QMCSampler, samplers.BruteForceSampler)
+    if type(sampler) in draws:
+        compares = len(study.directions) == 1 and _compares_trials(study.pruner)
+        return most if compares else max(1, trials)
+    states = optuna.trial.TrialState
+    finished = study.get_trials(deepcopy=False, states=(states.COMPLETE, states.PRUNED))
+    startup = getattr(sampler, "_n_startup_trials", 0) - len(finished)
+    if not isinstance(sampler, samplers.CmaEsSampler):
+        return min(most, max(4, trials // 10, startup))
+    if startup > 0:
+        # A trial beside these would be drawn at random, too.
+        return startup
+    categorical = optuna.distributions.CategoricalDistribution
+    numbers = sum(
+        not isinstance(kind, categorical) for kind in study.get_trials(deepcopy=False)[0].distributions.values()
+    )
+    # The default of CMA-ES for this many parameters.
+    return int(sampler._popsize or 4 + int(3 * math.log(max(1, numbers))))
+
+
+def _compares_trials(pruner: Any) -> bool:
+    pruners = import_optuna().pruners
+    while isinstance(pruner, pruners.PatientPruner):
+        pruner = pruner._wrapped_pruner
+    return pruner is not None and type(pruner) not in (pruners.NopPruner, pruners.ThresholdPruner)
+
+
 def exhausted(study: Study) -> bool:
     """Return whether a grid or brute-force sampler has no values left, counting running trials as finished.
 
     It would repeat values if asked again. Optuna asks for one trial at a time per job, and rarely has this problem.
     """
     optuna = import_optuna()
-    sampler = study.sampler
-    while isinstance(sampler, optuna.samplers.PartialFixedSampler):
-        sampler = sampler._base_sampler
+    sampler = _base_sampler(study)
     view: Any = _AllEnded(study)
     trials = view.get_all_trials(study._study_id)
     if not trials or any(trial.state == optuna.trial.TrialState.WAITING for trial in trials):

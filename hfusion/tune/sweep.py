@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,12 +31,11 @@ from hfusion.tune.loaders import Loaders
 from hfusion.tune.objectives import check_objectives
 from hfusion.tune.population_based_training import PBT
 from hfusion.tune.space import MakeModel, Maker, MakeScheduler, Space, SweepDefaults
-from hfusion.tune.study import Draws, check_outlives, import_optuna, listening, open_study
+from hfusion.tune.study import Draws, check_outlives, concurrent_trials, import_optuna, listening, open_study
 from hfusion.tune.sweep_folder import SweepFolder
-from hfusion.tune.sweep_options import Extent
 from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.sweep_result import SweepResult
-from hfusion.tune.sweep_runner import SweepRunner
+from hfusion.tune.sweep_runner import Extent, SweepRunner
 from hfusion.tune.sweep_workers import LocalWorkers, largest
 from hfusion.tune.training_setup import SweepRecipe
 from hfusion.tune.trials import Callback, Trials
@@ -118,8 +118,10 @@ def sweep(
             Cluster, all its devices are used. Values and decisions are the same as on one machine with the same
             ``rows``. With several processes, functions are sent to them.
         directory: a folder in which the sweep is saved after every round, and from which the same call resumes.
-        rows: the maximum number of trials at a time. By default as many as lower the time per trial on this machine;
-            with ``pbt`` all.
+        rows: the number of trials at a time, if they fit into memory. By default as many as lower the time per trial,
+            but no more than the search learns from: all with samplers that draw without regard to earlier values
+            (random, grid, quasi-random, brute force) and no pruner that compares trials, one generation of CMA-ES and
+            NSGA, and otherwise ``max(4, trials // 5)``. With ``pbt`` all.
         seed: in round r every array trains one epoch, and reads its loaders after ``torch.manual_seed(seed + r)``.
         clip_norm: the maximum gradient norm of each trial, as in torch.nn.utils.clip_grad_norm_.
         accumulate: minibatches per update, as in `hfusion.Task`: losses are divided by it, and the last update of an
@@ -200,6 +202,8 @@ def sweep(
         opened_study, is_private = open_study(study, storage, direction, directions, sampler, pruner, root)
         objectives = len(opened_study.directions)
         check_objectives(objectives, metric, pruner, pbt)
+        if extent.rows is None:
+            extent = replace(extent, concurrent=partial(concurrent_trials, opened_study, trials))
         recipe = SweepRecipe(loss, loaders, eval_loader, metric, device, compile, scheduler, every_step, objectives)
         saved = None if folder is None else folder.read()
         body = {} if saved is None else saved[0]
@@ -288,7 +292,8 @@ def _extent(
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout={timeout!r}: give seconds above 0, or None")
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    return Extent(trials, epochs, rows, seed, catch if isinstance(catch, tuple) else (catch,), pbt, deadline)
+    catch = catch if isinstance(catch, tuple) else (catch,)
+    return Extent(trials, epochs, rows, seed, catch, pbt, deadline, lambda: rows or trials)
 
 
 def _trials(study: Any, body: Mapping[str, Any], callbacks: Iterable[Callback], *, alone: bool) -> Trials:

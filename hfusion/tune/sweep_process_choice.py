@@ -30,7 +30,7 @@ from hfusion.tune.epoch_batches import first_inputs
 from hfusion.tune.shape_groups import Shapes
 from hfusion.tune.space import Maker, TrialModel
 from hfusion.tune.study import import_optuna
-from hfusion.tune.sweep_options import Extent
+from hfusion.tune.sweep_runner import Extent
 from hfusion.tune.sweep_workers import largest
 from hfusion.tune.training_setup import SweepRecipe
 
@@ -93,7 +93,7 @@ def _quiet(optuna: Any) -> Iterator[None]:
 def _trial_seconds(sample: TrialModel, shapes: Shapes, device: DeviceInfo, extent: Extent) -> float:
     """Return the estimated seconds of a whole trial, in an array of the fastest width."""
     shape = shapes.shape(sample, ())
-    rows = shape.fastest(device, max(1, min(extent.trials, extent.rows or extent.trials)))
+    rows = shape.fastest(device, max(1, min(extent.trials, extent.concurrent())))
     return shape.footprint(device).seconds(rows) / rows * (shapes.minibatches(sample) or 1) * sample.suggestion.epochs
 
 

@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,12 +17,12 @@ from hfusion.core.event_log import EventLog
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.heartbeat import Heartbeat
 from hfusion.tune.objectives import Best, BestTrials
+from hfusion.tune.population_based_training import PBT
 from hfusion.tune.shape_array import Shape, ShapeArray, TrialSlot
 from hfusion.tune.shape_groups import Shapes
 from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
 from hfusion.tune.sweep_folder import SweepFolder
 from hfusion.tune.sweep_log import SweepLog
-from hfusion.tune.sweep_options import Extent
 from hfusion.tune.sweep_progress import SweepProgress
 from hfusion.tune.sweep_workers import RowsCall, SweepWorkers
 from hfusion.tune.training_setup import SweepRecipe
@@ -31,6 +32,30 @@ from hfusion.tune.trials import COPIES, Decision, Trials
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The size and limits of a sweep.
+
+    Attributes:
+        rows: the number of concurrent trials that the user gave; None: at most ``concurrent()``, and only as many as
+            lower the time per trial.
+        concurrent: returns the maximum number of concurrent trials.
+        catch: exceptions that fail their trial only.
+        deadline: the time, by time.monotonic, after which no more trials start.
+        processes: the number of processes of one machine that train.
+    """
+
+    trials: int
+    epochs: int
+    rows: int | None
+    seed: int
+    catch: tuple[type[BaseException], ...]
+    pbt: PBT | None
+    deadline: float
+    concurrent: Callable[[], int]
+    processes: int = 1
 
 
 class SweepRunner:
@@ -59,12 +84,14 @@ class SweepRunner:
         self.trials, self._maker, self._recipe, self._extent = trials, maker, recipe, extent
         self._workers, self._folder, self._heartbeat, self._progress = workers, folder, heartbeat, progress
         self._events = SweepLog(log, workers)
-        self.placement = TrialPlacement(workers, extent.trials, extent.rows, together=extent.pbt is not None)
+        self.placement = TrialPlacement(
+            workers, extent.trials, extent.concurrent, fixed=extent.rows is not None, together=extent.pbt is not None
+        )
         self._waiting: tuple[TrialModel, Shape] | None = None
         # The round of the array that reported last, and how many times arrays have reported.
         self._round = self._reported = 0
         self.best = BestTrials(trials.signs)
-        waves = 1.0 if extent.rows is None else max(1.0, extent.trials / extent.rows)
+        waves = max(1.0, extent.trials / extent.concurrent())
         self._shapes = Shapes(maker.models, recipe, waves, saved=folder is not None, may_be_plain=extent.pbt is None)
 
     def run(self) -> None:

@@ -25,14 +25,18 @@ class TrialPlacement:
 
     Args:
         trials: the maximum number of trials in an array.
-        rows: the maximum number of concurrent trials on all devices; None: as many as lower the time per trial.
+        concurrent: returns the maximum number of concurrent trials on all devices.
+        fixed: train that many at a time, even if fewer would take less time per trial.
         together: keep all trials of a shape in one array.
     """
 
-    def __init__(self, workers: SweepWorkers, trials: int, rows: int | None, *, together: bool) -> None:
+    def __init__(
+        self, workers: SweepWorkers, trials: int, concurrent: Callable[[], int], *, fixed: bool, together: bool
+    ) -> None:
         self.arrays: list[ShapeArray] = []
         self.opened = 0
-        self._workers, self._trials, self._rows, self._together = workers, trials, rows, together
+        self._workers, self._trials, self._concurrent = workers, trials, concurrent
+        self._fixed, self._together = fixed, together
         self.seconds = EpochSeconds(workers.devices)
         self.costs = ArrayCosts(workers.devices[0].physical)
 
@@ -133,8 +137,8 @@ class TrialPlacement:
 
     @property
     def full(self) -> bool:
-        """Return whether the limit on concurrent rows is reached."""
-        return self._rows is not None and sum(array.trial_count for array in self.arrays) >= self._rows
+        """Return whether the maximum number of trials is training."""
+        return sum(array.trial_count for array in self.arrays) >= self._concurrent()
 
     @property
     def _live_devices(self) -> list[int]:
@@ -159,7 +163,7 @@ class TrialPlacement:
 
     def _pays(self, shape: Shape) -> bool:
         """Return whether one more trial lowers the time per trial, by estimates, so that a resumed sweep agrees."""
-        if self._rows is not None:
+        if self._fixed:
             return True
         counts = Counter({shape: 1})
         for array in self.arrays:
