@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from hfusion.population.member_metrics import is_updated, number
 from hfusion.tune.population_based_training import PBT
+from hfusion.tune.study import study_view
+
+if TYPE_CHECKING:
+    from optuna import Study
 
 
 def check_objectives(count: int, metric: Callable[..., Any] | None, pruner: Any, pbt: PBT | None) -> None:
@@ -106,44 +110,40 @@ def _numbers(values: Any, count: int) -> tuple[float, ...]:
     return tuple(number(value) for value in values)
 
 
-@dataclass(frozen=True, eq=False)
-class Best:
-    """A completed trial of a sweep, and its model."""
-
-    number: int
-    values: tuple[float, ...]
-    model: nn.Module
-
-
 class BestTrials:
-    """The completed trials of a sweep that no other dominates, as in Optuna: with one objective, the best trial.
+    """The best of the trials that a sweep completed, by Optuna's rules for objectives, constraints and equal values.
 
     Args:
-        signs: for each objective, 1 if higher values are better, else -1.
+        numbers: the numbers of the sweep's trials, which grow as it asks for more.
+
+    Attributes:
+        models: the models of the best trials so far, by their numbers.
     """
 
-    def __init__(self, signs: Sequence[int]) -> None:
-        self._signs = tuple(signs)
-        self.all: tuple[Best, ...] = ()
+    def __init__(self, study: Study, numbers: Sequence[int]) -> None:
+        self._study, self._numbers = study, numbers
+        self.models: dict[int, nn.Module] = {}
 
-    def takes(self, number: int, values: Sequence[float]) -> bool:
-        """Return whether a trial is among the best. With one objective, the lower number wins between equal values."""
-        if len(self._signs) == 1:
-            return all((self._costs(values), number) < (self._costs(best.values), best.number) for best in self.all)
-        return not any(self._dominates(best.values, values) for best in self.all)
+    def takes(self, number: int) -> bool:
+        """Return whether a trial, which the study knows to be complete, is among the best."""
+        return number in self._best_numbers()
 
-    def add(self, best: Best) -> None:
-        """Add a trial that `takes` accepted, and remove the trials that it dominates."""
-        remaining = self.all if len(self._signs) > 1 else ()
-        dominated = [other for other in remaining if self._dominates(best.values, other.values)]
-        self.all = (*(other for other in remaining if other not in dominated), best)
+    def add(self, number: int, model: nn.Module) -> None:
+        """Add a trial that `takes` accepted, and remove those that are no longer among the best."""
+        numbers = self._best_numbers()
+        self.models = {key: other for key, other in self.models.items() if key in numbers} | {number: model}
 
-    def _dominates(self, values: Sequence[float], others: Sequence[float]) -> bool:
-        costs, other_costs = self._costs(values), self._costs(others)
-        return costs != other_costs and all(map(float.__le__, costs, other_costs))
-
-    def _costs(self, values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(-sign * value for sign, value in zip(self._signs, values, strict=True))
+    def _best_numbers(self) -> set[int]:
+        """Return the numbers of the best trials of this sweep in the study."""
+        numbers = set(self._numbers)
+        if len(self._study.directions) == 1:
+            with contextlib.suppress(ValueError):
+                # Storages differ in which of several equal trials is the best.
+                if (best := self._study.best_trial.number) in numbers:
+                    return {best}
+        view = study_view(self._study, lambda trials: [trial for trial in trials if trial.number in numbers])
+        front = [trial.number for trial in view.best_trials]
+        return {*front[: 1 if len(self._study.directions) == 1 else None]}
 
 
 def any_nan(values: Sequence[float]) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,23 +112,26 @@ class _OperatorCosts(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls, self.moved, self._stored = 0, 0, dict[int, Tensor]()
+        self.calls = self.moved = self.saved = 0
         # By the dtype of the result.
         self.flops: Counter[torch.dtype] = Counter()
 
-    def saving(self) -> Any:
-        """Return a context manager that records the tensors that autograd saves."""
-        hooks: Any = saved_tensors_hooks
-        return hooks(self._save, lambda tensor: tensor)
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context manager: count the bytes of the storages that autograd saves, without parameters."""
+        packed: list[list[Tensor]] = []
 
-    @property
-    def saved(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._stored.values())
+        def pack(tensor: Tensor) -> list[Tensor]:
+            packed.append([tensor])
+            return packed[-1]
 
-    def _save(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            self._stored.setdefault(tensor.untyped_storage().data_ptr(), tensor.detach())
-        return tensor
+        with saved_tensors_hooks(pack, lambda entry: entry[0]):  # type: ignore[no-untyped-call]
+            yield
+        storages = [entry[0].untyped_storage() for entry in packed if not isinstance(entry[0], nn.Parameter)]
+        self.saved = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        for entry in packed:
+            # A result that its own operator saves would keep itself alive.
+            entry.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with seen_in_modes():

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,30 +167,47 @@ def exhausted(study: Study) -> bool:
     """
     optuna = import_optuna()
     sampler = _base_sampler(study)
-    view: Any = _AllEnded(study)
-    trials = view.get_all_trials(study._study_id)
+    # Running trials are failed in this view.
+    view, stops = study_view(study, lambda trials: [*map(_ended, trials)]), list[bool]()
+    view.stop = lambda: stops.append(True)
+    trials = view.get_trials(deepcopy=False)
     if not trials or any(trial.state == optuna.trial.TrialState.WAITING for trial in trials):
         return False
     if isinstance(sampler, optuna.samplers.GridSampler):
         return bool(sampler.is_exhausted(view))
     if isinstance(sampler, optuna.samplers.BruteForceSampler):
         sampler.after_trial(view, trials[-1], trials[-1].state, trials[-1].values)
-    return bool(view.stopped)
+    return bool(stops)
 
 
-class _AllEnded:
-    """A view of a study and its storage in which running trials are failed. It records calls of `stop`."""
+def _base_sampler(study: Study) -> Any:
+    """Return the sampler of a study, without the samplers that fix some of the values."""
+    sampler: Any = study.sampler
+    while isinstance(sampler, import_optuna().samplers.PartialFixedSampler):
+        sampler = sampler._base_sampler
+    return sampler
 
-    def __init__(self, study: Study) -> None:
-        self._original_storage, self._storage, self._study_id = study._storage, self, study._study_id
-        self.stopped = False
 
-    def stop(self) -> None:
-        self.stopped = True
+class _ChangedTrials:
+    """A view of a storage that returns other trials."""
 
-    def get_all_trials(self, study_id: int, deepcopy: bool = False, states: Any = None) -> list[FrozenTrial]:
-        trials = self._original_storage.get_all_trials(study_id, deepcopy=False)
-        return [trial for trial in map(_ended, trials) if states is None or trial.state in states]
+    def __init__(self, storage: Any, change: Callable[[list[FrozenTrial]], list[FrozenTrial]]) -> None:
+        self._original_storage, self._change = storage, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original_storage, name)
+
+    def get_all_trials(self, study_id: int, deepcopy: bool = True, states: Any = None) -> list[FrozenTrial]:
+        trials = self._change(self._original_storage.get_all_trials(study_id, deepcopy=False))
+        trials = [trial for trial in trials if states is None or trial.state in states]
+        return copy.deepcopy(trials) if deepcopy else trials
+
+
+def study_view(study: Study, change: Callable[[list[FrozenTrial]], list[FrozenTrial]]) -> Any:
+    """Return a view of a study whose trials are those that ``change`` returns for the study's."""
+    view: Any = copy.copy(study)
+    view._storage = _ChangedTrials(study._storage, change)
+    return view
 
 
 def _ended(trial: FrozenTrial) -> FrozenTrial:
@@ -226,6 +243,10 @@ class Draws:
 
     def seed_next_trial(self, asked: int) -> None:
         """Seed the sampler's generators for the next trial, after ``asked`` trials."""
+        # GPSampler starts from its last fit, which a resumed sweep does not have.
+        for name in ("_gprs_cache_list", "_constraints_gprs_cache_list"):
+            if getattr(sampler := _base_sampler(self._study), name, None) is not None:
+                setattr(sampler, name, None)
         generators = list(generators_of(self._study.sampler))
         for generator, seed in zip(
             generators, np.random.SeedSequence([self.base, asked]).generate_state(len(generators)), strict=True

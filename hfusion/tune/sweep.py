@@ -231,7 +231,7 @@ def sweep(
                 runner.fail_unfinished()
             raise
         heartbeat.end()
-        return SweepResult(opened_study, tuple(sweep_trials.asked_numbers), runner.best.all, chosen)
+        return SweepResult(opened_study, tuple(sweep_trials.asked_numbers), runner.best.models, chosen)
 
 
 def _check_numbers(clip_norm: float | None, accumulate: int, processes: int | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hfusion.core import html
-from hfusion.tune.objectives import Best
+from hfusion.tune.study import study_view
 from hfusion.tune.trials import SUGGESTED, as_trained
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class SweepResult:
 
     study: Study
     numbers: tuple[int, ...]
-    _best: tuple[Best, ...]
+    _best: dict[int, nn.Module]
     processes: Processes | None = None
 
     @property
@@ -93,8 +92,10 @@ class SweepResult:
                 "numbers of best_trials"
             )
         if not self._best:
-            raise ValueError("no trial of this sweep is complete, so there is no best model: see print(result)")
-        return self._best[0].model
+            raise ValueError(
+                "no trial of this sweep is complete within its constraints, so it has no best model: see print(result)"
+            )
+        return next(iter(self._best.values()))
 
     @property
     def best_models(self) -> dict[int, nn.Module]:
@@ -102,7 +103,7 @@ class SweepResult:
 
         With one objective there is one; with several, those that no other trial of this sweep dominates.
         """
-        return {best.number: best.model for best in sorted(self._best, key=lambda best: best.number)}
+        return dict(sorted(self._best.items()))
 
     def trials_dataframe(self, *args: Any, **kwargs: Any) -> Any:
         """Return the trials of this sweep as a pandas frame, as optuna.Study.trials_dataframe does.
@@ -121,12 +122,9 @@ class SweepResult:
             raise AttributeError(f"optuna.visualization has no {name!r}")
         return partial(getattr(plots, name), self._as_trained())
 
-    def _as_trained(self) -> Study:
+    def _as_trained(self) -> Any:
         """Return a view of the study that contains only the trials of this sweep."""
-        view = copy.copy(self.study)
-        storage: Any = _TrainedTrials(self)
-        view._storage = storage
-        return view
+        return study_view(self.study, lambda trials: self.trials)
 
     def _headline(self, trials: list[FrozenTrial]) -> str:
         states = [trial.state.name.lower() for trial in trials]
@@ -175,21 +173,8 @@ class SweepResult:
         if len(self.study.directions) > 1:
             return [trial for trial in complete if trial.number in numbers]
         descending = self.study.direction.name == "MAXIMIZE"
-        return sorted(complete, key=lambda trial: trial.value or 0.0, reverse=descending)
-
-
-class _TrainedTrials:
-    """A storage with only the trials of a sweep, and the parameters with which they were trained last."""
-
-    def __init__(self, result: SweepResult) -> None:
-        self._result = result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._result.study._storage, name)
-
-    def get_all_trials(self, study_id: int, deepcopy: bool = True, states: Any = None) -> list[FrozenTrial]:
-        trials = [trial for trial in self._result.trials if states is None or trial.state in states]
-        return copy.deepcopy(trials) if deepcopy else trials
+        complete.sort(key=lambda trial: trial.value or 0.0, reverse=descending)
+        return sorted(complete, key=lambda trial: trial.number not in numbers)
 
 
 def _params(trial: FrozenTrial) -> str:

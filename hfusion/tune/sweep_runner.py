@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.heartbeat import Heartbeat
-from hfusion.tune.objectives import Best, BestTrials
-from hfusion.tune.population_based_training import PBT
+from hfusion.tune.objectives import BestTrials
 from hfusion.tune.shape_array import Shape, ShapeArray, TrialSlot
 from hfusion.tune.shape_groups import Shapes
 from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
@@ -90,8 +89,8 @@ class SweepRunner:
         self._waiting: tuple[TrialModel, Shape] | None = None
         # The round of the array that reported last, and how many times arrays have reported.
         self._round = self._reported = 0
-        self.best = BestTrials(trials.signs)
-        waves = max(1.0, extent.trials / extent.concurrent())
+        self.best = BestTrials(trials.study, trials.asked_numbers)
+        waves = 1.0 if extent.rows is None else max(1.0, extent.trials / extent.rows)
         self._shapes = Shapes(maker.models, recipe, waves, saved=folder is not None, may_be_plain=extent.pbt is None)
 
     def run(self) -> None:
@@ -146,8 +145,8 @@ class SweepRunner:
             decision = self.trials.report(slot.number, scores, slot.epochs - 1, last=last)
             self._events.trained(array, slot, scores, decision)
             if decision is not Decision.CONTINUE:
-                best = decision is Decision.COMPLETE and self.best.takes(slot.number, scores)
-                self._leave(array, slot, scores if best else None)
+                best = decision is Decision.COMPLETE and self.best.takes(slot.number)
+                self._leave(array, slot, is_best=best)
                 freed_devices.add(array.device)
         for array in arrays:
             self._exploit(array, values[array.name])
@@ -191,13 +190,13 @@ class SweepRunner:
             self._events.placed(array, array.slots.values(), "moved")
             _log.info("%d trials of one shape go on as an array", len(array.slots))
 
-    def _leave(self, array: ShapeArray, slot: TrialSlot, best: tuple[float, ...] | None) -> None:
-        """Free the row of a trial. Keep its model if it is among the best trials, whose values are then ``best``."""
+    def _leave(self, array: ShapeArray, slot: TrialSlot, *, is_best: bool) -> None:
+        """Free the row of a trial. Keep its model if it is among the best trials."""
         del array.slots[slot.tag]
-        if best is None:
-            self._workers.send(array.name, "discard", slot.tag)
+        if is_best:
+            self.best.add(slot.number, self._workers.leave(array.name, self._member(slot)))
         else:
-            self.best.add(Best(slot.number, best, self._workers.leave(array.name, self._member(slot))))
+            self._workers.send(array.name, "discard", slot.tag)
 
     def _member(self, slot: TrialSlot) -> TrialModel:
         return TrialModel(slot.number, slot.suggestion, self._maker.models)
@@ -326,9 +325,8 @@ class SweepRunner:
         for array in changed:
             array.save = self._folder.relative_path(saves[array.name])
         tensors: dict[str, Tensor] = {}
-        for best in self.best.all:
-            state = best.model.state_dict().items()
-            tensors |= {f"{best.number}.{key}": value.detach().clone() for key, value in state}
+        for number, model in self.best.models.items():
+            tensors |= {f"{number}.{key}": value.detach().clone() for key, value in model.state_dict().items()}
         body = {
             "run": self.trials.run,
             "base": self.trials.base,
@@ -343,7 +341,7 @@ class SweepRunner:
             "stopped": self._extent.trials if self.trials.stopped else None,
             "waiting": None if self._waiting is None else self._waiting[0].number,
             "arrays": [_saved_array(array, attributes) for array in self.placement.arrays],
-            "best": [[best.number, list(best.values)] for best in self.best.all],
+            "best": list(self.best.models),
         }
         self._folder.write(body, tensors, self._round)
         self._events.saved(changed, self._round)
@@ -369,8 +367,8 @@ class SweepRunner:
         if body["waiting"] is not None:
             candidate = self._maker.candidate(body["waiting"], suggestions[body["waiting"]])
             self._waiting = candidate, self._shapes.shape(candidate, self.placement.arrays)
-        for number, values in body["best"]:
-            self.best.add(self._restore_best(number, tuple(values), tensors))
+        for number in body["best"]:
+            self.best.models[number] = self._restore_best(number, tensors)
 
     def _copied(self, number: int, params: dict[str, Any] | None) -> Suggestion | None:
         """Return the suggestion of a trial that became a copy of another."""
@@ -398,8 +396,8 @@ class SweepRunner:
         (array.widths, array.width), array.save = results[name], save
         self._events.placed(array, slots, "resumed")
 
-    def _restore_best(self, number: int, values: tuple[float, ...], tensors: Mapping[str, Tensor]) -> Best:
-        """Return a best trial of the saved sweep. Its model is made again, and its saved tensors are loaded."""
+    def _restore_best(self, number: int, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """Return the model of a best trial of the saved sweep: it is made again, and its saved tensors are loaded."""
         trial = next(frozen for frozen in self.trials.study.get_trials(deepcopy=False) if frozen.number == number)
         copies = trial.user_attrs.get(COPIES)
         suggestion = self._restore_suggestion(copies[-1]["params"] if copies else trial.params, number)
@@ -409,7 +407,7 @@ class SweepRunner:
             model.load_state_dict({key.partition(".")[2]: value for key, value in state.items()})
         except RuntimeError as error:
             raise self._changed(f"make_model gave another model for trial {number}", error) from error
-        return Best(number, values, model)
+        return model
 
 
 def _saved_array(array: ShapeArray, attributes: Mapping[int, Sequence[str]]) -> dict[str, Any]:

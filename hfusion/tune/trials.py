@@ -28,6 +28,8 @@ Callback: TypeAlias = "Callable[[Study, FrozenTrial], None]"
 RUN, ROUND, COPIES = "hfusion:run", "hfusion:round", "hfusion:copies"
 # The suggested values of a trial, stored next to the parameters it was trained with last.
 SUGGESTED = "hfusion:suggested"
+# What samplers kept in the attributes of the study when a trial was asked: counts, and the number of lists.
+ASKED_AT = "hfusion:asked at"
 
 
 class Decision(StrEnum):
@@ -125,8 +127,7 @@ class Trials:
         """Return the next trial; None if it is one that had finished before the sweep was killed."""
         self._draws.seed_next_trial(len(self.asked_numbers))
         if not self._adopted:
-            trial = self.study.ask()
-            trial.set_user_attr(RUN, self.run)
+            trial = self._mark(self.study.ask())
         else:
             frozen = self._adopted.popleft()
             if frozen.state.is_finished():
@@ -137,20 +138,44 @@ class Trials:
         self._live[trial.number] = trial
         return trial
 
-    def _take_over(self, frozen: FrozenTrial) -> Trial:
-        """Return a trial that was asked before the sweep was killed. Its values are sampled again, but not used."""
-        trial: Trial = self.optuna.Trial(self.study, frozen._trial_id)
-        if RUN not in frozen.user_attrs:
-            trial.set_user_attr(RUN, self.run)
-        fixed = frozen.system_attrs.get("fixed_params", {})
-        replayed = copy.deepcopy(frozen)
-        replayed.params, replayed.distributions = {}, {}
-        for name, distribution in frozen.distributions.items():
-            if name not in fixed and not distribution.single() and name not in trial.relative_params:
-                self.study.sampler.sample_independent(self.study, replayed, name, distribution)
-            replayed.params = {**replayed.params, name: frozen.params[name]}
-            replayed.distributions = {**replayed.distributions, name: distribution}
+    def _mark(self, trial: Trial) -> Trial:
+        """Mark a trial without values as one of this sweep, with what samplers keep in the study at this time."""
+        counts, lists = self._kept_by_samplers()
+        if counts or lists:
+            trial.set_user_attr(ASKED_AT, [counts, len(lists)])
+        trial.set_user_attr(RUN, self.run)
         return trial
+
+    def _kept_by_samplers(self) -> tuple[dict[str, int], list[str]]:
+        """Return the numbers among the study's attributes, and the names of the lists."""
+        attributes = self.study._storage.get_study_system_attrs(self.study._study_id)
+        counts = {name: value for name, value in attributes.items() if isinstance(value, int)}
+        return counts, [name for name, value in attributes.items() if isinstance(value, list)]
+
+    def _take_over(self, frozen: FrozenTrial) -> Trial:
+        """Return a trial that was asked before the sweep was killed.
+
+        Only the last one may lack values. It is sampled again as it was then, and keeps the values that it has.
+        """
+        if self._adopted:
+            return self.optuna.Trial(self.study, frozen._trial_id)  # type: ignore[no-any-return]
+        view, storage = copy.copy(self.study), self.study._storage
+        earlier: Any = _EarlierStorage(storage, frozen._trial_id, {"fixed_params"}, set())
+        view._storage, view.stop = earlier, self.study.stop  # type: ignore[method-assign]
+        if RUN in frozen.user_attrs and self.study.get_trials(deepcopy=False)[-1].number == frozen.number:
+            known, kept = frozen.user_attrs.get(ASKED_AT, [{}, 0])
+            counts, lists = self._kept_by_samplers()
+            # QMCSampler counts its points from 0. Genetic samplers store the parents of a generation, which draws.
+            for name in (*counts, *lists[kept:]):
+                before = known.get(name, -1) if name in counts else None
+                storage.set_study_system_attr(self.study._study_id, name, before)
+        trial = self.optuna.Trial(view, frozen._trial_id)
+        if RUN not in frozen.user_attrs:
+            self._mark(trial)
+        for name, distribution in frozen.distributions.items():
+            trial._suggest(name, distribution)
+            trial._cached_frozen_trial.params[name] = frozen.params[name]
+        return trial  # type: ignore[no-any-return]
 
     def resume(self, epochs: Mapping[int, int]) -> dict[int, Trial]:
         """Return the trials that were training or waiting in the save. ``epochs``: how many each had trained then."""
@@ -170,6 +195,9 @@ class Trials:
     def record_start_round(self, number: int, at: int) -> None:
         """Record the round of the sweep in which a trial began."""
         trial = self._live[number]
+        if trial.study is not self.study:
+            # It was taken over, and saw the study as it was when it was asked.
+            trial = self._live[number] = self.optuna.Trial(self.study, trial._trial_id)
         if trial.user_attrs.get(ROUND) != at:
             trial.set_user_attr(ROUND, at)
 
@@ -209,7 +237,7 @@ class Trials:
         """Return the pruner's decision, replayed from its state before it may have been asked."""
         view = copy.copy(self.study)
         trial_id = self._live[number]._trial_id
-        storage: Any = _EarlierStorage(self.study._storage, trial_id, self._attributes[number])
+        storage: Any = _EarlierStorage(self.study._storage, trial_id, set(self._attributes[number]))
         view._storage = storage
         return bool(self.study.pruner.prune(view, storage.get_trial(trial_id)))
 
@@ -230,7 +258,7 @@ class Trials:
 
     def suggested(self, number: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the suggested values of a trial, and their distributions."""
-        trial = self._live.get(number) or _numbered(self.study, number)
+        trial = _numbered(self.study, number)
         return trial.params, trial.distributions
 
     def copied(self, number: int, source: int, epoch: int, params: Mapping[str, Any], origin: int) -> None:
@@ -287,23 +315,45 @@ def _is_ours(trial: FrozenTrial, run: str, alone: bool, states: Any) -> bool:
 
 
 class _EarlierStorage:
-    """A view of a storage in which one trial has only the system attributes in ``names``."""
+    """A view of a storage in which one trial has only some of its values, and those that are set from now on.
 
-    def __init__(self, storage: Any, trial_id: int, names: set[str]) -> None:
-        self._original_storage, self._trial_id, self._names = storage, trial_id, names
+    Args:
+        names: the system attributes that it has.
+        params: the parameters that it has; None: all. Others are not written again.
+    """
+
+    def __init__(self, storage: Any, trial_id: int, names: set[str], params: set[str] | None = None) -> None:
+        self._original_storage, self._trial_id, self._names, self._params = storage, trial_id, names, params
+        self._written = {*storage.get_trial(trial_id).params}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original_storage, name)
 
+    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
+        self._original_storage.set_trial_system_attr(trial_id, key, value)
+        self._names.add(key)
+
+    def set_trial_param(self, trial_id: int, name: str, value: float, distribution: Any) -> None:
+        if name not in self._written:
+            self._original_storage.set_trial_param(trial_id, name, value, distribution)
+        if self._params is not None:
+            self._params.add(name)
+
     def get_trial(self, trial_id: int) -> FrozenTrial:
         return self._cut(self._original_storage.get_trial(trial_id))
 
-    def get_all_trials(self, *args: Any, **kwargs: Any) -> list[FrozenTrial]:
-        return [self._cut(trial) for trial in self._original_storage.get_all_trials(*args, **kwargs)]
+    def get_all_trials(self, study_id: int, deepcopy: bool = True, states: Any = None) -> list[FrozenTrial]:
+        return [self._cut(trial) for trial in self._original_storage.get_all_trials(study_id, deepcopy, states)]
+
+    def get_trial_system_attrs(self, trial_id: int) -> dict[str, Any]:
+        return self.get_trial(trial_id).system_attrs
 
     def _cut(self, trial: FrozenTrial) -> FrozenTrial:
         if trial._trial_id != self._trial_id:
             return trial
         cut = copy.copy(trial)
         cut.system_attrs = {name: value for name, value in trial.system_attrs.items() if name in self._names}
+        if self._params is not None:
+            cut.params = {name: value for name, value in trial.params.items() if name in self._params}
+            cut.distributions = {name: value for name, value in trial.distributions.items() if name in self._params}
         return cut
