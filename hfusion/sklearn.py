@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from hfusion.array.fuse import build, fuse
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import stacked
+from hfusion.device.backend import seed_in_use
+from hfusion.device.generators import draws_kept
 from hfusion.optim import AdamW
 from hfusion.population.best import member_tensors
 from hfusion.step.compile_mode import Compile
@@ -48,6 +51,14 @@ def mlp(inputs: int, outputs: int, hidden: Sequence[int]) -> nn.Module:
     for in_features, out_features in itertools.pairwise(sizes):
         layers += [nn.Linear(in_features, out_features), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(sizes[-1], outputs))
+
+
+@contextmanager
+def _drawing(seed: int) -> Iterator[None]:
+    """Context manager: seed torch's generators, and restore their states at the end."""
+    with draws_kept():
+        seed_in_use(seed)
+        yield
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]
@@ -94,7 +105,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or value < least:
                 raise ValueError(f"{name}={value!r}: it must be a whole number of at least {least}")
-        seed = int(check_random_state(self.random_state).randint(2**31 - 1))
+        self._seed = seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         validation: tuple[Any, Any, Any] | None = None
         if self.early_stopping:
             x, target, weights, validation = self._split(x, target, weights, seed)
@@ -105,6 +116,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         fused = build(
             lambda: make(x.shape[1], outputs).to(self.device, dtype), [seed + b for b in range(self.n_estimators)]
         )
+        with _drawing(seed):
+            self._check_outputs(fused, inputs[:1], outputs)
         fused.train()
         targets, objective = [target.to(self.device)], loss
         if weights is not None:
@@ -118,11 +131,26 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
                 return False
             return stopping.update(self._scores(fused, *validation))
 
-        self.loss_curve_ = self._epochs(fused, inputs, targets, objective, seed, is_over)
+        with _drawing(seed):
+            self.loss_curve_ = self._epochs(fused, inputs, targets, objective, seed, is_over)
         self.n_iter_ = len(self.loss_curve_)
         if stopping is not None:
             self.validation_scores_, self.best_validation_scores_ = stopping.restore()
         self.members_ = _finite(fused).eval()
+
+    @torch.no_grad()
+    def _check_outputs(self, fused: FusedModule, sample: Tensor, outputs: int) -> None:
+        """Raise ValueError if a member's outputs for ``sample [1, features]`` are not ``[1, outputs]``."""
+        with fused.evaluating():
+            result = fused[0](sample)
+        if not isinstance(result, Tensor) or result.shape != (1, outputs):
+            kind = f"shape {list(result.shape)}" if isinstance(result, Tensor) else f"type {type(result).__name__}"
+            raise ValueError(
+                f"module({sample.shape[1]}, {outputs}) has outputs of {kind} for one sample, expected [1, {outputs}]. "
+                "Return a network with one output for each "
+                + ("class" if is_classifier(self) else "target")
+                + " from module(n_features, n_outputs)."
+            )
 
     def _split(self, x: Any, target: Tensor, weights: Any, seed: int) -> tuple[Any, Tensor, Any, Any]:
         """Split into training samples, targets and weights, and a held-out tuple of the same. Labels are stratified."""
@@ -202,7 +230,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         inputs = self._tensor(validate_data(self, x, reset=False, dtype=[np.float64, np.float32], order="C"))
         parameter = next(self.members_.parameters())
-        parts = [self.members_(part.to(parameter.dtype)).double().cpu() for part in inputs.split(_SAMPLES)]
+        with _drawing(self._seed):
+            parts = [self.members_(part.to(parameter.dtype)).double().cpu() for part in inputs.split(_SAMPLES)]
         return torch.cat(parts, 1)
 
 
@@ -257,7 +286,8 @@ class EnsembleClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         early_stopping: hold out ``validation_fraction`` of the samples, and end each member when its score on them has
             not improved by ``tol`` for more than ``n_iter_no_change`` consecutive epochs, as scikit-learn's MLPs do.
             Each member's best weights are restored.
-        random_state: as in scikit-learn; an int makes a fit repeatable.
+        random_state: as in scikit-learn: an int, a RandomState, or None. An int makes a fit and its predictions
+            repeatable, also for modules that draw, as dropout does. torch's random state is not changed.
         device: the torch device to train on.
         compile: see `hfusion.train_step`. None compiles if that pays and ``random_state`` is None. With an int it does
             not compile, since the step at which a program is ready, and so the last bits, would depend on timing.

@@ -74,6 +74,77 @@ def test_a_fit_repeats_and_is_pickled() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+class Noisy(nn.Module):
+    """Draws in forward, also in eval mode."""
+
+    def __init__(self, features: int, outputs: int, layer: nn.Module) -> None:
+        super().__init__()
+        self.hidden, self.layer, self.out = nn.Linear(features, 8), layer, nn.Linear(8, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layer(self.hidden(x + 0.1 * torch.randn_like(x))))
+
+
+DRAWS = {"dropout": nn.Dropout(0.5), "rrelu": nn.RReLU(), "randn_like": nn.Identity()}
+
+
+@pytest.mark.parametrize("state", [0, None], ids=["int", "None"])
+@pytest.mark.parametrize("kind", [EnsembleClassifier, EnsembleRegressor])
+@pytest.mark.parametrize("layer", DRAWS)
+def test_fits_with_random_modules_repeat_and_keep_the_state_of_torch(layer: str, kind: Any, state: int | None) -> None:
+    x, y = _data()
+    target = y if kind is EnsembleClassifier else x[:, 0]
+    options = {"n_estimators": 2, "max_iter": 2, "early_stopping": True, "compile": False, "random_state": state}
+    results = []
+    for _ in range(2):
+        model = kind(lambda features, outputs: Noisy(features, outputs, DRAWS[layer]), **options)
+        np.random.seed(1)
+        before = torch.get_rng_state()
+        model.fit(x, target)
+        results.append((model.loss_curve_, model.validation_scores_, model._outputs(x).numpy(), model.score(x, target)))
+        assert torch.equal(before, torch.get_rng_state())
+        # The next fit starts from another state of torch.
+        torch.randn(1)
+    for first, second in zip(*results, strict=True):
+        assert np.array_equal(first, second)
+
+
+def test_a_random_state_goes_on() -> None:
+    x, y = _data()
+    state = np.random.RandomState(0)
+    curves = [EnsembleClassifier(**SMALL, random_state=state).fit(x, y).loss_curve_ for _ in range(2)]
+    assert not np.allclose(*curves)
+    again = EnsembleClassifier(**SMALL, random_state=np.random.RandomState(0)).fit(x, y).loss_curve_
+    assert np.array_equal(curves[0], again)
+
+
+class Outputs(nn.Module):
+    def __init__(self, features: int, outputs: int, change: Any) -> None:
+        super().__init__()
+        self.layer, self.change = nn.Linear(features, outputs), change
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.change(self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "change", "message"),
+    [
+        (EnsembleClassifier, 1, lambda y: y, r"module\(3, 2\) has outputs of shape \[1, 3\].*expected \[1, 2\].*class"),
+        (EnsembleClassifier, -1, lambda y: y, r"outputs of shape \[1, 1\]"),
+        (EnsembleClassifier, 0, lambda y: y[:, :, None], r"outputs of shape \[1, 2, 1\]"),
+        (EnsembleClassifier, 0, lambda y: (y, y), "outputs of type tuple"),
+        (EnsembleRegressor, 1, lambda y: y, r"module\(3, 1\) has outputs of shape \[1, 2\].*expected \[1, 1\].*target"),
+        (EnsembleRegressor, 0, lambda y: y[:, 0], r"outputs of shape \[1\]"),
+    ],
+)
+def test_modules_with_other_outputs(kind: Any, more: int, change: Any, message: str) -> None:
+    x, y = _data()
+    model = kind(lambda features, outputs: Outputs(features, outputs + more, change), n_estimators=2, max_iter=1)
+    with pytest.raises(ValueError, match=message):
+        model.fit(x, y if kind is EnsembleClassifier else x[:, 0])
+
+
 def test_members_are_those_of_the_plain_loop() -> None:
     x, _ = _data()
     y = x[:, :1] ** 2
