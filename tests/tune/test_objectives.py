@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from importlib import import_module
 from pathlib import Path
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import lr_scheduler
 
 import hfusion as hf
-from hfusion.tune.objectives import Best, BestTrials
 from tests.tune.cases import EPOCHS, accuracy, alone, loaders
 from tests.tune.killed import at
 from tests.tune.test_sweep import sweep
@@ -220,20 +218,60 @@ def test_one_direction_in_a_list_is_one_objective() -> None:
     assert len(result.trials[0].intermediate_values) == EPOCHS
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_the_front_is_that_of_optuna(seed: int) -> None:
-    """For any order and number of objectives, and with equal values."""
-    draw = random.Random(seed)
-    count = 1 + seed % 3
-    directions = [draw.choice(DIRECTIONS) for _ in range(count)]
-    study = optuna.create_study(directions=directions)
-    for _ in range(40):
-        values = [float(draw.randint(0, 6)) for _ in range(count)]
-        study.add_trial(optuna.trial.create_trial(values=values))
-    front = BestTrials([1 if direction == "maximize" else -1 for direction in directions])
-    for trial in draw.sample(study.trials, 40):
-        if front.takes(trial.number, trial.values):
-            front.add(Best(trial.number, tuple(trial.values), nn.Identity()))
-    expected = [study.best_trial] if count == 1 else study.best_trials
-    assert sorted(best.number for best in front.all) == [trial.number for trial in expected]
-    json.dumps([[best.number, list(best.values)] for best in front.all])
+STORAGES: dict[str, Any] = {
+    "memory": lambda folder: {},
+    "journal": lambda folder: {"directory": folder},
+    "sqlite": lambda folder: {"storage": f"sqlite:///{folder}/study.db"},
+}
+
+
+@pytest.mark.parametrize("rounds", ["together", "asynchronous"])
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("directions", [["minimize"], ["maximize"], DIRECTIONS], ids=len)
+def test_models_are_those_of_the_best_trials(directions: list[str], storage: str, rounds: str, tmp_path: Path) -> None:
+    """With few values, so that trials tie, some of them NaN, and trials that end in another order than they begin."""
+
+    def judged(output: Tensor, target: Tensor) -> Any:
+        draw = random.Random(float(output.sum()))
+        values = [draw.choice([0.0, 0.0, 1.0, float("inf"), float("nan")]) for _ in directions]
+        return values[0] if len(directions) == 1 else tuple(values)
+
+    result = sweep(
+        9,
+        directions=directions,
+        metric=judged,
+        space=lambda trial: {"lr": trial.suggest_float("lr", 1e-3, 0.1), "hidden": 4, "epochs": 3 - trial.number % 3},
+        rows=3,
+        pruner=optuna.pruners.NopPruner() if len(directions) == 1 else None,
+        rounds=rounds,
+        **STORAGES[storage](tmp_path),
+    )
+    best = [result.best_trial] if len(directions) == 1 else result.best_trials
+    assert list(result.best_models) == [trial.number for trial in best]
+    if len(directions) == 1:
+        assert str(result).splitlines()[2].split()[0] == str(best[0].number)
+
+
+@pytest.mark.filterwarnings("ignore:.*constraints_func")
+@pytest.mark.parametrize("directions", [["minimize"], DIRECTIONS], ids=len)
+@pytest.mark.parametrize("kept", [lambda number: number % 2, lambda number: 0], ids=["some", "none"])
+def test_trials_that_break_a_constraint_are_not_the_best(directions: list[str], kept: Any) -> None:
+    sampler = optuna.samplers.TPESampler(seed=0, constraints_func=lambda trial: (0.5 - kept(trial.number),))
+    metric = both if len(directions) > 1 else accuracy
+    result = sweep(6, directions=directions, metric=metric, sampler=sampler, pruner=optuna.pruners.NopPruner())
+    if kept(1):
+        best = [result.best_trial] if len(directions) == 1 else result.best_trials
+        assert list(result.best_models) == [trial.number for trial in best]
+        assert all(kept(trial.number) for trial in best)
+    else:
+        assert not result.best_models
+        with pytest.raises(ValueError if len(directions) == 1 else RuntimeError, match="best model"):
+            _ = result.best_model
+
+
+def test_the_best_model_of_a_sweep_in_a_study_with_a_better_trial() -> None:
+    study = optuna.create_study(pruner=optuna.pruners.NopPruner())
+    study.add_trial(optuna.trial.create_trial(value=-1.0))
+    result = sweep(4, study=study, metric=lambda output, target: 0.0)
+    assert result.best_trial.number == 0
+    assert list(result.best_models) == [1]

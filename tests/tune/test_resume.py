@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +68,81 @@ def test_killed_again_and_again(
             killed_times += 1
     assert killed_times >= 3
     assert everything(run(str(tmp_path), nothing, sampler)) == whole[sampler]
+
+
+S = optuna.samplers
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "qmc": lambda: S.QMCSampler(seed=3, warn_independent_sampling=False),
+    "scrambled qmc": lambda: S.QMCSampler(seed=3, scramble=True, qmc_type="halton"),
+    "fixed qmc": lambda: S.PartialFixedSampler({"momentum": 0.5}, S.QMCSampler(seed=3)),
+    "gp": lambda: S.GPSampler(seed=3, n_startup_trials=3),
+    "cma": lambda: S.CmaEsSampler(seed=3, n_startup_trials=2, popsize=4, with_margin=True),
+    "nsga3": lambda: S.NSGAIIISampler(seed=2, population_size=4),
+    "tpe": lambda: S.TPESampler(seed=3, n_startup_trials=3, multivariate=True, constant_liar=True),
+    "brute force": lambda: S.BruteForceSampler(seed=1),
+}
+MODES: dict[str, dict[str, Any]] = {
+    "together": {"pruner": optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2)},
+    "asynchronous": {"rounds": "asynchronous", "pruner": optuna.pruners.NopPruner()},
+    "pbt": {"pbt": hf.PBT(quantile_fraction=0.5)},
+}
+
+
+def sampled(folder: Path, sampler: str, mode: str) -> list[Any]:
+    def space(trial: Any) -> dict[str, Any]:
+        rate = trial.suggest_float("lr", 0.05, 0.3, step=0.05)
+        momentum = trial.suggest_float("momentum", 0.1, 0.9, step=0.1)
+        if trial.number == 5:
+            raise optuna.TrialPruned
+        return {"lr": rate, "momentum": momentum, "hidden": 3 + trial.number % 2}
+
+    data = loaders()
+    result = hf.sweep(
+        make_model,
+        space,
+        F.cross_entropy,
+        data["eval_loader"],
+        optimizer=hf.optim.SGD,
+        sampler=SAMPLERS[sampler](),
+        trials=10,
+        rows=4,
+        epochs=2,
+        processes=0,
+        machine=MACHINE,
+        directory=folder,
+        **MODES[mode],
+    )
+    trials = [(trial.number, trial.params, trial.state.name, trial.values) for trial in result.trials]
+    return [trials, result.best_trial.number, list(result.best_models)]
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize(
+    ("sampler", "mode"), [*((name, "together") for name in SAMPLERS), *(("qmc", m) for m in MODES)]
+)
+def test_killed_at_a_write_to_the_study(
+    sampler: str, mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also between two values of a trial, and between a sampler's notes and the values that it then gives."""
+    backend = optuna.storages.journal.JournalFileBackend
+    write, writes, last = backend.append_logs, [0], [0]
+
+    def append_logs(self: Any, logs: Any) -> None:
+        writes[0] += 1
+        if writes[0] == last[0]:
+            raise Killed
+        write(self, logs)
+
+    monkeypatch.setattr(backend, "append_logs", append_logs)
+    expected = sampled(tmp_path / "whole", sampler, mode)
+    draw, total = random.Random(0), writes[0]
+    for attempt in range(2):
+        for _ in range(3):
+            writes[0], last[0] = 0, draw.randint(2, total // 2)
+            with contextlib.suppress(Killed):
+                sampled(tmp_path / str(attempt), sampler, mode)
+        last[0] = 0
+        assert sampled(tmp_path / str(attempt), sampler, mode) == expected
 
 
 def test_a_process_that_is_killed(whole: dict[str, list[Any]], tmp_path: Path) -> None:
