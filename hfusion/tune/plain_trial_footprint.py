@@ -111,7 +111,7 @@ class _OperatorCosts(TorchDispatchMode):
     """Counts the operators of a forward, their FLOP, bytes that they read and write, and bytes saved by autograd."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.calls = self.moved = self.saved = 0
         # By the dtype of the result.
         self.flops: Counter[torch.dtype] = Counter()
@@ -125,7 +125,7 @@ class _OperatorCosts(TorchDispatchMode):
             packed.append([tensor])
             return packed[-1]
 
-        with saved_tensors_hooks(pack, lambda entry: entry[0]):  # type: ignore[no-untyped-call]
+        with saved_tensors_hooks(pack, lambda entry: entry[0]):
             yield
         storages = [entry[0].untyped_storage() for entry in packed if not isinstance(entry[0], nn.Parameter)]
         self.saved = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
