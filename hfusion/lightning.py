@@ -16,7 +16,6 @@ from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.core.calls import stacked
 from hfusion.core.errors import FusionError
-from hfusion.core.renamed import renamed_arguments, warn_of_former_name, with_present_names
 from hfusion.optim import FusedOptimizer, clip_grad_norm_, clip_grad_value_
 from hfusion.optim.hyper import HyperValue
 
@@ -25,9 +24,6 @@ try:
     from lightning.pytorch.callbacks import LearningRateMonitor
 except ImportError as error:
     raise ImportError("hfusion.lightning needs Lightning: pip install lightning (extra: hfusion[lightning])") from error
-
-
-_RENAMED = {"interval": "scheduler_interval", "names": "tags"}
 
 
 class LightningArray(lightning.LightningModule):  # type: ignore[misc]
@@ -55,7 +51,6 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         ValueError: tags and members differ in number, or ``accumulate`` is less than 1.
     """
 
-    @renamed_arguments(**_RENAMED)
     def __init__(
         self,
         models: Sequence[nn.Module] | FusedModule,
@@ -87,12 +82,6 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._accumulate, self._own_batches = accumulate, own_batches
 
-    @property
-    def names(self) -> list[str]:
-        """The former name of ``tags``."""
-        warn_of_former_name("names", "tags", "LightningArray")
-        return self.tags
-
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, **arguments: Any) -> LightningArray:
         """Return a module with the state of a Lightning checkpoint. Pass the arguments of Lightning and of the class.
@@ -100,7 +89,6 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         Raises:
             TypeError: ``models``, ``loss`` or ``optimizer`` is missing: a checkpoint holds state, not code.
         """
-        arguments = with_present_names(arguments, _RENAMED, "LightningArray")
         missing = [name for name in ("models", "loss", "optimizer") if name not in arguments]
         if missing and cls is LightningArray:
             raise TypeError(

@@ -186,16 +186,6 @@ def test_what_a_trainer_does_for_one_model(option: dict[str, Any], message: str,
         trainer(tmp_path, **option).fit(array(), DataLoader(data(), batch_size=4))
 
 
-def test_former_names_of_arguments() -> None:
-    with pytest.warns(DeprecationWarning, match="'names' is now 'tags'"):
-        module = array(names=["a", "b", "c"])
-    assert module.tags == ["a", "b", "c"]
-    with pytest.warns(DeprecationWarning, match="'names' is now 'tags'"):
-        assert module.names == module.tags
-    with pytest.warns(DeprecationWarning, match="'interval' is now 'scheduler_interval'"):
-        array(interval="step")
-
-
 def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1 tags for 3 members"):
         array(tags=["a"])

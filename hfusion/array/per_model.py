@@ -28,7 +28,6 @@ from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
 from hfusion.core.loss_checks import PerMemberFunction, check_loss_function
 from hfusion.core.program import Program
 from hfusion.core.ragged import Ragged
-from hfusion.core.renamed import renamed_arguments
 from hfusion.passes.expected_checks import FailedCheck
 from hfusion.torch_private.functorch import in_transform, is_wrapped
 
@@ -231,7 +230,6 @@ class PerModel(PerMemberFunction):
         return FusionReport(tuple(parts), tuple(f"{self._name}: loop over members: {why}" for why in reasons))
 
 
-@renamed_arguments(function="fn")
 def per_model(fn: Callable[..., Any]) -> PerModel:
     """Apply ``fn`` to each member separately.
 

@@ -20,7 +20,6 @@ from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save_contents import SaveWriter
 from hfusion.core.errors import CheckpointError
-from hfusion.core.renamed import renamed_arguments, warn_of_former_name
 from hfusion.optim import FusedOptimizer, GradScaler
 
 Root = str | os.PathLike[str]
@@ -35,14 +34,7 @@ class Loaded:
     tags: list[str]
     extra: Any
 
-    @property
-    def names(self) -> list[str]:
-        """The former name of ``tags``."""
-        warn_of_former_name("names", "tags", "Loaded")
-        return self.tags
 
-
-@renamed_arguments(root="directory", names="tags")
 def save(
     directory: Root,
     fused: FusedModule,
@@ -124,7 +116,6 @@ def _check_ours(name: str, value: Any, kind: type) -> None:
         )
 
 
-@renamed_arguments(root="directory", names="tags")
 def load(
     directory: Root | Sequence[Root],
     model: nn.Module,

@@ -8,8 +8,6 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import Tensor
 
-from hfusion.core.renamed import renamed_arguments
-
 _OPERATORS = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"),
     *("neg", "abs", "invert", "lt", "le", "gt", "ge", "float", "int"),
@@ -68,7 +66,6 @@ class Ragged:
         """The first size of each member's tensor: its number of samples; 1 for a tensor without dims."""
         return tuple(tensor.shape[0] if tensor.dim() else 1 for tensor in self._tensors)
 
-    @renamed_arguments(function="fn")
     def map(self, fn: Callable[[Tensor], Tensor]) -> Ragged:
         """Apply ``fn`` to each member's tensor, such as ``y.map(Tensor.detach)``."""
         return Ragged(map(fn, self._tensors))

@@ -15,7 +15,6 @@ from hfusion.array.module import FusedModule
 from hfusion.checkpoint.files import Saved
 from hfusion.checkpoint.save import Root
 from hfusion.core.errors import ForwardsDiffer, FusionError
-from hfusion.core.renamed import renamed_arguments
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make
@@ -345,7 +344,6 @@ class Population(PopulationRows):
             return self._members.average(rows, weights, into=into, optimizer=optimizer)
         return average_mixed(self._members, rows, weights, into, optimizer)
 
-    @renamed_arguments(root="directory")
     def save(
         self,
         directory: Root,
@@ -366,7 +364,6 @@ class Population(PopulationRows):
         return save_mixed(self._members, directory, loader, extra, keep, score, wait)
 
     @classmethod
-    @renamed_arguments(root="directory", names="tags")
     def load(
         cls,
         directory: Root | Saved | Sequence[Root],

@@ -23,7 +23,6 @@ from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.calls import call_arguments
 from hfusion.core.exclusive import compiling
 from hfusion.core.member_random import keyed
-from hfusion.core.renamed import renamed_arguments
 from hfusion.device.backend import active_autocast, random_states_kept, without_autocast
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
@@ -315,7 +314,6 @@ class TrainStep:
         )
 
 
-@renamed_arguments(loss_fn="loss", opt="optimizer")
 def train_step(
     fused: FusedModule,
     loss: Callable[..., Any],

@@ -17,7 +17,6 @@ from hfusion.core.errors import FusionError, PlanError
 from hfusion.core.loss_checks import check_loss_function
 from hfusion.core.membership import Membership, mark, membership
 from hfusion.core.patience import Patience
-from hfusion.core.renamed import renamed_arguments, warn_of_former_name
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import HyperValue, MemberVector
 from hfusion.optim.lr_scheduler import Make, PerMember
@@ -145,12 +144,6 @@ class Task:
     restore_best: bool = False
     callbacks: Sequence[Callable[[Step | Evaluation], None]] = field(default=())
 
-    @property
-    def clip(self) -> HyperValue | None:
-        """The former name of ``clip_norm``."""
-        warn_of_former_name("clip", "clip_norm", "Task")
-        return self.clip_norm
-
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_models()
@@ -262,9 +255,6 @@ class Task:
         if isinstance(self.models, FusedModule):
             return len(self.models)
         return 1 if isinstance(self.models, nn.Module) else len(self.models)
-
-
-Task.__init__ = renamed_arguments(clip="clip_norm")(Task.__init__)  # type: ignore[method-assign]
 
 
 def _whole(count: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from hfusion.capture.compare_models import check_alone
-from hfusion.core.renamed import with_present_names
 from hfusion.device.generators import draws_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import member_vector
@@ -211,7 +210,7 @@ class Maker:
         names = dict.fromkeys([*(hyper.key for hyper in sample.hypers), *sample.options])
         optimizer = Receiver.of_names(OPTIMIZER, type(sample).__name__, list(names))
         receivers = [optimizer, *self._receivers]
-        routed = route(number, _with_present_names(values, receivers), receivers)
+        routed = route(number, values, receivers)
         options = {key: value for key, value in routed[OPTIMIZER].items() if key in sample.options}
         hypers = {key: value for key, value in routed[OPTIMIZER].items() if key not in options}
         _check_hypers(sample, hypers)
@@ -273,11 +272,3 @@ def check_choices(trial: Any) -> None:
                     f"trial {trial.number}: {name!r} has the choice {choice!r}, with which a sweep in a directory "
                     f"could not go on: {_NAMES}"
                 )
-
-
-def _with_present_names(values: Mapping[str, Any], receivers: Sequence[Receiver]) -> dict[str, Any]:
-    """Return the values of a space, with ``clip`` renamed to ``clip_norm`` unless a function takes ``clip``."""
-    names = {f"{SWEEP}.clip": f"{SWEEP}.clip_norm"}
-    if not any("clip" in receiver.names for receiver in receivers):
-        names["clip"] = "clip_norm"
-    return with_present_names(values, names, "space")

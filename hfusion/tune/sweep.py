@@ -19,7 +19,6 @@ from torch import nn
 from hfusion.core.errors import CheckpointError
 from hfusion.core.event_log import EventLog
 from hfusion.core.loss_checks import check_loss_function
-from hfusion.core.renamed import renamed_arguments
 from hfusion.core.resuming import resume_folder
 from hfusion.device.machine import Machine
 from hfusion.optim import AdamW
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 _RUNNERS = {kind.rounds: kind for kind in (SweepRunner, AsynchronousSweepRunner)}
 
 
-@renamed_arguments(clip="clip_norm")
 def sweep(
     make_model: MakeModel,
     space: Space,
