@@ -147,9 +147,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             kind = f"shape {list(result.shape)}" if isinstance(result, Tensor) else f"type {type(result).__name__}"
             raise ValueError(
                 f"module({sample.shape[1]}, {outputs}) has outputs of {kind} for one sample, expected [1, {outputs}]. "
-                "Return a network with one output for each "
-                + ("class" if is_classifier(self) else "target")
-                + " from module(n_features, n_outputs)."
+                "Return a network with n_outputs outputs from module(n_features, n_outputs)."
             )
 
     def _split(self, x: Any, target: Tensor, weights: Any, seed: int) -> tuple[Any, Tensor, Any, Any]:

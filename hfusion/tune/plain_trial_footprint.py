@@ -111,7 +111,7 @@ class _OperatorCosts(TorchDispatchMode):
     """Counts the operators of a forward, their FLOP, bytes that they read and write, and bytes saved by autograd."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls = self.moved = self.saved = 0
         # By the dtype of the result.
         self.flops: Counter[torch.dtype] = Counter()

@@ -180,14 +180,6 @@ def exhausted(study: Study) -> bool:
     return bool(stops)
 
 
-def _base_sampler(study: Study) -> Any:
-    """Return the sampler of a study, without the samplers that fix some of the values."""
-    sampler: Any = study.sampler
-    while isinstance(sampler, import_optuna().samplers.PartialFixedSampler):
-        sampler = sampler._base_sampler
-    return sampler
-
-
 class _ChangedTrials:
     """A view of a storage that returns other trials."""
 

@@ -17,6 +17,7 @@ from hfusion.core.event_log import EventLog
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.heartbeat import Heartbeat
 from hfusion.tune.objectives import BestTrials
+from hfusion.tune.population_based_training import PBT
 from hfusion.tune.shape_array import Shape, ShapeArray, TrialSlot
 from hfusion.tune.shape_groups import Shapes
 from hfusion.tune.space import Maker, Suggestion, TrialModel, check_choices
@@ -90,7 +91,7 @@ class SweepRunner:
         # The round of the array that reported last, and how many times arrays have reported.
         self._round = self._reported = 0
         self.best = BestTrials(trials.study, trials.asked_numbers)
-        waves = 1.0 if extent.rows is None else max(1.0, extent.trials / extent.rows)
+        waves = max(1.0, extent.trials / extent.concurrent())
         self._shapes = Shapes(maker.models, recipe, waves, saved=folder is not None, may_be_plain=extent.pbt is None)
 
     def run(self) -> None:

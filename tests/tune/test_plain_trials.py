@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +168,29 @@ def test_a_footprint_counts_what_one_trial_takes() -> None:
     assert weights < footprint.passing(1) < 10 * weights
     assert footprint.seconds(0) == 0 < footprint.seconds(1) < footprint.seconds(2) < 2 * footprint.seconds(1)
     assert 1 < fastest_width(footprint.seconds, 10**6) < 10**6
+
+
+@pytest.mark.parametrize("function", [torch.sigmoid, torch.exp, lambda x: x.softmax(1), lambda x: F.dropout(x, 0.5)])
+def test_nothing_of_a_forward_outlives_a_sweep(function: Any) -> None:
+    """Also of operators that save their own result for backward."""
+    results: list[Any] = []
+
+    class Net(nn.Module):
+        def __init__(self, hidden: int) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, hidden), nn.Linear(hidden, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result = function(self.first(x))
+            results.append(weakref.ref(result))
+            return self.second(result)
+
+    data = [(torch.randn(8, 6), torch.arange(8) % 2)]
+    options: dict[str, Any] = {"trials": 3, "epochs": 1, "machine": MACHINE, "processes": 0}
+    hf.sweep(Net, lambda trial: {"hidden": 3 + trial.number}, F.cross_entropy, data, **options)
+    gc.collect()
+    assert results
+    assert not [result for result in results if result() is not None]
 
 
 def test_loops_say_what_is_wrong_with_a_loss() -> None:
