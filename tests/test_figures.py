@@ -25,7 +25,8 @@ MEASURED = {
     "GRU, seq 32": "gru",
 }
 # The models and members of the table in devices.md, in the order of its columns.
-H200 = ["mlp-small B=16", "mlp-small B=64", "resnet8 B=16", "transformer B=16"]
+CASES = [("mlp-small", 16), ("mlp-small", 64), ("resnet8", 16), ("transformer", 16)]
+H200 = [f"{model} B={members}" for model, members in CASES]
 H200_ROWS = {
     "serial loop": "serial",
     "4 processes under MPS": "processes",
@@ -54,7 +55,24 @@ def ratios_on_h200() -> list[float]:
 def table_rows() -> list[str]:
     ratios = [speedup.speedups(members) for members in (16, 64)]
     cells = {title: [f"{x:.2f}x" for each in ratios for x in each[model]] for title, model in MEASURED.items()}
+    # Two CPU cores and an H200, both for the cases of H200.
+    ours, best = zip(*(speedup.speedups(members)[model] for model, members in CASES), strict=True)
+    times = steps_on_h200()
+    cells["the loop, two CPU cores"] = [f"{x:.2f}x" for x in ours]
+    cells["the loop, H200"] = [f"{case['serial'] / case['hfusion-compiled']:.0f}x" for case in times]
+    cells["the best other way, two CPU cores"] = [f"{x / y:.2f}x" for x, y in zip(ours, best, strict=True)]
+    cells["the best other way, H200"] = [f"{x:.1f}x" for x in ratios_on_h200()]
     return [f"| {title} | {' | '.join(row)} |" for title, row in cells.items()]
+
+
+def seconds_of_a_job() -> str:
+    """The headings of the two programs of the README: a whole job of 300 steps."""
+    rows = json.loads((DOCS / "benchmarks" / "short.json").read_text())["rows"]
+    took = {row["contender"]: f"{row['seconds']:.1f} s" for row in rows if row["model"] == "mlp-small"}
+    return (
+        f"<th>Loop: {took['serial']}</th><th>hfusion: {took['steps-cold']} in the first process, "
+        f"{took['steps-warm']} in later ones</th>"
+    )
 
 
 def sentences() -> list[str]:
@@ -79,7 +97,7 @@ def sentences() -> list[str]:
 
 def test_figures_of_the_readme_are_those_measured() -> None:
     text = " ".join(README.split())
-    assert [row for row in [*table_rows(), *sentences()] if row not in text] == []
+    assert [row for row in [*table_rows(), *sentences(), seconds_of_a_job()] if row not in text] == []
 
 
 def test_no_figure_of_the_readme_is_left_out() -> None:
