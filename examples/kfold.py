@@ -2,15 +2,14 @@
 
     python examples/kfold.py --folds 5 --epochs 20
 
-Every member trains on its own part of the data, and the parts have different sizes. `padded` makes one tensor of them
-and a mask, so that the loss of each member is the mean over its own samples, exactly as if it trained alone. The
-models have no batch norm, whose statistics would count the samples that are only there to fill up.
+Every member trains on its own part of the data. The parts differ in size, so a smaller last minibatch is a separate step:
+no sample is padded or left out.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
 
@@ -28,34 +28,16 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def padded(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Parts of different lengths as one tensor ``[B, N, ...]``, filled up with zeros, and what counts: ``[B, N]``."""
-    longest = max(len(part) for part in parts)
-    rows = torch.stack([F.pad(part, [0, 0] * (part.dim() - 1) + [0, longest - len(part)]) for part in parts])
-    counts = torch.stack([torch.arange(longest) < len(part) for part in parts])
-    return rows, counts
-
-
-def loss(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean over the samples that count, of one member."""
-    labels, counts = target
-    losses = F.cross_entropy(output, labels, reduction="none")
-    return torch.where(counts, losses, 0.0).sum() / counts.sum()
-
-
 def folds(samples: int, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
     """For each fold which samples it trains on and which it is tested with; sizes differ by one at most."""
     parts = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)).tensor_split(count)
     return [(torch.cat([*parts[:k], *parts[k + 1 :]]), parts[k]) for k in range(count)]
 
 
-def batches(trained: Sequence[Tensor], seed: int) -> Iterator[list[Tensor]]:
-    """One epoch: for each member a batch of its own samples, in an order of its own."""
+def minibatches(x: Tensor, y: Tensor, part: Tensor, seed: int) -> DataLoader[tuple[Tensor, ...]]:
+    """The samples of ``part``, shuffled again in each epoch."""
     generator = torch.Generator().manual_seed(seed)
-    orders = [part[torch.randperm(len(part), generator=generator)].split(BATCH) for part in trained]
-    for number in range(max(map(len, orders))):
-        # Who is through with its samples begins anew.
-        yield [order[number % len(order)] for order in orders]
+    return DataLoader(TensorDataset(x[part], y[part]), BATCH, shuffle=True, generator=generator)
 
 
 def train(x: Tensor, y: Tensor, parts: Sequence[Tensor], epochs: int, compile: bool = True) -> hf.Population:
@@ -64,15 +46,13 @@ def train(x: Tensor, y: Tensor, parts: Sequence[Tensor], epochs: int, compile: b
     pop = hf.Population(
         [make_model() for _ in parts],
         optimizer=lambda params: hf.optim.Adam(params, lr=1e-3),
-        loss=loss,
+        loss=F.cross_entropy,
         tags=[f"fold {k}" for k in range(len(parts))],
         compile=compile,
     )
-    for epoch in range(epochs):
-        for chosen in batches(parts, epoch):
-            inputs, _ = padded([x[rows] for rows in chosen])
-            labels, counts = padded([y[rows] for rows in chosen])
-            pop.step(hf.stacked(inputs), (hf.stacked(labels), hf.stacked(counts)))
+    loaders = [minibatches(x, y, part, seed) for seed, part in enumerate(parts)]
+    for inputs, target, rows in hf.zip_loaders(loaders, epochs=epochs):
+        pop.step(inputs, target, rows=rows)
     return pop
 
 
