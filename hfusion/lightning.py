@@ -114,7 +114,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         """Return the optimizer, and the scheduler if there is one, as Lightning expects. Its checkpoints hold both."""
         optimizer = self._optimizer([parameter for parameter in self.fused.parameters() if parameter.requires_grad])
         if not isinstance(optimizer, FusedOptimizer):
-            raise ValueError(f"optimizer gave a {type(optimizer).__name__}, one for all members: give one of hf.optim")
+            raise ValueError(f"optimizer gave {type(optimizer).__name__}, one for all members: give one of hf.optim")
         return optimizer if self._scheduler is None else ([optimizer], [self._scheduler(optimizer)])
 
     def configure_callbacks(self) -> Any:

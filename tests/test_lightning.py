@@ -196,7 +196,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     module = hf.lightning.LightningArray(
         make_models(), loss=F.cross_entropy, optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
     )
-    with pytest.raises(ValueError, match="optimizer gave a SGD, one for all members"):
+    with pytest.raises(ValueError, match="optimizer gave SGD, one for all members"):
         trainer(tmp_path).fit(module, DataLoader(data(), batch_size=4))
     with pytest.raises(ValueError, match=r"a batch is \(inputs, target\), this one is a Tensor"):
         trainer(tmp_path).fit(copy.deepcopy(array()), DataLoader(data().tensors[0], batch_size=4))

@@ -160,3 +160,17 @@ def test_a_parameter_may_be_given_anew() -> None:
     fc = fused.get_submodule("fc")
     fc.weight = nn.Parameter(torch.zeros_like(fc.get_parameter("weight")))
     assert not fused.get_parameter("fc.weight").any()
+
+
+def test_models_that_torch_compile_has_wrapped() -> None:
+    _, models = pair()
+    wrapped = hf.fuse([torch.compile(copy.deepcopy(model), backend="eager") for model in models])
+    unwrapped = hf.fuse([torch.compile(copy.deepcopy(model), backend="eager")._orig_mod for model in models])
+    for x in inputs(2):
+        backward(wrapped, [], x)
+        backward(unwrapped, models, x)
+    assert {f"_orig_mod.{key}" for key in unwrapped.state_dict()} == set(wrapped.state_dict())
+    for key, grad in ((name, p.grad) for name, p in unwrapped.named_parameters()):
+        torch.testing.assert_close(wrapped.get_parameter(f"_orig_mod.{key}").grad, grad, rtol=1e-9, atol=1e-12)
+    assert_equal(unwrapped, models)
+    assert type(wrapped.unfuse()[0]) is type(torch.compile(models[0], backend="eager"))

@@ -98,7 +98,7 @@ class MemberFunction:
             target.each(self, *args, rows=rows, **kwargs)
         else:
             raise ValueError(
-                f"{self!r} got a {type(target).__name__}: give what hf.fuse or hf.build gave, a Population, or a model"
+                f"{self!r} got {type(target).__name__}: give what hf.fuse or hf.build gave, a Population, or a model"
             )
 
     def step_hook(self, target: FusedModule | Members, *args: Any) -> Callable[..., None]:

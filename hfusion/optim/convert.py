@@ -81,9 +81,7 @@ def _checked(optimizers: Any, fused: Any, into: Any) -> list[Optimizer]:
             f"{type(fused).__name__} for the array: give what hf.fuse or hf.build returned"
         )
     if not isinstance(optimizers, Iterable) or isinstance(optimizers, str | torch.nn.Module):
-        raise FusionError(
-            f"hf.optim.fuse expects a list of one optimizer per member, got a {type(optimizers).__name__}"
-        )
+        raise FusionError(f"hf.optim.fuse expects a list of one optimizer per member, got {type(optimizers).__name__}")
     optimizer_list = list(optimizers)
     for member, optimizer in enumerate(optimizer_list):
         if not isinstance(optimizer, Optimizer):

@@ -113,7 +113,7 @@ class PerMember(torch_schedulers.LRScheduler):
             self._schedulers[row] = scheduler = self._makes[row](stand_in)
             if not callable(getattr(scheduler, "step", None)):
                 raise TypeError(
-                    f"the function that makes the scheduler of member {row} gave a {type(scheduler).__name__}: let it "
+                    f"the function that makes the scheduler of member {row} gave {type(scheduler).__name__}: let it "
                     "give one of torch.optim.lr_scheduler, such as lambda opt: StepLR(opt, 10)"
                 )
             # torch warns if a scheduler steps before its optimizer has; the stand-in itself never steps.
@@ -264,7 +264,7 @@ class PerMember(torch_schedulers.LRScheduler):
         """Continue from ``state_dict``; FusionError if it is of another number of members."""
         members = state_dict["members"]
         if len(members) != len(self._schedulers):
-            state = f"the state of a {type(self).__name__} of {len(members)} members"
+            state = f"the state of {type(self).__name__} of {len(members)} members"
             raise FusionError(f"{state} does not fit one of {len(self._schedulers)}")
         self._pull()
         pairs = zip(members, state_dict["groups"], strict=True)

@@ -87,7 +87,7 @@ def _parameters(fused: Any) -> Iterator[tuple[str, nn.Parameter, Sequence[nn.Par
             yield name, stack, [params.get(name, first) for params in members]
         return
     if isinstance(fused, nn.Module):
-        raise FusionError(f"hf.optim.groups expects what hf.fuse or hf.build returned, got a {type(fused).__name__}")
+        raise FusionError(f"hf.optim.groups expects what hf.fuse or hf.build returned, got {type(fused).__name__}")
     stacks = list(fused)
     owner = next((array for array in arrays if stacks and any(p is stacks[0] for p in array.parameters())), None)
     if owner is None:

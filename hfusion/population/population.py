@@ -78,7 +78,7 @@ class ArrayGroup(Saving, MembersByRow, MemberWeights):
         self.optimizer = optimizer(self.fused.parameters())
         if not isinstance(self.optimizer, FusedOptimizer):
             name = type(self.optimizer).__name__
-            raise ValueError(f"optimizer gave a {name}, whose state has no rows: give one of hf.optim")
+            raise ValueError(f"optimizer gave {name}, whose state has no rows: give one of hf.optim")
         self.scheduler = None if scheduler is None else PerMember(self.optimizer, scheduler)
         self.scaler = scaler
         if scaler is not None:

@@ -65,7 +65,7 @@ def _epochs(loader: Iterable[Any], count: int, row: int) -> Iterator[Any]:
         for batch in loader:
             if not isinstance(batch, tuple | list) or len(batch) != 2:
                 raise ValueError(
-                    f"the loader of row {row} gave a {type(batch).__name__}: give pairs (inputs, target); several "
+                    f"the loader of row {row} gave {type(batch).__name__}: give pairs (inputs, target); several "
                     "inputs are a tuple"
                 )
             empty = False

@@ -384,7 +384,7 @@ def train_step(
     """
     if not isinstance(fused, FusedModule):
         raise ValueError(
-            f"train_step got a {type(fused).__name__}: give what hf.fuse or hf.build gave. A step computes gradients "
+            f"train_step got {type(fused).__name__}: give what hf.fuse or hf.build gave. A step computes gradients "
             "past the hooks of DistributedDataParallel and other wrappers: write forward, backward and optimizer.step()"
         )
     ids = set(map(id, fused.parameters()))

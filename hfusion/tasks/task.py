@@ -163,7 +163,7 @@ class Task:
             self._check_loader("eval_loader", self.eval_loader)
         if not isinstance(self.optimizer, FusedOptimizer) and not callable(self.optimizer):
             kind = type(self.optimizer).__name__
-            raise PlanError(f"task {self.name!r}: the optimizer is a {kind}; {_REMEDY}")
+            raise PlanError(f"task {self.name!r}: the optimizer is {kind}; {_REMEDY}")
         if isinstance(self.optimizer, FusedOptimizer) and not isinstance(self.models, FusedModule):
             raise PlanError(
                 f"task {self.name!r}: an optimizer that exists fits an array that exists; give a function that makes "
@@ -304,7 +304,7 @@ def _create_optimizer(task: Task, make: Factory, params: list[nn.Parameter]) -> 
     optimizer = make(params)
     if not isinstance(optimizer, FusedOptimizer):
         kind = type(optimizer).__qualname__
-        raise PlanError(f"task {task.name!r}: the function that makes its optimizer gave a {kind}; {_REMEDY}")
+        raise PlanError(f"task {task.name!r}: the function that makes its optimizer gave {kind}; {_REMEDY}")
     return optimizer
 
 

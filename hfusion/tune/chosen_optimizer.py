@@ -56,7 +56,7 @@ def sample_optimizer(optimizer: MakeOptimizer) -> FusedOptimizer:
     sample = optimizer(params)
     if not isinstance(sample, FusedOptimizer):
         raise ValueError(
-            f"optimizer gave a {type(sample).__name__}: give a class of hf.optim, or a function that makes one from "
+            f"optimizer gave {type(sample).__name__}: give a class of hf.optim, or a function that makes one from "
             "parameters, such as lambda params: hf.optim.SGD(params, momentum=0.9)"
         )
     return sample

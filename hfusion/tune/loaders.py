@@ -50,7 +50,7 @@ class Loaders:
         if not isinstance(created, Iterable) or isinstance(created, Iterator):
             arguments = ", ".join(f"{name}={value!r}" for name, value in values.items())
             raise PlanError(
-                f"loader({arguments}) gave a {type(created).__name__}: return minibatches that can be read again for "
+                f"loader({arguments}) gave {type(created).__name__}: return minibatches that can be read again for "
                 "every epoch, such as a DataLoader"
             )
         loader = created

@@ -110,10 +110,10 @@ class ModelMaker:
             torch.manual_seed(number)
             model = self.make_model(**suggestion.model_arguments)
         if not isinstance(model, nn.Module):
-            raise ValueError(f"make_model gave a {type(model).__name__} for trial {number}: return an nn.Module")
+            raise ValueError(f"make_model gave {type(model).__name__} for trial {number}: return an nn.Module")
         if not any(param.requires_grad for param in model.parameters()):
             raise ValueError(
-                f"make_model gave a {type(model).__name__} for trial {number} without a parameter that requires grad: "
+                f"make_model gave {type(model).__name__} for trial {number} without a parameter that requires grad: "
                 "there is nothing to train; leave requires_grad of some parameter True"
             )
         check_alone(0, model)

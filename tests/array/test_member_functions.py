@@ -335,7 +335,7 @@ def test_refuses_what_members_share() -> None:
     assert torch.equal(fused[1].get_parameter("0.weight"), shared.weight)
     with pytest.raises(ValueError, match="expects a function"):
         hf.each(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="got a list"):
+    with pytest.raises(ValueError, match="got list"):
         hf.each(unit_norm)([nn.Linear(3, 3)])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rows are 0 to 2"):
         hf.each(unit_norm)(fused, rows=[3])

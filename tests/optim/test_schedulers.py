@@ -375,7 +375,7 @@ def test_a_schedule_that_differs_must_be_given_to_who_joins() -> None:
         living.schedule.append()
     with pytest.raises(ValueError, match="2 functions that make schedulers for 3 members"):
         hf.optim.lr_scheduler.PerMember(living.opt, living.makes)
-    with pytest.raises(TypeError, match="scheduler of member 0 gave a NoneType: let it give one of torch"):
+    with pytest.raises(TypeError, match="scheduler of member 0 gave NoneType: let it give one of torch"):
         hf.optim.lr_scheduler.PerMember(living.opt, lambda o: None)
     with pytest.raises(ValueError, match="options or functions, not both"):
         hf.optim.lr_scheduler.ReduceLROnPlateau(living.opt, living.makes, patience=2)

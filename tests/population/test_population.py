@@ -596,7 +596,7 @@ def test_options_that_are_none() -> None:
     for options, words in (
         ({"on_nonfinite": "stop"}, 'it is "freeze", "raise" or "ignore"'),
         ({"accumulate": 0}, "accumulate=0"),
-        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "gave a SGD, whose state has no rows"),
+        ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "gave SGD, whose state has no rows"),
         ({"tags": ["a"]}, "1 tags for 2 models"),
         ({"tags": ["a", "a"]}, "tag='a' is the name of the member in row 0"),
         ({"clip_norm": -1.0}, "every limit must be at least 0"),

@@ -56,7 +56,7 @@ def test_rounds() -> None:
         (([[BATCH]], {"epochs": -1}), "epochs=-1"),
         (([[]], {}), "the loader of row 0 gave no batch in epoch 0"),
         (([iter([BATCH])], {"epochs": 2}), "gave no batch in epoch 1"),
-        (([[torch.zeros(2)]], {"rows": [3]}), "the loader of row 3 gave a Tensor"),
+        (([[torch.zeros(2)]], {"rows": [3]}), "the loader of row 3 gave Tensor"),
     ],
 )
 def test_wrong_loaders_are_refused(arguments: tuple[Any, dict[str, Any]], words: str) -> None:

@@ -65,9 +65,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "endless evaluation": ({"eval_loader": iter([PAIR])}, "'mine': the eval_loader, a list_iterator, has no length"),
     "an optimizer of torch": (
         {"optimizer": torch.optim.SGD(linear().parameters(), lr=0.1)},
-        "'mine': the optimizer is a SGD; give one of hf.optim, or a function that makes one .*hf.optim.fuse takes over",
+        "'mine': the optimizer is SGD; give one of hf.optim, or a function that makes one .*hf.optim.fuse takes over",
     ),
-    "no optimizer": ({"optimizer": None}, "'mine': the optimizer is a NoneType; give one of hf.optim"),
+    "no optimizer": ({"optimizer": None}, "'mine': the optimizer is NoneType; give one of hf.optim"),
     "an optimizer of another array": (
         {"optimizer": of_existing()},
         "'mine': an optimizer that exists fits an array that exists; give a function that makes one .* or fuse",
@@ -159,14 +159,14 @@ def too_many(params: list[nn.Parameter]) -> hf.optim.SGD:
         (
             torchs,
             PlanError,
-            "'mine': the function that makes its optimizer gave a SGD; give one of hf.optim, or a function",
+            "'mine': the function that makes its optimizer gave SGD; give one of hf.optim, or a function",
         ),
         (
             torch.optim.Adam,
             PlanError,
-            "'mine': the function that makes its optimizer gave a Adam; give one of hf.optim",
+            "'mine': the function that makes its optimizer gave Adam; give one of hf.optim",
         ),
-        (lambda params: None, PlanError, "'mine': the function that makes its optimizer gave a NoneType; give one of"),
+        (lambda params: None, PlanError, "'mine': the function that makes its optimizer gave NoneType; give one of"),
         (foreign, PlanError, "'mine': the optimizer has parameters that are not the array's"),
         (too_many, ValueError, "lr has 3 values for an array of 1 members"),
     ],
@@ -178,5 +178,5 @@ def test_an_optimizer_that_does_not_fit(make: Any, kind: type[Exception], words:
 
 def test_an_optimizer_that_does_not_fit_some_members() -> None:
     models = [linear(), linear(5)]
-    with pytest.raises(PlanError, match="its optimizer gave a SGD; give one of"):
+    with pytest.raises(PlanError, match="its optimizer gave SGD; give one of"):
         hf.plan([task(models=models, optimizer=torchs)], machine())

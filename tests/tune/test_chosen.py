@@ -170,8 +170,8 @@ def test_schedules(name: str) -> None:
             {"scheduler": cosine},
             r"scheduler\(.* and the sweep both take 'epochs': .*\"scheduler\.epochs\" or \"sweep",
         ),
-        ({"scheduler": lambda o: None}, "gave a NoneType: let it give"),
-        ({"loader": lambda batch_size: iter([])}, r"loader\(batch_size=20\) gave a list_iterator: return minibatches"),
+        ({"scheduler": lambda o: None}, "gave NoneType: let it give"),
+        ({"loader": lambda batch_size: iter([])}, r"loader\(batch_size=20\) gave list_iterator: return minibatches"),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:

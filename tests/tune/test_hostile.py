@@ -222,7 +222,7 @@ def test_what_a_trial_does_not_give_is_the_optimizers_own(tmp_path: Path) -> Non
 
 
 def test_an_optimizer_that_has_no_rows() -> None:
-    with pytest.raises(ValueError, match=r"optimizer gave a SGD: give a class of hf\.optim"):
+    with pytest.raises(ValueError, match=r"optimizer gave SGD: give a class of hf\.optim"):
         sweep(optimizer=lambda params: torch.optim.SGD(params))
 
 
@@ -272,7 +272,7 @@ def test_numbers_that_are_none(name: str, value: Any) -> None:
     ("name", "value", "message"),
     [
         ("make", make_model(), "make_model is a module: give a function that makes one"),
-        ("make", lambda: None, "make_model gave a NoneType for trial 0: return an nn.Module"),
+        ("make", lambda: None, "make_model gave NoneType for trial 0: return an nn.Module"),
         (
             "make",
             lambda: make_model().requires_grad_(False),
