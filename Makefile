@@ -33,7 +33,7 @@ help:
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
 	@echo "make faults plant the faults of tests/planted_faults.toml in a copy, one at a time, and see which tests find them"
 	@echo "make soak   10,000 damaged checkpoints; 200 killed runs; 200 faults of clusters (FILES= KILLS= CLUSTER_FAULTS=)"
-	@echo "make ops-sweep  compare every operator of PyTorch's database, and write docs/coverage.md"
+	@echo "make ops-sweep  compare every operator of PyTorch's database, and write docs/reference/coverage.md"
 	@echo "make clean  remove .venv and every cache"
 
 demo: $(VENV)/.demo
@@ -128,7 +128,7 @@ faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.planted_faults $(FAULTS)
 
 ops-sweep: $(STAMP)
-	$(BIN)/python -m tests.ops_sweep --docs docs/coverage.md
+	$(BIN)/python -m tests.ops_sweep --docs docs/reference/coverage.md
 
 clean:
 	rm -rf $(VENV) $(NULL_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -25,8 +25,7 @@ REPOSITORY = "https://github.com/hfusion/hfusion/blob/main"
 SHOWN = {
     ROOT / "README.md": DOCS / "index.md",
     ROOT / "CONTRIBUTING.md": DOCS / "contributing.md",
-    ROOT / "CHANGELOG.md": DOCS / "changelog.md",
-    ROOT / "ops" / "README.md": DOCS / "rules.md",
+    ROOT / "ops" / "README.md": DOCS / "contributing.md",
 }
 
 project = "hfusion"

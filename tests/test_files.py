@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import re
 
-import pytest
-
 from tests.test_names import ROOT, files
 
 MAX_LINES = 400
@@ -22,16 +20,12 @@ def test_every_file_begins_with_what_it_does() -> None:
     assert [path for path, line in first_lines.items() if not line.endswith((".", ":"))] == []
 
 
-@pytest.mark.parametrize("page", ["files.md", "architecture.md"])
-def test_every_folder_is_on_the_pages_of_the_code(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text()
+def test_every_folder_is_on_the_page_of_the_code() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
     folders = {path.parent.relative_to(ROOT).as_posix() for path in files()} - {"hfusion"}
-    if page == "architecture.md":
-        # A folder within a room is named in the row of the room.
-        named = set(re.findall(r"`([\w/]+)/`", text))
-        missing = [name for name in folders if not named & {name, name.rpartition("/")[2]}]
-    else:
-        listed = re.findall(r"^```{file-table} (\S+)$", text, re.MULTILINE)
-        assert len(listed) == len(set(listed))
-        missing = sorted(folders ^ (set(listed) - {"hfusion"}))
-    assert missing == []
+    # A folder within a room is named in the row of the room.
+    named = set(re.findall(r"`([\w/]+)/`", text))
+    assert [name for name in folders if not named & {name, name.rpartition("/")[2]}] == []
+    listed = re.findall(r"^```{file-table} (\S+)$", text, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert folders ^ (set(listed) - {"hfusion"}) == set()

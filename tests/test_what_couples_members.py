@@ -1,4 +1,4 @@
-"""The rows of docs/what-couples-members.md that are not about optimizers: these are in tests/optim."""
+"""The rows of docs/forward.md that are not about optimizers: these are in tests/optim."""
 
 from __future__ import annotations
 

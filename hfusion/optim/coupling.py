@@ -55,7 +55,7 @@ _COUPLING: dict[type[Optimizer], str] = {
     torch.optim.Adafactor: "scales a step by norms over a whole tensor",
     torch.optim.Muon: "orthogonalises a whole matrix",
 }
-_REMEDY = "give each member an optimizer of its own, as docs/what-couples-members.md shows, or take one of hf.optim"
+_REMEDY = "give each member an optimizer of its own, as docs/forward.md shows, or take one of hf.optim"
 
 
 def check(optimizer: Any) -> None:

@@ -1,6 +1,6 @@
 """The definition of an optimizer: its hyper-parameters and options, the state it keeps, and its update in torch.
 
-docs/optimizers.md shows how to write one from scratch. Kernels (``native``, ``gpu``) are an optional addition.
+docs/contributing.md shows how to write one from scratch. Kernels (``native``, ``gpu``) are an optional addition.
 """
 
 from __future__ import annotations

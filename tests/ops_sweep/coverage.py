@@ -1,4 +1,4 @@
-"""Write the findings of a sweep as text: docs/coverage.md."""
+"""Write the findings of a sweep as text: docs/reference/coverage.md."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def worst(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def document(findings: Iterable[Finding], samples: int) -> str:
-    """The whole of docs/coverage.md."""
+    """The whole of docs/reference/coverage.md."""
     pairs = worst(findings)
     plain = Counter(finding.verdict for finding in pairs if finding.group == "function, float64")
     compared = sum(plain.values()) - plain[Verdict.NONE]

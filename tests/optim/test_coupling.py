@@ -80,7 +80,7 @@ class Scale(nn.Module):
 @pytest.mark.parametrize(("make", "why"), COUPLING.values(), ids=COUPLING)
 def test_coupling_ones_are_refused(make: Callable[[Any], Optimizer], why: str) -> None:
     fused = hf.fuse([Scale() for _ in range(3)])
-    message = rf"torch.optim.\w+ .*{why}.*'weight' holds 3 members.*docs/what-couples-members.md"
+    message = rf"torch.optim.\w+ .*{why}.*'weight' holds 3 members.*docs/forward.md"
     with pytest.raises(hf.FusionError, match=message):
         make(fused.parameters())
     # Stacks that are put there later are refused at a step.
@@ -105,7 +105,7 @@ def test_coupling_ones_are_refused(make: Callable[[Any], Optimizer], why: str) -
 
 
 def test_an_optimizer_for_each_member_over_its_live_views() -> None:
-    """The replacement that docs/what-couples-members.md shows."""
+    """The replacement that docs/forward.md shows."""
     models = [nn.Linear(3, 4, bias=False).double() for _ in range(3)]
     fused = hf.fuse(copy.deepcopy(models))
     members = list(fused)
