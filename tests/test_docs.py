@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import hfusion as hf
 from tests.test_names import files
@@ -153,3 +154,33 @@ def test_every_public_name_has_an_entry_in_the_reference() -> None:
         "optim.lr_scheduler",
     }
     assert names - entries == set()
+
+
+def mistakes() -> dict[str, Callable[[], object]]:
+    """Forget ``hf.per_model`` or ``sum``, in the ways of the table of debugging.md."""
+    fused = hf.fuse([torch.nn.Linear(4, 2) for _ in range(3)])
+    outputs, target = fused(torch.randn(32, 4)), torch.randint(2, (32,))
+    losses = hf.per_model(F.cross_entropy)(outputs, target)
+    return {
+        "grad can be": losses.backward,
+        "Expected input": lambda: F.cross_entropy(outputs, target),
+        "Expected target": lambda: F.cross_entropy(outputs[:, :3], target[:3]),
+        "Target size": lambda: F.binary_cross_entropy_with_logits(outputs, torch.rand(32, 2)),
+        "Using a target": lambda: F.mse_loss(outputs, torch.rand(32, 2)),
+        "The size of": lambda: (outputs.argmax(1) == target).float(),
+        "a Tensor with": losses.item,
+        "unsupported": lambda: f"{losses:.3f}",
+    }
+
+
+def test_errors_in_torchs_words_are_those_of_torch() -> None:
+    text = (DOCS / "reference" / "debugging.md").read_text().partition("## Errors in torch's words")[2]
+    listed = [
+        words
+        for cell in re.findall(r"^\| (`.*?) \|", text.partition("\n## ")[0], re.MULTILINE)
+        for words in re.findall("`([^`]+)`", cell)
+    ]
+    for (beginning, mistake), words in zip(mistakes().items(), listed, strict=True):
+        assert words.startswith(beginning)
+        with pytest.raises((RuntimeError, TypeError, ValueError, UserWarning), match=re.escape(words)):
+            mistake()
