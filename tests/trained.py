@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.device.calibrate import Rates
 from hfusion.optim.base import FusedOptimizer
-from hfusion.passes.cost.cost import operators
+from hfusion.passes.cost.cost import operators, symbol_sizes
 from hfusion.passes.partition.cut_shards import shards_at
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import Policy
@@ -115,7 +115,7 @@ def plain(
     losses = []
     for _ in range(EPOCHS):
         for index, (inputs, target) in enumerate(loader, start=1):
-            row = each(array(inputs), target)
+            row = each(array(*inputs) if isinstance(inputs, tuple) else array(inputs), target)
             losses.append(row.detach())
             total = row.sum()
             (total / way.accumulate if way.accumulate > 1 else total).backward()
@@ -165,7 +165,8 @@ def planned(
         program = one.array.compiled(minibatch.arguments).program
         total = len(operators(program))
         cuts = sorted({total * place // count for place in range(1, count)} - {0})
-        shards = shards_at(program, cuts, minibatch.samples, RATES, one.optimizer.state_stacks)
+        sizes = symbol_sizes(program, minibatch.shapes)
+        shards = shards_at(program, cuts, sizes, RATES, one.optimizer.state_stacks)
         found.append(replace(plan, shards=shards, resident=stays, keeps_last_shard=keep))
     need = max(plan.device_bytes for plan in found)
     return Plan(tuple(found), dict.fromkeys(made.devices, need), 1e9, 1e9)

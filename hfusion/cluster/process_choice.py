@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from hfusion.cluster.rates import DIFFERS
 from hfusion.device.calibrate import Rates
 from hfusion.device.native import cores
+from hfusion.passes.cost.cost import symbol_sizes
 from hfusion.passes.partition.cut_shards import shards_at
 from hfusion.schedule.plan import Processes, TaskPlan, Unit
 from hfusion.tasks.arrange import Arrangement
@@ -38,14 +39,12 @@ class ArraySeconds:
     @staticmethod
     def of(one: Arrangement, plan: TaskPlan, rates: Rates) -> ArraySeconds:
         """Estimate the seconds of an array on a device with ``rates``, calls from Python included."""
-        minibatch = one.minibatch()
-        program, cuts = (
-            one.array.compiled(minibatch.arguments_for(one.array)).program,
-            [shard.first for shard in plan.shards[1:]],
-        )
+        minibatch, cuts = one.minibatch(), [shard.first for shard in plan.shards[1:]]
+        program = one.array.compiled(minibatch.arguments_for(one.array)).program
+        sizes = symbol_sizes(program, minibatch.shapes)
 
         def step_seconds(rates: Rates) -> float:
-            shards = shards_at(program, cuts, minibatch.samples, rates, one.optimizer.state_stacks)
+            shards = shards_at(program, cuts, sizes, rates, one.optimizer.state_stacks)
             return replace(plan, shards=shards).step_seconds
 
         eager = eager_reason(one, plan, accelerator=rates.device != "cpu")

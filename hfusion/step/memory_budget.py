@@ -20,7 +20,8 @@ from hfusion.core.text import readable
 from hfusion.device.calibrate import Rates, standard_rates
 from hfusion.device.machine import parse_bytes
 from hfusion.optim import FusedOptimizer
-from hfusion.passes.cost.cost import line
+from hfusion.passes.cost.cost import line, symbol_sizes
+from hfusion.passes.cost.flops import SymbolSizes
 from hfusion.passes.partition.segments import Segments
 from hfusion.step.step_signatures import CallReport
 
@@ -95,33 +96,34 @@ class MemoryBudget:
         if key not in self._plans:
             self._check_written(compiled)
             kind = largest.loose_key, len(fused)
-            plans = self._new_plans(compiled.program, _samples(largest), state, self._sizes.get(kind))
+            sizes = symbol_sizes(compiled.program, largest.shapes)
+            plans = self._new_plans(compiled.program, sizes, state, self._sizes.get(kind))
             self._plans[key] = self._sizes[kind] = plans
         return self._plans[key]
 
-    def _new_plans(self, program: Program, samples: int, state: int, before: StepPlans | None) -> StepPlans:
+    def _new_plans(self, program: Program, sizes: SymbolSizes, state: int, before: StepPlans | None) -> StepPlans:
         """Return plans with blocks that are not larger than those of ``before``."""
-        least = state + block_bytes(program, 1, samples)
+        least = state + block_bytes(program, 1, sizes)
         if least > self.bytes:
             raise PlanError(self._too_little(state, least))
-        sizes = (None, None) if before is None else (before.eager.size, before.compiled.size)
+        most = (None, None) if before is None else (before.eager.size, before.compiled.size)
         return StepPlans(
-            self._new_plan(program, samples, state, sizes[0], is_compiled=False),
-            self._new_plan(program, samples, state, sizes[1], is_compiled=True),
+            self._new_plan(program, sizes, state, most[0], is_compiled=False),
+            self._new_plan(program, sizes, state, most[1], is_compiled=True),
         )
 
     def _new_plan(
-        self, program: Program, samples: int, state: int, most: int | None, *, is_compiled: bool
+        self, program: Program, sizes: SymbolSizes, state: int, most: int | None, *, is_compiled: bool
     ) -> MemoryPlan:
         """Return a plan with at most ``most`` members per block, and with one if no number is estimated to fit."""
         members = len(self._fused)
 
         def peak(size: int) -> int:
-            return state + block_bytes(program, size, samples, is_compiled=is_compiled)
+            return state + block_bytes(program, size, sizes, is_compiled=is_compiled)
 
         # Blocks are as even as they can be.
-        sizes = sorted({-(-members // blocks) for blocks in range(1, members + 1)})
-        fitting = [size for size in sizes if size <= (most or members) and peak(size) <= self.bytes]
+        candidates = sorted({-(-members // blocks) for blocks in range(1, members + 1)})
+        fitting = [size for size in candidates if size <= (most or members) and peak(size) <= self.bytes]
         size = max(fitting, default=1)
         return MemoryPlan(members, size, peak(size), self.bytes)
 
@@ -144,7 +146,8 @@ class MemoryBudget:
 
 def least_bytes(fused: FusedModule, optimizer: Optimizer, inputs: Arguments) -> int:
     """Estimate the peak of a step that computes one member at a time, as the loop over the models does."""
-    return state_bytes(fused, optimizer) + block_bytes(fused.compiled(inputs).program, 1, _samples(inputs))
+    program = fused.compiled(inputs).program
+    return state_bytes(fused, optimizer) + block_bytes(program, 1, symbol_sizes(program, inputs.shapes))
 
 
 def state_bytes(module: nn.Module, optimizer: Optimizer) -> int:
@@ -155,14 +158,14 @@ def state_bytes(module: nn.Module, optimizer: Optimizer) -> int:
     return held + (1 + stacks) * trained
 
 
-def block_bytes(program: Program, size: int, samples: int, *, is_compiled: bool = False) -> int:
+def block_bytes(program: Program, size: int, sizes: SymbolSizes, *, is_compiled: bool = False) -> int:
     """Estimate the bytes of forward, loss and backward of ``size`` members, without their weights.
 
     The gradients of the block are included: they exist until they are copied into the gradients of all members.
     ``is_compiled``: by a compiled program. With the models of the benchmark the estimates were 0.97 to 1.7 times the
     bytes that compiled steps took.
     """
-    costs = line(replace(program, members=size), samples, _rates(), is_compiled=is_compiled)
+    costs = line(replace(program, members=size), sizes, _rates(), is_compiled=is_compiled)
     *_, run = Segments(costs, 0).starting(0)
     results = sum(value.size for value in costs.storages if value.last == len(costs.steps) and value.born)
     return max(run.peak, run.activations + run.workspace) + _LOSS * results
@@ -184,8 +187,3 @@ def _largest(inputs: Arguments) -> Arguments:
         return StackedInput(leaf[member].expand(len(leaf), *leaf[member].shape)) if isinstance(leaf, Ragged) else leaf
 
     return Arguments(tuple(map(even, inputs.leaves)), inputs.spec)
-
-
-def _samples(inputs: Arguments) -> int:
-    """Return the number of samples: the first size of the first tensor that a member sees."""
-    return next((shape[0] for shape in inputs.shapes if shape), 1)

@@ -61,7 +61,7 @@ def _key(task: Task, first: First) -> Any:
         (*states, *functions),
         # Which tensors are tied.
         tuple(first_indices.setdefault(id(tensor), index) for index, tensor in enumerate(owned)),
-        tuple(_minibatch_key(task, item) for item in (first.trained, first.evaluated)),
+        (*(_minibatch_key(task, item) for item in (first.trained, first.evaluated)), first.shapes),
         (task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is None, task.compile),
     )
 
@@ -70,8 +70,7 @@ def _minibatch_key(task: Task, item: Any) -> Any:
     """Return a hashable key of the properties of a loader's item that the plan depends on; None for no item."""
     if item is None:
         return None
-    minibatch = Minibatch.of(task, item, range(task.members))
-    return minibatch.key, minibatch.samples
+    return Minibatch.of(task, item, range(task.members)).key
 
 
 def _of(task: Task, cost: ArrayCost) -> ArrayCost:

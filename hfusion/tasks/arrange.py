@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +27,7 @@ from hfusion.optim.base import FusedOptimizer
 from hfusion.runtime.recipe import Recipe
 from hfusion.schedule.plan import Plan, TaskPlan
 from hfusion.tasks.array_plan import ArrayCost, Room, array_plan, minibatch_seconds
-from hfusion.tasks.minibatch import Minibatch
+from hfusion.tasks.minibatch import Minibatch, Shapes, largest, samples
 from hfusion.tasks.reading import generators, length, reading
 from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.source import Evaluated, Stream, Trained
@@ -37,10 +38,14 @@ Turn: TypeAlias = AbstractContextManager[Any] | None
 
 @dataclass(frozen=True, eq=False)
 class First:
-    """The minibatches of a task's loaders that memory is planned for: the first, or the largest of a list."""
+    """The minibatches of a task's loaders that memory is planned for: the first, or the largest of a list.
+
+    ``shapes``: of the largest inputs in training, and in training or evaluation.
+    """
 
     trained: Any
     evaluated: Any
+    shapes: tuple[Shapes, Shapes]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,27 +64,20 @@ class Arrangement:
         return Minibatch.of(self.task, self.first.trained, self.members)
 
     @property
-    def evaluated_samples(self) -> int:
-        """The most samples that an evaluated minibatch may have."""
-        return _evaluated_samples(self.task, self.first, self.members)
-
-    @property
     def cost(self) -> ArrayCost:
         """The properties from which the seconds of the array are estimated, for any device."""
-        minibatch = self.minibatch()
-        program = self.array.compiled(minibatch.arguments_for(self.array)).program
-        samples = minibatch.samples, self.evaluated_samples
+        program = self.array.compiled(self.minibatch().arguments_for(self.array)).program
         stacks = self.optimizer.state_stacks
-        return ArrayCost(self.task, program, samples, stacks, self.plan.name, len(self.members))
+        return ArrayCost(self.task, program, self.first.shapes, stacks, self.plan.name, len(self.members))
 
     def trained(
         self, plan: TaskPlan, loss: PerModel, devices: Sequence[torch.device], turn: Turn = None
     ) -> tuple[Stream, Recipe]:
         """Return the training minibatches, cut into the shards of ``plan``, and the recipe of the planned one."""
-        minibatch = self.minibatch()
-        programs = Trained(self.task.name, self.array, plan.shards, minibatch.samples)
-        stream = Stream(self.task, self.task.loader, self.members, loss, programs, minibatch.samples, devices, turn)
-        return stream, stream.prepare(minibatch)
+        programs = Trained(self.task.name, self.array, plan.shards)
+        planned = self.first.shapes[0]
+        stream = Stream(self.task, self.task.loader, self.members, loss, programs, planned, devices, turn)
+        return stream, stream.prepare(self.minibatch())
 
     def evaluated(
         self,
@@ -91,9 +89,8 @@ class Arrangement:
         turn: Turn = None,
     ) -> tuple[Stream, Recipe]:
         """Return the same for evaluation. A shard uses only the tensors of its set in ``held``, see `match_cuts`."""
-        samples = self.evaluated_samples
-        programs = Evaluated(self.array, names, held, samples)
-        stream = Stream(self.task, loader, self.members, loss, programs, samples, devices, turn)
+        programs = Evaluated(self.array, names, held)
+        stream = Stream(self.task, loader, self.members, loss, programs, self.first.shapes[1], devices, turn)
         return stream, stream.prepare(Minibatch.of(self.task, self.first.evaluated, self.members))
 
 
@@ -271,13 +268,12 @@ def _width(
     minibatch = Minibatch.of(task, first.trained, group)
     _plan_for(whole, room)
     program = whole.compiled(minibatch.arguments_for(whole)).program
-    samples = minibatch.samples, _evaluated_samples(task, first, group)
     best: tuple[float, int] | None = None
     failure: PlanError | None = None
     width = len(group)
     while width:
         try:
-            plan = array_plan(task, program, samples, optimizer.state_stacks, room, "width", width)
+            plan = array_plan(task, program, first.shapes, optimizer.state_stacks, room, "width", width)
         except PlanError as error:
             failure = failure or error
         else:
@@ -304,8 +300,7 @@ def _arranged(
     _plan_for(array, room)
     program = array.compiled(minibatch.arguments_for(array)).program
     optimizer = optimizer or optimizer_of(task, array, members)
-    samples = minibatch.samples, _evaluated_samples(task, first, members)
-    plan = array_plan(task, program, samples, optimizer.state_stacks, room, name, len(members))
+    plan = array_plan(task, program, first.shapes, optimizer.state_stacks, room, name, len(members))
     return Arrangement(task, tuple(members), array, optimizer, first, plan)
 
 
@@ -314,23 +309,25 @@ def _plan_for(array: FusedModule, room: Room) -> None:
     share_programs(array)
 
 
-def _evaluated_samples(task: Task, first: First, members: Sequence[int]) -> int:
-    """Return the samples of the planned minibatch of the eval loader or the loader, whichever has more."""
-    loaded = [first.trained] if first.evaluated is None else [first.trained, first.evaluated]
-    return max(Minibatch.of(task, item, members).samples for item in loaded)
-
-
 def first_minibatches(task: Task) -> First:
     """Read minibatches to plan with from a task's loaders. Restore the random states of torch and the loaders."""
     with random_states_kept(), _undrawn(task.loader), _undrawn(task.eval_loader):
-        trained = _planning_minibatch(task, "loader", task.loader)
-        return First(
-            trained, None if task.eval_loader is None else _planning_minibatch(task, "eval_loader", task.eval_loader)
-        )
+        trained, shapes = _planning_minibatch(task, "loader", task.loader)
+        if task.eval_loader is None:
+            return First(trained, None, (shapes, shapes))
+        evaluated, others = _planning_minibatch(task, "eval_loader", task.eval_loader)
+        return First(trained, evaluated, (shapes, largest(shapes, others)))
 
 
-def _planning_minibatch(task: Task, role: str, loader: Iterable[Any]) -> Any:
-    """Return the minibatch of a loader that memory is planned for: the largest of a list, otherwise the first."""
+def _planning_minibatch(task: Task, role: str, loader: Iterable[Any]) -> tuple[Any, Shapes]:
+    """Return the minibatch of a loader that memory is planned for: the largest of a list, otherwise the first.
+
+    The shapes are those of its inputs, or the largest that any minibatch of the list has.
+    """
+
+    def shapes_of(item: Any) -> Shapes:
+        return Minibatch.of(task, item, range(task.members)).shapes
+
     with reading(loader) as items:
         if items is loader:
             raise PlanError(
@@ -338,10 +335,11 @@ def _planning_minibatch(task: Task, role: str, loader: Iterable[Any]) -> Any:
                 "be read again for every epoch, such as a DataLoader or a list"
             )
         if isinstance(loader, list | tuple) and loader:
-            everyone = range(task.members)
-            return max(items, key=lambda item: Minibatch.of(task, item, everyone).samples)
+            shapes = {id(item): shapes_of(item) for item in loader}
+            item = max(items, key=lambda item: samples(shapes[id(item)]))
+            return item, reduce(largest, shapes.values(), shapes[id(item)])
         for first_item in items:
-            return first_item
+            return first_item, shapes_of(first_item)
     raise PlanError(
         f"task {task.name!r}: the {role} gives no minibatch, but its length is {length(loader)}: give one whose length "
         "is the number of its minibatches"

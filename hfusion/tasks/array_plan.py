@@ -11,8 +11,10 @@ from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
 from hfusion.core.python_values import IdentityRef
 from hfusion.device.calibrate import Rates
+from hfusion.passes.cost.cost import symbol_sizes
 from hfusion.passes.partition.cut_shards import Sharding, growth, sharding, shards_at
 from hfusion.schedule.plan import TaskPlan
+from hfusion.tasks.minibatch import Shapes, samples
 from hfusion.tasks.task import Task
 
 # Number of plans that are cached for equal tasks.
@@ -35,13 +37,13 @@ class ArrayCost:
     """The properties of an array that its plan depends on, without its tensors.
 
     Attributes:
-        samples: samples of a trained minibatch, and of an evaluated one.
+        sizes: the largest inputs in training and in evaluation, see `Minibatch.shapes`.
         stacks: tensors of optimizer state per parameter, see `FusedOptimizer.state_stacks`.
     """
 
     task: Task
     program: Program
-    samples: tuple[int, int]
+    sizes: tuple[Shapes, Shapes]
     stacks: int
     name: str
     members: int
@@ -49,7 +51,7 @@ class ArrayCost:
     def seconds_on(self, room: Room) -> float | None:
         """Return the estimated seconds of all minibatches on a device; None if the array does not fit."""
         try:
-            plan = array_plan(self.task, self.program, self.samples, self.stacks, room, self.name, self.members)
+            plan = array_plan(self.task, self.program, self.sizes, self.stacks, room, self.name, self.members)
         except PlanError:
             return None
         return plan.steps * minibatch_seconds(plan, room.rates)
@@ -58,7 +60,7 @@ class ArrayCost:
 def array_plan(
     task: Task,
     program: Program,
-    samples: tuple[int, int],
+    sizes: tuple[Shapes, Shapes],
     stacks: int,
     room: Room,
     name: str,
@@ -66,13 +68,13 @@ def array_plan(
 ) -> TaskPlan:
     """Return the plan of a program for ``width`` members, from a cache if an equal one was planned before.
 
-    ``samples`` and ``stacks``: see `ArrayCost`.
+    ``sizes`` and ``stacks``: see `ArrayCost`.
     """
     numbers = task.steps, task.epoch, task.accumulate, task.evaluated, task.clip_norm is not None
-    key = IdentityRef(program), width, samples, stacks, room, numbers
+    key = IdentityRef(program), width, sizes, stacks, room, numbers
     if key not in _plans:
         sized = program if program.members == width else replace(program, members=width)
-        plan = _new_plan(task, sized, samples, stacks, room, name, width)
+        plan = _new_plan(task, sized, sizes, stacks, room, name, width)
         if len(_plans) == MAX_PLANS:
             _plans.clear()
         # Compute the cached property now, so that renamed copies share it.
@@ -84,14 +86,14 @@ def array_plan(
 def _new_plan(
     task: Task,
     program: Program,
-    samples: tuple[int, int],
+    sizes: tuple[Shapes, Shapes],
     stacks: int,
     room: Room,
     name: str,
     width: int,
 ) -> TaskPlan:
     """Return a resident plan if it fits the budget, otherwise a spilled one."""
-    trained, evaluated = samples
+    trained, evaluated = (symbol_sizes(program, shapes) for shapes in sizes)
     larger = growth(program, trained, evaluated, room.rates)
 
     def planned(cut: Sharding, *, resident: bool) -> TaskPlan:
@@ -117,9 +119,10 @@ def _new_plan(
     spilled = planned(cut, resident=False)
     if larger > 1 and spilled.device_bytes > room.budget:
         raise PlanError(
-            f"task {task.name!r}: to evaluate a minibatch of {evaluated} samples needs {spilled.device_bytes:,} bytes "
-            f"in {len(cut.shards)} shards, and the largest device has {room.budget:,}; those of {trained} samples can "
-            "be trained there: give an eval_loader with smaller minibatches, or more memory"
+            f"task {task.name!r}: to evaluate a minibatch of {samples(sizes[1])} samples needs "
+            f"{spilled.device_bytes:,} bytes in {len(cut.shards)} shards, and the largest device has {room.budget:,}; "
+            f"those of {samples(sizes[0])} samples can be trained there: give an eval_loader with smaller minibatches, "
+            "or more memory"
         )
     return spilled
 

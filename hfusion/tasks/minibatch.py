@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from hfusion.core.calls import StackedInput, is_stacked, take_entries
 from hfusion.core.errors import PlanError
 from hfusion.core.ragged import Ragged
 from hfusion.tasks.task import Task
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,13 @@ class Minibatch:
         return Arguments(tuple(moved(leaf, device) for leaf in arguments.leaves), arguments.spec)
 
     @property
-    def samples(self) -> int:
-        """The size of the first dim of a member's input; 1 if no tensor has dims."""
-        for leaf in self.arguments.leaves:
-            if isinstance(leaf, Ragged):
-                return max(leaf.sizes)
-            shape: Any = leaf.tensor.shape[1:] if isinstance(leaf, StackedInput) else getattr(leaf, "shape", ())
-            if len(shape):
-                return int(shape[0])
-        return 1
+    def shapes(self) -> Shapes:
+        """The shapes of the inputs as a member sees them, the largest of each; empty for values without dims."""
+        leaves = self.arguments.leaves
+        return tuple(
+            tuple(max((tensor.shape for tensor in leaf), key=math.prod)) if isinstance(leaf, Ragged) else shape
+            for leaf, shape in zip(leaves, self.arguments.shapes, strict=True)
+        )
 
     @property
     def key(self) -> Any:
@@ -84,6 +85,17 @@ class Minibatch:
         ]
         shapes = tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else type(t) for t in tensors)
         return self.arguments.key, shapes
+
+
+def samples(shapes: Shapes) -> int:
+    """Return the size of the first dim of the first input with dims; 1 if there is none."""
+    return next((shape[0] for shape in shapes if shape), 1)
+
+
+def largest(shapes: Shapes, others: Shapes) -> Shapes:
+    """Return ``shapes`` with every size at least that in ``others``. Inputs of another number of dims are ignored."""
+    pairs = zip(shapes, (*others, *shapes[len(others) :]), strict=False)
+    return tuple(tuple(map(max, a, b)) if len(a) == len(b) else a for a, b in pairs)
 
 
 def moved(leaf: Any, device: torch.device) -> Any:

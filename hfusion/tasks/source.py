@@ -26,14 +26,14 @@ from hfusion.core.program import Part, Program
 from hfusion.core.python_values import IdentityRef
 from hfusion.core.ragged import Ragged
 from hfusion.device.backend import backend
-from hfusion.passes.cost.cost import operators
-from hfusion.passes.cost.flops import concrete
+from hfusion.passes.cost.cost import operators, symbol_sizes
+from hfusion.passes.cost.flops import SymbolSizes, concrete
 from hfusion.passes.gather import rows_of
 from hfusion.passes.partition.match_cuts import match_cuts
 from hfusion.passes.partition.split_program import input_names, split
 from hfusion.runtime.recipe import Batch, Recipe
 from hfusion.schedule.plan import Shard
-from hfusion.tasks.minibatch import Minibatch
+from hfusion.tasks.minibatch import Minibatch, Shapes, samples
 from hfusion.tasks.position import Position, rereading
 from hfusion.tasks.reading import Reader, end_workers, length, reading
 from hfusion.tasks.task import Task
@@ -54,13 +54,12 @@ class CutPrograms(Protocol):
 
 
 class Trained:
-    """Programs for training, cut into the planned shards. ``samples``: minibatch size that the plan assumes."""
+    """Programs for training, cut into the planned shards."""
 
-    def __init__(self, name: str, array: FusedModule, shards: Sequence[Shard], samples: int) -> None:
+    def __init__(self, name: str, array: FusedModule, shards: Sequence[Shard]) -> None:
         self._name = name
         self.array = array
         self._shards = shards
-        self._samples = samples
         self._operators: list[Any] | None = None
 
     def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
@@ -69,7 +68,7 @@ class Trained:
         compiled = self.array.steady(arguments)
         check_once(self.array, compiled, arguments)
         self._check_same(compiled.program)
-        return compiled, split(compiled.program, [shard.last for shard in self._shards], self._samples)
+        return compiled, split(compiled.program, [shard.last for shard in self._shards])
 
     def _check_same(self, program: Program) -> None:
         """Raise PlanError if the operators differ from the first program's, since shards are ranges of operators."""
@@ -91,21 +90,20 @@ class Evaluated:
     array: FusedModule
     names: Mapping[str, str]
     held: Sequence[frozenset[str]]
-    samples: int
 
     def make(self, minibatch: Minibatch) -> tuple[Compiled, tuple[Part, ...]]:
         """Capture the program in eval mode and cut it into parts. The mode of the array is restored."""
         with self.array.evaluating():
             compiled = self.array.compiled(minibatch.arguments_for(self.array))
-        ends = match_cuts(compiled.program, self.names, self.held, self.samples)
-        return compiled, split(compiled.program, ends, self.samples)
+        ends = match_cuts(compiled.program, self.names, self.held)
+        return compiled, split(compiled.program, ends)
 
 
 class Stream:
     """The minibatches of a loader in all epochs, for the array of ``members``.
 
     Args:
-        samples: the largest size of a minibatch that the plan allows.
+        planned: the largest inputs that the plan allows.
         devices: the devices that may compute the array.
         turn: the context manager to read within, see `turns`.
     """
@@ -117,7 +115,7 @@ class Stream:
         members: Sequence[int],
         loss: PerModel,
         programs: CutPrograms,
-        samples: int,
+        planned: Shapes,
         devices: Sequence[torch.device],
         turn: AbstractContextManager[Any] | None = None,
     ) -> None:
@@ -126,7 +124,7 @@ class Stream:
         self._members = members
         self._loss = loss
         self._programs = programs
-        self._samples = samples
+        self._planned = planned
         self._devices = devices
         self._pins = any(backend(device).pins for device in devices)
         self._turn = turn or nullcontext()
@@ -191,19 +189,21 @@ class Stream:
 
     def prepare(self, minibatch: Minibatch) -> Recipe:
         """Capture the program, check the loss, and return the recipe. Raises FusionError or PlanError."""
-        if minibatch.samples > self._samples:
-            raise PlanError(
-                f"task {self._task.name!r}: a minibatch has {minibatch.samples} samples, but the plan counts with "
-                f"{self._samples}, those of the first minibatch: let the first one of each loader be the largest, or "
-                "give a list of minibatches"
-            )
+        for shape, planned in zip(minibatch.shapes, self._planned, strict=False):
+            if shape[:1] > planned[:1]:
+                raise PlanError(
+                    f"task {self._task.name!r}: a minibatch has {shape[0]} samples, but the plan counts with "
+                    f"{samples((planned,))}, those of the first minibatch: let the first one of each loader be the "
+                    "largest, or give a list of minibatches"
+                )
         compiled, parts = self._programs.make(minibatch)
         program = compiled.program
         loss = self._loss.state()
         key = IdentityRef(program), loss, minibatch.key, tuple(self._devices)
         if loss is None or key not in _draws_of_losses:
+            sizes = symbol_sizes(program, minibatch.shapes)
             for device in self._devices:
-                self._check_loss(program, _examples(program, minibatch.samples, device), minibatch.target)
+                self._check_loss(program, _examples(program, sizes, device), minibatch.target)
                 # Wait, so that asynchronous errors of the device are raised here and not in a later unit.
                 backend(device).wait()
             if len(_draws_of_losses) == MAX_LOSSES:
@@ -318,26 +318,26 @@ def _pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if plain else tensor
 
 
-def _examples(program: Program, samples: int, device: torch.device) -> list[Any]:
+def _examples(program: Program, sizes: SymbolSizes, device: torch.device) -> list[Any]:
     """Return zeros in the shapes of the program's outputs, to try the loss with."""
     (outputs,) = next(node for node in program.module.graph.nodes if node.op == "output").args
     assert isinstance(outputs, list | tuple)
     # A list is a result whose shape differs between members: one block per shape.
     return [
-        [_zeros(block, len(rows_of(block) or ()), samples, device) for block in node]
+        [_zeros(block, len(rows_of(block) or ()), sizes, device) for block in node]
         if isinstance(node, list)
-        else _zeros(node, program.members, samples, device)
+        else _zeros(node, program.members, sizes, device)
         if isinstance(node, fx.Node)
         else node
         for node in outputs
     ]
 
 
-def _zeros(node: fx.Node, members: int, samples: int, device: torch.device) -> Any:
+def _zeros(node: fx.Node, members: int, sizes: SymbolSizes, device: torch.device) -> Any:
     example = node.meta.get("example")
     if not isinstance(example, Tensor):
         return example
-    shape = concrete(example.shape, samples)
+    shape = concrete(example.shape, sizes)
     stacked = shape if node.meta.get("layout") is Layout.SHARED else (members, *shape)
     zeros = torch.zeros(stacked, dtype=example.dtype, device=device)
     return zeros.requires_grad_() if example.is_floating_point() or example.is_complex() else zeros

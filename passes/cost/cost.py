@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,6 +23,7 @@ from hfusion.core.program import Kind, Program, Slot, source_line
 from hfusion.device.calibrate import Rates
 from hfusion.ops.lowering import KeptOperands, Lowering, View
 from hfusion.passes.cost.flops import (
+    SymbolSizes,
     bytes_of,
     concrete,
     dtype_of,
@@ -101,8 +103,19 @@ def operators(program: Program) -> tuple[fx.Node, ...]:
     return tuple(node for node in program.module.graph.nodes if node.op == "call_function")
 
 
-def line(program: Program, batch: int, rates: Rates, *, is_compiled: bool = False) -> Line:
-    """The costs of ``program`` for ``batch`` samples; programs captured with fixed sizes keep theirs.
+def symbol_sizes(program: Program, shapes: Sequence[Sequence[int]]) -> SymbolSizes:
+    """Return the size of each symbol of ``program`` for inputs of ``shapes``, as a member sees them."""
+    sizes: list[tuple[Any, int]] = []
+    for node, slot in zip(program.module.graph.find_nodes(op="placeholder"), program.slots, strict=True):
+        example = node.meta.get("example")
+        if slot.kind is Kind.INPUT and isinstance(example, Tensor):
+            symbols = [size.node.expr if isinstance(size, torch.SymInt) else None for size in example.shape]
+            sizes += zip(symbols, shapes[int(slot.name)], strict=True)
+    return frozenset((symbol, size) for symbol, size in sizes if symbol is not None and symbol.is_Symbol)
+
+
+def line(program: Program, batch: SymbolSizes, rates: Rates, *, is_compiled: bool = False) -> Line:
+    """The costs of ``program`` for sizes ``batch``; programs captured with fixed sizes keep theirs.
 
     ``is_compiled``: leave out values that a compiled program does not store, as it fuses pointwise operators with all
     operators that read their results.
@@ -152,7 +165,7 @@ class _Tracing:
     """Follows storages and gradients through a program."""
 
     members: int
-    batch: int
+    batch: SymbolSizes
     rates: Rates
     is_compiled: bool = False
     roots: dict[fx.Node, _Root] = field(default_factory=dict)
@@ -314,7 +327,7 @@ def saves(node: fx.Node, tracked: set[fx.Node]) -> Sequence[fx.Node]:
     return (*inputs, *result)
 
 
-def viewed(node: fx.Node, batch: int) -> fx.Node | None:
+def viewed(node: fx.Node, batch: SymbolSizes) -> fx.Node | None:
     """The operand whose storage the result shares; None if the result has its own."""
     inputs, view = node.all_input_nodes, lowering(node).view
     if not inputs or not view.likely:
@@ -323,7 +336,7 @@ def viewed(node: fx.Node, batch: int) -> fx.Node | None:
     return None if copied else inputs[0]
 
 
-def _in_order(example: object, batch: int) -> bool:
+def _in_order(example: object, batch: SymbolSizes) -> bool:
     if not isinstance(example, Tensor):
         return True
     sizes, strides = concrete(example.shape, batch), concrete(example.stride(), batch)

@@ -1,4 +1,4 @@
-"""Sizes with a number put in for the varying dim, and the floating-point operations of a member's operators."""
+"""Sizes with numbers put in for symbols, and the floating-point operations of a member's operators."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ from hfusion.passes.cost.roofline import efficiency_on
 
 Shapes: TypeAlias = Mapping[str, Any]
 Formula: TypeAlias = Callable[[Shapes, Shape], int]
+# The numbers to put in for the symbols of a capture: one for all of them, or one for each, see `symbol_sizes`.
+SymbolSizes: TypeAlias = int | frozenset[tuple[Any, int]]
 
 
-def concrete(sizes: Sequence[int | torch.SymInt], batch: int) -> Shape:
-    """``sizes`` with ``batch`` for every symbol: all varying dims of a capture are the number of samples."""
+def concrete(sizes: Sequence[int | torch.SymInt], batch: SymbolSizes) -> Shape:
+    """Return ``sizes`` with numbers in place of symbols."""
     return tuple(size if isinstance(size, int) else _number(size.node.expr, batch) for size in sizes)
 
 
 @functools.lru_cache(maxsize=4096)
-def _number(expression: Any, batch: int) -> int:
-    return int(expression.subs(dict.fromkeys(expression.free_symbols, batch)))
+def _number(expression: Any, batch: SymbolSizes) -> int:
+    # A size that depends on values, such as the number of nonzero elements, counts like the largest input.
+    default = batch if isinstance(batch, int) else max((number for _, number in batch), default=1)
+    numbers = {} if isinstance(batch, int) else dict(batch)
+    return int(expression.subs({symbol: numbers.get(symbol, default) for symbol in expression.free_symbols}))
 
 
 def floating(example: Any) -> bool:
@@ -39,7 +44,7 @@ def floating(example: Any) -> bool:
     return any(isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()) for part in parts)
 
 
-def bytes_of(value: Any, batch: int) -> int:
+def bytes_of(value: Any, batch: SymbolSizes) -> int:
     """Bytes of one member's tensor or nest of tensors; 0 for anything else."""
     if isinstance(value, list | tuple):
         return sum(bytes_of(part, batch) for part in value)
@@ -51,7 +56,7 @@ def family(node: fx.Node) -> str:
     return records.family(node.target)
 
 
-def sizes_of(node: fx.Node, batch: int) -> Sizes:
+def sizes_of(node: fx.Node, batch: SymbolSizes) -> Sizes:
     """Return the `Sizes` of a member's ATen call: shapes of operands and result."""
     example = node.meta["val"]
     first = example[0] if isinstance(example, list | tuple) and example else example
@@ -74,7 +79,7 @@ def dtype_of(node: fx.Node) -> torch.dtype:
     return autocast.get(first.device.type, first.dtype)
 
 
-def flops(node: fx.Node, batch: int) -> int:
+def flops(node: fx.Node, batch: SymbolSizes) -> int:
     """Floating-point operations of one member's ATen call: products and sums of the matrix families, else 0.
 
     A multiplication and an addition are two. Recurrent layers and calls that run a submodule's own code count
@@ -86,7 +91,7 @@ def flops(node: fx.Node, batch: int) -> int:
     return formula(_shapes(node, batch), _shape(node, batch))
 
 
-def more_of(lowering: Lowering, node: fx.Node, batch: int, rates: ComputeRates) -> float:
+def more_of(lowering: Lowering, node: fx.Node, batch: SymbolSizes, rates: ComputeRates) -> float:
     """Return the operations of a member's call in addition to those of products, forward and backward."""
     count = efficiency_on(rates, lowering).more
     return 0.0 if count is None else count(sizes_of(node, batch))
@@ -99,13 +104,13 @@ def products(node: fx.Node, trained: Sequence[Any]) -> float:
     return min(2, sum(isinstance(example, Tensor) and example.dim() >= 2 for example in trained))
 
 
-def _shapes(node: fx.Node, batch: int) -> Shapes:
+def _shapes(node: fx.Node, batch: SymbolSizes) -> Shapes:
     assert isinstance(node.target, OpOverload)
     arguments = by_name(node.target, node.args, node.kwargs)
     return {name: _shape(item, batch) for name, item in arguments.items()}
 
 
-def _shape(item: Any, batch: int) -> Any:
+def _shape(item: Any, batch: SymbolSizes) -> Any:
     """Return shapes in place of nodes with tensors, nested in lists like the arguments; the others unchanged."""
     if isinstance(item, list | tuple):
         return [_shape(part, batch) for part in item]

@@ -18,6 +18,7 @@ from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
 from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, line
+from hfusion.passes.cost.flops import SymbolSizes
 from hfusion.passes.partition.choose_cuts import choose_cuts, on_the_way
 from hfusion.passes.partition.segments import Segment, Segments
 from hfusion.schedule.plan import Shard
@@ -33,7 +34,7 @@ class Sharding:
 
 def sharding(
     program: Program,
-    batch: int,
+    batch: SymbolSizes,
     budget: int,
     rates: Rates,
     optimizer_state: float = 2,
@@ -46,7 +47,7 @@ def sharding(
     The cuts take the fewest estimated seconds, see `choose_cuts`.
 
     Args:
-        batch: samples of a minibatch, in place of the dim that varies.
+        batch: the sizes of a minibatch: the number of samples, or `symbol_sizes`.
         budget: bytes of the device for weights, gradients, optimizer state, activations, both cuts, workspace.
         rates: of the device, for the seconds.
         optimizer_state: values the optimizer keeps per trained value, of its dtype: SGD 0, with momentum 1, Adam 2.
@@ -64,7 +65,7 @@ def sharding(
 
 
 def shards_at(
-    program: Program, cuts: Sequence[int], batch: int, rates: Rates, optimizer_state: float = 2
+    program: Program, cuts: Sequence[int], batch: SymbolSizes, rates: Rates, optimizer_state: float = 2
 ) -> tuple[Shard, ...]:
     """The shards of ``program`` cut before the operators numbered ``cuts``, whatever they need; else as `sharding`.
 
@@ -77,9 +78,9 @@ def shards_at(
     return _between(segments, cuts, rates)
 
 
-def growth(program: Program, batch: int, larger: int, rates: Rates) -> float:
-    """Return how many times the bytes for ``batch`` samples any value takes for ``larger`` ones; at least 1."""
-    if larger <= batch:
+def growth(program: Program, batch: SymbolSizes, larger: SymbolSizes, rates: Rates) -> float:
+    """Return how many times the bytes for the sizes ``batch`` any value takes for ``larger`` ones; at least 1."""
+    if larger == batch:
         return 1.0
     sizes = zip(*(_sizes(line(program, samples, rates)) for samples in (batch, larger)), strict=True)
     return float(max([1.0, *(more / size for size, more in sizes if size)]))
@@ -90,8 +91,10 @@ def _sizes(costs: Line) -> list[int]:
     return [storage.size for storage in costs.storages] + [step.saved + step.workspace for step in costs.steps]
 
 
-def _segments(program: Program, batch: int, rates: Rates, optimizer_state: float, *, carried: bool = False) -> Segments:
-    if batch < 1 or not optimizer_state >= 0:
+def _segments(
+    program: Program, batch: SymbolSizes, rates: Rates, optimizer_state: float, *, carried: bool = False
+) -> Segments:
+    if (isinstance(batch, int) and batch < 1) or not optimizer_state >= 0:
         raise PlanError(f"batch is {batch}, optimizer_state {optimizer_state}: give at least 1 sample and 0 values")
     costs = line(program, batch, rates)
     if not costs.steps:

@@ -12,7 +12,7 @@ from hfusion.passes.cost.cost import operators
 from hfusion.passes.partition.split_program import slots, weight_views
 
 
-def match_cuts(program: Program, names: Mapping[str, str], held: Sequence[frozenset[str]], batch: int) -> list[int]:
+def match_cuts(program: Program, names: Mapping[str, str], held: Sequence[frozenset[str]]) -> list[int]:
     """Return the end of each shard's run of operators, see `split`, with every operator as early as its tensors allow.
 
     A run may be empty.
@@ -20,12 +20,11 @@ def match_cuts(program: Program, names: Mapping[str, str], held: Sequence[frozen
     Args:
         names: from the keys of tensors to one key per tensor.
         held: the keys that each shard has loaded; tensors that no shard has may be used anywhere.
-        batch: samples, see `split`.
 
     Raises:
         PlanError: the tensors are used in an order other than that of the shards.
     """
-    of, views, nodes = slots(program), weight_views(program, batch), operators(program)
+    of, views, nodes = slots(program), weight_views(program), operators(program)
     loaded = frozenset[str]().union(*held)
     ends, shard = [], 0
     for index, node in enumerate(nodes):

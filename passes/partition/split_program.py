@@ -32,22 +32,21 @@ def input_names(program: Program) -> tuple[str, ...]:
     return tuple(names[position] for position in sorted(names))
 
 
-def split(program: Program, ends: Sequence[int], batch: int) -> tuple[Part, ...]:
+def split(program: Program, ends: Sequence[int]) -> tuple[Part, ...]:
     """Split ``program`` into parts. A part ends before the operator numbered in ``ends``, where the next one begins.
 
     A program that is split again in the same way gives the same parts.
     Run one after the other, the parts compute the program, bit for bit.
-    Views of weights are taken again in every part that uses them: a weight never crosses a cut. ``batch``: samples for
-    which a reshaped weight is checked to be a view.
+    Views of weights are taken again in every part that uses them: a weight never crosses a cut.
 
     Raises:
         PlanError: a cut inside an autocast region, or ends of another program.
     """
-    return _split(IdentityRef(program), tuple(ends), batch)
+    return _split(IdentityRef(program), tuple(ends))
 
 
 @lru_cache(maxsize=64)
-def _split(held: IdentityRef, ends: tuple[int, ...], batch: int) -> tuple[Part, ...]:
+def _split(held: IdentityRef, ends: tuple[int, ...]) -> tuple[Part, ...]:
     program: Program = held.held
     nodes = operators(program)
     if ends[-1] != len(nodes):
@@ -60,7 +59,7 @@ def _split(held: IdentityRef, ends: tuple[int, ...], batch: int) -> tuple[Part, 
             f"program {program.name}: forward switches autocast on or off inside, where it cannot be cut; "
             "give a device the memory to hold it whole, or use torch.autocast outside of the model"
         )
-    cutting = _Cutting(program, nodes, batch)
+    cutting = _Cutting(program, nodes)
     written = next((key for node in nodes for key in cutting.written(node, Kind.PARAMETER)), None)
     if len(ends) > 1 and written is not None:
         raise PlanError(
@@ -77,14 +76,13 @@ def slots(program: Program) -> dict[fx.Node, Slot]:
     return dict(zip(placeholders, program.slots, strict=True))
 
 
-def weight_views(program: Program, batch: int) -> set[fx.Node]:
+def weight_views(program: Program) -> set[fx.Node]:
     """The operators that give views of parameters, buffers or constants."""
     weights = {node for node, slot in slots(program).items() if slot.kind is not Kind.INPUT}
     views: set[fx.Node] = set()
+    # Symbols stand for any size above 1: only a weight that was expanded has some.
     for node in operators(program):
-        if viewed(node, batch) is not None and all(
-            source in views or source in weights for source in node.all_input_nodes
-        ):
+        if all(source in views or source in weights for source in node.all_input_nodes) and viewed(node, 2) is not None:
             views.add(node)
     return views
 
@@ -92,13 +90,13 @@ def weight_views(program: Program, batch: int) -> set[fx.Node]:
 class _Cutting:
     """The facts about one program that all its parts use."""
 
-    def __init__(self, program: Program, nodes: Sequence[fx.Node], batch: int) -> None:
+    def __init__(self, program: Program, nodes: Sequence[fx.Node]) -> None:
         self.members = program.members
         self.nodes = nodes
         self.slots = slots(program)
         self.output = next(node for node in program.module.graph.nodes if node.op == "output")
         self.position = {node: index for index, node in enumerate((*nodes, self.output))}
-        self.views = weight_views(program, batch)
+        self.views = weight_views(program)
 
     def _is_weight(self, node: fx.Node) -> bool:
         return node in self.slots and self.slots[node].kind is not Kind.INPUT

@@ -15,7 +15,7 @@ from hfusion.array.per_model import PerModel
 from hfusion.core.errors import PlanError
 from hfusion.runtime.recipe import Recipe
 from hfusion.tasks.arrange import arrange
-from hfusion.tasks.minibatch import Minibatch
+from hfusion.tasks.minibatch import Minibatch, samples
 from hfusion.tasks.source import Stream
 from tests.trained import machine
 
@@ -64,9 +64,9 @@ FORMS: dict[str, tuple[Any, int, list[Any]]] = {
 @pytest.mark.parametrize("pair", [tuple, list])
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_a_minibatch(form: str, pair: Any) -> None:
-    inputs, samples, values = FORMS[form]
+    inputs, count, values = FORMS[form]
     minibatch = Minibatch.of(task(), pair((inputs, Y)), range(2))
-    assert minibatch.samples == samples
+    assert samples(minibatch.shapes) == count
     assert minibatch.target is Y
     assert len(minibatch.arguments.values) == len(values)
     for value, expected in zip(minibatch.arguments.values, values, strict=True):
@@ -80,7 +80,7 @@ def test_some_members_get_their_own_rows() -> None:
     assert all_ is X
     assert torch.equal(minibatch.target["a"].tensor, torch.stack([Y + 2, Y]))
     assert minibatch.target["b"] is Y
-    assert minibatch.samples == 4
+    assert samples(minibatch.shapes) == 4
 
 
 @pytest.mark.parametrize(

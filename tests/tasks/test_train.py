@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -122,6 +122,60 @@ def distance(output: Any, target: Tensor) -> Tensor:
     for tensor in tensors:
         total = total + (tensor - target).square().mean()
     return total
+
+
+class Scores(nn.Module):
+    """Scores of two sets of points; ``kind`` says how the second set is read."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second = kind, nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.second(self.first(a).tanh())
+        if self.kind == "edges":
+            return scores, scores[b[0]] * scores[b[1]]
+        others = self.second(self.first(b).tanh())
+        return (scores, others) if self.kind == "points" else (scores @ others.T, others.sum(0))
+
+
+def _sets(kind: str, rows: tuple[int, int]) -> tuple[Any, list[Tensor]]:
+    first, second = rows
+    draw = torch.Generator().manual_seed(first)
+    points = torch.randn(first, 3, generator=draw, dtype=torch.float64)
+    if kind == "edges":
+        others, shapes = torch.randint(first, (2, second), generator=draw), [(first, 2), (second, 2)]
+    else:
+        others = torch.randn(second, 3, generator=draw, dtype=torch.float64)
+        shapes = [(first, 2), (second, 2)] if kind == "points" else [(first, second), (2,)]
+    return (points, others), [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes]
+
+
+def squared(output: Sequence[Tensor], target: Sequence[Tensor]) -> Tensor:
+    # The shapes are equal, so that outputs of other shapes raise.
+    return torch.stack([((a - b.view(a.shape)) ** 2).mean() for a, b in zip(output, target, strict=True)]).sum()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["points", "queries", "edges"])
+@pytest.mark.parametrize(
+    "rows", [[(9, 4), (9, 4), (5, 2)], [(3, 2), (5, 7), (2, 3)], [(4, 4), (3, 2), (2, 4)]], ids=["few", "many", "even"]
+)
+def test_inputs_have_different_numbers_of_rows(rows: list[tuple[int, int]], kind: str, mode: str) -> None:
+    torch.manual_seed(0)
+    array = fused(partial(Scores, kind))
+    loader = [_sets(kind, numbers) for numbers in rows]
+    expected = plain(array, WAYS[-1], loader, squared)
+    hf_task, on = task(array, WAYS[-1], loader, loss=squared, eval_loader=loader[::-1]), machine()
+    plan = planned([hf_task], on, [1 if mode == "resident" else 3], [mode == "resident"], [mode == "kept"])
+    assert_same([array], [hf_task], [expected], on, plan)
+
+
+def test_more_rows_of_a_second_input_than_planned() -> None:
+    loader = DataLoader([_sets("points", rows) for rows in ((3, 4), (3, 5))], batch_size=None)
+    hf_task = task(fused(partial(Scores, "points")), WAYS[0], loader, loss=squared)
+    with pytest.raises(hf.TrainError, match=r"has 5 samples, but the plan counts with 4, .* or give a list"):
+        hf.train([hf_task], machine())
 
 
 def test_state_that_the_host_cannot_hold_goes_to_the_disk(tmp_path: Path) -> None:

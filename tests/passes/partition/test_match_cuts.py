@@ -53,21 +53,21 @@ def layers(*names: str) -> frozenset[str]:
 )
 def test_every_part_uses_what_its_shard_has(held: list[frozenset[str]]) -> None:
     whole = program()
-    ends = match_cuts(whole, NAMES, held, 3)
+    ends = match_cuts(whole, NAMES, held)
     assert len(ends) == len(held)
     assert sorted(ends) == ends
     assert ends[-1] == len(operators(whole))
     all_held = frozenset[str]().union(*held)
-    for part, shard_names in zip(split(whole, ends, 3), held, strict=True):
+    for part, shard_names in zip(split(whole, ends), held, strict=True):
         assert {slot.name for slot in part.keys if slot.kind is Kind.PARAMETER} & all_held <= shard_names
 
 
 def test_nothing_moves_to_a_later_shard_without_need() -> None:
     whole = program()
     count = len(operators(whole))
-    assert match_cuts(whole, NAMES, [layers("a", "b", "c"), layers("a")], 3) == [count, count]
+    assert match_cuts(whole, NAMES, [layers("a", "b", "c"), layers("a")]) == [count, count]
 
 
 def test_another_order_is_refused() -> None:
     with pytest.raises(hf.PlanError, match=r"uses a\.\w+.* after tensors of later shards, .*hold the task whole"):
-        match_cuts(program(), NAMES, [layers("a"), layers("b", "c")], 3)
+        match_cuts(program(), NAMES, [layers("a"), layers("b", "c")])

@@ -52,7 +52,7 @@ def test_the_parts_are_the_program(count: int) -> None:
     array.load_state_dict(before)
     total = len(operators(program))
     ends = sorted({max(1, total * index // count) for index in range(1, count + 1)})
-    parts = split(program, ends, len(X))
+    parts = split(program, ends)
     torch.manual_seed(4)
     (expected,), after = (array(X),), {name: tensor.clone() for name, tensor in array.state_dict().items()}
     array.load_state_dict(before)
@@ -98,7 +98,7 @@ def test_views_of_weights_are_recomputed_in_each_part() -> None:
     program = program_of(array, X)
     total = len(operators(program))
     for cut_index in range(1, total):
-        parts = split(program, [cut_index, total], len(X))
+        parts = split(program, [cut_index, total])
         (output,), _ = run(array, program, parts, X)
         assert torch.equal(output, expected)
         for name in parts[0].gives:
@@ -120,7 +120,7 @@ def test_inputs_keep_their_names_and_their_order() -> None:
     (part,) = array.report().parts
     assert input_names(part.program) == ("a", "b")
     total = len(operators(part.program))
-    parts = split(part.program, range(1, total + 1), len(X))
+    parts = split(part.program, range(1, total + 1))
     outputs, _ = run(array, part.program, parts, X, X + 1)
     assert len(outputs) == len(expected)
     for actual, expected_tensor in zip(outputs, expected, strict=True):
@@ -141,9 +141,9 @@ def test_autocast_inside_of_forward_is_not_cut() -> None:
     array = hf.fuse([Cast(), Cast()], verify=False)
     program = program_of(array, X.float())
     total = len(operators(program))
-    assert len(split(program, [total], len(X))) == 1
+    assert len(split(program, [total])) == 1
     with pytest.raises(PlanError, match=r"autocast on or off inside, where it cannot be cut; give a device the memory"):
-        split(program, [1, total], len(X))
+        split(program, [1, total])
 
 
 @pytest.mark.parametrize("missing", [-1, 1])
@@ -153,4 +153,4 @@ def test_shards_of_another_program(missing: int) -> None:
     with pytest.raises(
         PlanError, match=f"has {total} operators, but the shards given are of one with {total + missing}"
     ):
-        split(program, [3, total + missing], len(X))
+        split(program, [3, total + missing])
