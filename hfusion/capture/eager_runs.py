@@ -27,6 +27,7 @@ from hfusion.core.python_values import Compound, Link, parts, put, walk
 from hfusion.device.backend import seed_in_use
 from hfusion.device.generators import draws_kept, python_draws_kept
 from hfusion.passes.side_effects import written_slots
+from hfusion.torch_private.autograd_engine import backward_gradients
 from hfusion.torch_private.tracer_warnings import silence_tracers
 
 # Relative tolerances: a graph has the operators of the code, so rounding hardly differs. Gradients: times `GRADIENTS`.
@@ -218,7 +219,7 @@ def _outcome(
     total = torch.stack([part.double().cpu() for part in parts]).sum()
     versions = {name: tensor._version for name, tensor in registered.items()}
     try:
-        grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        grads = backward_gradients(total, list(leaves.values()))
     except RuntimeError as error:
         return Outcome(copied, values | flags, str(error).partition("\n")[0])
     gradients = {

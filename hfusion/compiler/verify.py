@@ -43,6 +43,7 @@ from hfusion.core.ragged import Ragged
 from hfusion.core.row_indices import leading
 from hfusion.device.backend import computes_by_tf32
 from hfusion.passes.expected_checks import FailedCheck
+from hfusion.torch_private.autograd_engine import backward_gradients
 
 TIGHT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 WIDE = 1e-7
@@ -315,7 +316,7 @@ def _outcome(
     total = sum(projected, start=torch.zeros((), device="cpu"))
     grad_inputs = [*trained.values(), *(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)]
     with backward:
-        grads = torch.autograd.grad(total, grad_inputs, allow_unused=True) if total.requires_grad and trained else ()
+        grads = backward_gradients(total, grad_inputs) if total.requires_grad and trained else ()
     outcome: Outcome = {name: o.detach() for name, o in dense.items()}
     outcome |= {name: o.map(Tensor.detach) for name, o in listed.items()}
     outcome |= {

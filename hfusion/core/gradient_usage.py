@@ -65,13 +65,6 @@ def freeze_rows(param: Tensor, rows: Tensor | None) -> None:
         delattr(param, _FROZEN)
 
 
-def mark_grad(leaf: Tensor, grad: Tensor) -> None:
-    """Mark the absent rows of ``grad``, which torch.autograd.grad has just computed for ``leaf``."""
-    missing = vars(leaf).pop(_MISSING, None)
-    if missing is not None:
-        mark_absent(grad, missing & _zero_rows(grad, missing))
-
-
 def mark_input(value: Tensor, members: int) -> Tensor:
     """Mark ``value``, a leaf that one part of a program takes from another, for `never_reached`, and return it."""
     return mark(value, Membership("", members, True))
@@ -151,12 +144,10 @@ class _Pass:
         for leaf, (before, version) in self.previous_grads.items():
             grad, members = leaf.grad, self.sinks[leaf][0].members
             missing = ((1 << members) - 1) & ~self.live(self.sinks[leaf])
-            if grad is None or (grad is before and grad._version == version):
-                # The pass did not accumulate here, as in torch.autograd.grad.
-                if not isinstance(leaf, nn.Parameter):
-                    setattr(leaf, _MISSING, rows_of_mask(missing, members))
-                continue
-            if grad.layout is not torch.strided:
+            if not isinstance(leaf, nn.Parameter):
+                setattr(leaf, _MISSING, rows_of_mask(missing, members))
+            if grad is None or (grad is before and grad._version == version) or grad.layout is not torch.strided:
+                # The pass may accumulate nowhere, as in torch.autograd.grad.
                 continue
             frozen = frozen_rows(leaf)
             if missing or frozen is not None or leaf in self.cleared:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfusion.core.gradient_usage import absent_rows, exclude, mark_absent, mark_grad, mark_input, never_reached, watched
+from hfusion.core.gradient_usage import absent_rows, exclude, mark_absent, mark_input, never_reached, watched
 from hfusion.core.program import Kind
 from hfusion.device.generators import Generators
 from hfusion.optim.clip import clip_factors, grad_norms, scale, total_norm
@@ -301,13 +301,15 @@ class Training:
             outputs, seeds = zip(*roots, strict=True)
             for key, leaf in ends.items():
                 exclude(leaf, before[key])
-            gradients = torch.autograd.grad(outputs, [*leaves.values()], seeds, allow_unused=True)
-            grads = {key: grad for key, grad in zip(leaves, gradients, strict=True) if grad is not None}
-            for key, grad in grads.items():
-                if key in inputs:
-                    self._note_left_out(key, inputs[key], key in later, before[key])
-                else:
-                    mark_grad(leaves[key], grad)
+            with self._drawing(self._generators, device):
+                # Reentrant checkpoints accept no torch.autograd.grad.
+                torch.autograd.backward(outputs, seeds)
+            grads = {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+            for key, leaf in leaves.items():
+                # Members' own code may hold the leaf.
+                leaf.grad = None
+                if key in inputs and key in grads:
+                    self._note_left_out(key, leaf, key in later, before[key])
             self._collect(shard, grads)
         self._note_norms(unit)
         self._clean(shard)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counters
 
 __all__ = [
     "AccumulateGrad",
     "at_end_of_backward",
+    "backward_gradients",
     "backward_id",
     "backward_node",
     "is_profiling",
@@ -35,6 +37,41 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` at the end of the backward pass that this thread is in."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
+
+
+def backward_gradients(total: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the gradients that ``total.backward()`` gives to ``tensors``. No `grad` attribute is changed.
+
+    torch.autograd.grad lacks what the backward of a custom function adds to parameters by a backward() of its own.
+    Reentrant checkpoints do this, and refuse torch.autograd.grad.
+    """
+    accumulating = {*tensors, *_leaves(total)}
+    outer_grads = [(tensor, tensor.grad) for tensor in accumulating if tensor.is_leaf]
+    for tensor in accumulating:
+        if tensor.is_leaf:
+            tensor.grad = None
+        else:
+            tensor.retain_grad()
+    try:
+        total.backward()
+        return [tensor.grad for tensor in tensors]
+    finally:
+        for tensor, grad in outer_grads:
+            tensor.grad = grad
+
+
+def _leaves(total: Tensor) -> set[Tensor]:
+    """Return the leaves that ``total`` depends on."""
+    waiting, visited, leaves = [total.grad_fn], set[Any](), set[Tensor]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if isinstance(node, AccumulateGrad):
+            leaves.add(node.variable)
+        waiting += [source for source, _ in node.next_functions]
+    return leaves
 
 
 def backward_node(function: type[torch.autograd.Function]) -> type:
