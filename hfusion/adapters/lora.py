@@ -15,6 +15,7 @@ from hfusion.adapters.buffer_writes import may_be_written
 from hfusion.adapters.configs import Change, Config, changed, check_common, configs, target_only
 from hfusion.adapters.configs import check as check_config
 from hfusion.adapters.layers import NAME, dropout, fill, layers, lora_names, rank, settle
+from hfusion.capture.registered_tensors import check_materialized
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.device.generators import draws_kept
@@ -289,6 +290,7 @@ def _check_base(base: nn.Module) -> None:
 
     if not isinstance(base, nn.Module):
         raise FusionError(f"base is a {type(base).__name__}, not a torch.nn.Module")
+    check_materialized(base, "base")
     for path, module in base.named_modules():
         if isinstance(module, BaseTunerLayer):
             raise FusionError(

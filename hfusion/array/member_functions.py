@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hfusion.array.member_function_runs import MemberFunctionCall, differs, run_looped, run_vmapped, selected
 from hfusion.array.module import FusedModule
+from hfusion.capture.registered_tensors import check_materialized
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.fusion_report import FusionReport
 from hfusion.core.calls import StackedInput
@@ -123,6 +124,7 @@ class MemberFunction:
         return FusionReport((), tuple(f"{self._name}: loop over members: {why}" for why in reasons))
 
     def _run_alone(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        check_materialized(model, "the model")
         named = dict(model.named_parameters()) | (dict(model.named_buffers()) if self._buffers else {})
         tensors = {("params", name): tensor.detach() for name, tensor in named.items()}
         tensors |= {("grads", name): t.grad.detach() for name, t in named.items() if t.grad is not None}
@@ -285,8 +287,9 @@ def each(fn: Callable[..., Any], *, buffers: bool = False) -> MemberFunction:
     Returns:
         A callable ``run(target, *args, rows=None, **kwargs)``. ``target`` is a fused module, a `hfusion.Population`, or
         one plain model. ``rows`` are the members to run for, by default those that train: members that have left a
-        population, went bad or were frozen by ``fused[b].requires_grad_(False)`` stay as they are, to the bit. Further
-        tensors are seen by every member, those in `hfusion.stacked` row by row; the function may write into the latter.
+        population, or are frozen (after a gradient that was not finite, or by ``fused[b].requires_grad_(False)``) stay
+        as they are, to the bit. Frozen ones in ``rows`` are changed. Further tensors are seen by every member, those in
+        `hfusion.stacked` row by row; the function may write into the latter.
 
         It runs by `torch.func.vmap` if the first call of its kind gave the same as the loop on copies of two members;
         else member by member, and ``run.report()`` says why.

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.capture.attribute_fingerprint import fingerprint
 from hfusion.capture.hooks import is_part_of_forward, outdated
-from hfusion.capture.registered_tensors import overlaps, tensors, ties
+from hfusion.capture.registered_tensors import check_materialized, overlaps, tensors, ties
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import is_own_hook
 from hfusion.core.python_values import PLAIN
@@ -79,7 +79,7 @@ def _check_list(models: Sequence[nn.Module]) -> None:
 
 
 def check_models(models: Sequence[nn.Module]) -> None:
-    """Raise FusionError for objects that are no modules, and for a module that is given twice."""
+    """Raise FusionError for objects that are no modules or have no values, and for a module that is given twice."""
     first: dict[int, int] = {}
     for index, model in enumerate(models):
         if not isinstance(model, nn.Module):
@@ -88,6 +88,7 @@ def check_models(models: Sequence[nn.Module]) -> None:
             raise FusionError(
                 f"models {first[id(model)]} and {index} are one object; give each member its own, by copy.deepcopy"
             )
+        check_materialized(model, f"model {index}")
         first[id(model)] = index
 
 
@@ -102,6 +103,7 @@ def check_alone(index: int, model: nn.Module) -> None:
     where = f"model {index}"
     if isinstance(model, torch.jit.ScriptModule | nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise FusionError(f"{where} is a {type(model).__name__}; fuse the plain module inside it")
+    check_materialized(model, where)
     for name, tensor in tensors(model):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
             raise FusionError(
@@ -123,7 +125,7 @@ def check_alone(index: int, model: nn.Module) -> None:
                 "next one computes it, as it was in the call before; register the hook that computes it first"
             )
     for name, tensor in tensors(model):
-        if tensor.layout is not torch.strided or tensor.is_meta:
+        if tensor.layout is not torch.strided:
             raise FusionError(f"{where}: {name} is {tensor.layout} on {tensor.device}; only dense tensors are fused")
         if any(getattr(tensor, hooks, None) for hooks in _TENSOR_HOOKS):
             raise FusionError(f"{where}: {name} has a tensor hook, which a fused array would not run; remove it")

@@ -51,6 +51,16 @@ def holder_of(model: nn.Module, key: str) -> tuple[Any, str, str]:
     return (module._parameters if name in module._parameters else module._buffers), name, key
 
 
+def check_materialized(model: nn.Module, label: str) -> None:
+    """Raise FusionError if a tensor of ``model``, which the message calls ``label``, is on the meta device."""
+    name = next((name for name, tensor in tensors(model) if tensor.is_meta), None)
+    if name is not None:
+        raise FusionError(
+            f"{label}: {name} is on the meta device and has no values. Materialize the model first: load its weights "
+            "by load_state_dict(state, assign=True), or call to_empty(device=...) and initialize it"
+        )
+
+
 def ties(named: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the names of tied tensors, each with the first name of the same tensor."""
     first: dict[int, str] = {}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.methods import method_names
-from hfusion.capture.registered_tensors import holder_of, tensors
+from hfusion.capture.registered_tensors import check_materialized, holder_of, tensors
 from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import is_stacked
 from hfusion.core.copies import module_copy
@@ -44,6 +44,7 @@ class PlainModule:
     """
 
     def __init__(self, model: nn.Module, shared: Collection[int] = ()) -> None:
+        check_materialized(model, "the model")
         around = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters() if id(p) in shared}
         bases = set(map(id, around.values()))
         self.model = module_copy(model, dict(around))
