@@ -177,11 +177,6 @@ def each_mixed(
         check_entries((args, kwargs), len(mixed))
         chosen = active_mixed(mixed) if rows is None else _members(mixed, rows)
         slots = [mixed.layout.slot_of(row) for row in chosen]
-        for row, (group, local) in zip(chosen, slots, strict=True):
-            if bool(group.members._roll.frozen[local]):
-                raise ValueError(
-                    f"{group.members._roll.tag(local)!r} in row {row} went bad and is frozen: thaw it first"
-                )
         for group in mixed.groups:
             if of_group := [local for other, local in slots if other is group]:
                 entries = group.entries()

@@ -140,12 +140,11 @@ class PopulationRows:
 
         Args:
             fn: the function, or what `hfusion.each` gave for it.
-            rows: the members it is for; None: all that train. Free rows and frozen members stay as they are, to the
-                bit.
+            rows: the members it is for, which may be frozen; None: all that train. Others stay as they are, to the bit.
             args, kwargs: passed on; values in `hfusion.stacked` have a row for each row of the population.
 
         Raises:
-            ValueError: a row that is free, frozen or comes twice; and as `hfusion.each`.
+            ValueError: a row that is free or comes twice; and as `hfusion.each`.
         """
         if isinstance(self._members, ArrayGroup):
             self._members.each(fn, *args, rows=rows, **kwargs)

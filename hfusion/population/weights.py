@@ -78,10 +78,13 @@ class MemberWeights:
         """See `hfusion.Population.each`."""
         pop, active = cast("ArrayGroup", self), self.active_rows
         chosen = active if rows is None else _members(pop, rows)
-        if resting := [row for row in chosen if bool(pop._roll.frozen[row])]:
-            raise ValueError(f"{pop._roll.tag(resting[0])!r} in row {resting[0]} went bad and is frozen: thaw it first")
         if chosen:
             self._run_each(as_each(fn), chosen, *args, **kwargs)
+        if pop._updates.buffers is not None:
+            # Steps restore the buffers of frozen members.
+            written = pop._none()
+            written[chosen] = pop._roll.frozen[chosen]
+            pop._updates.buffers.renew(written)
 
     @in_turn
     def register_gradient_hook(self, fn: Callable[..., Any] | MemberFunction) -> RemovableHandle:

@@ -97,8 +97,6 @@ def test_rows_that_do_not_train_stay_to_the_bit() -> None:
     assert all(torch.equal(value, free[name]) for name, value in state(pop, 2).items())
     pop.step(batch(4), batch(4))
     assert all(torch.equal(value, frozen[name]) for name, value in state(pop, 1).items())
-    with pytest.raises(ValueError, match="thaw"):
-        pop.each(unit_norm, rows=1)
     with pytest.raises(ValueError, match="free"):
         pop.each(unit_norm, rows=[0, 2])
     optimizer = torch.optim.Adam(models[0].parameters(), lr=RATES[0])
@@ -172,3 +170,53 @@ def test_hooks_of_members_that_step_by_themselves() -> None:
                     loop(project, [models[row]])
                 optimizers[row].step()
     equal(pop, models, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("others", [1, 2], ids=["one array", "mixed"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_rows_may_be_frozen(accumulate: int, others: int) -> None:
+    """A member that went bad is changed if it is named, keeps the change in later steps, and trains from it."""
+
+    class Counted(nn.Linear):
+        def __init__(self, size: int) -> None:
+            super().__init__(4, size, dtype=DOUBLE)
+            self.register_buffer("seen", torch.zeros((), dtype=DOUBLE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            return super().forward(x)
+
+    def shift(params: Tensors, grads: Tensors) -> None:
+        params["weight"].mul_(0.5)
+        params["seen"].add_(10)
+
+    torch.manual_seed(0)
+    models = [Counted(2), Counted(2), Counted(2) if others == 1 else nn.Sequential(Counted(2))]
+    pop = hf.Population(
+        models,
+        optimizer=lambda params: hf.optim.SGD(params, lr=0.1),
+        loss=F.mse_loss,
+        compile=False,
+        accumulate=accumulate,
+    )
+    x, y = batch(0), batch(1)[:, :2]
+    bad = hf.stacked(torch.stack([x, x * math.inf, x]))
+    for _ in range(accumulate):
+        pop.step(bad, hf.stacked([y] * 3))
+    assert pop.frozen == [1]
+    if accumulate > 1:
+        # In the midst of an update of the others.
+        pop.step(x, y)
+    pop.each(hf.each(shift, buffers=True), rows=[1])
+    pop.step(x, y)
+    member = pop.models[1]
+    torch.testing.assert_close(member.weight, models[1].weight * 0.5)
+    assert member.seen == 10
+    if accumulate == 1:
+        pop.thaw(1)
+        pop.step(x, y)
+        alone = copy.deepcopy(models[1])
+        alone.weight.data.mul_(0.5)
+        F.mse_loss(alone(x), y).backward()
+        torch.testing.assert_close(member.weight, alone.weight - 0.1 * alone.weight.grad)
+        assert member.seen == 11
