@@ -50,6 +50,25 @@ class _PartGraph:
     losses: Tensor | None = None
 
 
+def _gradients_by_backward(
+    outputs: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Mapping[str, Tensor], inputs: Collection[str]
+) -> list[Tensor | None]:
+    """Return the gradients of ``leaves``, also where members' own code calls backward() in a backward.
+
+    Reentrant checkpoints do so, and refuse torch.autograd.grad.
+    """
+    # A leaf's `grad` has the strides of the leaf, and not those with which autograd would go on.
+    arrived: dict[str, list[Tensor]] = {key: [] for key in inputs}
+    for key, grads in arrived.items():
+        leaves[key].register_hook(grads.append)
+    torch.autograd.backward(outputs, seeds)
+    gradients = [arrived[k][0] if len(arrived.get(k, ())) == 1 else leaf.grad for k, leaf in leaves.items()]
+    for leaf in leaves.values():
+        # The members' code may hold the leaf.
+        leaf.grad = None
+    return gradients
+
+
 class Training:
     """Executes the units of a task. One unit runs at a time; loads and evictions run concurrently.
 
@@ -301,15 +320,15 @@ class Training:
             outputs, seeds = zip(*roots, strict=True)
             for key, leaf in ends.items():
                 exclude(leaf, before[key])
-            with self._drawing(self._generators, device):
-                # Reentrant checkpoints accept no torch.autograd.grad.
-                torch.autograd.backward(outputs, seeds)
-            grads = {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
-            for key, leaf in leaves.items():
-                # Members' own code may hold the leaf.
-                leaf.grad = None
-                if key in inputs and key in grads:
-                    self._note_left_out(key, leaf, key in later, before[key])
+            gradients: Sequence[Tensor | None]
+            if self._recipe.branching is None:
+                gradients = torch.autograd.grad(outputs, [*leaves.values()], seeds, allow_unused=True)
+            else:
+                with self._drawing(self._generators, device):
+                    gradients = _gradients_by_backward(outputs, seeds, leaves, inputs)
+            grads = {key: grad for key, grad in zip(leaves, gradients, strict=True) if grad is not None}
+            for key in grads.keys() & inputs.keys():
+                self._note_left_out(key, inputs[key], key in later, before[key])
             self._collect(shard, grads)
         self._note_norms(unit)
         self._clean(shard)
