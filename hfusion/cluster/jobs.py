@@ -15,13 +15,14 @@ from torch.optim import lr_scheduler
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
-from hfusion.cluster.device_kinds import DeviceKinds
 from hfusion.cluster.executor import Executor
 from hfusion.cluster.longest_first import Load
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.cluster.node import ArrayJob
+from hfusion.cluster.rates import DIFFERS
 from hfusion.cluster.serialization import pack_with_keys
 from hfusion.core.errors import PlanError
+from hfusion.device.calibrate import Rates
 from hfusion.schedule.plan import Plan, Processes, TaskPlan
 from hfusion.tasks.alike_tasks import AlikeTasks
 from hfusion.tasks.arrange import Arrangement
@@ -29,6 +30,31 @@ from hfusion.tasks.array_plan import ArrayCost, Room
 from hfusion.tasks.checkpoints import check_every, check_folder
 from hfusion.tasks.sharing import check_loaders, check_tensors
 from hfusion.tasks.task import Task
+
+# The rates from which seconds are estimated.
+_COMPARED = ("flops", "memory", "calls", "load", "evict")
+
+
+class DeviceKinds:
+    """The kinds of the devices of a cluster. Rates and memory of one kind differ by a tenth at most."""
+
+    def __init__(self) -> None:
+        self.representatives: list[Room] = []
+
+    def kind(self, device: DeviceInfo) -> int:
+        """Return the index of a device's kind in ``representatives``. A device of a new kind is appended."""
+        for kind, room in enumerate(self.representatives):
+            # Arrays are placed by the budget of the kind, so no device of the kind may have less.
+            fits = room.budget <= device.budget <= room.budget * (1 + DIFFERS)
+            if room.device == device.physical and fits and _alike(room.rates, device.rates):
+                return kind
+        self.representatives.append(Room(device.physical, device.budget, device.rates, keep=True))
+        return len(self.representatives) - 1
+
+
+def _alike(first: Rates, second: Rates) -> bool:
+    pairs = [(getattr(first, name), getattr(second, name)) for name in _COMPARED]
+    return all(max(pair) <= min(pair) * (1 + DIFFERS) for pair in pairs)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hfusion as hf
-from hfusion.cluster.device_kinds import DeviceKinds
-from hfusion.cluster.jobs import RunOptions, arranged
+from hfusion.cluster.jobs import DeviceKinds, RunOptions, arranged
 from hfusion.cluster.messages import DeviceInfo
 from tests.trained import RATES
 
