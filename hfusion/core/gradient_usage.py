@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hfusion.core.layout import Listed
-from hfusion.core.member_mask import mask_of, rows_of_mask
 from hfusion.core.membership import Membership, has_rows, mark
 from hfusion.torch_private.autograd_engine import AccumulateGrad, at_end_of_backward, backward_id, backward_node
 from hfusion.torch_private.functorch import has_transforms_active, in_transform
@@ -389,3 +388,13 @@ def _as_run(run: ProgramRun | None) -> Iterator[None]:
         yield
     finally:
         _active.run = outer
+
+
+def mask_of(members: Iterable[int]) -> int:
+    """Return the bit mask of ``members``: unions of small tensors take longer than a node of autograd."""
+    return sum(1 << member for member in members)
+
+
+def rows_of_mask(mask: int, members: int) -> Tensor:
+    """Return a set of members as bool ``[members]``."""
+    return torch.tensor([bool(mask >> member & 1) for member in range(members)], dtype=torch.bool, device="cpu")
