@@ -11,13 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.array_editing import rearrange as rearrange_array
+from hfusion.array.joining_models import check_one_kind
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.capture.registered_tensors import device_of
+from hfusion.compiler.arguments import Arguments
+from hfusion.core.calls import call_arguments
+from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import FairLock
+from hfusion.core.member_random import keyed
 from hfusion.core.membership import is_per_member
 from hfusion.core.row_indices import check_once, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
+from hfusion.optim.added_stacks import stacks_to_take, take_stacks
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
@@ -29,17 +35,14 @@ from hfusion.population.evaluate import evaluate
 from hfusion.population.gradients import weighed, weighted
 from hfusion.population.group_updates import GroupUpdates
 from hfusion.population.hparams import Hparams
-from hfusion.population.members import EventKind, MembersByRow, Roll, apart, freeze, listed, population_array
-from hfusion.population.placed_models import place_models
+from hfusion.population.members import EventKind, MembersByRow, Roll, Widths, apart, freeze, listed, population_array
 from hfusion.population.plain_module import PlainModule
-from hfusion.population.row_counts import Widths
 from hfusion.population.sample_weights import sample_weighted, weigh_samples
 from hfusion.population.saving import Saving, in_turn
-from hfusion.population.shared_training import step_together
 from hfusion.population.update_guard import Limits, OnNonfinite, bad_rows, check_common, gradients_finite
 from hfusion.population.weights import MemberWeights
 from hfusion.step.compile_mode import Compile
-from hfusion.step.eager_step import EagerStep
+from hfusion.step.eager_step import EagerStep, backward
 from hfusion.step.train_step import train_step
 
 
@@ -398,3 +401,63 @@ class ArrayGroup(Saving, MembersByRow, MemberWeights):
         """See `hfusion.Population.evaluate`."""
         values = evaluate(self.fused, metric, loader, {row: self._roll.tag(row) for row in self._roll.live})
         return torch.tensor([values.get(row, math.nan) for row in range(len(self))], dtype=torch.float64, device="cpu")
+
+
+def place_models(array: ArrayGroup, rows: Sequence[int], models: Sequence[nn.Module]) -> None:
+    """Put ``models`` in ``rows`` of an array, and add the parameters that they bring to its optimizer.
+
+    Raises:
+        FusionError: a model cannot join, or it is not clear which param group takes its parameters. The array is
+            unchanged then.
+    """
+    if not array.takes_variants:
+        check_one_kind(array.fused, rows, models)
+        array.fused.put(rows, models)
+        return
+    _check_groups(array, models)
+    array.fused.put(rows, models)
+    take_stacks(array.optimizer, stacks_to_take(array.optimizer, None))
+
+
+def _check_groups(array: ArrayGroup, models: Sequence[nn.Module]) -> None:
+    parameters = dict(array.fused.named_parameters())
+    added = dict.fromkeys(
+        n for model in models for n, p in model.named_parameters() if p.requires_grad and n not in parameters
+    )
+    held = {id(param) for group in array.optimizer.param_groups for param in group["params"]}
+    partial = any(p.requires_grad and id(p) not in held for p in parameters.values())
+    if added and (partial or len(array.optimizer.param_groups) > 1):
+        raise FusionError(
+            f"the models that join have parameters of their own ({', '.join(added)}), and the optimizer of the array "
+            "has several param groups, or holds some parameters only"
+        )
+
+
+def step_together(pop: ArrayGroup, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
+    """Make an eager step with the losses of rows that are neither free nor frozen. Return losses ``[rows]``."""
+    updates = pop._updates
+    if not updates.underway:
+        pop.optimizer.zero_grad()
+        pop.fused.zero_grad()
+    args, kwargs = call_arguments(inputs, keywords)
+    training = set(pop._roll.live).difference(pop.frozen)
+    scales = torch.ones(len(pop.fused), dtype=torch.float64, device="cpu")
+    scales = (scales if pop.scaler is None else pop.scaler.scale(scales)) / int(updates.calls[0])
+
+    def of_block(losses: Tensor, rows: range) -> None:
+        chosen = [row - rows.start for row in rows if row in training]
+        if chosen:
+            block_scales = scales[rows.start : rows.stop].to(losses)
+            backward((losses * block_scales)[chosen])
+
+    budget = pop._step.budget
+    block = None if budget is None else budget.plan(Arguments.of(args, kwargs)).eager.block
+    with keyed(pop._step.keys):
+        values, _ = pop._together.run(args, kwargs, target, block, budget is not None, of_block)
+    if not training:
+        return values
+    updates.spoilt |= ~values.isfinite().cpu()
+    due = updates.count(pop._roll.alive)
+    if bool((due & pop._roll.alive).any()):
+        pop._update(values, due)
+    return values

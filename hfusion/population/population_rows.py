@@ -15,12 +15,11 @@ from hfusion.optim.lr_scheduler import PerMember
 from hfusion.population.best import BestMembers
 from hfusion.population.grouping import TOGETHER, PopulationGroup
 from hfusion.population.hparams import Hparams
-from hfusion.population.members import Models
+from hfusion.population.members import Models, Widths
 from hfusion.population.mixed import MixedMembers
 from hfusion.population.mixed_views import MixedHparams, MixedScheduler
 from hfusion.population.mixed_weights import MixedBest, active_mixed, each_mixed
 from hfusion.population.population import ArrayGroup
-from hfusion.population.row_counts import Widths
 
 
 class PopulationRows:

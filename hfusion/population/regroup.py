@@ -13,7 +13,7 @@ from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.population.grouping import TWINS, UNIQUE, shared_frozen, shortened
 from hfusion.population.member_layout import PlacedGroup
 from hfusion.population.moving import MemberState, copy_member_state, put
-from hfusion.population.placed_models import place_models
+from hfusion.population.population import place_models
 
 if TYPE_CHECKING:
     from hfusion.population.mixed import MixedMembers

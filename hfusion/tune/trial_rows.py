@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from hfusion.checkpoint.packed import PackedSave
 from hfusion.optim.convert import fuse
 from hfusion.optim.lr_scheduler import Make
-from hfusion.population.any_models import Population
+from hfusion.population.any_models import Population, flush, limit_norms
+from hfusion.population.members import Widths
 from hfusion.population.mixed_saving import packed
-from hfusion.population.partial_update import flush, limit_norms
-from hfusion.population.row_counts import Widths
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
 from hfusion.tune.epoch_batches import batches_on, seeded
 from hfusion.tune.epoch_result import EpochResult, Stopwatch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
 import hfusion as hf
-from hfusion.population.row_counts import Widths
+from hfusion.population.members import Widths
 
 DOUBLE = torch.float64
 
