@@ -297,8 +297,8 @@ def table(rows: Sequence[SpaceRow]) -> tuple[Table, list[str]]:
         if row.seconds is None or row.spread is None:
             shown.add_row(*labels, ("WRONG" if row.disagrees else "n/a") + footnotes.mark(row.reason))
             continue
-        times = (f"{row.seconds:.1f}", f"{row.spread:.0%}", f"{row.cpu_seconds:.1f}", f"{row.search_seconds:.1f}")
-        times += (f"{row.best:.4f}",)
+        times = [f"{row.seconds:.1f}", f"{row.spread:.0%}", f"{row.cpu_seconds:.1f}", f"{row.search_seconds:.1f}"]
+        times.append(f"{row.best:.4f}")
         versus = _factor(row.versus_best)
         if row.best_rival:
             versus.append(f" {row.best_rival}", style="default")
