@@ -42,7 +42,11 @@ static inline float expm1_float(float x) {
     return ADDED(power, ADDED(r * r, tail, r), power - 1);
 }
 
-static inline double expm1_double(double x) { return expm1(x > 700 ? 700 : x); }
+static inline double expm1_double(double x) { return expm1(x); }
+
+/* Beyond it e^x overflows. */
+static const float most_float = 88.0f;
+static const double most_double = 709;
 
 /* What of torch's C interface (torch/csrc/inductor/aoti_torch/c/shim.h) is called: addresses, from rnn.py. A function
    gives 0 if all is well, and has printed why if not. */
@@ -288,7 +292,10 @@ int rnn_register(const void *functions) {
 
 #else
 
-static inline REAL NAME(sigmoid)(REAL x) { return 1 / (2 + NAME(expm1)(-x)); }
+static inline REAL NAME(sigmoid)(REAL x) {
+    /* Exactly 0 far below, as torch's: its derivative times an infinite input is NaN, not infinite. */
+    return x < -NAME(most) ? 0 : 1 / (2 + NAME(expm1)(-x));
+}
 
 static inline REAL NAME(tanh)(REAL x) {
     /* Far from 0 it is 1 or -1, and the quotient below would be of infinities. */

@@ -197,6 +197,29 @@ def test_a_member_that_explodes_changes_no_other(layer: type[nn.RNNBase]) -> Non
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("value", [math.inf, -math.inf, 1e38])
+@pytest.mark.parametrize("where", ["input", "state"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_values_that_are_not_finite_give_the_gradients_of_torch(
+    layer: type[nn.RNNBase], dtype: torch.dtype, where: str, value: float
+) -> None:
+    models = [layer(3, 4).to(dtype) for _ in range(3)]
+    x, state = torch.randn(3, 5, 2, 3, dtype=dtype), torch.randn(3, 1, 2, 4, dtype=dtype)
+    with torch.no_grad():
+        {"input": x[1], "state": state[1], **models[1].state_dict()}[where].flatten()[5] = value
+    two = layer is nn.LSTM
+    fused = hf.fuse(models)
+    states = hf.stacked(state)
+    fused(hf.stacked(x), (states, states) if two else states)[0].sum().backward()
+    for member, model in enumerate(models):
+        model(x[member], (state[member], state[member]) if two else state[member])[0].sum().backward()
+        for name, parameter in model.named_parameters():
+            actual = fused.get_parameter(name).grad[member]
+            torch.testing.assert_close(actual, parameter.grad, equal_nan=True)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gates_far_from_zero_and_close_to_it(dtype: torch.dtype) -> None:
     """One unit, one step: sums that a kernel must not overflow at, and that it must not round to 0."""
