@@ -59,7 +59,7 @@ class Saving:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copy.deepcopy; the step is created again."""
         pop = cast("ArrayGroup", self)
-        dropped = {"_lock", "_finite", "_loss", "_step", "_saving", "_chosen"}
+        dropped = {"_lock", "_finite", "_step", "_together", "_saving", "_chosen"}
         state = {name: value for name, value in vars(self).items() if name not in dropped}
         return {**state, "known": sorted(pop._step.known_calls)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -201,3 +202,20 @@ def test_weights_of_many_sizes_stay_fused() -> None:
         for model, loss, own_weights in zip(models, losses, weights, strict=True):
             sample_losses = F.cross_entropy(model(x), y, reduction="none")
             torch.testing.assert_close(loss, (sample_losses * own_weights).sum().detach() / own_weights.sum())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pop: pickle.loads(pickle.dumps(pop))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("loss", [F.cross_entropy, nn.CrossEntropyLoss()], ids=["function", "module"])
+@pytest.mark.parametrize("kinds", [1, 2])
+@pytest.mark.parametrize("rows", [None, [1]])
+def test_a_copy_of_a_population_with_weights_goes_on_as_it_would(
+    rows: list[int] | None, kinds: int, loss: Any, copied: Callable[[Any], hf.Population]
+) -> None:
+    widths = [3, 3, 2 + kinds]
+    models = [nn.Sequential(nn.Linear(4, width), nn.Linear(width, 3)).double() for width in widths]
+    pop = hf.Population(models, optimizer=functools.partial(hf.optim.SGD, lr=0.1), loss=loss, compile=False)
+    x, y, weights = torch.randn(5, 4, dtype=DOUBLE), labels(5), torch.rand(5)
+    pop.step(x, y, weights=weights, rows=rows)
+    again = copied(pop)
+    for step_weights in (weights, None):
+        assert torch.equal(again.step(x, y, weights=step_weights), pop.step(x, y, weights=step_weights))
