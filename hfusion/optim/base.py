@@ -73,6 +73,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         # None before the first step; a string says why steps cannot be recorded.
         self._recording: RecordedUpdates | str | None = None
         self.initial_values: list[dict[str, float | None]] = []
+        # For each param group the options that its dict had: the optimizer's defaults do not replace them.
+        self.explicit_keys: list[frozenset[str]] = []
         self._held: Tensor | None = None
         # The number of the latest added stack that this optimizer was told of, see `added_stacks`.
         self.additions = latest_addition()
@@ -89,7 +91,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def add_param_group(self, param_group: ParamGroup) -> None:
         """Do the same as in torch. Raises ValueError for parameters of no array or of another B, or for bad values."""
-        by_stacks = not asked_of_members(param_group)
+        by_stacks, explicit = not asked_of_members(param_group), frozenset(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -103,6 +105,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
             copy_vectors(group)
             self._settings(group)
             self.initial_values.append(first_values(group, self.hypers, members))
+            self.explicit_keys.append(explicit)
         except Exception:
             self.param_groups.pop()
             raise
@@ -265,7 +268,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         marks = [[membership(param) for param in group["params"]] for group in self.param_groups]
-        return {**super().__getstate__(), "memberships": marks, "initial_values": self.initial_values}
+        kept = {"initial_values": self.initial_values, "explicit_keys": self.explicit_keys}
+        return {**super().__getstate__(), "memberships": marks, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         marks = state.pop("memberships", [])

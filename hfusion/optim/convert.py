@@ -13,6 +13,7 @@ from hfusion.core.errors import FusionError
 from hfusion.optim.adam import Adam, AdamW
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.group import membership_of
+from hfusion.optim.param_groups import AskedParams
 from hfusion.optim.settings import ParamGroup
 
 # How torch runs a step, not what it computes.
@@ -64,6 +65,7 @@ def fuse(
         for index, names in enumerate(keys)
     ]
     fused_optimizer: FusedOptimizer = cls(groups)  # type: ignore[call-arg]
+    fused_optimizer.explicit_keys = [_explicit_keys(optimizers, index) for index in range(len(groups))]
     for index, group in enumerate(fused_optimizer.param_groups):
         originals = zip(*(optimizer.param_groups[index]["params"] for optimizer in optimizers), strict=True)
         for param, member_params in zip(group["params"], originals, strict=True):
@@ -191,7 +193,7 @@ def _key(
 def _fuse_group(
     cls: type[FusedOptimizer], index: int, member_groups: list[ParamGroup], params: list[torch.nn.Parameter]
 ) -> ParamGroup:
-    group: ParamGroup = {"params": params}
+    group: ParamGroup = {"params": AskedParams(params)}
     if "param_names" in member_groups[0]:
         group["param_names"] = list(member_groups[0]["param_names"])
     for key, first in member_groups[0].items():
@@ -220,6 +222,21 @@ def _the_same(where: str, values: list[Any]) -> Any:
                 f"{where} is {value!r} for member {member} and {values[0]!r} for member 0: it must be the same"
             )
     return values[0]
+
+
+def _explicit_keys(optimizers: Sequence[Optimizer], index: int) -> frozenset[str]:
+    """Return the options in which a param group of torch differs from other groups and from the defaults.
+
+    torch does not store which options a group was given itself.
+    """
+    explicit = set()
+    for optimizer in optimizers:
+        for key, default in optimizer.defaults.items():
+            # A scheduler of torch has changed the rate of all groups since.
+            values = [group.get(f"initial_{key}", group.get(key)) for group in optimizer.param_groups]
+            if values[index] != default and any(value != values[index] for value in values):
+                explicit.add(key)
+    return frozenset(explicit)
 
 
 def _has_tensors(state: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from hfusion.core.memory import real_view
 from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
 from hfusion.optim.added_stacks import stacks_to_take, take_stacks
 from hfusion.optim.group import State, membership_of
-from hfusion.optim.hyper import Hyper, HyperValue, MemberVector, member_vector, plain, read
+from hfusion.optim.hyper import Hyper, MemberVector, member_vector, plain, read
 from hfusion.optim.settings import ParamGroup, named
 
 if TYPE_CHECKING:
@@ -67,12 +67,14 @@ class MemberRows:
         Args:
             groups: which param group takes which of the parameters that only these members have, if they differ from
                 the others in submodules. By default the only group takes all.
-            hypers: their hyper-parameters, one value or ``count`` values each, for all param groups. By default the
-                initial value, if that is one for all members.
+            hypers: their hyper-parameters, one value or ``count`` values each, for the param groups that take the
+                optimizer's default. As in torch, a group that was given its own value keeps it; only if it was given
+                one for each member, new members get the value from here. By default the initial value, if that is one
+                for all members.
 
         Raises:
-            ValueError: a hyper-parameter that differs between members is missing, or a value is out of range; or
-                members bring parameters, and it is ambiguous which group takes them.
+            ValueError: a hyper-parameter that differs between members is missing, or a value is out of range; or every
+                param group has its own; or members bring parameters, and it is ambiguous which group takes them.
         """
         if count < 1:
             raise ValueError(f"append() needs at least one member, got {count}.")
@@ -85,18 +87,22 @@ class MemberRows:
 
         Args:
             groups: see `append`, for members that `FusedModule.put` has added.
-            hypers: new hyper-parameters, one value or one for each of ``rows``, for all param groups. By default they
-                do not change.
+            hypers: new hyper-parameters, one value or one for each of ``rows``, for the same param groups as in
+                `append`. By default they do not change.
 
         Raises:
-            ValueError: a row is out of range or repeated, or a value is out of range.
+            ValueError: a row is out of range or repeated, or a value is out of range, or no param group takes it.
         """
         width = _width(self)
         fresh = rows_of(rows, width)
         check_once(fresh)
         chosen = stacks_to_take(cast("FusedOptimizer", self), groups)
-        for group in _groups(self):
-            _set(self, group, width, fresh, hypers)
+        new_values = _read_new_hypers(self, hypers, len(fresh))
+        for group, values in zip(_groups(self), new_values, strict=True):
+            vectors, _ = read(group, self.hypers, width)  # type: ignore[attr-defined]
+            for hyper, vector in zip(self.hypers, vectors, strict=True):  # type: ignore[attr-defined]
+                if hyper.label in values:
+                    vector[fresh] = values[hyper.label]
         sources: list[int | None] = list(range(width))
         for row in fresh:
             sources[row] = None
@@ -152,9 +158,10 @@ def rearrange(
     if list(sources) == list(range(before)):
         return
     # Everything that may fail comes first, so that an error changes nothing.
+    new_values = _read_new_hypers(optimizer, new_hypers, list(sources).count(None))
     vectors = [
-        _vectors(optimizer, group, first, before, sources, new_hypers)
-        for group, first in zip(_groups(optimizer), optimizer.initial_values, strict=True)
+        _vectors(optimizer, group, first, before, sources, values)
+        for group, first, values in zip(_groups(optimizer), optimizer.initial_values, new_values, strict=True)
     ]
     others = [_others(optimizer, group, before, sources) for group in _groups(optimizer)]
     chosen = stacks_to_take(optimizer, groups)
@@ -178,12 +185,11 @@ def _vectors(
     first: Mapping[str, float | None],
     width: int,
     sources: Sources,
-    new_hypers: Mapping[str, Any],
+    new_values: Mapping[str, Tensor],
 ) -> list[Tensor]:
-    """Return the checked hyper-parameters after the change."""
+    """Return the hyper-parameters of a group after the change, checked. ``new_values``: those of new members."""
     current, _ = read(group, optimizer.hypers, width)
     fresh = [index for index, source in enumerate(sources) if source is None]
-    new_values = _read_new_hypers(optimizer, new_hypers, len(fresh))
     vectors = []
     for hyper, vector in zip(optimizer.hypers, current, strict=True):
         moved = moved_rows(plain(vector), sources, {})
@@ -196,23 +202,44 @@ def _vectors(
     return vectors
 
 
-def _read_new_hypers(optimizer: Any, new_hypers: Mapping[str, Any], count: int) -> dict[str, Tensor]:
-    """Return the hyper-parameters ``[count]`` that the user passed for new members, by label. Raises ValueError."""
+def groups_taking(optimizer: Any, key: str) -> list[ParamGroup]:
+    """Return the param groups that take the optimizer's default of an option, because they were not given their own."""
+    groups = zip(_groups(optimizer), optimizer.explicit_keys, strict=True)
+    return [group for group, explicit in groups if key not in explicit]
+
+
+def explicit_everywhere(optimizer: Any, key: str) -> str:
+    """Return the text of an error about an option that every param group gives itself."""
+    return (
+        f"every param group of the {type(optimizer).__name__} was given its own {key}, so that {key}= has no effect. "
+        f"Leave it out of a group, or write optimizer.param_groups[...][{key!r}]"
+    )
+
+
+def _read_new_hypers(optimizer: Any, new_hypers: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:
+    """Return the hyper-parameters ``[count]`` that the user passed for new members, by label, for each param group."""
     unknown = [key for key in new_hypers if key not in {hyper.key for hyper in optimizer.hypers}]
     if unknown:
         keys = ", ".join(dict.fromkeys(hyper.key for hyper in optimizer.hypers))
         raise ValueError(f"{unknown[0]} is no hyper-parameter of {type(optimizer).__name__}; it has {keys}")
-    values = {}
-    for hyper in optimizer.hypers:
-        if hyper.key not in new_hypers:
-            continue
-        value: HyperValue = new_hypers[hyper.key]
-        if hyper.index is not None:
-            if not isinstance(value, (tuple, list)) or len(value) != 2:
-                raise ValueError(f"{hyper.key}={value!r} is not a pair")
-            value = value[hyper.index]
-        values[hyper.label] = plain(member_vector(hyper.label, value, count))
-    return values
+    new_values: list[dict[str, Tensor]] = [{} for _ in _groups(optimizer)]
+    for key, value in new_hypers.items():
+        hypers = [hyper for hyper in optimizer.hypers if hyper.key == key]
+        taken = False
+        for hyper in hypers:
+            if hyper.index is not None and (not isinstance(value, (tuple, list)) or len(value) != 2):
+                raise ValueError(f"{key}={value!r} is not a pair")
+            values = plain(member_vector(hyper.label, value if hyper.index is None else value[hyper.index], count))
+            hyper.check(values.tolist())
+            for group_values, explicit, first in zip(
+                new_values, optimizer.explicit_keys, optimizer.initial_values, strict=True
+            ):
+                initial = first.get(hyper.label) if key in explicit else None
+                group_values[hyper.label] = values if initial is None else torch.full_like(values, initial)
+                taken |= initial is None
+        if not taken:
+            raise ValueError(explicit_everywhere(optimizer, key))
+    return new_values
 
 
 def _initial_value(hyper: Hyper, value: float | None) -> Tensor:
@@ -242,17 +269,6 @@ def _others(optimizer: Any, group: ParamGroup, width: int, sources: Sources) -> 
                 )
             values[key] = value[[source for source in sources if source is not None]]
     return values
-
-
-def _set(optimizer: Any, group: ParamGroup, width: int, rows: Sequence[int], new_hypers: Mapping[str, Any]) -> None:
-    vectors, _ = read(group, optimizer.hypers, width)
-    new_values = _read_new_hypers(optimizer, new_hypers, len(rows))
-    for hyper in optimizer.hypers:
-        if hyper.label in new_values:
-            hyper.check(new_values[hyper.label].tolist())
-    for hyper, vector in zip(optimizer.hypers, vectors, strict=True):
-        if hyper.label in new_values:
-            vector[list(rows)] = new_values[hyper.label]
 
 
 def write_hyper(group: ParamGroup, hyper: Hyper, vector: Tensor) -> None:

@@ -10,13 +10,17 @@ from torch import Tensor
 
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import MemberVector, member_vector, read
+from hfusion.optim.optimizer_rows import explicit_everywhere, groups_taking
 
 
 class EveryGroup:
-    """One hyper-parameter in several param groups: reading gives what they agree on, writing writes to all."""
+    """One hyper-parameter in several param groups: reading gives what they agree on, writing writes to all.
 
-    def __init__(self, label: str, vectors: Sequence[MemberVector]) -> None:
-        self._label, self._vectors = label, vectors
+    ``refusal``: the error message of writes, if every group was given its own value.
+    """
+
+    def __init__(self, label: str, vectors: Sequence[MemberVector], refusal: str) -> None:
+        self._label, self._vectors, self._refusal = label, vectors, refusal
 
     def __len__(self) -> int:
         return len(self._vectors[0])
@@ -31,12 +35,14 @@ class EveryGroup:
         return values[0].as_subclass(Tensor)
 
     def __setitem__(self, rows: Any, value: Any) -> None:
+        """Raises ValueError where every group was given its own value."""
+        if self._refusal:
+            raise ValueError(self._refusal)
         for vector in self._vectors:
             vector[rows] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
     def copy_(self, values: Tensor) -> None:
-        for vector in self._vectors:
-            vector.copy_(values)
+        self[:] = values
 
     def tolist(self) -> list[float]:
         values: list[float] = self[:].tolist()
@@ -49,7 +55,8 @@ class EveryGroup:
 class Hparams(MutableMapping[str, Any]):
     """By name a float64 vector ``[rows]`` to read and write, a pair of them for betas.
 
-    With several param groups a value is that of all, see `EveryGroup`.
+    With several param groups it is the value of those that take the optimizer's default. A group that was given its own
+    keeps it: read and write ``optimizer.param_groups[...]``. See `EveryGroup`.
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
@@ -59,15 +66,17 @@ class Hparams(MutableMapping[str, Any]):
         hypers = [hyper for hyper in self._optimizer.hypers if hyper.key == key]
         if not hypers:
             raise KeyError(f"{key!r} is no hyper-parameter of {type(self._optimizer).__name__}; it has {list(self)}")
-        vectors = [self._vectors(hyper.label) for hyper in hypers]
+        taking = groups_taking(self._optimizer, key)
+        refusal = "" if taking else explicit_everywhere(self._optimizer, key)
+        columns = zip(
+            *(read(group, hypers, self._optimizer.members)[0] for group in taking or self._optimizer.param_groups),
+            strict=True,
+        )
+        vectors = [
+            column[0] if len(column) == 1 else EveryGroup(hyper.label, column, refusal)
+            for hyper, column in zip(hypers, columns, strict=True)
+        ]
         return vectors[0] if hypers[0].index is None else tuple(vectors)
-
-    def _vectors(self, label: str) -> Any:
-        index = [hyper.label for hyper in self._optimizer.hypers].index(label)
-        members = self._optimizer.members
-        groups = [read(group, self._optimizer.hypers, members)[0] for group in self._optimizer.param_groups]
-        vectors = [group[index] for group in groups]
-        return vectors[0] if len(vectors) == 1 else EveryGroup(label, vectors)
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Raises ValueError for what is no number or one for each row, and is out of range."""

@@ -327,6 +327,7 @@ def _sliced(task: Task, make: Factory, array: FusedModule, members: Sequence[int
         groups.append({**options, "params": [real[id(param)] for param in group["params"]]})
     kind: Any = type(whole)
     sliced: FusedOptimizer = kind(groups)
+    sliced.explicit_keys = whole.explicit_keys
     return sliced
 
 

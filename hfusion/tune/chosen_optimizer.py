@@ -11,6 +11,7 @@ from torch import nn
 from hfusion import optim
 from hfusion.core.membership import Membership, mark
 from hfusion.optim import FusedOptimizer
+from hfusion.optim.optimizer_rows import explicit_everywhere, groups_taking
 
 MakeOptimizer: TypeAlias = Callable[[Any], FusedOptimizer]
 
@@ -48,8 +49,14 @@ def optimizer_of(choice: Any) -> MakeOptimizer:
     return make
 
 
-def sample_optimizer(optimizer: MakeOptimizer) -> FusedOptimizer:
-    """Return the optimizer of one member on the meta device. Raises ValueError if it is not from hf.optim."""
+def sample_optimizer(
+    optimizer: MakeOptimizer, options: Mapping[str, Any] | None = None, hypers: Sequence[Mapping[str, Any]] = ()
+) -> FusedOptimizer:
+    """Return the optimizer of one member on the meta device. Raises ValueError if it is not from hf.optim.
+
+    The options and hyper-parameters are written as by `optimizer_with`, except where param groups that are chosen by
+    the names of a model's parameters would take them.
+    """
     params = [nn.Parameter(torch.empty(1, *shape, device="meta")) for shape in ((1, 1), (1,))]
     for param in params:
         mark(param, Membership("weight", 1, True))
@@ -59,6 +66,7 @@ def sample_optimizer(optimizer: MakeOptimizer) -> FusedOptimizer:
             f"optimizer gave {type(sample).__name__}: give a class of hf.optim, or a function that makes one from "
             "parameters, such as lambda params: hf.optim.SGD(params, momentum=0.9)"
         )
+    _write(sample, options or {}, hypers)
     return sample
 
 
@@ -68,19 +76,27 @@ def optimizer_with(
     """Return a function that makes the optimizer with the options of an array and hyper-parameters of its members.
 
     hypers: the hyper-parameters of each member, or one mapping for all members. Options may depend on them, as nesterov
-    needs momentum. Missing values keep the optimizer's defaults.
+    needs momentum. Missing values keep the optimizer's defaults, and a param group keeps what it was given itself. The
+    function raises ValueError for a value that no param group takes.
     """
 
     def make_optimizer(params: Any) -> FusedOptimizer:
         created = optimizer(params)
-        if isinstance(created, FusedOptimizer):
-            keys = dict.fromkeys(key for member in hypers for key in member)
-            for group in created.param_groups:
-                group.update(options)
-                group.update({key: _values(group[key], [member.get(key) for member in hypers]) for key in keys})
+        if isinstance(created, FusedOptimizer) and (unused := _write(created, options, hypers)):
+            raise ValueError(explicit_everywhere(created, unused[0]))
         return created
 
     return make_optimizer
+
+
+def _write(optimizer: FusedOptimizer, options: Mapping[str, Any], hypers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Write options and hyper-parameters as the optimizer's defaults; return the keys that no param group takes."""
+    keys = dict.fromkeys([*options, *(key for member in hypers for key in member)])
+    for key in keys:
+        for group in groups_taking(optimizer, key):
+            values = [member.get(key) for member in hypers]
+            group[key] = options[key] if key in options else _values(group[key], values)
+    return [key for key in keys if not groups_taking(optimizer, key)]
 
 
 def _values(defaults: Any, values: Sequence[Any]) -> Any:

@@ -80,10 +80,9 @@ class Shapes:
 
     def _plain_footprint(self, first: TrialModel, device: DeviceInfo) -> PlainFootprint:
         choices, judges = first.suggestion.choices, self._recipe.evaluates
-        make = optimizer_with(choices.optimizer, choices.options, [first.suggestion.hypers])
         return PlainFootprint(
             first.model,
-            sample_optimizer(make).state_stacks,
+            sample_optimizer(choices.optimizer, choices.options, [first.suggestion.hypers]).state_stacks,
             self._first_inputs(choices),
             device,
             evaluated=minibatches(self._recipe.judged(choices)[1]) if judges else 0,

@@ -16,7 +16,7 @@ from hfusion.device.generators import draws_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import member_vector
 from hfusion.optim.lr_scheduler import PerMember
-from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_of, optimizer_with, sample_optimizer
+from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_of, sample_optimizer
 from hfusion.tune.loaders import same_values
 from hfusion.tune.value_routing import (
     LOADER,
@@ -217,7 +217,7 @@ class Maker:
         epochs, accumulate, clip = self._numbers(routed[SWEEP])
         choices = ArrayChoices(kind, options, routed[LOADER], routed[LOSS], accumulate, clip is not None)
         # Raise errors now if hyper-parameters, options and scheduler do not fit together.
-        combined = sample_optimizer(optimizer_with(kind, options, [hypers]))
+        combined = sample_optimizer(kind, options, [hypers])
         _ = combined.state_stacks
         if self._scheduler is not None:
             PerMember(combined, partial(self._scheduler, **routed[SCHEDULER]))

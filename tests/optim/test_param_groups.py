@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,3 +182,183 @@ def test_groups_that_are_right_are_not_warned_of() -> None:
     # One rate for all of them says nothing of dims.
     uniform = [{"params": group["params"]} for group in split(fused)]
     hf.optim.AdamW(uniform, lr=0.1)
+
+
+def head(name: str, p: nn.Parameter) -> dict[str, Any]:
+    return {"lr": 0.05} if "linear" in name else {}
+
+
+def no_decay(name: str, p: nn.Parameter) -> dict[str, Any]:
+    return {} if p.dim() >= 2 else {"weight_decay": 0.0}
+
+
+def moments(name: str, p: nn.Parameter) -> dict[str, Any]:
+    return {"betas": (0.5, 0.6), "eps": 1e-3} if "norm" in name else {"amsgrad": p.dim() == 0}
+
+
+# Group options that a default for new members must not replace.
+EXPLICIT: list[Rule] = [head, no_decay, moments]
+DEFAULTS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2}
+NEW: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.6, "betas": (0.8, 0.95), "eps": 1e-5}
+
+
+def alone(model: nn.Module, rule: Rule, **defaults: Any) -> torch.optim.AdamW:
+    groups: list[dict[str, Any]] = []
+    for name, p in model.named_parameters():
+        options = rule(name, p) or {}
+        group = next((g for g in groups if {k: v for k, v in g.items() if k != "params"} == options), None)
+        if group is None:
+            groups.append(group := {"params": [], **options})
+        group["params"].append(p)
+    return torch.optim.AdamW(groups, **{**DEFAULTS, **defaults})
+
+
+def loaded(fused: Any, optimizer: Any, rule: Rule, folder: Path) -> tuple[Any, Any]:
+    again = hf.optim.AdamW(hf.optim.groups(fused, rule), **DEFAULTS)
+    again.load_state_dict(optimizer.state_dict())
+    return fused, again
+
+
+def read_again(fused: Any, optimizer: Any, rule: Rule, folder: Path) -> tuple[Any, Any]:
+    hf.save(folder, fused, optimizer)
+    again = hf.optim.AdamW(hf.optim.groups(fused, rule), **DEFAULTS)
+    hf.load(folder, fused, again)
+    return fused, again
+
+
+def from_torch(fused: Any, optimizer: Any, rule: Rule, folder: Path) -> tuple[Any, Any]:
+    models = fused.unfuse()
+    optimizers = [alone(model, rule) for model in models]
+    for member_optimizer, state in zip(optimizers, optimizer.unfuse(), strict=True):
+        member_optimizer.load_state_dict(state)
+    again = hf.fuse(models)
+    return again, hf.optim.fuse(optimizers, again)
+
+
+def rearranged(fused: Any, optimizer: Any, rule: Rule, folder: Path) -> tuple[Any, Any]:
+    for part in (fused, optimizer):
+        part.keep([1, 0])
+        part.copy(0, 1)
+    return fused, optimizer
+
+
+ACTS: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "nothing": lambda fused, optimizer, rule, folder: (fused, optimizer),
+    "deepcopy": lambda fused, optimizer, rule, folder: copy.deepcopy((fused, optimizer)),
+    "pickle": lambda fused, optimizer, rule, folder: pickle.loads(pickle.dumps((fused, optimizer))),
+    "load_state_dict": loaded,
+    "save": read_again,
+    "fuse": from_torch,
+    "keep, copy": rearranged,
+}
+
+
+def train(fused: Any, optimizer: Any, models: Sequence[nn.Module], others: Sequence[torch.optim.Optimizer]) -> None:
+    x = torch.randn(5, 4).double()
+    for _ in range(2):
+        fused.zero_grad()
+        fused(x).square().flatten(1).mean(1).sum().backward()
+        optimizer.step()
+        for model, other in zip(models, others, strict=True):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            other.step()
+
+
+def assert_row(fused: Any, row: int, model: nn.Module) -> None:
+    for name, stack in fused.named_parameters():
+        torch.testing.assert_close(stack[row], model.get_parameter(name), rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("join", ["append", "restart"])
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("rule", EXPLICIT, ids=lambda rule: rule.__name__)
+def test_defaults_of_new_members_leave_what_groups_were_given(rule: Rule, act: str, join: str, tmp_path: Path) -> None:
+    fused = hf.fuse([Net() for _ in range(2)])
+    optimizer = hf.optim.AdamW(hf.optim.groups(fused, rule), **DEFAULTS)
+    train(fused, optimizer, [], [])
+    fused, optimizer = ACTS[act](fused, optimizer, rule, tmp_path)
+    new = Net()
+    model = copy.deepcopy(new)
+    other = alone(model, rule, **NEW)
+    if join == "append":
+        fused.append([new])
+        optimizer.append(1, **NEW)
+    else:
+        for group in optimizer.param_groups:
+            group["lr"][1] *= 0.5
+        fused.put(1, new)
+        optimizer.restart(1, **NEW)
+    row = len(fused) - 1
+    train(fused, optimizer, [model], [other])
+    assert_row(fused, row, model)
+
+
+def test_a_group_with_a_value_for_each_member_takes_that_of_new_members() -> None:
+    fused = hf.fuse([Net() for _ in range(2)])
+    *first, last = fused.parameters()
+    each = {"params": first, "lr": [0.1, 0.2], "betas": ([0.8, 0.9], 0.5)}
+    optimizer = hf.optim.AdamW([each, {"params": [last], "lr": 0.3, "betas": (0.6, 0.5)}])
+    with pytest.raises(ValueError, match="lr differs between the members"):
+        optimizer.append(1, betas=(0.7, 0.8))
+    fused.append([Net()])
+    optimizer.append(1, lr=0.4, betas=(0.7, 0.8))
+    for group, expected in zip(optimizer.param_groups, [(0.4, 0.7, 0.5), (0.3, 0.6, 0.5)], strict=True):
+        assert (group["lr"][2], group["betas"][0][2], group["betas"][1][2]) == expected
+
+
+@pytest.mark.parametrize("join", ["append", "restart"])
+def test_a_value_that_no_group_takes_is_an_error_and_changes_nothing(join: str) -> None:
+    fused = hf.fuse([Net() for _ in range(2)])
+    optimizer = hf.optim.AdamW(hf.optim.groups(fused, nanogpt), lr=0.1)
+    before = repr(optimizer)
+    with pytest.raises(ValueError, match=r"every param group of the AdamW was given its own weight_decay"):
+        getattr(optimizer, join)(1, lr=0.2, weight_decay=0.5)
+    assert repr(optimizer) == before
+
+
+@pytest.mark.parametrize("rule", EXPLICIT, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("kind", ["array", "groups", "one"])
+def test_members_that_start_leave_what_groups_were_given(kind: str, rule: Rule) -> None:
+    models: list[nn.Module] = [Net(), nn.Sequential(Net()) if kind == "groups" else Net()][: 1 + (kind != "one")]
+    pop = hf.Population(
+        models,
+        optimizer=lambda params: hf.optim.AdamW(hf.optim.groups(params, rule), **DEFAULTS),
+        loss=F.mse_loss,
+        compile=False,
+    )
+    x, y = torch.randn(5, 4).double(), torch.zeros(5, 3).double()
+    pop.step(x, y)
+    new = [Net(), Net()]
+    copies = copy.deepcopy(new)
+    pop.stop(0)
+    rows = [pop.start(row, model, **NEW) for row, model in zip([0, None], new, strict=True)]
+    others = [alone(model, rule, **NEW) for model in copies]
+    pop.hparams["weight_decay"][rows[0]] = 0.7
+    for group in others[0].param_groups:
+        if group["weight_decay"] != 0.0:
+            group["weight_decay"] = 0.7
+    for _ in range(3):
+        pop.step(x, y)
+        for model, other in zip(copies, others, strict=True):
+            model.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            other.step()
+    for row, model in zip(rows, copies, strict=True):
+        for actual, expected in zip(pop.models[row].parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_hyper_parameters_that_every_group_was_given_are_written_to_the_groups() -> None:
+    pop = hf.Population(
+        [Net() for _ in range(2)],
+        optimizer=lambda params: hf.optim.AdamW(hf.optim.groups(params, nanogpt), lr=0.1),
+        loss=F.mse_loss,
+    )
+    for write in (
+        lambda: pop.hparams["weight_decay"].__setitem__(0, 0.5),
+        lambda: pop.hparams.update(weight_decay=0.5),
+    ):
+        with pytest.raises(ValueError, match="every param group of the AdamW was given its own weight_decay"):
+            write()
+    assert {float(group["weight_decay"][0]) for group in pop.optimizer.param_groups} == {0.0, 0.3}

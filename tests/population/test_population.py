@@ -485,8 +485,12 @@ def test_hyper_parameters_are_live() -> None:
     pop.hparams["lr"][[0, 2]] *= 2.0
     assert pop.hparams["lr"].tolist() == [0.2, 0.2, 0.6]
     assert pop.optimizer.param_groups[1]["lr"].tolist() == [0.2, 0.2, 0.6]
-    with pytest.raises(ValueError, match="weight_decay differs between the param groups"):
-        pop.hparams["weight_decay"][0]
+    pop.hparams["weight_decay"][1] = 0.5
+    assert pop.hparams["weight_decay"].tolist() == [0.01, 0.5, 0.01]
+    assert pop.optimizer.param_groups[1]["weight_decay"].tolist() == [0.0, 0.0, 0.0]
+    pop.optimizer.param_groups[1]["lr"][2] = 0.9
+    with pytest.raises(ValueError, match="lr differs between the param groups"):
+        pop.hparams["lr"][2]
     pop.hparams["betas"] = ([0.8, 0.9, 0.7], 0.99)
     assert pop.optimizer.param_groups[1]["betas"][0].tolist() == [0.8, 0.9, 0.7]
     assert set(pop.hparams) == {"lr", "betas", "eps", "weight_decay"}
