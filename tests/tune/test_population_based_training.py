@@ -45,7 +45,7 @@ def sweep(folder: Path | None = None, kill: int = 0, **options: Any) -> hf.Sweep
         F.cross_entropy,
         arguments.pop("loader"),
         metric=metric,
-        optimizer=hf.optim.SGD,
+        optimizer=arguments.pop("optimizer", hf.optim.SGD),
         sampler=optuna.samplers.RandomSampler(seed=2),
         trials=TRIALS,
         epochs=EPOCHS,
@@ -56,14 +56,20 @@ def sweep(folder: Path | None = None, kill: int = 0, **options: Any) -> hf.Sweep
     )
 
 
-def alone(trials: list[Any]) -> list[list[float]]:
+def rule(name: str, param: Any) -> dict[str, Any]:
+    """Options of a param group that the space does not replace."""
+    return {"lr": 0.02} if name == "2.weight" else {"momentum": 0.5} if param.dim() < 2 else {}
+
+
+def alone(trials: list[Any], rule: Any = lambda name, param: {}) -> list[list[float]]:
     """The values of all trials in plain torch, copied as was noted."""
     data, runs, values = loaders(), [], [[] for _ in trials]
     for trial in trials:
         torch.manual_seed(trial.number)
         first = trial.user_attrs.get("hfusion:suggested", trial.params)
         model = make_model(4 * first["width"])
-        runs.append((model, torch.optim.SGD(model.parameters(), lr=first["lr"], momentum=first["momentum"])))
+        groups = [{"params": [param], **rule(name, param)} for name, param in model.named_parameters()]
+        runs.append((model, torch.optim.SGD(groups, lr=first["lr"], momentum=first["momentum"])))
     for epoch in range(EPOCHS):
         for number, (model, optimizer) in enumerate(runs):
             torch.manual_seed(epoch)
@@ -79,8 +85,8 @@ def alone(trials: list[Any]) -> list[list[float]]:
             for event in trial.user_attrs.get("hfusion:copies", []):
                 if event["epoch"] == epoch + 1:
                     model, optimizer = copy.deepcopy(before[event["source"]])
-                    for group in optimizer.param_groups:
-                        group.update({name: event["params"][name] for name in ("lr", "momentum")})
+                    for group, (name, param) in zip(optimizer.param_groups, model.named_parameters(), strict=True):
+                        group.update({key: event["params"][key] for key in ("lr", "momentum")} | rule(name, param))
                     runs[number] = model, optimizer
     return values
 
@@ -102,6 +108,13 @@ def test_copies_train_as_their_originals_would(whole: hf.SweepResult) -> None:
     for trial, values in zip(whole.trials, alone(whole.trials), strict=True):
         assert list(trial.intermediate_values.values()) == pytest.approx(values, rel=1e-9)
         assert trial.state.name == "COMPLETE"
+
+
+def test_copies_leave_what_param_groups_were_given() -> None:
+    result = sweep(optimizer=lambda params: hf.optim.SGD(hf.optim.groups(params, rule)))
+    assert any("hfusion:copies" in trial.user_attrs for trial in result.trials)
+    for trial, values in zip(result.trials, alone(result.trials, rule), strict=True):
+        assert list(trial.intermediate_values.values()) == pytest.approx(values, rel=1e-9)
 
 
 def test_the_worst_of_a_shape_become_copies_of_its_best(whole: hf.SweepResult) -> None:
