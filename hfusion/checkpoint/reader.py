@@ -6,7 +6,7 @@ Everything is checked before anything is written.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -29,7 +29,9 @@ from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import read
 from hfusion.optim.lr_scheduler import PerMember
+from hfusion.optim.master_weights import OPTION, STACK, state_dtype
 from hfusion.optim.optimizer_rows import begin_rows
+from hfusion.optim.optimizer_state import numbers_shape
 
 
 @dataclass
@@ -198,7 +200,7 @@ class SaveReader:
                 hyper.check(rows.tolist())
                 values.append((vector, rows))
             for param in group["params"]:
-                states[param] = self._state(param)
+                states[param] = self._state(param, state_dtype(param, group[OPTION]), optimizer.numbers)
         begun = decode(record["begun"], {})
 
         def write() -> None:
@@ -215,8 +217,13 @@ class SaveReader:
 
         return write
 
-    def _state(self, param: Tensor) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-        """Return the optimizer state of a parameter by entry, and the rows of members that lack an entry, by entry."""
+    def _state(
+        self, param: Tensor, dtype: torch.dtype, numbers: Container[str]
+    ) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+        """Return the optimizer state of a parameter by entry, and the rows of members that lack an entry, by entry.
+
+        dtype: of the stacks in the state. numbers: the entries that are one number per member.
+        """
         mark = membership_of(param)
         prefix = f"optimizer/state/{mark.name}/"
         entries_by_save = [_entries(saved, prefix) for saved, _ in self.parts]
@@ -234,11 +241,13 @@ class SaveReader:
                 marks = [has for (_, indices), has in zip(self.parts, present, strict=True) for _ in indices]
                 value = _spread(value, marks)
                 fresh[entry] = [row for row, has in enumerate(marks) if not has]
-            like = param if value.dim() and value.shape == param.shape else None
-            expected_shape = [len(self.tags)] if mark.stacked else []
-            if like is None and list(value.shape) != expected_shape:
+            if value.shape != (numbers_shape(param) if entry in numbers else param.shape):
                 raise CheckpointError(f"{self.path}: {entry} of {mark.name} has shape {list(value.shape)}")
-            state[entry] = value if like is None else value.to(like)
+            if entry == STACK and dtype == param.dtype:
+                raise CheckpointError(
+                    f"{self.path} holds master weights, and the optimizer has none: make it with master_weights=True"
+                )
+            state[entry] = value if entry in numbers else value.to(param.device, dtype)
         return state, fresh
 
     def scheduler(self, scheduler: Any) -> Callable[[], None]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from hfusion.optim import base, recording
 from tests.optim.arrays import CASES, EVERY, FORMULAS, Array, alone_class, for_array, for_member, start
 from tests.optim.interpreted import forget, interpret
 from tests.optim.tape import Closure
+from tests.tasks.resumed import CutError, planned_as
+from tests.trained import machine
 
 SHAPES = ((7, 5), (2,), (0,), (131,))
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -160,6 +164,117 @@ def test_a_saved_state_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     steps(copied, fused, batches[3:])
     for weight, other in zip(weights(whole), weights(fused), strict=True):
         assert torch.equal(weight, other)
+
+
+class Matrices(nn.Module):
+    """What every optimizer takes, Muon too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, width, bias=False), nn.Linear(width, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
+
+
+class Scaled(Matrices):
+    """With a number for each member, whose state is as large as the step counts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+SAVED = ["SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Lion", "Muon", "NAdam", "RAdam", "RMSprop"]
+
+
+def saved_models(name: str, dtype: torch.dtype, widths: Sequence[int]) -> list[nn.Module]:
+    torch.manual_seed(7)
+    return [(Matrices if name == "Muon" else Scaled)(width).to(dtype) for width in widths]
+
+
+def with_masters(name: str) -> Callable[[Any], Any]:
+    momentum = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+    return functools.partial(getattr(hf.optim, name), lr=1e-2, master_weights=True, **momentum)
+
+
+def all_state(fused: Any, optimizer: Any) -> list[Tensor]:
+    entries = [optimizer.state[param] for param in fused.parameters()]
+    assert all("master_param" in entry for entry in entries)
+    return [*weights(fused), *(entry[key].clone() for entry in entries for key in sorted(entry))]
+
+
+@DTYPES
+@pytest.mark.parametrize("name", SAVED)
+def test_a_save_goes_on_with_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    batches = [batch(dtype) for _ in range(6)]
+    whole, again = (hf.fuse(saved_models(name, dtype, [5, 5])) for _ in range(2))
+    optimizer, loaded = (with_masters(name)(fused.parameters()) for fused in (whole, again))
+    steps(optimizer, whole, batches[:3])
+    hf.save(tmp_path, whole, optimizer)
+    hf.load(tmp_path, again, loaded)
+    for fused_optimizer, fused in ((optimizer, whole), (loaded, again)):
+        steps(fused_optimizer, fused, batches[3:])
+    for actual, expected in zip(all_state(again, loaded), all_state(whole, optimizer), strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("widths", [[5], [5, 5, 5], [5, 6, 6]], ids=["one", "array", "groups"])
+@pytest.mark.parametrize("name", ["SGD", "NAdam", "Muon"])
+def test_a_saved_population_goes_on_with_the_same_bits(
+    name: str, widths: list[int], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    batches = [batch(dtype) for _ in range(6)]
+    options: dict[str, Any] = {"optimizer": with_masters(name), "loss": F.mse_loss, "compile": False}
+    pop = hf.Population(saved_models(name, dtype, widths), **options)
+    for x, y in batches[:3]:
+        pop.step(x, y)
+    pop.save(tmp_path)
+    models_by_tag = dict(zip(pop.tags, saved_models(name, dtype, widths), strict=True))
+    again = hf.Population.load(tmp_path, lambda tag: models_by_tag[tag], **options)
+    for x, y in batches[3:]:
+        assert torch.equal(pop.step(x, y), again.step(x, y))
+    for model, other in zip(pop.models, again.models, strict=True):
+        for param, expected in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(param, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize("mode", ["resident", "spilled"])
+def test_a_resumed_run_goes_on_with_the_same_bits(mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    batches = [batch(dtype) for _ in range(4)]
+
+    def run(root: Path | None, cut: int | None = None) -> list[Tensor]:
+        def stop(heard: Any) -> None:
+            if isinstance(heard, hf.Step) and heard.epoch * 4 + heard.step == cut:
+                raise CutError
+
+        fused = hf.fuse(saved_models("AdamW", dtype, [5, 5]))
+        optimizer = with_masters("AdamW")(fused.parameters())
+        options: dict[str, Any] = {"epochs": 2, "callbacks": [stop], "compile": False, "name": "t"}
+        tasks = [hf.Task(fused, F.mse_loss, lambda params: optimizer, batches, **options)]
+        hf.train(tasks, machine(), plan=planned_as(tasks, machine(), [mode]), checkpoint=root, every=1)
+        return all_state(fused, optimizer)
+
+    expected = run(None)
+    with pytest.raises(hf.TrainError):
+        run(tmp_path, cut=5)
+    for actual, value in zip(run(tmp_path), expected, strict=True):
+        assert torch.equal(actual, value)
+
+
+def test_a_save_with_master_weights_needs_an_optimizer_with_them(tmp_path: Path) -> None:
+    fused = hf.fuse(models())
+    optimizer = hf.optim.AdamW(fused.parameters(), master_weights=True)
+    steps(optimizer, fused, [batch()])
+    hf.save(tmp_path, fused, optimizer)
+    with pytest.raises(hf.CheckpointError, match="make it with master_weights=True"):
+        hf.load(tmp_path, fused, hf.optim.AdamW(fused.parameters()))
 
 
 def test_a_state_of_an_earlier_version_has_no_such_option() -> None:
