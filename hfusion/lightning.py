@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
@@ -18,6 +19,7 @@ from hfusion.core.calls import stacked
 from hfusion.core.errors import FusionError
 from hfusion.optim import FusedOptimizer, clip_grad_norm_, clip_grad_value_
 from hfusion.optim.hyper import HyperValue
+from hfusion.optim.lr_scheduler import PerMember
 
 try:
     import lightning
@@ -38,6 +40,8 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         optimizer: makes an optimizer of hf.optim from parameters.
         scheduler: makes a scheduler of torch or of hf.optim.lr_scheduler from that optimizer.
         scheduler_interval: step the scheduler after every ``"epoch"``, or after every ``"step"`` of the optimizer.
+        monitor: the logged value of each member that a ReduceLROnPlateau of hf.optim.lr_scheduler watches, or those of
+            torch within a PerMember.
         clip_norm, clip_value: the maximum gradient norm, and the maximum absolute gradient, of each member; one value,
             or one per member. ``Trainer(gradient_clip_val=...)`` raises an error, as it would clip all by one norm.
         accumulate: the number of batches per update, which uses the mean of their gradients.
@@ -48,7 +52,8 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
 
     Raises:
         FusionError: the models cannot be fused.
-        ValueError: tags and members differ in number, or ``accumulate`` is less than 1.
+        ValueError: tags and members differ in number, or ``accumulate`` is less than 1; or a scheduler watches
+            ``monitor``, and no value of that name was logged.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         optimizer: Callable[[Any], FusedOptimizer],
         scheduler: Callable[[Any], Any] | None = None,
         scheduler_interval: Literal["epoch", "step"] = "epoch",
+        monitor: str = "val_loss",
         clip_norm: HyperValue | None = None,
         clip_value: HyperValue | None = None,
         accumulate: int = 1,
@@ -78,7 +84,8 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
             raise ValueError(f"{len(self.tags)} tags for {len(self.fused)} members: give one for each")
         self._losses = per_model(loss)
         self._metrics = {name: per_model(metric) for name, metric in (metrics or {}).items()}
-        self._optimizer, self._scheduler, self._interval = optimizer, scheduler, scheduler_interval
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._interval, self._monitor = scheduler_interval, monitor
         self._clip_norm, self._clip_value = clip_norm, clip_value
         self._accumulate, self._own_batches = accumulate, own_batches
 
@@ -115,7 +122,14 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         optimizer = self._optimizer([parameter for parameter in self.fused.parameters() if parameter.requires_grad])
         if not isinstance(optimizer, FusedOptimizer):
             raise ValueError(f"optimizer gave {type(optimizer).__name__}, one for all members: give one of hf.optim")
-        return optimizer if self._scheduler is None else ([optimizer], [self._scheduler(optimizer)])
+        if self._scheduler is None:
+            return optimizer
+        scheduler = self._scheduler(optimizer)
+        if isinstance(scheduler, ReduceLROnPlateau) and not isinstance(scheduler, PerMember):
+            raise ValueError(
+                "torch's ReduceLROnPlateau watches one value for all members. Give that of hf.optim.lr_scheduler."
+            )
+        return [optimizer], [scheduler]
 
     def configure_callbacks(self) -> Any:
         """Return a monitor of all members' rates. Raise ValueError if the Trainer clips or accumulates gradients."""
@@ -155,9 +169,9 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
         if last:
             self._clip()
             optimizer.step()
-            if self._interval == "step":
-                self._step_scheduler()
         self._log("train_loss", losses.detach(), _samples(batch, self._own_batches))
+        if last and self._interval == "step":
+            self._step_scheduler()
         member_losses: Tensor = losses.detach()
         return member_losses
 
@@ -169,7 +183,20 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
     def _step_scheduler(self) -> None:
         if self._scheduler is not None:
             scheduler: Any = self.lr_schedulers()
-            scheduler.step()
+            watches = isinstance(scheduler, PerMember) and any(scheduler.takes_metrics)
+            scheduler.step(**{"metrics": self._watched()} if watches else {})
+
+    def _watched(self) -> list[float]:
+        """Return the last value of ``monitor`` of each member. Raises ValueError if there is none."""
+        logged = self.trainer.callback_metrics
+        names = [f"{self._monitor}/{tag}" for tag in self.tags]
+        if any(name not in logged for name in names):
+            end = f"/{self.tags[0]}"
+            raise ValueError(
+                f"the scheduler watches monitor={self._monitor!r}, which was not logged for each member. These were: "
+                f"{sorted(name.removesuffix(end) for name in logged if name.endswith(end))}."
+            )
+        return [float(logged[name]) for name in names]
 
     def _clip(self) -> None:
         params = [parameter for parameter in self.fused.parameters() if parameter.grad is not None]

@@ -39,10 +39,11 @@ def one_for_each(make: Make | Sequence[Make], count: int) -> list[Make]:
 class PerMember(torch_schedulers.LRScheduler):
     """One scheduler of torch per member of an array, each with its own class, arguments and step count.
 
-    ``make``: makes the scheduler of one member from a stand-in for its optimizer; or a list of B such functions. In a
-    subclass ``kind`` may name a class of torch, whose ``options`` are lists, tuples or tensors of one value per member,
-    or values for all. Call `keep`, `copy` and `append` on the optimizer first. Raises TypeError for an optimizer that
-    is not of hf.optim, ValueError for a list whose length is not B.
+    ``make``: makes the scheduler of one member from a stand-in for its optimizer; or a list of B such functions; or,
+    with ``options``, a class of torch. Options are lists, tuples or tensors of one value per member, or values for all:
+    ``PerMember(opt, CyclicLR, base_lr=[0.01, 0.02], max_lr=0.1)``. If torch takes a list with a value for each param
+    group, a member's value may be one. Call `keep`, `copy` and `append` on the optimizer first. Raises TypeError for an
+    optimizer that is not of hf.optim, ValueError for a list whose length is not B, or arguments that torch refuses.
 
     Example:
         >>> import hfusion as hf, torch
@@ -88,29 +89,33 @@ class PerMember(torch_schedulers.LRScheduler):
             self._schedulers.append(scheduler)
 
     def _resolve_makes(self, make: Make | Sequence[Make] | None, options: dict[str, Any], count: int) -> list[Make]:
-        """Return the functions that make the schedulers of ``count`` members, from ``make`` or ``options``."""
-        if make is None:
-            return self._of_options(options, count)
-        if options:
-            raise ValueError(f"{type(self).__name__} takes options or functions, not both: {next(iter(options))}")
-        return one_for_each(make, count)
-
-    def _of_options(self, options: dict[str, Any], count: int) -> list[Make]:
-        kind = self.kind
+        """Return the functions that make the schedulers of ``count`` members, from ``make`` and ``options``."""
+        kind = self.kind if make is None else make
         if kind is None:
             raise ValueError(f"{type(self).__name__} needs a function that makes the scheduler of one member")
+        if not options:
+            return one_for_each(kind, count)
+        if not callable(kind):
+            name = type(self).__name__
+            raise ValueError(f"{name} takes options or a list of functions, not both: {next(iter(options))}")
         values = {name: _member_values(name, value, count) for name, value in options.items()}
         if not any(isinstance(value, list | tuple | Tensor) for value in options.values()):
-            return [lambda optimizer: kind(optimizer, **options)] * count
-        rows = [{name: value[member] for name, value in values.items()} for member in range(count)]
-        return [partial(_of_kind, kind, row) for row in rows]
+            return [partial(kind, **options)] * count
+        return [partial(kind, **{name: value[row] for name, value in values.items()}) for row in range(count)]
 
     def _create_schedulers(self, rows: Iterable[int]) -> None:
         """Create the schedulers of members ``rows``, at step 0 and with the current hyper-parameters."""
         self._pull()
         for row in rows:
             stand_in = self._stand_ins[row]
-            self._schedulers[row] = scheduler = self._makes[row](stand_in)
+            try:
+                self._schedulers[row] = scheduler = self._makes[row](stand_in)
+            except (ValueError, AssertionError) as error:
+                raise ValueError(
+                    f"the scheduler of member {row} cannot be made: {str(error).rstrip('.')}. Where a list has a value "
+                    "per member, give one function for each member, or the class and its arguments: "
+                    "hf.optim.lr_scheduler.PerMember(opt, OneCycleLR, max_lr=[...], total_steps=100)."
+                ) from error
             if not callable(getattr(scheduler, "step", None)):
                 raise TypeError(
                     f"the function that makes the scheduler of member {row} gave {type(scheduler).__name__}: let it "
@@ -341,10 +346,6 @@ def _member_values(name: str, value: Any, members: int) -> list[Any]:
             "be a list of one for each param group"
         )
     return [float(item) if isinstance(item, Tensor) else item for item in value]
-
-
-def _of_kind(kind: Any, options: dict[str, Any], optimizer: Any) -> Any:
-    return kind(optimizer, **options)
 
 
 def _load_member(scheduler: Any, stand_in: Optimizer, state: Mapping[str, Any]) -> None:

@@ -208,6 +208,60 @@ def test_one_cycle_for_each_member(options: dict[str, Any], name: str) -> None:
     array.assert_equal()
 
 
+# Classes of torch with arguments of which torch takes one, or a list with one for each param group.
+CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "OneCycleLR": (ls.OneCycleLR, {"max_lr": [0.5, 0.1, 0.02], "total_steps": 12}),
+    "CyclicLR": (
+        ls.CyclicLR,
+        {"base_lr": [0.5, 0.1, 0.02], "max_lr": torch.tensor([0.6, 0.2, 0.1]), "cycle_momentum": False},
+    ),
+    "LambdaLR": (ls.LambdaLR, {"lr_lambda": [lambda epoch: 0.5, lambda epoch: 0.9**epoch, lambda epoch: 1.0]}),
+    "MultiplicativeLR": (ls.MultiplicativeLR, {"lr_lambda": [lambda epoch: 0.5, lambda epoch: 0.9, lambda epoch: 1.0]}),
+    "MultiStepLR": (ls.MultiStepLR, {"milestones": [[1, 3], [2], [4, 5]], "gamma": (0.1, 0.5, 0.9)}),
+    "a function": (lambda o, size: ls.StepLR(o, size), {"size": [1, 2, 3]}),
+}
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_with_a_value_per_member(name: str, groups: int) -> None:
+    kind, options = CLASSES[name]
+    fused, optimizers = start("SGD", {"lr": Per(0.1, 0.5)}, array := Array(3, shapes=[(3,), (2,)]))
+    if groups == 2:
+        fused = hf.optim.SGD([{"params": [p]} for p in array.params], lr=[0.1, 0.05, 0.025])
+        optimizers = [
+            torch.optim.SGD([{"params": [p]} for p in ps], lr=0.1 * 0.5**m) for m, ps in enumerate(array.members)
+        ]
+    scheduler = hf.optim.lr_scheduler.PerMember(fused, kind, **options)
+    references = [kind(o, **alone(options, member)) for member, o in enumerate(optimizers)]
+    for _ in range(6):
+        run(array, fused, optimizers, 1)
+        scheduler.step()
+        for reference in references:
+            reference.step()
+        for index, group in enumerate(fused.param_groups):
+            assert group["lr"].tolist() == [float(o.param_groups[index]["lr"]) for o in optimizers]
+
+
+LISTS: dict[str, Callable[[Any], Any]] = {
+    "OneCycleLR": lambda o: ls.OneCycleLR(o, max_lr=[0.1, 0.2, 0.3], total_steps=9),
+    "CyclicLR": lambda o: ls.CyclicLR(o, base_lr=[0.1, 0.2, 0.3], max_lr=0.5),
+    "LambdaLR": lambda o: ls.LambdaLR(o, [lambda epoch: 1.0] * 3),
+    "ReduceLROnPlateau": lambda o: ls.ReduceLROnPlateau(o, min_lr=[0.1, 0.2, 0.3]),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_in_the_function_of_one_member_is_refused_in_words(name: str) -> None:
+    fused, _ = start("SGD", {"momentum": 0.9}, Array(3, shapes=[(3,)]))
+    with pytest.raises(
+        ValueError, match=r"scheduler of member 0 cannot be made: .*one function for each member, or the"
+    ):
+        hf.optim.lr_scheduler.PerMember(fused, LISTS[name])
+    with pytest.raises(ValueError, match="options or a list of functions, not both: gamma"):
+        hf.optim.lr_scheduler.PerMember(fused, [ls.ExponentialLR] * 3, gamma=0.5)
+
+
 def test_torchs_one_cycle_takes_a_vector() -> None:
     array = Array(3, shapes=[(3,)])
     fused, optimizers = start("Adam", {}, array)
@@ -377,7 +431,7 @@ def test_a_schedule_that_differs_must_be_given_to_who_joins() -> None:
         hf.optim.lr_scheduler.PerMember(living.opt, living.makes)
     with pytest.raises(TypeError, match="scheduler of member 0 gave NoneType: let it give one of torch"):
         hf.optim.lr_scheduler.PerMember(living.opt, lambda o: None)
-    with pytest.raises(ValueError, match="options or functions, not both"):
+    with pytest.raises(ValueError, match="options or a list of functions, not both"):
         hf.optim.lr_scheduler.ReduceLROnPlateau(living.opt, living.makes, patience=2)
     plateau = hf.optim.lr_scheduler.PerMember(living.opt, lambda o: ls.ReduceLROnPlateau(o))
     with pytest.raises(ValueError, match="member 0 has a ReduceLROnPlateau: give step metrics"):
