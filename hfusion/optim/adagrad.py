@@ -45,16 +45,7 @@ class Adagrad(FusedOptimizer):
         maximize: bool = False,
         master_weights: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-            "maximize": maximize,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, locals())
 
     @staticmethod
     def stacks(h: Any, o: Any) -> tuple[str, ...]:

@@ -46,16 +46,7 @@ class Adam(FusedOptimizer):
         maximize: bool = False,
         master_weights: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, locals())
 
     @staticmethod
     def stacks(h: Any, o: Any) -> tuple[str, ...]:

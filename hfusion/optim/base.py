@@ -1,10 +1,9 @@
 """The mechanism of the fused optimizers: stacks ``[B, *shape]`` of parameters, vectors ``[B]`` of numbers.
 
-Arithmetic that broadcasts a vector over a stack reads and writes every tensor several times and is slower
-than a loop over the members. So the optimizers that are used most have a kernel of our own beside their formula, in C
-on a CPU (``native``) and in Triton on a CUDA device (``gpu``), which takes the vectors and makes one pass over the
-memory of a group. Elsewhere, and where it cannot be compiled, the formula runs (``stacked``); for dtypes of less than
-32 bits that have no kernel, and complex ones, torch's own class runs on the members' rows (``eager_members``).
+Arithmetic that broadcasts a vector over a stack reads and writes every tensor several times and is slower than a loop
+over the members. So the most used optimizers have a kernel beside their formula, in C on a CPU (``native``) and in
+Triton on a CUDA device (``gpu``), which makes one pass over the memory of a group. Without a kernel the formula runs;
+for dtypes of less than 32 bits, and complex ones, torch's own class runs on the members' rows (``eager_steppers``).
 """
 
 from __future__ import annotations
@@ -25,21 +24,19 @@ from hfusion.core.errors import CheckpointError
 from hfusion.core.gradient_usage import any_absent
 from hfusion.core.membership import latest_addition, mark, membership
 from hfusion.core.row_gradients import settle
-from hfusion.optim import coupling, master_weights, native_kernels
+from hfusion.optim import coupling, master_weights, native_kernels, skipped_members
 from hfusion.optim.added_stacks import check_added_stacks
 from hfusion.optim.checks import check_memory, check_padding
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import Groups, State, common_members, membership_of, same_objects
 from hfusion.optim.hyper import copy_vectors, plain, read, unchanged
 from hfusion.optim.optimizer_rows import MemberRows, check_width, first_values
-from hfusion.optim.optimizer_state import check_entries, complete_state, paired, parts_of
+from hfusion.optim.optimizer_state import check_entries, complete_state, member_state_dicts, paired, parts_of
 from hfusion.optim.param_groups import asked_of_members
 from hfusion.optim.recording import RecordedUpdates, recording_on
-from hfusion.optim.scaled import divide, overflown
 from hfusion.optim.settings import Options, ParamGroup, Settings, named
-from hfusion.optim.skipped_members import SkippedRows, of_members, restore_skipped, together, without_gradient
+from hfusion.optim.skipped_members import SkippedRows, of_members, together
 from hfusion.optim.step_cache import StepCache, Work
-from hfusion.optim.unfuse import member_state_dicts
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.optimizer_hooks import spare_dynamo
 
@@ -79,7 +76,9 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         # The number of the latest added stack that this optimizer was told of, see `added_stacks`.
         self.additions = latest_addition()
         spare_dynamo()
-        super().__init__(params, {master_weights.OPTION: False, **defaults})
+        # The constructors of hf.optim pass their locals().
+        values = {name: value for name, value in defaults.items() if name not in ("self", "params", "__class__")}
+        super().__init__(params, {master_weights.OPTION: False, **values})
         first = self.param_groups[0]["params"][0]
         if self.kernel is not None and first.is_cpu and type(first) in (Tensor, Parameter):
             native_kernels.start_compiling()
@@ -147,13 +146,13 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
                 loss = closure()
         settle(self._params())
         work = self._work()
-        skipped = without_gradient(self._params()) if any_absent() else {}
+        skipped = skipped_members.without_gradient(self._params()) if any_absent() else {}
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             skipped = together(skipped, self._unscaled(found_inf))
             work = self._work()
         if self._held is not None:
             skipped = together(skipped, of_members(self._active(), self._held))
-        with torch.no_grad(), restore_skipped(skipped, self.state) if skipped else nullcontext():
+        with torch.no_grad(), skipped_members.restore_skipped(skipped, self.state) if skipped else nullcontext():
             if isinstance(self._recording, RecordedUpdates):
                 self._recording.step(work)
             else:
@@ -179,8 +178,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         active = self._active()
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
-            divide(active, scale)
-        return overflown(active, self.members) if found_inf.item() else {}
+            skipped_members.divide(active, scale)
+        return skipped_members.overflown(active, self.members) if found_inf.item() else {}
 
     def _active(self) -> list[Tensor]:
         return [param for param in self._params() if param.grad is not None]
@@ -225,7 +224,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         entries, groups = parts_of(state_dict)
         for group, saved in zip(self.param_groups, groups, strict=False):
             try:
-                self._settings({master_weights.OPTION: False, **saved, "params": group["params"]})
+                self._settings({**saved, "params": group["params"]})
             except (KeyError, ValueError) as error:
                 raise CheckpointError(
                     f"the state is not one of this array and of {type(self).__name__}: {error}"
@@ -240,7 +239,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         for param, saved in paired(self.param_groups, {**state_dict, "state": state}):
             self.state[param].update({name: saved[name] for name in self.numbers if name in saved})
             master_weights.restore(param, self.state[param], saved, self.numbers)
-        master_weights.complete(self.param_groups)
 
     def unfuse(self) -> list[dict[str, Any]]:
         """Return B state dicts, one per member, for torch.optim's class of the same name."""
@@ -280,7 +278,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._recording = None
         self._held = None
         self.additions = latest_addition()
-        master_weights.complete(self.param_groups)
         # A copy of a Parameter has no `Membership`.
         for group, memberships in zip(self.param_groups, marks, strict=False):
             for param, saved_mark in zip(group["params"], memberships, strict=True):

@@ -14,12 +14,11 @@ from hfusion.core.membership import Membership, membership
 from hfusion.device.backend import backend
 from hfusion.optim import gpu, native_kernels
 from hfusion.optim.checks import check_gradient, check_memory, check_rows, check_state
-from hfusion.optim.eager_members import EagerStepper
+from hfusion.optim.eager_steppers import EagerStepper, StackedStepper
 from hfusion.optim.formula import Formula
 from hfusion.optim.master_weights import STACK as MASTER
 from hfusion.optim.master_weights import MasterStepper, state_dtype
 from hfusion.optim.settings import Settings
-from hfusion.optim.stacked import StackedStepper
 
 State: TypeAlias = dict[str, Tensor]
 

@@ -42,14 +42,7 @@ class Lion(FusedOptimizer):
         maximize: bool = False,
         master_weights: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, locals())
 
     @staticmethod
     def stacks(h: Any, o: Any) -> tuple[str, ...]:

@@ -96,8 +96,7 @@ class PerMember(torch_schedulers.LRScheduler):
         if not options:
             return one_for_each(kind, count)
         if not callable(kind):
-            name = type(self).__name__
-            raise ValueError(f"{name} takes options or a list of functions, not both: {next(iter(options))}")
+            raise ValueError(f"give options or a list of functions, not both: {next(iter(options))}")
         values = {name: _member_values(name, value, count) for name, value in options.items()}
         if not any(isinstance(value, list | tuple | Tensor) for value in options.values()):
             return [partial(kind, **options)] * count

@@ -34,12 +34,6 @@ def option_of(group: ParamGroup) -> bool:
     return value
 
 
-def complete(groups: Sequence[ParamGroup]) -> None:
-    """Add the option to param groups that were saved by earlier versions, which did not have it."""
-    for group in groups:
-        group.setdefault(OPTION, False)
-
-
 def state_dtype(param: Tensor, option: bool) -> torch.dtype:
     """Return the dtype of the stacks in the state of ``param``: that of its master weights, if it has them."""
     return torch.float32 if option and param.dtype in _HALVES else param.dtype

@@ -50,18 +50,7 @@ class Muon(FusedOptimizer):
         *,
         master_weights: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients,
-            "eps": eps,
-            "ns_steps": ns_steps,
-            "adjust_lr_fn": adjust_lr_fn,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, locals())
 
     @staticmethod
     def check(h: Any, o: Any) -> None:

@@ -46,17 +46,7 @@ class RMSprop(FusedOptimizer):
         maximize: bool = False,
         master_weights: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "alpha": alpha,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "centered": centered,
-            "maximize": maximize,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, locals())
 
     @staticmethod
     def stacks(h: Any, o: Any) -> tuple[str, ...]:

@@ -46,16 +46,7 @@ class SGD(FusedOptimizer):
         maximize: bool = False,
         master_weights: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, locals())
 
     @staticmethod
     def check(h: Any, o: Any) -> None:

@@ -1,7 +1,8 @@
 """Members that do not take a step: their rows of parameters, state and step counts stay as they are.
 
 Every kernel steps all members of a stack. Rows of members that must not step are restored afterwards, which is exact
-for every kernel, and costs nothing if all members step.
+for every kernel, and costs nothing if all members step. Under torch.amp.GradScaler, members whose gradients overflow
+skip the step; source: https://docs.pytorch.org/docs/stable/amp.html#torch.amp.GradScaler
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows
 from hfusion.optim.device_numbers import sent
 from hfusion.optim.group import State, membership_of
@@ -68,3 +70,36 @@ def _rows(skipped: SkippedRows, state: Mapping[Tensor, State]) -> Sequence[tuple
                     device_rows[key] = sent(rows, tensor.device)
                 pairs.append((stack, device_rows[key]))
     return pairs
+
+
+@torch.no_grad()
+def divide(params: Sequence[Tensor], scale: Tensor) -> None:
+    """Divide the gradients in place as ``GradScaler.unscale_`` does."""
+    inverse = scale.double().reciprocal().float()
+    for param in params:
+        assert param.grad is not None
+        param.grad.mul_(inverse.to(param.grad.device))
+
+
+@torch.no_grad()
+def overflown(params: Sequence[Tensor], members: int) -> SkippedRows:
+    """Return what must not step: members with a non-finite gradient, in all parameters, and shared parameters with one.
+
+    Raises FusionError if all gradients are finite.
+    """
+    bad = torch.zeros(members, dtype=torch.bool, device="cpu")
+    shared_overflows: SkippedRows = {}
+    for param in params:
+        assert param.grad is not None
+        finite = param.grad.isfinite()
+        if membership_of(param).stacked:
+            bad |= ~finite.reshape(members, -1).all(1).cpu()
+        elif not finite.all():
+            shared_overflows[param] = torch.ones((), dtype=torch.bool, device="cpu")
+    if not bad.any() and not shared_overflows:
+        raise FusionError(
+            "the GradScaler found gradients that are not finite, and there are none left: they were changed between "
+            "scaler.unscale_ and scaler.step (clip_grad_value_, nan_to_num_), so that the members they belong to are "
+            "unknown; clip with hf.optim.clip_grad_norm_, or change the gradients before scaler.unscale_"
+        )
+    return together(shared_overflows, of_members(params, bad))

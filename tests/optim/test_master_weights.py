@@ -277,19 +277,6 @@ def test_a_save_with_master_weights_needs_an_optimizer_with_them(tmp_path: Path)
         hf.load(tmp_path, fused, hf.optim.AdamW(fused.parameters()))
 
 
-def test_a_state_of_an_earlier_version_has_no_such_option() -> None:
-    fused = hf.fuse(models())
-    optimizer = hf.optim.AdamW(fused.parameters())
-    steps(optimizer, fused, [batch()])
-    saved = optimizer.state_dict()
-    for group in saved["param_groups"]:
-        del group["master_weights"]
-    other = hf.optim.AdamW(fused.parameters(), master_weights=True)
-    other.load_state_dict(saved)
-    assert other.param_groups[0]["master_weights"] is False
-    steps(other, fused, [batch()])
-
-
 def test_weights_that_are_written_count() -> None:
     fused = hf.fuse(models())
     optimizer = hf.optim.SGD(fused.parameters(), lr=0.0, master_weights=True)
