@@ -113,6 +113,7 @@ bench: $(STAMP)
 SECONDS ?= 600
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(COMPILED),--compiled)
+	$(BIN)/python -m tests.fuzz.optimizers --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 FILES ?= 10000
 KILLS ?= 200
