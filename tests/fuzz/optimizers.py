@@ -33,14 +33,14 @@ NUMBERS: dict[str, Callable[[random.Random], Any]] = {
     "momentum_decay": lambda draw: draw.uniform(1e-3, 1e-2),
     "rho": lambda draw: draw.uniform(0.5, 0.95),
 }
-FLAGS = ("maximize", "amsgrad", "nesterov", "centered", "decoupled_weight_decay")
+FLAGS = ("amsgrad", "nesterov", "centered", "decoupled_weight_decay")
 KINDS: dict[str, tuple[str, ...]] = {
-    "SGD": ("lr", "momentum", "weight_decay", "maximize", "nesterov"),
-    "Adam": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
-    "AdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
-    "Adadelta": ("lr", "rho", "eps", "weight_decay", "maximize"),
-    "Adagrad": ("lr", "lr_decay", "weight_decay", "maximize"),
-    "Adamax": ("lr", "betas", "weight_decay", "maximize"),
+    "SGD": ("lr", "momentum", "weight_decay", "nesterov"),
+    "Adam": ("lr", "betas", "eps", "weight_decay", "amsgrad"),
+    "AdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad"),
+    "Adadelta": ("lr", "rho", "eps", "weight_decay"),
+    "Adagrad": ("lr", "lr_decay", "weight_decay"),
+    "Adamax": ("lr", "betas", "weight_decay"),
     "NAdam": ("lr", "betas", "momentum_decay", "weight_decay", "decoupled_weight_decay"),
     "RAdam": ("lr", "betas", "weight_decay", "decoupled_weight_decay"),
     "RMSprop": ("lr", "alpha", "eps", "momentum", "weight_decay", "centered"),
