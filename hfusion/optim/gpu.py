@@ -1,7 +1,7 @@
 """The kernels of ``triton_kernels.py``, on an accelerator.
 
 triton comes with torch for CUDA (https://triton-lang.org). Where it is missing, the optimizers run their formulas
-(``stacked.py``), a launch for each operator; the environment variable ``HFUSION_NATIVE=0`` chooses that.
+(``eager_steppers.py``), a launch for each operator; the environment variable ``HFUSION_NATIVE=0`` chooses that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The kernels of ``kernels.c``.
 
-If they are not available, the optimizers run their formulas (``stacked.py``) and are only slower.
+If they are not available, the optimizers run their formulas (``eager_steppers.py``) and are only slower.
 """
 
 from __future__ import annotations
