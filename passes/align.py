@@ -11,7 +11,8 @@ from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
 from hfusion.core.errors import FusionError
-from hfusion.core.tree import leaves
+from hfusion.core.layout import same_value
+from hfusion.core.tree import contains, leaves
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.candidates import by_name
 from hfusion.passes.gather import GATHER, PUT, has_variants, rows_of, width
@@ -70,7 +71,9 @@ def _merge(
             return merged if isinstance(head, list) else tuple(merged)
         if isinstance(head, dict):
             return {name: merge([i[name] for i in items]) for name in head}
-        if all(type(i) is type(head) and repr(i) == repr(head) for i in items):
+        if any(contains(item, fx.Node) for item in items):
+            raise FusionError(f"step {position}, {nodes[0].target}, has a tensor in some models, and {head} in others")
+        if all(same_value(item, head) for item in items):
             return head
         return MemberScalars(tuple(items[v] for v in variants))
 
@@ -78,10 +81,8 @@ def _merge(
         # By name, with defaults: a graph leaves out an argument that has its default value in one member only.
         named = merge([by_name(nodes[0].target, node.args, node.kwargs) for node in nodes])
         new.meta["arguments"] = ((), named)
-    elif nodes[0].op == "call_function":
+    elif nodes[0].op != "placeholder":
         new.meta["arguments"] = tuple(merge([getattr(node, part) for node in nodes]) for part in ("args", "kwargs"))
-    else:
-        merge([node.args for node in nodes])
 
 
 def select(graph: fx.Graph, member: int) -> fx.Graph:
@@ -112,7 +113,10 @@ def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
         if not remaining:
             continue
         if node.op == "output":
-            result.output(tuple(_result_of(item, env) for item in node.args[0]))
+            items = [_result_of(item, rows, env) for item in results_of(node)]
+            new = result.output(tuple(map(_of_first, items)))
+            new.meta["members"] = ((tuple(items),), {})
+            new.meta["arguments"] = map_aggregate(new.meta["members"], plain)
             continue
         if node.target is GATHER:
             env[node] = _gathered(result, node, remaining, rows, env)
@@ -130,10 +134,21 @@ def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
     return result
 
 
-def _result_of(item: Any, env: dict[fx.Node, fx.Node]) -> Any:
+def results_of(output: fx.Node) -> Sequence[Any]:
+    """Return the results in an output node: nodes, and values that are no tensors, `MemberScalars` if they differ."""
+    args, _ = output.meta.get("members", output.meta.get("arguments", (output.args, {})))
+    results: Sequence[Any] = args[0]
+    return results
+
+
+def _of_first(item: Any) -> Any:
+    return item.values[0] if isinstance(item, MemberScalars) else item
+
+
+def _result_of(item: Any, rows: Sequence[int], env: dict[fx.Node, fx.Node]) -> Any:
     """Return a result of the remaining members: a node, or a list with a node for each shape if shapes differ."""
     if not isinstance(item, list):
-        return env[item] if isinstance(item, fx.Node) else item
+        return _rows(item, rows, env)
     nodes = [env[node] for node in item if node in env]
     return nodes if len(nodes) > 1 else nodes[0]
 
@@ -193,12 +208,7 @@ def plain(item: Any) -> Any:
     if not isinstance(item, MemberScalars):
         return item
     first = item.values[0]
-    return first if all(same_number(value, first) for value in item.values) else item
-
-
-def same_number(number: Any, other: Any) -> bool:
-    """Return whether two numbers have the same type and value; NaN equals NaN, and 0.0 differs from -0.0."""
-    return type(number) is type(other) and repr(number) == repr(other)
+    return first if all(same_value(value, first) for value in item.values) else item
 
 
 def scalars(graph: fx.Graph, members: int = 0) -> list[tuple[Any, ...]]:

@@ -157,7 +157,7 @@ def _output(emitter: Emitter, node: fx.Node, env: dict[fx.Node, Result]) -> None
             raise FusionError(f"forward returns a tensor of layout {item.example.layout}, which cannot be stacked")
         return item.to(Layout.STACKED) if isinstance(item, Value) else item
 
-    sources: Any = node.args[0]
+    sources: Any = node.meta["arguments"][0][0] if "arguments" in node.meta else node.args[0]
     results = list(map(stacked, bind(sources, env)))
     # A value that all members share is expanded to the members that return it.
     lowered = [

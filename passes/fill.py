@@ -14,9 +14,10 @@ from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
 from hfusion.core.errors import FusionError
+from hfusion.core.layout import same_value
 from hfusion.core.tree import contains
 from hfusion.ops.rule import MemberScalars
-from hfusion.passes.align import of_member, plain, same_number
+from hfusion.passes.align import of_member, plain
 from hfusion.passes.candidates import by_name
 
 Path: TypeAlias = tuple[Any, ...]
@@ -118,7 +119,7 @@ def _merged(every: Any, nests: Sequence[Any], env: Mapping[fx.Node, fx.Node]) ->
     if isinstance(every, list | tuple):
         parts = [_merged(item, [nest[index] for nest in nests], env) for index, item in enumerate(every)]
         return tuple(parts) if isinstance(every, tuple) else parts
-    return nests[0] if all(same_number(nest, nests[0]) for nest in nests) else MemberScalars(tuple(nests))
+    return nests[0] if all(same_value(nest, nests[0]) for nest in nests) else MemberScalars(tuple(nests))
 
 
 class _ChangeTracker:
@@ -170,7 +171,7 @@ def _replaces(item: Any, path: Path, old: Any) -> bool:
     present = _at(item, path)
     if isinstance(old, Tensor):
         return isinstance(present, fx.Node) and present.op == "placeholder"
-    return same_number(present, old)
+    return same_value(present, old)
 
 
 def _replaced(item: Any, path: Path, new: Any) -> Any:

@@ -21,6 +21,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.program import Kind, Slot
 from hfusion.core.tree import leaves
 from hfusion.ops.rule import MemberScalars, hint
+from hfusion.passes.align import results_of
 from hfusion.passes.candidates import by_name
 from hfusion.passes.gather import GATHER, PUT, width
 from hfusion.passes.islands import OPAQUE
@@ -319,8 +320,9 @@ class _Merge:
 
     def _output(self) -> None:
         outputs = [next(iter(reversed(variant.graph.nodes))) for variant in self.variants]
-        columns = list(zip(*(node.args[0] for node in outputs), strict=True))
-        self.graph.output(tuple(self._result(index, dict(enumerate(column))) for index, column in enumerate(columns)))
+        columns = list(zip(*map(results_of, outputs), strict=True))
+        results = tuple(self._result(index, dict(enumerate(column))) for index, column in enumerate(columns))
+        self.graph.output(map_aggregate(results, _head)).meta["arguments"] = ((results,), {})
 
     def _result(self, index: int, column: Operands) -> Any:
         """One result of all members; where its shapes differ, a list of a node for the members of each shape."""
@@ -336,7 +338,7 @@ class _Merge:
                 )
         first = column[0]
         if not isinstance(first, fx.Node):
-            return first
+            return self._merged(column, self.members)
         if not isinstance(first.meta.get("val"), Tensor):
             if len({self.env[number][item] for number, item in column.items()}) > 1:
                 raise FusionError(f"forward returns a number as result {index} that members compute differently")
@@ -350,7 +352,7 @@ def _result(item: Any) -> tuple[Any, Any]:
     """The kind of a result, equal where an array can give both, and its shape, equal where it can stack them."""
     value = item.meta.get("val") if isinstance(item, fx.Node) else None
     if not isinstance(value, Tensor):
-        return repr(item) if not isinstance(item, fx.Node) else type(value).__name__, None
+        return "a value" if not isinstance(item, fx.Node) else type(value).__name__, None
     return (value.dtype, value.device), tuple(map(size_of, value.shape))
 
 

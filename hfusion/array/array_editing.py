@@ -20,6 +20,7 @@ from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.compare_models import Comparison
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
+from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiler import Compiler
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import has_address
@@ -47,11 +48,14 @@ class Rows(nn.Module):
         """The array's own tensors by key, even while other tensors temporarily replace them."""
         return dict(cast("FusedModule", self)._real)
 
-    @property
-    def why_apart(self) -> str:
-        """The reason why members are computed in groups (modes or hooks differ); empty if all are computed together."""
-        split = cast("FusedModule", self)._split()
-        return "" if split is None else f"members are computed apart: {split.why}"
+    def why_no_program(self, arguments: Arguments) -> str:
+        """Return why a call that has just run left no program of all members."""
+        fused = cast("FusedModule", self)
+        split = fused._split()
+        if split is not None:
+            return f"members are computed apart: {split.why}"
+        why = fused._compiler.why_looped(fused._modes(arguments), arguments)
+        return why or "forward changes variables that it names, of files or objects, whose values a program keeps"
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only the members ``rows``, in this order, in place; the others and their memory are freed.

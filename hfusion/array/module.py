@@ -41,7 +41,7 @@ from hfusion.capture.variant_structures import union_of_modules
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
 from hfusion.compiler.compiled_program import ArraySpec, Compiled, check_stackable
-from hfusion.compiler.compiler import Compiler, SparseArgument
+from hfusion.compiler.compiler import Compiler, NoProgram
 from hfusion.compiler.fusion_report import FusionReport, describe, joined
 from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.errors import FusionError
@@ -129,12 +129,12 @@ class FusedModule(Rows, Tree):
         if exporting():
             return exported(self, self._exportable, args, kwargs)
         arguments = Arguments.of(args, kwargs)
-        split = by_size(self, arguments) if arguments.ragged else self._split()
-        if split is not None:
-            return split.run(self, arguments)
         try:
+            split = by_size(self, arguments) if arguments.ragged else self._split()
+            if split is not None:
+                return split.run(self, arguments)
             compiled = self._program(arguments)
-        except SparseArgument as error:
+        except NoProgram as error:
             self._loops[f"{self._original}: loop over members: {error}"] = None
             return run_members(self, arguments)
         if id(compiled) not in self._bound:

@@ -25,6 +25,7 @@ from hfusion.compiler.joined_sizes import join_sizes
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
+from hfusion.core.layout import Listed
 from hfusion.core.loss_checks import PerMemberFunction, check_loss_function
 from hfusion.core.program import Program
 from hfusion.core.ragged import Ragged
@@ -261,7 +262,7 @@ def _all_stacked(outputs: Any) -> Any:
 
 
 def _members(arguments: Arguments) -> int:
-    leaves = [leaf for leaf in arguments.leaves if isinstance(leaf, StackedInput | Ragged)]
+    leaves = [leaf for leaf in arguments.leaves if isinstance(leaf, StackedInput | Ragged | Listed)]
     sizes = [len(leaf.tensor if isinstance(leaf, StackedInput) else leaf) for leaf in leaves]
     if not sizes:
         raise ValueError("per_model's first argument holds no tensor; give it the output [B, ...] of a fused module")

@@ -11,7 +11,10 @@ from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.errors import FusionError
+from hfusion.core.layout import member_values, values_of
 from hfusion.core.ragged import Ragged
+
+DIFFERENT_SIZES = "are given batches of different sizes"
 
 
 def check_ragged(members: int, arguments: Arguments) -> None:
@@ -43,32 +46,41 @@ def call_by_size(members: int, arguments: Arguments, call: Callable[[Arguments],
             sizes = [list(leaf[rows[0]].shape) for leaf in arguments.ragged]
             error.add_note(f"This is of members {rows}, whose tensors have the sizes {sizes}.")
             raise
-    return joined_by_size(blocks)
+    return joined_blocks(blocks, DIFFERENT_SIZES)
 
 
-def joined_by_size(blocks: Sequence[tuple[Sequence[int], Any]]) -> Any:
+def joined_blocks(blocks: Sequence[tuple[Sequence[int], Any]], why: str, one_shape: bool = False) -> Any:
     """Join results ``[k, ...]`` of blocks of members into those of all: stacked, or `Ragged` if their sizes differ.
+
+    Args:
+        why: in what the blocks differ, for errors.
+        one_shape: whether results of different sizes are refused.
 
     Raises:
         FusionError: results of different structures.
     """
     flat = [pytree.tree_flatten(outputs) for _, outputs in blocks]
     order = [row for rows, _ in blocks for row in rows]
-    for (rows, _), (leaves, spec) in zip(blocks, flat, strict=True):
-        if spec != flat[0][1] or list(map(_kind, leaves)) != list(map(_kind, flat[0][0])):
+    kinds = [[_kind(leaf, one_shape) for leaf in leaves] for leaves, _ in flat]
+    for (rows, _), (_, spec), block_kinds in zip(blocks, flat, kinds, strict=True):
+        if spec != flat[0][1] or block_kinds != kinds[0]:
             raise FusionError(
-                f"members {list(blocks[0][0])} and {list(rows)} are given batches of different sizes, and return "
-                f"{list(map(_kind, flat[0][0]))} and {list(map(_kind, leaves))}; return the same structure for every "
-                "size, or call the members by themselves: fused[i](...)"
+                f"members {list(blocks[0][0])} and {list(rows)} {why}, and give {kinds[0]} and {block_kinds}, which an "
+                "array cannot join. Return the same structure from all, or call the members by themselves: "
+                "fused[i](...)"
             )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_joined_leaves(order, column) for column in columns], flat[0][1])
+    rows_of_blocks = [rows for rows, _ in blocks]
+    return pytree.tree_unflatten([_joined_leaves(order, rows_of_blocks, column) for column in columns], flat[0][1])
 
 
-def _joined_leaves(order: Sequence[int], blocks: Sequence[Any]) -> Any:
-    if not isinstance(blocks[0], Tensor | Ragged):
-        return blocks[0]
+def _joined_leaves(order: Sequence[int], rows: Sequence[Sequence[int]], blocks: Sequence[Any]) -> Any:
     back = sorted(range(len(order)), key=order.__getitem__)
+    if not isinstance(blocks[0], Tensor | Ragged):
+        values = [
+            value for block, of_block in zip(blocks, rows, strict=True) for value in values_of(block, len(of_block))
+        ]
+        return member_values([values[index] for index in back])
     shapes = {tensor.shape[1:] for tensor in blocks if isinstance(tensor, Tensor)}
     if len(shapes) != 1 or any(isinstance(block, Ragged) for block in blocks):
         tensors = [tensor for block in blocks for tensor in (block.unbind() if isinstance(block, Tensor) else block)]
@@ -77,7 +89,9 @@ def _joined_leaves(order: Sequence[int], blocks: Sequence[Any]) -> Any:
     return whole if back == list(range(len(order))) else whole[torch.tensor(back, device=whole.device)]
 
 
-def _kind(leaf: Any) -> Any:
+def _kind(leaf: Any, one_shape: bool) -> Any:
     if isinstance(leaf, Ragged):
         leaf = leaf[0].unsqueeze(0)
-    return (leaf.dim(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+    if not isinstance(leaf, Tensor):
+        return "a value"
+    return (tuple(leaf.shape[1:]) if one_shape else leaf.dim()), leaf.dtype, leaf.device

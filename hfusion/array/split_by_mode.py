@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hfusion.array.array_description import check_one_structure
 from hfusion.array.failed_assertions import REFUSALS, call_members
 from hfusion.array.member_module import RowView
-from hfusion.array.ragged_rows import joined_by_size
+from hfusion.array.ragged_rows import DIFFERENT_SIZES, joined_blocks
 from hfusion.array.unfused_calls import run_members
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
@@ -170,7 +170,9 @@ class Split:
                 parts.append((group.rows, group.run(fused, group.ready(fused, inputs), inputs, True)))
         for row, member in self.hooked_members.items():
             parts.append(([row], _run_alone(fused, row, member, arguments)))
-        return joined_by_size(parts) if arguments.ragged else _joined(fused, parts)
+        if arguments.ragged:
+            return joined_blocks(parts, DIFFERENT_SIZES)
+        return joined_blocks(parts, f"of a fused {fused._original} differ in modes or hooks", one_shape=True)
 
 
 def _why(groups: Mapping[Any, Sequence[int]], hooked: Mapping[int, str]) -> str:
@@ -292,34 +294,6 @@ def _run_alone(fused: FusedModule, row: int, member: RowView, arguments: Argumen
             "input that all members see; let it write into a copy, or give each its own by hf.stacked"
         )
     return pytree.tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, outputs)
-
-
-def _joined(fused: FusedModule, parts: Sequence[tuple[Sequence[int], Any]]) -> Any:
-    """Join the results of groups in the members' order."""
-    flat = [pytree.tree_flatten(outputs) for _, outputs in parts]
-    order = [row for rows, _ in parts for row in rows]
-    for (rows, _), (leaves, spec) in zip(parts, flat, strict=True):
-        if spec != flat[0][1] or list(map(_kind, leaves)) != list(map(_kind, flat[0][0])):
-            raise FusionError(
-                f"members {list(parts[0][0])} and {list(rows)} of a fused {fused._original} differ in modes or "
-                f"hooks, and give {list(map(_kind, flat[0][0]))} and {list(map(_kind, leaves))}, which an "
-                "array cannot stack; let their hooks and modes give results of one kind, or call them by themselves: "
-                "fused[i](...)"
-            )
-    back = sorted(range(len(order)), key=order.__getitem__)
-
-    def join(values: Sequence[Any]) -> Any:
-        if not isinstance(values[0], Tensor):
-            return values[0]
-        whole = torch.cat(list(values))
-        return whole if back == order == list(range(len(order))) else whole[torch.tensor(back, device=whole.device)]
-
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten(list(map(join, columns)), flat[0][1])
-
-
-def _kind(leaf: Any) -> Any:
-    return (tuple(leaf.shape[1:]), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
 def flags_read(fused: FusedModule) -> list[dict[str, bool]]:

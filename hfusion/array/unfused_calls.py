@@ -16,8 +16,10 @@ from torch.utils._pytree import TreeSpec
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
+from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import join, running, watched
-from hfusion.core.layout import Listed
+from hfusion.core.layout import Listed, member_values
+from hfusion.core.ragged import Ragged
 from hfusion.torch_private.functorch import (
     derivative_order,
     in_forward_mode,
@@ -76,9 +78,9 @@ def run_members(fused: FusedModule, arguments: Arguments) -> Any:
     specs: list[TreeSpec] = []
 
     def run() -> list[Any]:
-        flat = [pytree.tree_flatten(result) for result in _results(fused, members, arguments)]
-        specs.append(flat[0][1])
-        return _stacked([leaves for leaves, _ in flat])
+        leaves, spec = _stacked(list(_results(fused, members, arguments)), one_shape=not arguments.ragged)
+        specs.append(spec)
+        return leaves
 
     return pytree.tree_unflatten(watched(run, len(members))(), specs[0])
 
@@ -101,10 +103,40 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
 
 
 def stacked_results(results: Sequence[Any]) -> Any:
-    """Return the members' results as one, each tensor ``[B, *S]``."""
+    """Return the members' results as one, each tensor ``[B, *S]``; see `member_values` for what is no tensor.
+
+    Raises:
+        FusionError: members give different structures, or tensors of different kinds.
+    """
+    return pytree.tree_unflatten(*_stacked(results))
+
+
+def _stacked(results: Sequence[Any], one_shape: bool = True) -> tuple[list[Any], TreeSpec]:
     flat = [pytree.tree_flatten(result) for result in results]
-    return pytree.tree_unflatten(_stacked([leaves for leaves, _ in flat]), flat[0][1])
+    kinds = [(spec, [_kind(leaf, one_shape) for leaf in leaves]) for leaves, spec in flat]
+    if (other := next((row for row, kind in enumerate(kinds) if kind != kinds[0]), None)) is not None:
+        raise FusionError(
+            f"model 0 gives {_shown(flat[0])}, and model {other} {_shown(flat[other])}, which an array cannot stack. "
+            "Return the same structure, shapes and dtypes from all"
+        )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return list(map(_joined, columns)), flat[0][1]
 
 
-def _stacked(rows: Sequence[Sequence[Any]]) -> list[Any]:
-    return [join(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*rows, strict=True)]
+def _joined(parts: Sequence[Any]) -> Any:
+    if not isinstance(parts[0], Tensor):
+        return member_values(parts)
+    return join(parts) if len({part.shape for part in parts}) == 1 else Ragged(parts)
+
+
+def _kind(leaf: Any, one_shape: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        return None
+    return leaf.shape if one_shape else leaf.dim(), leaf.dtype, leaf.device, leaf.layout
+
+
+def _shown(flat: tuple[Sequence[Any], TreeSpec]) -> Any:
+    """Return a nest with the shape and dtype in place of each tensor."""
+    leaves, spec = flat
+    shown = [f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(shown, spec)

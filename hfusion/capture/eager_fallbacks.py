@@ -47,6 +47,7 @@ ARGUMENTS = (
     torch.layout,
     torch.memory_format,
 )
+# Types of results of a submodule, which are the same at every call. Floats are mostly computed from values of tensors.
 _RESULTS = (str, int)
 
 
@@ -70,7 +71,7 @@ class Fitness:
             return f"{label} raises an error, which forward catches; let it check before it calls"
         for call in self.records.of(island):
             for leaf in pytree.tree_leaves(call.output):
-                if leaf is not None and not isinstance(leaf, (Tensor, *_RESULTS)):
+                if leaf is not None and not isinstance(leaf, (Tensor, *(ARGUMENTS if island == WHOLE else _RESULTS))):
                     return (
                         f"{label} returns {_describe(leaf)}; let it return tensors only, in tuples, lists, dicts "
                         f"or classes that torch.utils._pytree knows{_registration(leaf)}{_cacheless(self.model)}"

@@ -22,6 +22,7 @@ from hfusion.core.containers import know_dataclasses
 from hfusion.core.copies import copies, module_copy
 from hfusion.core.differences import norm, relative_difference
 from hfusion.core.errors import FusionError
+from hfusion.core.layout import same_value
 from hfusion.core.program import Capture, Kind
 from hfusion.core.python_values import Compound, Link, parts, put, walk
 from hfusion.device.backend import seed_in_use
@@ -282,7 +283,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _alike(a: Any, b: Any, limits: Mapping[torch.dtype, float], floor: float, looser: float) -> bool:
     if not isinstance(a, Tensor):
-        return type(a) is type(b) and bool(a == b)
+        return same_value(a, b)
     if a is b:
         return True
     if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):

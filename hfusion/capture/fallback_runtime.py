@@ -26,7 +26,7 @@ from hfusion.capture.repeatable_draws import next_call, seeded
 from hfusion.capture.tensor_references import Reference
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import join, running
-from hfusion.core.layout import Listed
+from hfusion.core.layout import Listed, same_value
 from hfusion.core.memory import is_plain, overlap, same_values
 from hfusion.core.parameter_attributes import keep_marks
 
@@ -36,7 +36,7 @@ SIZE = object()
 
 
 class OtherSizes(FusionError):
-    """A result has other sizes than were inferred; the array has to be captured for these."""
+    """A result has another size than was inferred, or another value; the array has to be captured for it."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,16 @@ class OpaqueCall:
         if member not in self._holders:
             self._holders[member] = tuple(holder_of(self.bodies[member], key) for key in (*self.fixed, *self.changing))
         return self._holders[member]
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether it is the call of the model's forward itself."""
+        return not self.module_path and self.method == "forward"
+
+    @property
+    def values(self) -> list[Any]:
+        """The results that are no tensors and not None."""
+        return [result for result in self.results if result is not None and not isinstance(result, Result)]
 
     @cached_property
     def positional(self) -> bool:
@@ -273,7 +283,7 @@ def _prepared(call: OpaqueCall, index: int, x: Tensor) -> Tensor:
     """Return an input for a member's code: a copy if the code writes into it, else with the recorded memory order."""
     if index in call.written:
         return x.clone(memory_format=torch.contiguous_format if call.contiguous[index] else torch.preserve_format)
-    if not call.module_path and call.method == "forward":
+    if call.is_whole:
         # The whole forward gets the caller's tensor as it is.
         return x
     order = call.orders[index] if call.orders else None
@@ -292,8 +302,9 @@ def _results(
         raise FusionError(f"{label} gave {len(leaves)} results, and {len(call.results)} when it was captured")
     for leaf, expected in zip(leaves, call.results, strict=True):
         if not isinstance(expected, Result):
-            if isinstance(leaf, Tensor) or type(leaf) is not type(expected) or leaf != expected:
-                raise (OtherSizes if call.open_sizes else FusionError)(
+            if isinstance(leaf, Tensor) or not same_value(leaf, expected):
+                # All of forward runs member by member then.
+                raise (FusionError if call.is_whole else OtherSizes)(
                     f"{label} gave {_describe(leaf)} where it gave {_describe(expected)} when it was captured; "
                     "results that depend on values must be tensors"
                 )

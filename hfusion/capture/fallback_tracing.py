@@ -142,7 +142,10 @@ class _Stub:
         held = [registered[k] for k in fixed], [registered[k] for k in changing]
         fresh = iter(OPAQUE(inputs, *held, number, written, links, [], [], sizes))
         hide(self._island, self._module, record.state.changed_attributes)
-        return pytree.tree_unflatten([next(fresh) if isinstance(o, Tensor) else o for o in output], out_spec)
+        # No program holds other results of the whole forward, and torch.export does not take all of them.
+        others = [None] * len(output) if self._island == WHOLE else output
+        leaves = [next(fresh) if isinstance(o, Tensor) else other for o, other in zip(output, others, strict=True)]
+        return pytree.tree_unflatten(leaves, out_spec)
 
     def _opaque_call(
         self,

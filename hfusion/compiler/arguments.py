@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.containers import know_dataclasses
+from hfusion.core.layout import Listed, member_values
 from hfusion.core.memory import memory_order
 from hfusion.core.program import describe_value
 from hfusion.core.ragged import Ragged
@@ -25,7 +26,7 @@ _NAMES = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torc
 
 BATCHED = (Tensor, StackedInput)
 
-_LEAVES = (*BATCHED, Ragged, *_NUMBERS, *_NAMES)
+_LEAVES = (*BATCHED, Ragged, Listed, *_NUMBERS, *_NAMES)
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,14 @@ class Arguments:
         return Arguments(tuple(_of_rows(leaf, rows) for leaf in self.leaves), self.spec)
 
     @property
-    def sparse(self) -> torch.layout | None:
-        """The layout of an argument that is not dense, if there is one."""
-        layouts = (leaf.layout for leaf in self.values if isinstance(leaf, Tensor))
-        return next((layout for layout in layouts if layout is not torch.strided), None)
+    def obstacle(self) -> str:
+        """Why no program takes the arguments: one is sparse, or members have different values; empty if one does."""
+        for leaf in self.values:
+            if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+                return f"an argument is a tensor of layout {leaf.layout}, which no program takes; give to_dense()"
+            if isinstance(leaf, Listed):
+                return f"members have different values in an argument, {leaf[0]!r} and others, and no tensor of them"
+        return ""
 
     @property
     def values(self) -> list[Any]:
@@ -137,7 +142,7 @@ def _memory_order(tensor: Tensor) -> Any:
 
 def row_of_leaf(leaf: Any, member: int) -> Any:
     """Return one member's part of a leaf."""
-    if isinstance(leaf, Ragged):
+    if isinstance(leaf, Ragged | Listed):
         return leaf[member]
     return leaf.tensor[member] if is_stacked(leaf) else leaf
 
@@ -145,6 +150,8 @@ def row_of_leaf(leaf: Any, member: int) -> Any:
 def _of_rows(leaf: Any, rows: Sequence[int]) -> Any:
     if isinstance(leaf, Ragged):
         return StackedInput(leaf.stack(rows))
+    if isinstance(leaf, Listed):
+        return member_values([leaf[row] for row in rows])
     return StackedInput(leaf.tensor[list(rows)]) if is_stacked(leaf) else leaf
 
 
@@ -167,7 +174,8 @@ def _leaf_key(leaf: Any) -> Any:
         return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, isinstance(leaf, nn.Parameter))
     if isinstance(leaf, StackedInput):
         return (leaf.tensor.shape, leaf.tensor.dtype, leaf.tensor.device, leaf.tensor.requires_grad, True)
-    return (type(leaf), leaf)
+    # Members' different values are in no program.
+    return Listed if isinstance(leaf, Listed) else (type(leaf), leaf)
 
 
 def _loose_key(leaf: Any) -> Any:
@@ -175,7 +183,7 @@ def _loose_key(leaf: Any) -> Any:
     if isinstance(tensor, Tensor):
         is_parameter = isinstance(leaf, nn.Parameter)
         return (tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, is_stacked(leaf), is_parameter)
-    return (type(leaf), leaf)
+    return Listed if isinstance(leaf, Listed) else (type(leaf), leaf)
 
 
 def is_tensors(leaf: Any) -> bool:

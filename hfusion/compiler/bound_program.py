@@ -73,7 +73,7 @@ def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Ca
     if compiled.opaque or members is not None:
         run = watched(run, members)
     single = spec.is_leaf()
-    if compiled.infers_sizes or compiled.checks:
+    if compiled.infers_results or compiled.checks:
         run = _undone(run, compiled)
 
     ragged = any(compiled.program.result_rows)
@@ -88,7 +88,7 @@ def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Ca
 
 
 def _undone(run: Callable[..., Any], compiled: Compiled) -> Callable[..., Any]:
-    """Return ``run`` with written tensors restored if result sizes were inferred wrongly, or if a check fails."""
+    """Return ``run`` with written tensors restored if results were inferred wrongly, or if a check fails."""
     written = [k for k, slot in enumerate(compiled.program.slots) if slot.name in compiled.written]
 
     def call(*values: Any) -> Any:

@@ -106,9 +106,9 @@ class Compiled:
         return written_slots(self.graph, self.program.slots) | fallback_writes
 
     @property
-    def infers_sizes(self) -> bool:
-        """True if result sizes of eager fallbacks are inferred from sizes of their inputs."""
-        return any(call.open_sizes for call in self.opaque)
+    def infers_results(self) -> bool:
+        """True if sizes of results of eager fallbacks, or results that are no tensors, are expected as captured."""
+        return any(call.open_sizes or call.values for call in self.opaque)
 
     @property
     def checks(self) -> Sequence[str]:

@@ -37,6 +37,7 @@ from hfusion.core import differences
 from hfusion.core.copies import copies_in_like_memory
 from hfusion.core.differences import norm
 from hfusion.core.errors import FusionError
+from hfusion.core.layout import same_value, values_of
 from hfusion.core.member_random import recording
 from hfusion.core.program import Kind
 from hfusion.core.ragged import Ragged
@@ -73,7 +74,8 @@ class CheckedArray:
         return checked_members(self.compiled, self.variants)
 
 
-# Values by name. In the outcome of an array, outputs whose shapes differ between members are `Ragged`.
+# Values by name. In the outcome of an array, outputs whose shapes differ between members are `Ragged`, and different
+# values that are no tensors are `Listed`.
 Outcome = dict[str, Any]
 
 
@@ -179,6 +181,7 @@ def _suspects(subject: CheckedArray, limits: Mapping[torch.dtype, float], member
     suspects = []
     for member in members:
         original = _member_outcome(subject, member, draws, 0)
+        _check_values(member, fused, original)
         for name, difference in _differences(subject, member, fused, original).items():
             looser = GRADIENTS if name.startswith("gradient of ") else 1.0
             if difference > looser * limits.get(original[name].dtype, 1e-2):
@@ -186,8 +189,20 @@ def _suspects(subject: CheckedArray, limits: Mapping[torch.dtype, float], member
     return suspects
 
 
+def _check_values(member: int, fused: Outcome, original: Outcome) -> None:
+    """Raise FusionError if an output that is no tensor differs from that of the original code."""
+    for name, expected in original.items():
+        value = values_of(fused.get(name), member + 1)[member]
+        if not isinstance(expected, Tensor) and not same_value(value, expected):
+            raise FusionError(
+                f"self-check: {name} of model {member} is {value!r}, and {expected!r} by its original code. A program "
+                "keeps what is no tensor: let forward return a tensor"
+            )
+
+
 def _differences(subject: CheckedArray, member: int, fused: Outcome, original: Outcome) -> dict[str, float]:
-    private = [name for name in original if name.removeprefix("gradient of ") not in subject.shared]
+    names = [name for name, value in original.items() if isinstance(value, Tensor)]
+    private = [name for name in names if name.removeprefix("gradient of ") not in subject.shared]
     floor = _floor(original)
     differences_by_name = {}
     for name in private:
@@ -317,14 +332,16 @@ def _outcome(
     grad_inputs = [*trained.values(), *(t for t in inputs if isinstance(t, Tensor) and t.requires_grad)]
     with backward:
         grads = backward_gradients(total, grad_inputs) if total.requires_grad and trained else ()
-    outcome: Outcome = {name: o.detach() for name, o in dense.items()}
+    outcome: Outcome = {f"output {k}": o for k, o in enumerate(outputs) if not isinstance(o, Tensor | Ragged)}
+    outcome |= {name: o.detach() for name, o in dense.items()}
     outcome |= {name: o.map(Tensor.detach) for name, o in listed.items()}
     outcome |= {
         f"gradient of {n}": g.to_dense() if g.is_sparse else g
         for n, g in zip(trained, grads, strict=False)
         if g is not None
     }
-    return {name: t for name, t in (outcome | state).items() if isinstance(t, Ragged) or t.is_floating_point()}
+    outcome |= state
+    return {name: t for name, t in outcome.items() if not isinstance(t, Tensor) or t.is_floating_point()}
 
 
 def fixed_projection(output: Tensor, members: int | None = None) -> Tensor:
@@ -369,7 +386,8 @@ def _repeats(subject: CheckedArray, member: int) -> bool:
     with recording() as draws, repeatable():
         _array_outcome(subject)
     first, second = (_member_outcome(subject, member, draws, 0) for _ in range(2))
-    return all(relative_difference(first[name], second[name]) == 0.0 for name in first)
+    pairs = [(value, second[name]) for name, value in first.items()]
+    return all(relative_difference(a, b) == 0.0 if isinstance(a, Tensor) else same_value(a, b) for a, b in pairs)
 
 
 def _moved(tensor: Tensor, run: int) -> Tensor:

@@ -229,7 +229,7 @@ class ProgramRun:
         """Watch the gradients of ``rows``, one for each of ``members`` of an array of ``total``."""
         outputs: dict[Node, list[tuple[int, int]]] = {}
         for member, row in zip(members, rows, strict=True):
-            if row.grad_fn is not None:
+            if isinstance(row, Tensor) and row.grad_fn is not None:
                 outputs.setdefault(row.grad_fn, []).append((1 << member, row.output_nr))
         self._watch(_Sink(total), outputs)
 

@@ -13,7 +13,7 @@ listed    B values of shape ``S``     operators for which a loop over members is
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,21 @@ class Listed(tuple[Any, ...]):
     """The runtime form of a listed value: one entry per member."""
 
     __slots__ = ()
+
+
+def same_value(value: Any, other: Any) -> bool:
+    """Return whether two values have the same type and value; NaN equals NaN, and 0.0 differs from -0.0."""
+    return value is other or (type(value) is type(other) and repr(value) == repr(other))
+
+
+def member_values(values: Sequence[Any]) -> Any:
+    """Return the value, no tensor, that all members give; if they give different ones, a tuple with one per member."""
+    return values[0] if all(same_value(value, values[0]) for value in values) else Listed(values)
+
+
+def values_of(value: Any, members: int) -> Sequence[Any]:
+    """Return the values of all members from what `member_values` gave."""
+    return value if isinstance(value, Listed) else [value] * members
 
 
 def shared_to_stacked(x: Tensor, members: int) -> Tensor:

@@ -132,6 +132,12 @@ class Program:
         return tuple(tuple(n.meta["rows"] for n in item) if isinstance(item, list) else () for item in results)
 
     @property
+    def gives_member_values(self) -> bool:
+        """Whether members return different values that are no tensors."""
+        (results,) = next(iter(reversed(self.module.graph.nodes))).args
+        return any(isinstance(item, fx.Node) and item.meta.get("layout") is Layout.LISTED for item in results)
+
+    @property
     def result_count(self) -> int:
         """The number of values of the flat outputs, blocks counted each."""
         return sum(len(rows) or 1 for rows in self.result_rows)

@@ -13,6 +13,7 @@ from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import device_of
 from hfusion.core.calls import take_entries
+from hfusion.core.layout import member_values, values_of
 from hfusion.population.member_layout import check_entries
 from hfusion.population.members import apart
 from hfusion.population.plain_module import PlainModule, of_row, with_row
@@ -108,14 +109,16 @@ def _joined(leaves: Sequence[Any], path: str, rows: Sequence[Sequence[int | None
         if _kind(leaf) != kind:
             raise _unlike(f"output{path}", _shown(leaves[0]), _shown(leaf), rows[0], of_group)
     if not isinstance(leaves[0], Tensor):
-        return leaves[0]
+        pairs = zip(leaves, rows, strict=True)
+        each = [value for leaf, of_group in pairs for value in values_of(leaf, len(of_group))]
+        return member_values(each if order is None else [each[index] for index in order.tolist()])
     values = torch.cat(list(leaves)) if len(leaves) > 1 else leaves[0]
     return values if order is None else values[order.to(values.device)]
 
 
 def _kind(leaf: Any) -> Any:
     """Return the properties that members' outputs must share."""
-    return (leaf.dtype, tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else type(leaf)
+    return (leaf.dtype, tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else None
 
 
 def _shown(leaf: Any) -> str:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.compiler.arguments import row_of_leaf
 from hfusion.core.calls import StackedInput, is_stacked
+from hfusion.core.layout import Listed, member_values, same_value, values_of
 from hfusion.core.ragged import Ragged
 
 
@@ -65,7 +66,11 @@ def check_metric(metric: object) -> None:
 
 
 def joined_batches(batches: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return the concatenated outputs ``[rows, N, ...]`` and targets of all batches. Raises ValueError."""
+    """Return the concatenated outputs ``[rows, N, ...]`` and targets of all batches.
+
+    What has no samples gets one entry per batch: tensors ``[rows]`` become ``[rows, batches]``, other values lists
+    unless they are the same in all batches. Raises ValueError.
+    """
     check_batches(batches)
     return _joined([output for output, _ in batches], 1), _joined([target for _, target in batches], 0)
 
@@ -87,7 +92,8 @@ def _updated(metric: Any, batches: Sequence[tuple[Any, Any]]) -> Any:
 
 def _of_member(batch: tuple[Any, Any], row: int) -> tuple[Any, Any]:
     outputs, target = batch
-    member_outputs = pytree.tree_map(lambda leaf: leaf[row] if isinstance(leaf, Tensor | Ragged) else leaf, outputs)
+    kinds = Tensor | Ragged | Listed
+    member_outputs = pytree.tree_map(lambda leaf: leaf[row] if isinstance(leaf, kinds) else leaf, outputs)
     return member_outputs, pytree.tree_map(lambda leaf: row_of_leaf(leaf, row), target, is_leaf=is_stacked)
 
 
@@ -99,22 +105,24 @@ def _any_ragged(batches: Sequence[tuple[Any, Any]]) -> bool:
 def _joined(parts: Sequence[Any], dim: int) -> Any:
     """Return the batches concatenated along ``dim``, or along dim 1 for stacked values."""
     flat = [pytree.tree_flatten(part, is_leaf=is_stacked) for part in parts]
+    for _, spec in flat:
+        if spec != flat[0][1]:
+            raise ValueError(f"batches of different structures, {flat[0][1]} and {spec}, cannot be joined")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return pytree.tree_unflatten([_cat(column, dim) for column in columns], flat[0][1])
 
 
 def _cat(leaves: Sequence[Any], dim: int) -> Any:
     first = leaves[0]
-    if is_stacked(first):
-        return StackedInput(torch.cat([leaf.tensor for leaf in leaves], 1))
-    if isinstance(first, Tensor) and first.dim() > dim:
-        return torch.cat(list(leaves), dim)
     if len(leaves) == 1:
         return first
-    raise ValueError(
-        f"batches of {type(first).__name__} cannot be joined along their samples, as evaluate does so that any metric "
-        "is exact; give it a metric with update and compute"
-    )
+    if is_stacked(first):
+        return StackedInput(torch.cat([leaf.tensor for leaf in leaves], 1))
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        return torch.cat(list(leaves), dim) if first.dim() > dim else torch.stack(list(leaves), dim)
+    members = max((len(leaf) for leaf in leaves if isinstance(leaf, Listed)), default=1)
+    by_member = list(zip(*(values_of(leaf, members) for leaf in leaves), strict=True))
+    return member_values([v[0] if all(same_value(x, v[0]) for x in v) else list(v) for v in by_member])
 
 
 def number(value: Any, source: str = "the metric", subject: str = "one member") -> float:

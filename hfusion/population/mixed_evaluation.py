@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from hfusion.core.calls import StackedInput, call_arguments, is_stacked, take_entries
 from hfusion.core.errors import ForwardsDiffer
+from hfusion.core.layout import Listed, member_values
 from hfusion.core.ragged import Ragged
 from hfusion.population.evaluate import pair_of
 from hfusion.population.member_groups import joined_rows
@@ -111,4 +112,6 @@ def _leaf_rows(leaf: Any, rows: list[int]) -> Any:
         return Ragged([leaf[row] for row in rows])
     if isinstance(leaf, StackedInput):
         return StackedInput(leaf.tensor[rows])
+    if isinstance(leaf, Listed):
+        return member_values([leaf[row] for row in rows])
     return leaf[rows] if isinstance(leaf, Tensor) else leaf

@@ -18,6 +18,7 @@ from hfusion.array.program_reuse import trust
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import take_entries
 from hfusion.core.errors import FusionError
+from hfusion.core.layout import Listed
 from hfusion.core.loss_checks import check_losses
 from hfusion.core.member_random import new_seeds, seeded
 from hfusion.core.row_indices import blocks_of
@@ -135,7 +136,7 @@ def _expanded(outputs: Any, members: int) -> Any:
 
     def first(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return leaf
+            return Listed(leaf[:1] * members) if isinstance(leaf, Listed) else leaf
         return leaf.detach()[:1].expand(members, *leaf.shape[1:]).requires_grad_(leaf.requires_grad)
 
     return pytree.tree_map(first, outputs)

@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from hfusion.array.module import FusedModule
-from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram, Location
 from hfusion.core import html
 from hfusion.step.block_partition import BlockPartition, drawing
@@ -206,13 +205,6 @@ def any_hooks(tensors: Sequence[Tensor]) -> bool:
     return any(map(any, map(_HOOKS, tensors)))
 
 
-def no_program(inputs: Arguments) -> str:
-    """Return the reason why a forward that has just run left no program."""
-    if inputs.sparse is not None:
-        return f"an argument is a tensor of layout {inputs.sparse}, which no program takes; give to_dense()"
-    return "forward changes variables that it names, of files or objects, whose values a program keeps"
-
-
 def hooked(module: nn.Module) -> bool:
     """Return whether calls of ``module`` run hooks in addition to its forward."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
@@ -225,6 +217,8 @@ def obstacle_to_program(sources: Sequence[BoundProgram], places: Sequence[Locati
     if forward.compiled.opaque:
         path = forward.compiled.opaque[0].path
         return f"{path or 'forward'} runs in a loop over members: {forward.compiled.opaque[0].why}"
+    if forward.compiled.program.gives_member_values:
+        return "members return different values that are no tensors, for which the loss runs member by member"
     if any(tensor.requires_grad for tensor in call.batch()):
         return "an input requires grad, and a program gives gradients of parameters only; detach it"
     if any(holder[name].requires_grad for holder, name in loss.locations):

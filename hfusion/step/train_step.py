@@ -41,7 +41,6 @@ from hfusion.step.step_signatures import (
     StepVariant,
     family,
     hooked,
-    no_program,
     obstacle_to_program,
     shared_variants,
     traits_of,
@@ -291,7 +290,7 @@ class TrainStep:
         forward = self._fused.find(call.inputs)
         if forward is None or isinstance(loss, str):
             looped = f"the loss runs in a loop over members: {loss}"
-            why = looped if forward is not None else self._fused.why_apart or no_program(call.inputs)
+            why = looped if forward is not None else self._fused.why_no_program(call.inputs)
             return self._refused(StepVariant(call.text, situation, refs, traits_of(refs), state=Refused(why)))
         sources = BoundProgram.of(forward, self._fused), loss
         refs += [ref for source in sources for ref in source.locations]
