@@ -35,6 +35,11 @@ def exported(
     for call in compiled.opaque:
         raise FusionError(f"torch.export cannot take {call.path or 'forward'}, which runs member by member: {call.why}")
     check_stackable(compiled, "torch.export")
+    if compiled.program.gives_member_values:
+        raise FusionError(
+            "torch.export cannot take results that are no tensors and differ between members. Return tensors, or "
+            "export the members: fused[i]"
+        )
     if not compiled.guards(arguments.shapes):
         raise FusionError("torch.export was given sizes that the array's program does not hold for")
     return bind(compiled, owner)(arguments.values)

@@ -19,6 +19,7 @@ from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import join, running, watched
 from hfusion.core.layout import Listed, member_values
+from hfusion.core.parameter_attributes import keep_marks
 from hfusion.core.ragged import Ragged
 from hfusion.torch_private.functorch import (
     derivative_order,
@@ -92,9 +93,10 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
         if watching is not None:
             watching.took(listed)
     for index, member in enumerate(members):
-        buffers = dict(member.named_buffers())
+        own, buffers = dict(tensors(member)), dict(member.named_buffers())
         member_tensors = {name: rows[name][index] if name in rows else stack for name, stack in tensors(fused)}
-        replacements = {name: row for name, row in member_tensors.items() if name not in buffers or is_wrapped(row)}
+        replaced = {name: row for name, row in member_tensors.items() if name not in buffers or is_wrapped(row)}
+        replacements = {name: keep_marks(row, own[name]) for name, row in replaced.items()}
         args, kwargs = arguments.of_member(index)
         yield torch.func.functional_call(member, replacements, args, kwargs)
         for name, buffer in member.named_buffers():

@@ -168,6 +168,11 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
         variant_captures = [capture(variant) for variant in range(len(members))]
     else:
         variant_captures = capture_variants(len(members), lambda k: _member(subject, members[k], arguments), capture)
+    whole = [call for _, calls in variant_captures for call in calls if call.is_whole]
+    if 0 < len(whole) < len(members):
+        # What only some members must loop over, such as a NaN among the results, all loop over.
+        looped = {WHOLE: whole[0].why}
+        variant_captures = [capture(variant) for variant in range(len(members))]
     captures = [member_capture for member_capture, _ in variant_captures]
     common = common_graph(captures, subject.variants, subject.name, subject.member, subject.shapes)
     graph = common.graph

@@ -336,7 +336,7 @@ def _examples(program: Program, sizes: SymbolSizes, device: torch.device) -> lis
 def _zeros(node: fx.Node, members: int, sizes: SymbolSizes, device: torch.device) -> Any:
     example = node.meta.get("example")
     if not isinstance(example, Tensor):
-        return example
+        return concrete([example], sizes)[0] if isinstance(example, torch.SymInt) else example
     shape = concrete(example.shape, sizes)
     stacked = shape if node.meta.get("layout") is Layout.SHARED else (members, *shape)
     zeros = torch.zeros(stacked, dtype=example.dtype, device=device)

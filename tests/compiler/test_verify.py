@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.compiler import compiled_program as compiling
 from hfusion.compiler.verify import relative_difference
-from hfusion.core.layout import Layout
+from hfusion.core.layout import Layout, Listed
 from hfusion.ops.rule import Call, Site, Value
+from hfusion.passes import batch as batching
 from tests.zoo import MODELS, Model
 
 aten = torch.ops.aten
@@ -86,6 +88,21 @@ def test_only_the_wrong_node_is_named(
     models = [nn.Sequential(nn.Linear(4, 4), around(), nn.Tanh(), around(), nn.Linear(4, 4)) for _ in range(2)]
     with pytest.raises(hf.FusionError, match=f"self-check: .*{message}"):
         hf.fuse(models)(torch.randn(3, 4))
+
+
+def test_a_wrong_value_that_is_no_tensor_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Numbered(nn.Linear):
+        def __init__(self, number: float) -> None:
+            super().__init__(4, 4)
+            self.number = number
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:  # type: ignore[override]
+            return super().forward(x), self.number
+
+    monkeypatch.setattr(batching, "per_member", lambda *values: Listed(values[:1] * len(values)))
+    monkeypatch.setattr(batching, "SCALARS", replace(batching.SCALARS, fn=batching.per_member))
+    with pytest.raises(hf.FusionError, match=r"self-check: output 1 of model 1 is 1\.0, and 2\.0 by its original code"):
+        hf.fuse([Numbered(1.0), Numbered(2.0)])(torch.randn(3, 4))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
