@@ -153,9 +153,11 @@ def _output(emitter: Emitter, node: fx.Node, env: dict[fx.Node, Result]) -> None
     def stacked(item: Any) -> Any:
         if isinstance(item, list):
             return list(map(stacked, item))
-        if isinstance(item, Value) and item.example.layout is not torch.strided:
+        if not isinstance(item, Value) or not isinstance(item.example, torch.Tensor):
+            return item
+        if item.example.layout is not torch.strided:
             raise FusionError(f"forward returns a tensor of layout {item.example.layout}, which cannot be stacked")
-        return item.to(Layout.STACKED) if isinstance(item, Value) else item
+        return item.to(Layout.STACKED)
 
     sources: Any = node.meta["arguments"][0][0] if "arguments" in node.meta else node.args[0]
     results = list(map(stacked, bind(sources, env)))

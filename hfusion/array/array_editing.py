@@ -50,12 +50,13 @@ class Rows(nn.Module):
 
     def why_no_program(self, arguments: Arguments) -> str:
         """Return why a call that has just run left no program of all members."""
-        fused = cast("FusedModule", self)
-        split = fused._split()
+        split = cast("FusedModule", self)._split()
         if split is not None:
             return f"members are computed apart: {split.why}"
-        why = fused._compiler.why_looped(fused._modes(arguments), arguments)
-        return why or "forward changes variables that it names, of files or objects, whose values a program keeps"
+        return (
+            arguments.obstacle
+            or "forward changes variables that it names, of files or objects, whose values a program keeps"
+        )
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only the members ``rows``, in this order, in place; the others and their memory are freed.

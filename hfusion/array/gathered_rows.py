@@ -78,9 +78,6 @@ class GatheredRows:
         """
         whole, array = self.whole, self.array
         self.check_plain()
-        if array._views:
-            # A loop over members has called those of the rows before.
-            array._views = GatheredViews(array)
         self.modes = self._modes_of(rows)
         resized = len(rows) != len(array)
         # If both arrays have the same single skeleton, all members are alike.

@@ -19,8 +19,6 @@ from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import join, running, watched
 from hfusion.core.layout import Listed, member_values
-from hfusion.core.parameter_attributes import keep_marks
-from hfusion.core.ragged import Ragged
 from hfusion.torch_private.functorch import (
     derivative_order,
     in_forward_mode,
@@ -79,7 +77,7 @@ def run_members(fused: FusedModule, arguments: Arguments) -> Any:
     specs: list[TreeSpec] = []
 
     def run() -> list[Any]:
-        leaves, spec = _stacked(list(_results(fused, members, arguments)), one_shape=not arguments.ragged)
+        leaves, spec = _stacked(list(_results(fused, members, arguments)))
         specs.append(spec)
         return leaves
 
@@ -93,10 +91,9 @@ def _results(fused: FusedModule, members: Sequence[nn.Module], arguments: Argume
         if watching is not None:
             watching.took(listed)
     for index, member in enumerate(members):
-        own, buffers = dict(tensors(member)), dict(member.named_buffers())
+        buffers = dict(member.named_buffers())
         member_tensors = {name: rows[name][index] if name in rows else stack for name, stack in tensors(fused)}
-        replaced = {name: row for name, row in member_tensors.items() if name not in buffers or is_wrapped(row)}
-        replacements = {name: keep_marks(row, own[name]) for name, row in replaced.items()}
+        replacements = {name: row for name, row in member_tensors.items() if name not in buffers or is_wrapped(row)}
         args, kwargs = arguments.of_member(index)
         yield torch.func.functional_call(member, replacements, args, kwargs)
         for name, buffer in member.named_buffers():
@@ -113,28 +110,20 @@ def stacked_results(results: Sequence[Any]) -> Any:
     return pytree.tree_unflatten(*_stacked(results))
 
 
-def _stacked(results: Sequence[Any], one_shape: bool = True) -> tuple[list[Any], TreeSpec]:
+def _stacked(results: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
     flat = [pytree.tree_flatten(result) for result in results]
-    kinds = [(spec, [_kind(leaf, one_shape) for leaf in leaves]) for leaves, spec in flat]
+    kinds = [(spec, list(map(_kind, leaves))) for leaves, spec in flat]
     if (other := next((row for row, kind in enumerate(kinds) if kind != kinds[0]), None)) is not None:
         raise FusionError(
             f"model 0 gives {_shown(flat[0])}, and model {other} {_shown(flat[other])}, which an array cannot stack. "
             "Return the same structure, shapes and dtypes from all"
         )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return list(map(_joined, columns)), flat[0][1]
+    return [join(parts) if isinstance(parts[0], Tensor) else member_values(parts) for parts in columns], flat[0][1]
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    if not isinstance(parts[0], Tensor):
-        return member_values(parts)
-    return join(parts) if len({part.shape for part in parts}) == 1 else Ragged(parts)
-
-
-def _kind(leaf: Any, one_shape: bool) -> Any:
-    if not isinstance(leaf, Tensor):
-        return None
-    return leaf.shape if one_shape else leaf.dim(), leaf.dtype, leaf.device, leaf.layout
+def _kind(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype, leaf.device, leaf.layout) if isinstance(leaf, Tensor) else None
 
 
 def _shown(flat: tuple[Sequence[Any], TreeSpec]) -> Any:

@@ -18,7 +18,7 @@ from hfusion.capture.eager_fallbacks import culprits
 from hfusion.capture.eager_runs import runnable
 from hfusion.capture.export import capture
 from hfusion.capture.fallback_runtime import OpaqueCall
-from hfusion.capture.fallback_tracing import opaque
+from hfusion.capture.fallback_tracing import opaque, with_values
 from hfusion.capture.method_interception import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.module_call_trace import record
 from hfusion.capture.observe import Observation, observe
@@ -129,6 +129,7 @@ def _with_loops(
     def capture_around(stubs: Mapping[Island, str]) -> None:
         with opaque(model, stubs, records, bodies) as calls:
             graph = capture(model, args, kwargs, varying=False, dims=sizes.dims)
+        with_values(graph.graph, calls)
         graphs[frozenset(stubs)] = replace(graph, modes=records.modes), calls
 
     while True:

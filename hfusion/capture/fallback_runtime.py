@@ -26,7 +26,7 @@ from hfusion.capture.repeatable_draws import next_call, seeded
 from hfusion.capture.tensor_references import Reference
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import join, running
-from hfusion.core.layout import Listed, same_value
+from hfusion.core.layout import Listed, member_values, same_value
 from hfusion.core.memory import is_plain, overlap, same_values
 from hfusion.core.parameter_attributes import keep_marks
 
@@ -123,8 +123,8 @@ class OpaqueCall:
 
     @property
     def values(self) -> list[Any]:
-        """The results that are no tensors and not None."""
-        return [result for result in self.results if result is not None and not isinstance(result, Result)]
+        """The results that are no tensors, of one member. Those of the whole forward are new at every call."""
+        return [result for result in self.results if not isinstance(result, Result)]
 
     @cached_property
     def positional(self) -> bool:
@@ -145,6 +145,8 @@ def run(
     sizes: Sequence[int],
 ) -> list[Tensor]:
     """Run the eager fallback for one member after another, and stack each result as ``[B, *S]``.
+
+    Those of the whole forward that are no tensors follow, joined by `member_values`.
 
     Args:
         numbers: ``numbers[b]`` is member b's call in `calls`.
@@ -179,7 +181,8 @@ def run(
                 rows.append(_run_member(call, member, [x[member] for x in rows_of], weights, apart, alive, sizes))
             for aliases, row in list(zip(rows_of, memory, strict=True))[len(inputs) :]:
                 _tell_version(aliases[member], row[member])
-    return [_stack(first, parts) for parts in zip(*rows, strict=True)]
+    columns = list(zip(*rows, strict=True))
+    return [_stack(first, parts) if isinstance(parts[0], Tensor) else member_values(parts) for parts in columns]
 
 
 def _version(tensor: Tensor) -> int:
@@ -256,7 +259,11 @@ def _run_member(
         if _version(held[index]) != versions[index] and index not in call.written:
             raise FusionError(_writes(f"{call.path} of model {member}", held[index]))
     _check_apart(call, member, results, [*inputs, *registered.values()], apart)
-    return list(map(own_memory, results)) if call.addresses else results
+    tensors_given = list(map(own_memory, results)) if call.addresses else results
+    return [
+        *tensors_given,
+        *([leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, Tensor)] if call.is_whole else []),
+    ]
 
 
 def _called(call: OpaqueCall, member: int, body: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -302,7 +309,7 @@ def _results(
         raise FusionError(f"{label} gave {len(leaves)} results, and {len(call.results)} when it was captured")
     for leaf, expected in zip(leaves, call.results, strict=True):
         if not isinstance(expected, Result):
-            if isinstance(leaf, Tensor) or not same_value(leaf, expected):
+            if isinstance(leaf, Tensor) or not (call.is_whole or same_value(leaf, expected)):
                 # All of forward runs member by member then.
                 raise (FusionError if call.is_whole else OtherSizes)(
                     f"{label} gave {_describe(leaf)} where it gave {_describe(expected)} when it was captured; "

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.fallback_runtime import SIZE, TENSOR, InputSize, OpaqueCall, Result, calls, run
@@ -142,7 +143,7 @@ class _Stub:
         held = [registered[k] for k in fixed], [registered[k] for k in changing]
         fresh = iter(OPAQUE(inputs, *held, number, written, links, [], [], sizes))
         hide(self._island, self._module, record.state.changed_attributes)
-        # No program holds other results of the whole forward, and torch.export does not take all of them.
+        # torch.export takes few kinds of values; see `with_values`.
         others = [None] * len(output) if self._island == WHOLE else output
         leaves = [next(fresh) if isinstance(o, Tensor) else other for o, other in zip(output, others, strict=True)]
         return pytree.tree_unflatten(leaves, out_spec)
@@ -181,6 +182,24 @@ class _Stub:
             tuple(map(memory_order, recorded_inputs)) if self._asks_strides else (),
             open_sizes,
         )
+
+
+def with_values(graph: fx.Graph, calls_in_graph: Sequence[OpaqueCall]) -> None:
+    """Let the graph of a forward that runs as a whole member by member return its values that are no tensors."""
+    for call in calls_in_graph:
+        if call.is_whole and call.values:
+            (node,) = graph.find_nodes(op="call_function", target=OPAQUE)
+            output = next(iter(reversed(graph.nodes)))
+            results: list[Any] = list(output.args[0])
+            position = len(node.meta["val"])
+            node.meta["val"] = [*node.meta["val"], *call.values]
+            for index, value in enumerate(call.results):
+                if not isinstance(value, Result):
+                    with graph.inserting_before(output):
+                        results[index] = graph.call_function(operator.getitem, (node, position))
+                    results[index].meta["val"] = value
+                    position += 1
+            output.args = (tuple(results),)
 
 
 def _result(result: Tensor, inputs: Sequence[Tensor], numbers: Sequence[Any], free: bool) -> Result:

@@ -108,7 +108,7 @@ class Compiled:
     @property
     def infers_results(self) -> bool:
         """True if sizes of results of eager fallbacks, or results that are no tensors, are expected as captured."""
-        return any(call.open_sizes or call.values for call in self.opaque)
+        return any(call.open_sizes or (call.values and not call.is_whole) for call in self.opaque)
 
     @property
     def checks(self) -> Sequence[str]:

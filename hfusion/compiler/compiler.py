@@ -77,8 +77,6 @@ class Compiler:
     opens: bool = True
     whole: dict[Any, str] = field(default_factory=dict)
     refused: dict[Any, str] = field(default_factory=dict)
-    looped: dict[Any, str] = field(default_factory=dict)
-    """Why only the members' own code can compute a call, by its training pattern and loose key."""
     numbers: dict[Any, set[Any]] = field(default_factory=dict)
     kin: Callable[[Any, Arguments], Compiled | None] | None = None
     """Derives a program without a capture from another array with similar members; returns None if there is none."""
@@ -120,10 +118,10 @@ class Compiler:
 
     def make(self, training: Any, arguments: Arguments) -> Compiled:
         """Compile a program: capture, align and batch. Raises FusionError if that is impossible."""
-        loose = arguments.loose_key
-        if why := self.why_looped(training, arguments):
-            raise NoProgram(why)
+        if arguments.obstacle:
+            raise NoProgram(arguments.obstacle)
         self._count(training, arguments)
+        loose = arguments.loose_key
         shapes = arguments.shapes
         call_sizes = self.call_sizes.setdefault(loose, CallSizes.of(shapes))
         call_sizes.add_shapes(shapes)
@@ -143,20 +141,9 @@ class Compiler:
             if many:
                 self.refused[loose] = str(error)
             raise
-        for call in compiled.opaque:
-            if call.is_whole and call.values:
-                self.looped[training, loose] = (
-                    f"forward can only run member by member, and returns {call.values[0]!r}, which a program would "
-                    f"keep: {call.why}"
-                )
-                raise NoProgram(self.looped[training, loose])
         self._keep((training, arguments.key), compiled)
         family.append(compiled)
         return compiled
-
-    def why_looped(self, training: Any, arguments: Arguments) -> str:
-        """Return why only the members' own code can compute a call, as far as that is known; empty if a program can."""
-        return arguments.obstacle or self.looped.get((training, arguments.loose_key), "")
 
     def _count(self, training: Any, arguments: Arguments) -> None:
         """Warn if a number among the arguments has had many values, each of which was captured."""

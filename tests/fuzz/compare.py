@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
@@ -231,6 +231,11 @@ def _stacked(
 ) -> Seen:
     """The expected results of the array: the members' values stacked."""
     combined = Seen(plain=dict(recorded[0].plain))
+    for name in [name for name, value in combined.plain.items() if name.startswith("output") and type(value) is str]:
+        members = tuple(member.plain.get(name) for member in recorded)
+        if len(set(members)) > 1 and all(type(value) is str for value in members):
+            combined.plain[name] = members
+            recorded = [replace(member, plain=member.plain | {name: members}) for member in recorded]
     for member in recorded[1:]:
         if member.plain != recorded[0].plain or member.values.keys() != recorded[0].values.keys():
             raise ValueError("the members give different structures")
@@ -251,7 +256,7 @@ def _stacked(
         combined.plain[f"input {k} written"] = not _same(current, x.detach())
         if spec.grad:
             combined.values[f"gradient of input {k}"] = (
-                torch.stack([_gradient(r) for r in row]) if member.stacked else _gradient(row[0])
+                torch.stack([_gradient(r) for r in row]) if spec.stacked else _gradient(row[0])
             )
     return combined
 
@@ -411,7 +416,12 @@ def _note(recorded: Seen, out: Any) -> None:
             unknown = leaf.requires_grad and not _leads_back(leaf)
             recorded.plain[f"output {k} has a gradient"] = ANY if unknown else leaf.requires_grad
         else:
-            recorded.plain[f"output {k}"] = leaf
+            recorded.plain[f"output {k}"] = _shown(leaf)
+
+
+def _shown(leaf: Any) -> Any:
+    """Return the type and value of a result that is no tensor; of an array, also one for each member."""
+    return tuple(map(_shown, leaf)) if isinstance(leaf, tuple) else f"{type(leaf).__name__} {leaf!r}"
 
 
 def _leads_back(tensor: Tensor) -> bool:

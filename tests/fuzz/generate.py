@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -63,6 +64,29 @@ OPTIMIZERS = (
 )
 
 
+# Results that are no tensors: the text, and values of an attribute, one of which each member has, or all have.
+BESIDE_RESULTS = (
+    ("self.{p}", ("1.0", "2.0", "-0.5", "0.0", "-0.0", 'float("nan")')),
+    ("self.{p}", ("1", "2", "True", "1.0")),
+    ("self.{p}", ('"mean"', '"sum"')),
+    ("self.{p}", ("None", "2.0")),
+    ("self.{p}", ("True", "False", "None")),
+    ("self.{p}", ("Color.RED", "Color.BLUE")),
+    ("self.{p} * 2 + 1", ("1", "2", "3.0")),
+    ("self.{p} and self.training", ("True", "False")),
+    ('{{"k": self.{p}, "n": [None, (self.{p}, 1)]}}', ("1", '"a"', "None")),
+    ("int(self.{p})", ("torch.tensor(3)", "torch.tensor(4)")),
+    ("None", ()),
+    ('"name"', ()),
+    ("self.training", ()),
+    ("x0.shape[0]", ()),
+    ("x0.dim() + tick", ()),
+    ("torch.float64", ()),
+    ("bool({first}.detach().abs().sum() > 1.0)", ()),
+    ("round({first}.detach().abs().sum().item(), 6)", ()),
+)
+
+
 @dataclass(frozen=True)
 class Scale:
     """How large programs are: statements of the model, other blocks at most, steps at most.
@@ -112,18 +136,40 @@ def generate(seed: int, scale: Scale = LARGE) -> Program:
         blocks.append(_block(rng, f"Block{k}", blocks, scale, island=rng.random() < 0.2, members=members))
     net = _net(rng, blocks, inputs, scale, members)
     target = Input("lab" if rng.random() < 0.4 else "vec", rng.random() < 0.25)
-    return Program(
-        seed,
-        members,
-        (*blocks, net),
-        tuple(inputs),
-        _forms(rng, len(inputs)),
-        target,
-        _loss(rng, net, target.kind),
-        rng.choice(OPTIMIZERS),
-        _steps(rng, scale),
-        verify=rng.random() < 0.25,
+    return _with_beside(
+        Program(
+            seed,
+            members,
+            (*blocks, net),
+            tuple(inputs),
+            _forms(rng, len(inputs)),
+            target,
+            _loss(rng, net, target.kind),
+            rng.choice(OPTIMIZERS),
+            _steps(rng, scale),
+            verify=rng.random() < 0.25,
+        ),
+        rng,
     )
+
+
+def _with_beside(program: Program, rng: random.Random) -> Program:
+    """``program``, one time in three with results that are no tensors, of which the loss may depend."""
+    if rng.random() >= 0.33:
+        return program
+    net, beside = program.net, []
+    for k in range(rng.randint(1, 3)):
+        text, values = rng.choice(BESIDE_RESULTS)
+        line = f"self.p{k} = {_choice(rng, 'each_', values, program.members)}" if values else ""
+        if "tensor" in line:
+            line = f'self.register_buffer("p{k}", {line.partition(" = ")[2]})'
+        beside.append((text.format(p=f"p{k}", first=net.results[0]), line))
+    ended = replace(net, beside=tuple(beside), form="tuple" if net.form == "plain" else net.form)
+    if net.form == "plain" and len(net.results) == 1:
+        program = replace(program, loss=re.sub(r"\bout\b", "out[0]", program.loss))
+    if rng.random() < 0.7:
+        program = replace(program, loss=f"({program.loss}) * weight({ended.picked_beside()})")
+    return replace(program, blocks=(*program.blocks[:-1], ended))
 
 
 def for_compilation(program: Program) -> Program:

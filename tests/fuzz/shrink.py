@@ -98,6 +98,11 @@ def _fewer_results(program: Program) -> Iterator[Program]:
     """With one result, a plain one, and the simplest loss."""
     net = program.net
     index = len(program.blocks) - 1
+    if net.beside:
+        yield replace(program, loss=program.loss.partition(" * weight(")[0])
+        for k in range(len(net.beside)) if len(net.beside) > 1 else ():
+            yield with_block(program, index, replace(net, beside=(*net.beside[:k], *net.beside[k + 1 :])))
+        net = replace(net, beside=())
     if len(net.results) > 1 or program.loss != _loss(net, net.results[0]):
         for result in net.results:
             reduced = replace(net, results=(result,), form="plain")
