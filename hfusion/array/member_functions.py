@@ -20,6 +20,7 @@ from hfusion.core.calls import StackedInput
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import read_state
 from hfusion.core.gradient_usage import absent_rows, frozen_rows
+from hfusion.core.layout import Listed
 from hfusion.core.membership import has_rows, membership
 from hfusion.core.memory import has_address
 from hfusion.core.row_gradients import settle
@@ -140,6 +141,8 @@ class MemberFunction:
             raise FusionError(f"{self!r} writes into an array, which a transform of torch.func cannot follow")
         if arguments.ragged:
             raise ValueError(f"{self!r} got rows of different sizes; give stacks [B, ...]")
+        if any(isinstance(leaf, Listed) for leaf in arguments.leaves):
+            raise ValueError(f"{self!r} got different values of the members that are no tensors; give a tensor [B, ...]")
         # Apply tensors and gradients that were assigned to members to the stacks.
         fused._split()
         settle(fused.parameters())

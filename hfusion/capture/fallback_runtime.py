@@ -259,11 +259,8 @@ def _run_member(
         if _version(held[index]) != versions[index] and index not in call.written:
             raise FusionError(_writes(f"{call.path} of model {member}", held[index]))
     _check_apart(call, member, results, [*inputs, *registered.values()], apart)
-    tensors_given = list(map(own_memory, results)) if call.addresses else results
-    return [
-        *tensors_given,
-        *([leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, Tensor)] if call.is_whole else []),
-    ]
+    values = [leaf for leaf in pytree.tree_leaves(output) if not isinstance(leaf, Tensor)] if call.is_whole else []
+    return [*(map(own_memory, results) if call.addresses else results), *values]
 
 
 def _called(call: OpaqueCall, member: int, body: nn.Module, args: Any, kwargs: Any) -> Any:
