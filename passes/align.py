@@ -114,7 +114,7 @@ def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
             continue
         if node.op == "output":
             items = [_result_of(item, rows, env) for item in results_of(node)]
-            new = result.output(tuple(map(_of_first, items)))
+            new = result.output(tuple(map(of_first, items)))
             new.meta["members"] = ((tuple(items),), {})
             new.meta["arguments"] = map_aggregate(new.meta["members"], plain)
             continue
@@ -141,7 +141,8 @@ def results_of(output: fx.Node) -> Sequence[Any]:
     return results
 
 
-def _of_first(item: Any) -> Any:
+def of_first(item: Any) -> Any:
+    """Return the first member's scalar of `MemberScalars`, and other values as they are."""
     return item.values[0] if isinstance(item, MemberScalars) else item
 
 

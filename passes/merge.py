@@ -21,7 +21,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.program import Kind, Slot
 from hfusion.core.tree import leaves
 from hfusion.ops.rule import MemberScalars, hint
-from hfusion.passes.align import results_of
+from hfusion.passes.align import of_first, results_of
 from hfusion.passes.candidates import by_name
 from hfusion.passes.gather import GATHER, PUT, width
 from hfusion.passes.islands import OPAQUE
@@ -246,9 +246,9 @@ class _Merge:
         nests = {number: node.meta.get("arguments", (node.args, node.kwargs)) for number, node in part.items()}
         if not isinstance(first.target, OpOverload):
             args, kwargs = self._merged(nests, rows)
-            return map_aggregate(args, _head), map_aggregate(kwargs, _head), None
+            return map_aggregate(args, of_first), map_aggregate(kwargs, of_first), None
         named = self._merged({n: by_name(first.target, *nest) for n, nest in nests.items()}, rows)
-        plain = map_aggregate(named, _head)
+        plain = map_aggregate(named, of_first)
         schema = first.target._schema.arguments
         args = tuple(plain[p.name] for p in schema if not p.kwarg_only)
         kwargs = {p.name: plain[p.name] for p in schema if p.kwarg_only}
@@ -322,7 +322,7 @@ class _Merge:
         outputs = [next(iter(reversed(variant.graph.nodes))) for variant in self.variants]
         columns = list(zip(*map(results_of, outputs), strict=True))
         results = tuple(self._result(index, dict(enumerate(column))) for index, column in enumerate(columns))
-        self.graph.output(map_aggregate(results, _head)).meta["arguments"] = ((results,), {})
+        self.graph.output(map_aggregate(results, of_first)).meta["arguments"] = ((results,), {})
 
     def _result(self, index: int, column: Operands) -> Any:
         """One result of all members; where its shapes differ, a list of a node for the members of each shape."""
@@ -363,10 +363,6 @@ def _describe_result(item: Any) -> str:
         return str(_result(item)[0])
     sizes = ", ".join(str(size) if isinstance(size, int) else str(hint(size)) for size in value.shape)
     return f"a {value.dtype} of shape ({sizes})"
-
-
-def _head(item: Any) -> Any:
-    return item.values[0] if isinstance(item, MemberScalars) else item
 
 
 def _scalars(values: Mapping[int, Any], rows: Sequence[int]) -> MemberScalars:

@@ -115,7 +115,7 @@ def _stacked(results: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
     kinds = [(spec, list(map(_kind, leaves))) for leaves, spec in flat]
     if (other := next((row for row, kind in enumerate(kinds) if kind != kinds[0]), None)) is not None:
         raise FusionError(
-            f"model 0 gives {_shown(flat[0])}, and model {other} {_shown(flat[other])}, which an array cannot stack. "
+            f"model 0 gives {kinds[0]}, and model {other} {kinds[other]}, which an array cannot stack. "
             "Return the same structure, shapes and dtypes from all"
         )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
@@ -124,10 +124,3 @@ def _stacked(results: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
 
 def _kind(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype, leaf.device, leaf.layout) if isinstance(leaf, Tensor) else None
-
-
-def _shown(flat: tuple[Sequence[Any], TreeSpec]) -> Any:
-    """Return a nest with the shape and dtype in place of each tensor."""
-    leaves, spec = flat
-    shown = [f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(shown, spec)

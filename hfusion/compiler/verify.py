@@ -9,6 +9,7 @@ rounding is measured instead: the members run with parameters moved by one round
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.fallback_runtime import OpaqueCall
@@ -27,23 +29,27 @@ from hfusion.capture.reachable_code import names_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.repeatable_draws import repeatable, repeating
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.bisect import first_difference
-from hfusion.compiler.checked_members import checked_members
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.replay import Replay, Unmatched
 from hfusion.compiler.sandbox import without_trace
-from hfusion.compiler.shorten import shortened
 from hfusion.core import differences
-from hfusion.core.copies import copies_in_like_memory
+from hfusion.core.calls import StackedInput
+from hfusion.core.copies import copies_in_like_memory, fills_stretch
 from hfusion.core.differences import norm
 from hfusion.core.errors import FusionError
-from hfusion.core.layout import same_value, values_of
-from hfusion.core.member_random import recording
-from hfusion.core.program import Kind
+from hfusion.core.layout import Layout, same_value, values_of
+from hfusion.core.member_random import draws_random, recording
+from hfusion.core.memory import is_plain
+from hfusion.core.program import Kind, source_line
 from hfusion.core.ragged import Ragged
 from hfusion.core.row_indices import leading
+from hfusion.core.tree import leaves
 from hfusion.device.backend import computes_by_tf32
+from hfusion.ops.rule import MemberScalars
+from hfusion.passes.align import scalars
 from hfusion.passes.expected_checks import FailedCheck
+from hfusion.passes.gather import has_variants
+from hfusion.passes.islands import OPAQUE
 from hfusion.torch_private.autograd_engine import backward_gradients
 
 TIGHT = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
@@ -266,8 +272,8 @@ def _check_noise(subject: CheckedArray, suspects: Sequence[Suspect]) -> None:
             if differences[name] > allowed:
                 raise FusionError(
                     f"self-check: {name} of model {member} differs from its original code by {differences[name]:.2e} "
-                    f"relative (rounding explains {allowed:.2e}); {_culprit(subject, member)}. Please report the "
-                    "operator; fuse(..., verify=False) skips this check, at your own risk"
+                    f"relative (rounding explains {allowed:.2e}); {_first_difference(subject, member)}. Please "
+                    "report the operator; fuse(..., verify=False) skips this check, at your own risk"
                 )
 
 
@@ -352,12 +358,6 @@ def fixed_projection(output: Tensor, members: int | None = None) -> Tensor:
     return (output * weights).sum().cpu()
 
 
-def _culprit(subject: CheckedArray, member: int) -> str:
-    """Describe the first node where the program and the member's graph differ."""
-    inputs, _ = _program_inputs(subject)
-    return first_difference(subject.compiled.program, subject.compiled.graph, inputs, member, relative_difference)
-
-
 def _member_outcome(subject: CheckedArray, member: int, draws: Sequence[Tensor], perturbation: int) -> Outcome:
     rows: dict[str, Tensor] = {}
     for name, stack in subject.stacks.items():
@@ -409,3 +409,200 @@ def _rounding(tensor: Tensor) -> float:
 def relative_difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Return the norm of the difference, divided by the norm of ``expected`` or a lower bound: ``floor`` or the eps."""
     return differences.relative_difference(actual, expected, max(floor, torch.finfo(expected.dtype).eps))
+
+
+# Largest number of members of which all are compared.
+MAX_COMPARED_WHOLE = 16
+# The least number of members compared in larger arrays, and of values of one kind that are distinguished.
+MIN_COMPARED, MAX_VALUES = 8, 8
+
+
+def checked_members(compiled: Compiled, variants: Sequence[int]) -> list[int]:
+    """Return the members to compare, in ascending order, the same for the same program.
+
+    All members of a program compute the same operators, except for the differences that `scalars` of its graph returns:
+    the numbers of each member at an operator, and operators that only some members run. For each of these, one member
+    per value is compared if there are few values, else those with the least and the greatest. The first and the last
+    member, and some between them, are always compared; all members are if some code runs member by member.
+
+    Args:
+        variants: for each member, the index of its set of Python numbers.
+    """
+    members = compiled.program.members
+    if members <= MAX_COMPARED_WHOLE or compiled.opaque:
+        return list(range(members))
+    columns = [tuple(variants), *scalars(compiled.graph, members)]
+    spread = {round(step * (members - 1) / (MIN_COMPARED - 1)) for step in range(MIN_COMPARED)}
+    return sorted(spread.union(*map(_distinct, columns)))
+
+
+def _distinct(column: Sequence[Any]) -> Iterator[int]:
+    """Yield members that represent the different values of a column ``[B]``."""
+    first: dict[Any, int] = {}
+    for member, value in enumerate(column):
+        first.setdefault(repr(value), member)
+    if len(first) <= MAX_VALUES:
+        yield from first.values()
+        return
+    numbers = [member for member, value in enumerate(column) if isinstance(value, int | float)]
+    kinds: dict[Any, int] = {}
+    for member, value in enumerate(column):
+        kinds.setdefault((type(value), isinstance(value, float) and not math.isfinite(value)), member)
+    yield from kinds.values()
+    ordered = sorted((member for member in numbers if math.isfinite(column[member])), key=column.__getitem__)
+    yield from (*ordered[:1], *ordered[-1:])
+    # The value nearest to zero, since zero often switches something off.
+    yield from (min(ordered, key=lambda member: abs(column[member])),) if ordered else ()
+
+
+FEW = 4
+
+
+def shortened(compiled: Compiled, arguments: Arguments) -> Arguments | None:
+    """Return the first samples of ``arguments``, with the same memory order of dims, which forward may read.
+
+    None if the program does not hold for fewer samples, looks up samples, or takes slices of wider tensors.
+    """
+    slots = compiled.program.slots
+    placeholders = [node for node in compiled.graph.nodes if node.op == "placeholder"]
+    inputs = [node for node, slot in zip(placeholders, slots, strict=True) if slot.kind is Kind.INPUT]
+    rows = [leaf.tensor[0] if isinstance(leaf, StackedInput) else leaf for leaf in arguments.leaves]
+    slices = any(isinstance(row, Tensor) and is_plain(row) and not fills_stretch(row) for row in rows)
+    if slices or looks_up_samples(compiled.graph, inputs):
+        return None
+    pairs = zip(arguments.leaves, inputs, strict=True)
+    short = Arguments(tuple(_first(leaf, node.meta.get("val")) for leaf, node in pairs), arguments.spec)
+    return short if compiled.guards(short.shapes) else None
+
+
+def _first(leaf: Any, example: Any) -> Any:
+    if isinstance(leaf, StackedInput):
+        rows = leaf.tensor
+        return StackedInput(_first(rows.transpose(0, 1), example).transpose(0, 1)) if rows.dim() > 1 else leaf
+    varies = isinstance(example, Tensor) and example.dim() > 0 and not isinstance(example.shape[0], int)
+    if not varies:
+        return leaf
+    return leaf[:FEW] if leaf.is_contiguous() else leaf[:FEW].clone()
+
+
+def looks_up_samples(graph: fx.Graph, inputs: list[fx.Node]) -> bool:
+    """Return whether integers computed from ``inputs`` may be indices into a dim whose size varies.
+
+    An example are the edges of a graph passed with its nodes: with fewer nodes some edges would be out of range.
+    """
+    derived = set(inputs)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        operands = [a for a in leaves((node.args, node.kwargs), fx.Node) if not _looks_alike(node, a)]
+        for k, operand in enumerate(operands):
+            if operand in derived and _integers(operand) and any(map(_varies, operands[:k] + operands[k + 1 :])):
+                return True
+        if any(a in derived for a in node.all_input_nodes):
+            derived.add(node)
+    return False
+
+
+def _looks_alike(node: fx.Node, operand: fx.Node) -> bool:
+    """Return whether the call is pointwise in the operand or views it, and so cannot use its values as indices."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return True
+    if torch.Tag.pointwise in target.tags:
+        return True
+    first = target._schema.arguments[0].alias_info if target._schema.arguments else None
+    return first is not None and not first.is_write and node.args[0] is operand
+
+
+def _integers(node: fx.Node) -> bool:
+    example = node.meta.get("val")
+    kinds = [e.dtype for e in leaves(example, Tensor)]
+    return any(not k.is_floating_point and not k.is_complex and k is not torch.bool for k in kinds)
+
+
+def _varies(node: fx.Node) -> bool:
+    """Return whether a value is a dynamic size, or has one."""
+    example = node.meta.get("val")
+    if isinstance(example, torch.SymInt):
+        return True
+    return any(not isinstance(size, int) for e in leaves(example, Tensor) for size in e.shape)
+
+
+LIMIT = 1e-3
+
+
+class _ValueRecorder(fx.Interpreter):
+    """Runs a program, and records values and layouts by the nodes of the member's graph that they belong to."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.values: dict[fx.Node, tuple[Any, Layout]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if "origin" in n.meta:
+            self.values[n.meta["origin"]] = (value, n.meta["layout"])
+        return value
+
+
+def _first_difference(subject: CheckedArray, member: int) -> str:
+    """Run the program and the member's graph, and describe the first node where they differ."""
+    program, graph, (inputs, _) = subject.compiled.program, subject.compiled.graph, _program_inputs(subject)
+    if has_variants(graph):
+        return "members differ in submodules, so that nodes are not compared one by one"
+    recorder = _ValueRecorder(program.module)
+    # Copied, since the program writes into buffers.
+    input_copies = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
+    with torch.no_grad():
+        recorder.run(*inputs)
+    env: dict[fx.Node, Any] = {}
+    placeholders = zip(graph.find_nodes(op="placeholder"), input_copies, program.layouts, strict=True)
+    for node, value, layout in placeholders:
+        env[node] = row(value, layout, member, program.members)
+    for node in graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "placeholder":
+            continue
+        fused_value = row(*recorder.values[node], member, program.members)
+        if draws_random(node.target):
+            env[node] = fused_value
+            continue
+        env[node] = expected = _evaluate(node, env, member)
+        floating = isinstance(expected, Tensor) and expected.is_floating_point()
+        if floating and relative_difference(fused_value, expected) > LIMIT:
+            return f"the first node that differs is {node.name} = {node.target} at {source_line(node)}"
+        env[node] = fused_value
+    looped = ", or what runs in a loop over members does" if graph.find_nodes(op="call_function", target=OPAQUE) else ""
+    return (
+        f"no node of forward differs by itself: a gradient does, or the capture differs from the original code{looped}"
+    )
+
+
+def row(value: Any, layout: Layout, member: int, members: int) -> Any:
+    """Return the part of a value that belongs to ``member``."""
+    if isinstance(value, list | tuple) and layout is not Layout.LISTED:
+        return type(value)(row(part, layout, member, members) for part in value)
+    if layout is Layout.SHARED or not isinstance(value, Tensor | tuple):
+        return value
+    if layout is Layout.PACKED:
+        return value.chunk(members, 1)[member]  # type: ignore[union-attr]
+    return value[member]
+
+
+def _evaluate(node: fx.Node, env: dict[fx.Node, Any], member: int) -> Any:
+    args, kwargs = node.meta.get("arguments", (node.args, node.kwargs))
+
+    def fill(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return env[item]
+        if isinstance(item, MemberScalars):
+            return item.values[member]
+        if isinstance(item, dict):
+            return {name: fill(part) for name, part in item.items()}
+        if isinstance(item, list | tuple):
+            return [fill(part) for part in item] if isinstance(item, list) else tuple(fill(part) for part in item)
+        return item
+
+    with torch.no_grad():
+        return node.target(*fill(args), **fill(kwargs))  # type: ignore[operator]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.compiler import verify
-from hfusion.compiler.checked_members import MAX_COMPARED_WHOLE, MIN_COMPARED
+from hfusion.compiler.verify import MAX_COMPARED_WHOLE, MIN_COMPARED
 
 MEMBERS = 40
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.shorten import FEW, shortened
+from hfusion.compiler.verify import FEW, shortened
 from tests.alone import assert_alone, call, net, normal
 
 NODES, EDGES = 20, 60
