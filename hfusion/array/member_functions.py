@@ -142,7 +142,9 @@ class MemberFunction:
         if arguments.ragged:
             raise ValueError(f"{self!r} got rows of different sizes; give stacks [B, ...]")
         if any(isinstance(leaf, Listed) for leaf in arguments.leaves):
-            raise ValueError(f"{self!r} got different values of the members that are no tensors; give a tensor [B, ...]")
+            raise ValueError(
+                f"{self!r} got different values of the members that are no tensors; give a tensor [B, ...]"
+            )
         # Apply tensors and gradients that were assigned to members to the stacks.
         fused._split()
         settle(fused.parameters())

@@ -67,7 +67,7 @@ def search(make_model: Any = lambda: nn.Linear(3, 2), **options: Any) -> hf.Swee
         lambda trial: {"lr": trial.suggest_float("lr", 0.01, 0.1)},
         options.pop("loss", F.cross_entropy),
         data,
-        **{"trials": 6, "epochs": 3, "machine": MACHINE, "processes": 2, **options},
+        **{"trials": 6, "epochs": 3, "machine": MACHINE, "processes": 2, "rows": 6, **options},
     )
 
 

@@ -86,7 +86,13 @@ class Sweep:
     def run(self, seed: int = 0) -> Sweep:
         self.draw = random.Random(seed)
         self.shapes = [Shape(FIRST, partial(_estimates, 1e-3 + 1e-4 * number), SAME) for number in range(len(self.odd))]
-        self.rooms = TrialPlacement(nowhere(len(self.slow)), 1000, self.rows, together=self.together)
+        self.rooms = TrialPlacement(
+            nowhere(len(self.slow)),
+            1000,
+            lambda: self.rows or 1000,
+            fixed=self.rows is not None,
+            together=self.together,
+        )
         self.count, self.waiting = 0, self.draw.randrange(len(self.shapes))
         for round_number in range(ROUNDS):
             self._refill(round_number)
@@ -197,7 +203,7 @@ def test_an_array_goes_where_that_saves_more_than_it_costs(
 ) -> None:
     """Two arrays on the second of two devices, and one as long as these on the first."""
     shapes = [Shape(FIRST, lambda _: Estimates(0, 0.1), SAME), Shape(FIRST, lambda _: Estimates(0, 0.05), SAME)]
-    rooms = TrialPlacement(nowhere(2), 1000, 8, together=False)
+    rooms = TrialPlacement(nowhere(2), 1000, lambda: 8, fixed=True, together=False)
     for number, (shape, device) in enumerate([(0, 0), (1, 1), (1, 1)]):
         array = ShapeArray(f"array-{number}", shapes[shape], device)
         array.slots, array.width = {"trial": TrialSlot(0, FIRST.suggestion, 0)}, 1
