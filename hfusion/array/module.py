@@ -41,7 +41,7 @@ from hfusion.capture.variant_structures import union_of_modules
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
 from hfusion.compiler.compiled_program import ArraySpec, Compiled, check_stackable
-from hfusion.compiler.compiler import Compiler, NoProgram
+from hfusion.compiler.compiler import Compiler, NotCaptured
 from hfusion.compiler.fusion_report import FusionReport, describe, joined
 from hfusion.compiler.verify import CheckedArray, verify
 from hfusion.core.errors import FusionError
@@ -134,7 +134,7 @@ class FusedModule(Rows, Tree):
             if split is not None:
                 return split.run(self, arguments)
             compiled = self._program(arguments)
-        except NoProgram as error:
+        except NotCaptured as error:
             self._loops[f"{self._original}: loop over members: {error}"] = None
             return run_members(self, arguments)
         if id(compiled) not in self._bound:

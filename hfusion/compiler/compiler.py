@@ -31,7 +31,7 @@ MAX_NUMBERS = 16
 MAX_KEYS = 4096
 
 
-class NoProgram(FusionError):
+class NotCaptured(FusionError):
     """Raised for a call that no program can compute, but the members' own code, one after the other."""
 
 
@@ -119,7 +119,7 @@ class Compiler:
     def make(self, training: Any, arguments: Arguments) -> Compiled:
         """Compile a program: capture, align and batch. Raises FusionError if that is impossible."""
         if arguments.obstacle:
-            raise NoProgram(arguments.obstacle)
+            raise NotCaptured(arguments.obstacle)
         self._count(training, arguments)
         loose = arguments.loose_key
         shapes = arguments.shapes

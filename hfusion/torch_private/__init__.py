@@ -1,4 +1,5 @@
 """All uses of torch's private names, and all patches of torch. This folder imports nothing from other folders.
 
-``private_names.py`` is their table. Tests check each row on the installed torch, and that no other folder uses one.
+The table of these names is ``tests/torch_private/private_names.toml``. Tests check each row on the installed torch, and
+that no other folder uses one.
 """

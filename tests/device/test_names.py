@@ -18,7 +18,6 @@ WHY = {
     "hfusion/device/backend.py": "asks devices",
     "hfusion/torch_private/seeding.py": "asks devices that were not used yet for the seeds that wait for them",
     "hfusion/device/graphs.py": "records graphs of CUDA and ROCm, which torch.accelerator refuses",
-    "hfusion/torch_private/private_names.py": "lists the private names of torch.cuda that seeding.py uses",
     "hfusion/core/torch_settings.py": "lists the settings that forward may ask for",
     "hfusion/bench/cuda_graph.py": "a contender that there is on CUDA only",
     "hfusion/bench/contenders.py": "lists that contender",

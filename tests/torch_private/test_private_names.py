@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
-from hfusion.torch_private.private_names import PRIVATE_NAMES, PrivateNames
+from tests.torch_private.private_names import PRIVATE_NAMES, PrivateNames
 
 aten = torch.ops.aten
 

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from hfusion.torch_private.private_names import API, PRIVATE_NAMES
 from tests.test_names import ROOT, files
+from tests.torch_private.private_names import PRIVATE_NAMES, PUBLIC
 
 ROOM = ROOT / "hfusion" / "torch_private"
 TABLE = {name if " " in owner else f"{owner}.{name}" for row in PRIVATE_NAMES for owner, name in row.pairs()}
@@ -16,6 +16,7 @@ ATTRIBUTES = {name for row in PRIVATE_NAMES if row.everywhere for _, name in row
 OTHERS = {
     *("_getframe", "_current_frames", "_exit", "_replace", "_asdict", "_lru_cache_wrapper"),
     *("_base_sampler", "_stop_flag", "_storage", "_study_id", "_thread_local", "_trial_id"),
+    *("_cached_frozen_trial", "_popsize", "_population_size", "_suggest", "_wrapped_pruner"),
 }
 
 
@@ -40,7 +41,7 @@ def path_of(node: ast.AST, paths: dict[str, str]) -> str:
 
 
 def is_private(path: str) -> bool:
-    public = path.startswith("torch.ops.") or any(path == name or path.startswith(f"{name}.") for name in API)
+    public = path.startswith("torch.ops.") or any(path == name or path.startswith(f"{name}.") for name in PUBLIC)
     return not public and any(part.startswith("_") and not part.endswith("__") for part in path.split("."))
 
 
