@@ -126,7 +126,6 @@ class RowView:
         self.model, self.row = model, row
         self._touched, self._called = touched, called
         self.touched = True
-        self._changed_by_user = False
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self._watch_tables()
         self._watch_calls()
@@ -156,20 +155,11 @@ class RowView:
                     attributes[name] = HookTable(self, attributes[name])
 
     def _watch_calls(self) -> None:
-        """Watch calls: attributes that forward sets are no changes by the user."""
-
         def forward_pre_hook(*_: Any) -> None:
             if not torch.compiler.is_compiling():
-                self._changed_by_user = self._changed_by_user or self._attributes_differ()
                 self._called()
 
-        def forward_hook(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self.accept()
-
-        attributes = self.model.__dict__
-        attributes["_forward_pre_hooks"]["hfusion"] = own_hook(forward_pre_hook)
-        attributes["_forward_hooks"]["hfusion"] = own_hook(forward_hook)
+        self.model.__dict__["_forward_pre_hooks"]["hfusion"] = own_hook(forward_pre_hook)
 
     def take_tensors(self, shared: frozenset[str]) -> None:
         """Record the tensors that the model has now, except those in ``shared``."""
@@ -190,7 +180,7 @@ class RowView:
 
     def mark_changes_applied(self) -> None:
         """Mark all changes to the member as applied."""
-        self.touched = self._changed_by_user = False
+        self.touched = False
         self.accept()
         self.look()
 
@@ -248,10 +238,7 @@ class RowView:
     @property
     def changed(self) -> bool:
         """True if attributes may have changed since `mark_changes_applied`."""
-        return self._changed_by_user or self._mutable or self._attributes_differ()
-
-    def _attributes_differ(self) -> bool:
-        return any(_differ(current, recorded) for current, recorded in self._attributes)
+        return self._mutable or any(_differ(current, recorded) for current, recorded in self._attributes)
 
     @property
     def same_modules(self) -> bool:

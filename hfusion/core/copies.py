@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.core.memory import is_plain
 from hfusion.core.parameter_attributes import keep_marks
+from hfusion.core.python_values import SCALARS
 
 _CONTAINERS = (OrderedDict, dict, list, set)
 
@@ -53,8 +56,10 @@ def contiguous_aliases(values: Any) -> Any:
 def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy in the same train and eval modes; ``memo`` is that of `copy.deepcopy`.
 
-    `copy.deepcopy` alone copies a module whose ``__setstate__`` calls ``__init__`` in train mode, and loses attributes
-    that users have set on parameters and buffers.
+    `copy.deepcopy` alone copies a module whose ``__setstate__`` calls ``__init__`` in train mode, loses attributes
+    that users have set on parameters and buffers, and believes a class that copies itself: its ``__deepcopy__`` may
+    ignore the memo, which says by what to replace a tensor, or lose attributes. Such a module is copied by its
+    attributes.
     """
     memo = {} if memo is None else memo
     # Most attributes of a module are empty tables of hooks, on which deepcopy spends two thirds of its time.
@@ -62,11 +67,23 @@ def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
         for value in vars(part).values():
             if type(value) in _CONTAINERS and not value:
                 memo.setdefault(id(value), type(value)())
-    copied = copy.deepcopy(module, memo)
-    copied_tensors = dict(_tensors(copied, remove_duplicate=False))
-    for name, tensor in _tensors(module):
-        if name in copied_tensors and copied_tensors[name] is not tensor:
-            keep_marks(copied_tensors[name], tensor, memo)
+    before = dict(memo)
+    copied = None
+    # A class's own copying may also need values, which the tensors of a skeleton do not have.
+    with suppress(Exception):
+        copied = copy.deepcopy(module, memo)
+    if copied is None or not _is_exact(copied, module, memo):
+        parts = [p for p in module.modules() if id(p) not in before and not isinstance(p, torch.jit.ScriptModule)]
+        # In place, since the caller may copy more by this memo.
+        memo.clear()
+        memo.update(before)
+        memo.update((id(part), type(part).__new__(type(part))) for part in parts)
+        for part in parts:
+            vars(memo[id(part)]).update(copy.deepcopy(vars(part), memo))
+        copied = memo[id(module)]
+    for tensor in _tensors(module):
+        if (tensor_copy := memo.get(id(tensor), tensor)) is not tensor:
+            keep_marks(tensor_copy, tensor, memo)
     modes = {path: part.training for path, part in module.named_modules(remove_duplicate=False)}
     for path, part in copied.named_modules(remove_duplicate=False):
         if part.training != modes.get(path, part.training):
@@ -74,9 +91,31 @@ def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
     return copied
 
 
-def _tensors(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=remove_duplicate)
-    yield from module.named_buffers(remove_duplicate=remove_duplicate)
+def _is_exact(copied: nn.Module, module: nn.Module, memo: Mapping[int, Any]) -> bool:
+    """Return whether a copy has the tensors that ``memo`` gives for those of ``module``, its plain values and hooks."""
+    copies = dict(copied.named_modules(remove_duplicate=False))
+    return all(
+        path in copies and all(_is_kept(name, value, vars(copies[path]), memo) for name, value in vars(part).items())
+        for path, part in module.named_modules(remove_duplicate=False)
+        if not isinstance(part, torch.jit.ScriptModule)
+    )
+
+
+def _is_kept(name: str, value: Any, copied: Mapping[str, Any], memo: Mapping[int, Any]) -> bool:
+    other = copied.get(name, memo)
+    if name in ("_parameters", "_buffers"):
+        expected = {key: None if tensor is None else memo.get(id(tensor)) for key, tensor in value.items()}
+        return other.keys() == expected.keys() and all(other[key] is expected[key] for key in expected)
+    if type(value) is OrderedDict:
+        return len(other) == len(value)
+    if name == "training" or type(value) not in (dict, list, tuple, *SCALARS):
+        return True
+    return not all(type(leaf) in SCALARS for leaf in pytree.tree_leaves(value)) or bool(other == value)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def copies_in_like_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
