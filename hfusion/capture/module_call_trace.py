@@ -226,7 +226,7 @@ class _CallRecorder:
         """Call ``method``, and record the call."""
         know_dataclasses((args, kwargs))
         # Tensors wrapped by torch.func's transforms mean nothing outside of them.
-        if any(map(is_wrapped, tensors_in((args, kwargs)))):
+        if any(map(is_wrapped, [*tensors_in((args, kwargs)), *(tensor for _, tensor in tensors(method.module))])):
             return method.original(*args, **kwargs)
         start = self._start(method, args, kwargs)
         self.open.append(start.number)

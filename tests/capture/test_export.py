@@ -178,6 +178,21 @@ def course_by_exception(self: Any, x: Tensor) -> Tensor:
         return self.fc(x).sin()
 
 
+def weights(self: Any) -> dict[str, Tensor]:
+    return {"weight": self.fc.weight}
+
+
+def at(self: Any, x: Tensor) -> Callable[[dict[str, Tensor]], Tensor]:
+    """Return what the layer computes, as a function of its weight."""
+    return lambda values: torch.func.functional_call(self.fc, values, (x,))
+
+
+def adapted(self: Any, x: Tensor) -> Tensor:
+    """Compute with a weight that one step of gradient descent has adapted."""
+    gradient = torch.func.grad(lambda values: at(self, x)(values).square().mean())(weights(self))
+    return at(self, x)({"weight": self.fc.weight - 0.1 * gradient["weight"]})
+
+
 def complex_slices(self: Any, x: Tensor) -> Tensor:
     h = torch.fft.rfft(self.fc(x))
     out = torch.zeros(x.shape[0], 3, dtype=torch.cdouble)
@@ -223,6 +238,11 @@ FORWARDS: dict[str, Callable[..., Any]] = {
     "enable_grad in no_grad": grad_in_no_grad,
     "autograd.grad": gradient_inside,
     "torch.func": per_sample_gradients,
+    "grad of functional_call": adapted,
+    "jvp of functional_call": lambda self, x: torch.func.jvp(at(self, x), (weights(self),), (weights(self),))[1],
+    "jacrev of functional_call": lambda self, x: torch.func.jacrev(at(self, x))(weights(self))["weight"],
+    "vmap of functional_call": lambda self, x: torch.vmap(at(self, x))({k: w[None] for k, w in weights(self).items()}),
+    "vjp of functional_call": lambda self, x: torch.func.vjp(at(self, x), weights(self))[0],
     "vmap": lambda self, x: torch.vmap(lambda row: row * row.sum().tanh())(self.fc(x)),
     "in-place chain": in_place_chain,
     "size guard": two_calls_of_sizes,
