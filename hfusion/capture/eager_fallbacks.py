@@ -26,6 +26,7 @@ from hfusion.capture.fallback_runtime import OpaqueCall
 from hfusion.capture.fallback_tracing import opaque, stand_in
 from hfusion.capture.method_interception import WHOLE, Island, Method, intercepted, islands
 from hfusion.capture.module_call_trace import RecordedCall, Records
+from hfusion.capture.python_reads import MEMORY_QUESTIONS
 from hfusion.capture.reachable_code import names_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.tensor_references import references
@@ -90,6 +91,9 @@ class Fitness:
                 f"{label} has Python state in its attribute {shared} that changes outside of it, or can be read there, "
                 "while forward runs; give it as an argument, and return it"
             )
+        read = MEMORY_QUESTIONS & self._names_in_code
+        if island != WHOLE and read and (read := read & names_of([self.model.get_submodule(island.path)])):
+            return f"{label} reads {min(read)} of tensors, which may be its arguments; read it where they are computed"
         held = next(self._held(island), None)
         if held is None:
             return None

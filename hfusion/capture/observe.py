@@ -180,7 +180,7 @@ def _watch(
         )
     if names.isdisjoint(UNANSWERABLE | (STRIDE_QUESTIONS if restrided else frozenset())):
         return nullcontext
-    return lambda inputs: RefusedReads([*inputs, *(tensor for _, tensor in tensors(called))], restrided)
+    return lambda inputs: RefusedReads(inputs, [tensor for _, tensor in tensors(called)], restrided)
 
 
 def _check_gradients(module: nn.Module, called: nn.Module) -> None:

@@ -173,9 +173,9 @@ def _read(frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: Mapping[st
     return pytree.tree_map(lambda number: _unreadable(number, _line(frame)), func(*args, **kwargs))
 
 
-# Properties that differ between a member of an array and a member alone, with remedies: of any tensor, of inputs of
-# forward and registered tensors, and of inputs that need a gradient.
-_OF_ANY = {
+# Properties that differ between a member of an array and a member alone, with remedies: of tensors in the memory of
+# inputs of forward and registered tensors, of these tensors themselves, and of inputs that need a gradient.
+_OF_MEMORY = {
     "_version": "keep a count in a buffer",
     "_is_view": "clone what must be no view",
     "_base": "clone what must be no view",
@@ -193,21 +193,24 @@ EXACT_CLASS = frozenset({"type", "__class__"})
 """The names by which code reads the exact class of an object."""
 CLASSES = EXACT_CLASS | {"Parameter"}
 """The names by which code tells parameters from other tensors."""
-UNANSWERABLE = frozenset({*_OF_ANY, *_OF_OWN, *_OF_INPUTS})
+UNANSWERABLE = frozenset({*_OF_MEMORY, *_OF_OWN, *_OF_INPUTS})
 """The names of attributes and methods of tensors of which `RefusedReads` refuses some reads."""
+MEMORY_QUESTIONS = frozenset(_OF_MEMORY)
+"""The names by which code reads whether a tensor shares its memory, and how often it was written."""
 
 
 class RefusedReads(TorchFunctionMode):
     """While a forward runs, raises FusionError if it reads properties of tensors that differ in an array.
 
     Args:
-        registered: the inputs of forward and its registered tensors.
+        inputs, registered: the inputs of forward, and its registered tensors.
         restrided: whether strides of some of these, and so of later values, differ from the original strides.
     """
 
-    def __init__(self, registered: Collection[Tensor], restrided: bool) -> None:
+    def __init__(self, inputs: Collection[Tensor], registered: Collection[Tensor], restrided: bool) -> None:
         super().__init__()
-        self._registered, self._restrided = registered, restrided
+        self._inputs, self._registered, self._restrided = inputs, registered, restrided
+        self._memory = set(map(_storage, [*inputs, *registered]))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -229,13 +232,20 @@ class RefusedReads(TorchFunctionMode):
         if name in STRIDE_QUESTIONS:
             remedy = "convert the models by .to(memory_format=torch.contiguous_format) before fusing"
             return remedy if self._restrided else None
-        if name in _OF_ANY:
-            return _OF_ANY[name]
-        if not any(tensor is held for held in self._registered):
+        if name in _OF_MEMORY:
+            return _OF_MEMORY[name] if _storage(tensor) in self._memory else None
+        registered = any(tensor is held for held in self._registered)
+        if not registered and not any(tensor is held for held in self._inputs):
             return None
+        needs_none = registered and not isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         if name in _OF_OWN:
-            return _OF_OWN[name]
+            return None if name == "grad" and needs_none else _OF_OWN[name]
         return _OF_INPUTS[name] if tensor.requires_grad and not isinstance(tensor, nn.Parameter) else None
+
+
+def _storage(tensor: Tensor) -> Any:
+    """Return what tensors in the same memory have in common; the tensor itself where it has no storage."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 def _asking_frame() -> FrameType | None:
@@ -278,6 +288,8 @@ def truth_without_raise(frame: FrameType) -> bool | None:
 
     None unless the code only raises for the other truth value, or if the form of the test is not recognised.
     """
+    if frame.f_code.co_name == "_check_tensor_all_with" and _module(frame) == "torch":
+        return True
     instructions = _instructions(frame.f_code)
     # A call of Python code is at the last of its inline caches.
     asking = index = max(k for k, instruction in enumerate(instructions) if instruction.offset <= frame.f_lasti)

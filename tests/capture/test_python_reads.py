@@ -102,7 +102,7 @@ def test_the_report_names_the_line() -> None:
 
 REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
     "_version": lambda self, x: self.fc.weight._version,
-    "_is_view": lambda self, x: (x * 2)._is_view(),
+    "_is_view": lambda self, x: x.t()._is_view(),
     "_base": lambda self, x: x._base is None,
     "grad": lambda self, x: self.fc.bias.grad is None,
     "is_inference": lambda self, x: x.is_inference(),
@@ -132,10 +132,53 @@ def of_its_own_tensors(self: Any, x: Tensor) -> Tensor:
     return h * 3 if h.is_inference() else h
 
 
-def test_reads_that_an_array_can_answer_are_fused() -> None:
-    make = net(of_its_own_tensors)
-    array = assert_alone([make() for _ in range(2)], normal(3, 4))
+def of_memory(self: Any, x: Tensor) -> Tensor:
+    """Asks about writes into, and views of, tensors that forward makes."""
+    h: Tensor = self.fc(x)
+    h.add_(1.0)
+    rows = h.view(-1, 2)
+    return h * (2 if rows._is_view() and rows._base is h else 3) * (1 + h._version)
+
+
+def of_a_buffer(self: Any, x: Tensor) -> Tensor:
+    h: Tensor = self.fc(x)
+    return h * 2 if self.buffer.grad is None else h
+
+
+def all_checked(self: Any, x: Tensor) -> Tensor:
+    torch._check_tensor_all(x < 100, lambda: "too large")
+    torch._check(x.dim() == 2, lambda: "no matrix")
+    h: Tensor = self.fc(x)
+    return h
+
+
+@pytest.mark.parametrize("forward", [of_its_own_tensors, of_memory, of_a_buffer, all_checked])
+def test_reads_that_an_array_can_answer_are_fused(forward: Callable[..., Tensor]) -> None:
+    make = net(forward)
+    models = [make() for _ in range(2)]
+    for model in models:
+        model.register_buffer("buffer", normal(3))
+    array = assert_alone(models, normal(3, 4))
     assert "loop over members" not in str(array.report())
+
+
+def test_a_failed_check_of_all_values_raises_the_error_of_the_member() -> None:
+    array = hf.fuse([net(all_checked)() for _ in range(2)])
+    array(normal(3, 4))
+    with pytest.raises(RuntimeError, match="too large"):
+        array(normal(3, 4) + 1000)
+
+
+def test_a_looped_submodule_is_asked_of_its_input_as_alone() -> None:
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (1 + x._version) * (2 if total(x) > 0 else 1)
+
+    make = net(lambda self, x: self.asking(self.fc(x).add_(1.0)))
+    models = [make() for _ in range(2)]
+    for model in models:
+        model.asking = Asking()
+    assert_alone(models, normal(3, 4))
 
 
 @pytest.mark.parametrize("ask", [lambda x: x.storage_offset() > 0, lambda x: x.untyped_storage().nbytes() > 100])
