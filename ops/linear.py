@@ -31,7 +31,7 @@ OWN_BACKWARD_NUMEL = 1 << 15
 
 
 def linear(site: Site, input: Value, weight: Value, bias: Value | None) -> Answer:
-    if weight.rank != 2:
+    if weight.rank != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         return None
     if weight.shared and (bias is None or bias.shared):
         if input.layout is Layout.LISTED:

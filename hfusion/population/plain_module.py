@@ -159,6 +159,9 @@ class PlainModule:
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self._named)
 
+    def buffers(self) -> Iterator[Tensor]:
+        return self.model.buffers()
+
     def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         self.settle()
         return iter(self._named if remove_duplicate else self._all_names)

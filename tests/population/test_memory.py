@@ -106,3 +106,22 @@ def test_members_who_train_a_parameter_together() -> None:
         runs.append([*losses, *fused.state_dict().values()])
     for actual, expected in zip(*runs, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("widths", [[8, 8, 4], [8, 4]], ids=str)
+def test_members_without_an_array_train_as_alone(widths: list[int]) -> None:
+    torch.manual_seed(0)
+    models = [net(width) for width in widths]
+    alone = copy.deepcopy(models)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    pop = population(models, "1MiB")
+    opts = [torch.optim.Adam(m.parameters(), lr=lr, eps=1e-4) for m, lr in zip(alone, RATES, strict=False)]
+    for _ in range(2):
+        losses = pop.step(x, y)
+        for model, opt, loss in zip(alone, opts, losses, strict=True):
+            opt.zero_grad()
+            expected = F.mse_loss(model(x), y)
+            expected.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            opt.step()
+            torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=0)
