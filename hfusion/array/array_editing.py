@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -12,17 +12,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.joining_models import check_joining, partly_shared
 from hfusion.array.member_relocation import part, restructured
+from hfusion.array.module_tree import Branch, Tree, grow
 from hfusion.array.number_buffers import NumberBuffers
 from hfusion.array.program_reuse import Kin
-from hfusion.array.rebuild_tree import regrow
 from hfusion.array.resize_stacks import move_stacks
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.compare_models import Comparison
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
+from hfusion.capture.variant_structures import union_of_modules
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiler import Compiler
 from hfusion.core.errors import FusionError
+from hfusion.core.membership import membership
 from hfusion.core.memory import has_address
 from hfusion.core.row_indices import check_once, copied, kept_rows, rows_of
 
@@ -284,3 +286,36 @@ def _drop(fused: FusedModule, compiler: Compiler) -> None:
     for compiled in (compiled for family in compiler.families.values() for compiled in family):
         fused._bound.pop(id(compiled), None)
         fused._checks.pop(id(compiled), None)
+
+
+def regrow(fused: FusedModule, array: Array, stacks: Mapping[str, Tensor]) -> None:
+    """Rebuild the tree of a fused module from the skeletons of ``array``, with the tensors ``stacks``.
+
+    The branch of a path stays the same object, even while no member has it, as programs look up their tensors in it.
+    """
+    _regrow(fused, array.skeletons, stacks, fused._cut)
+    fused._branches = [module for _, module in fused.named_modules()]
+    fused._own_branches(array)
+
+
+def _regrow(root: Tree, skeletons: Sequence[nn.Module], stacks: Mapping[str, Tensor], cut: dict[str, Branch]) -> None:
+    named = root.named_modules(remove_duplicate=False)
+    branches = cut | {path: tree for path, tree in named if isinstance(tree, Branch)}
+    extra = {name: tensor for name, tensor in root._buffers.items() if _is_extra(name, tensor, stacks)}
+    for tree in (root, *branches.values()):
+        for table in (tree._modules, tree._parameters, tree._buffers):
+            table.clear()
+        tree._tied = {}
+    grow(root, skeletons, stacks, branches)
+    root._buffers.update(extra)
+    modules = union_of_modules(skeletons)
+    for path in cut.keys() & modules.keys():
+        root.get_submodule(path).training = modules[path][0].training
+    cut.clear()
+    cut.update({path: tree for path, tree in branches.items() if path not in modules})
+
+
+def _is_extra(name: str, tensor: Tensor | None, stacks: Mapping[str, Tensor]) -> bool:
+    """Return whether a buffer was registered on the array by the user, so that no member has it."""
+    tensor_mark = None if tensor is None else membership(tensor)
+    return tensor is not None and name not in stacks and not (tensor_mark is not None and tensor_mark.is_unused)

@@ -112,6 +112,7 @@ class RowView:
         touched: whether it may have been changed since the last `mark_changes_applied`.
         flat: its parameters, each once; ``trains``: which of them were trained at the last `look`.
         hooked: where it had a hook of the user at the last `look`; empty where it had none.
+        hard_to_watch: whether parameters may be reached without the module's tables.
         fingerprint: all that forward can read of it besides tensors, at the last check; None if not known.
     """
 
@@ -133,7 +134,7 @@ class RowView:
         self.fingerprint: Any = None
         self.hooked, self.trains = "", list[bool]()
         self.accept()
-        if self._mutable:
+        if self.hard_to_watch:
             self.fingerprint = modeless_fingerprint(model)
 
     def touch(self, changed: bool = False) -> None:
@@ -172,7 +173,7 @@ class RowView:
     def accept(self) -> None:
         """Record the current attributes, so that they do not count as changes by the user."""
         self._attributes = [(vars(module), dict(vars(module))) for module in self.modules.values()]
-        self._mutable = any(
+        self.hard_to_watch = any(
             name not in _STANDARD and not (type(value) in _FIXED or isinstance(value, type | enum.Enum))
             for _, attributes in self._attributes
             for name, value in attributes.items()
@@ -189,11 +190,6 @@ class RowView:
         self._state = tensor_states(self.flat)
         self.trains = self._state[0]
         self.hooked = self._find_hook()
-
-    @property
-    def hard_to_watch(self) -> bool:
-        """True if parameters may be reached without the module's tables."""
-        return self._mutable
 
     def may_have_changed(self) -> bool:
         """True if the view or its parameters may have changed since `mark_changes_applied`."""
@@ -238,7 +234,7 @@ class RowView:
     @property
     def changed(self) -> bool:
         """True if attributes may have changed since `mark_changes_applied`."""
-        return self._mutable or any(_differ(current, recorded) for current, recorded in self._attributes)
+        return self.hard_to_watch or any(_differ(current, recorded) for current, recorded in self._attributes)
 
     @property
     def same_modules(self) -> bool:
@@ -267,7 +263,7 @@ class RowView:
             attributes.update({name: copy.deepcopy(value, memo) for name, value in values.items()})
         self.fingerprint = None
         self.accept()
-        if self._mutable:
+        if self.hard_to_watch:
             self.fingerprint = modeless_fingerprint(self.model)
 
 

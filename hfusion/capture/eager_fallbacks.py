@@ -91,7 +91,7 @@ class Fitness:
                 f"{label} has Python state in its attribute {shared} that changes outside of it, or can be read there, "
                 "while forward runs; give it as an argument, and return it"
             )
-        read = MEMORY_QUESTIONS & self._names_in_code
+        read = MEMORY_QUESTIONS.keys() & self._names_in_code
         if island != WHOLE and read and (read := read & names_of([self.model.get_submodule(island.path)])):
             return f"{label} reads {min(read)} of tensors, which may be its arguments; read it where they are computed"
         held = next(self._held(island), None)

@@ -175,7 +175,7 @@ def _read(frame: FrameType, func: Any, args: tuple[Any, ...], kwargs: Mapping[st
 
 # Properties that differ between a member of an array and a member alone, with remedies: of tensors in the memory of
 # inputs of forward and registered tensors, of these tensors themselves, and of inputs that need a gradient.
-_OF_MEMORY = {
+MEMORY_QUESTIONS = {
     "_version": "keep a count in a buffer",
     "_is_view": "clone what must be no view",
     "_base": "clone what must be no view",
@@ -193,10 +193,8 @@ EXACT_CLASS = frozenset({"type", "__class__"})
 """The names by which code reads the exact class of an object."""
 CLASSES = EXACT_CLASS | {"Parameter"}
 """The names by which code tells parameters from other tensors."""
-UNANSWERABLE = frozenset({*_OF_MEMORY, *_OF_OWN, *_OF_INPUTS})
+UNANSWERABLE = frozenset({*MEMORY_QUESTIONS, *_OF_OWN, *_OF_INPUTS})
 """The names of attributes and methods of tensors of which `RefusedReads` refuses some reads."""
-MEMORY_QUESTIONS = frozenset(_OF_MEMORY)
-"""The names by which code reads whether a tensor shares its memory, and how often it was written."""
 
 
 class RefusedReads(TorchFunctionMode):
@@ -232,14 +230,14 @@ class RefusedReads(TorchFunctionMode):
         if name in STRIDE_QUESTIONS:
             remedy = "convert the models by .to(memory_format=torch.contiguous_format) before fusing"
             return remedy if self._restrided else None
-        if name in _OF_MEMORY:
-            return _OF_MEMORY[name] if _storage(tensor) in self._memory else None
+        if name in MEMORY_QUESTIONS:
+            return MEMORY_QUESTIONS[name] if _storage(tensor) in self._memory else None
         registered = any(tensor is held for held in self._registered)
         if not registered and not any(tensor is held for held in self._inputs):
             return None
-        needs_none = registered and not isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        trained = tensor.requires_grad or isinstance(tensor, nn.Parameter)
         if name in _OF_OWN:
-            return None if name == "grad" and needs_none else _OF_OWN[name]
+            return None if name == "grad" and registered and not trained else _OF_OWN[name]
         return _OF_INPUTS[name] if tensor.requires_grad and not isinstance(tensor, nn.Parameter) else None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -56,10 +56,9 @@ def contiguous_aliases(values: Any) -> Any:
 def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy in the same train and eval modes; ``memo`` is that of `copy.deepcopy`.
 
-    `copy.deepcopy` alone copies a module whose ``__setstate__`` calls ``__init__`` in train mode, loses attributes
-    that users have set on parameters and buffers, and believes a class that copies itself: its ``__deepcopy__`` may
-    ignore the memo, which says by what to replace a tensor, or lose attributes. Such a module is copied by its
-    attributes.
+    `copy.deepcopy` alone loses attributes that users have set on parameters and buffers, and believes a class that
+    copies itself: its ``__deepcopy__`` may ignore the memo, which says by what to replace a tensor, and its
+    ``__setstate__`` may call ``__init__``, which loses modes and other values. Such modules are copied by attributes.
     """
     memo = {} if memo is None else memo
     # Most attributes of a module are empty tables of hooks, on which deepcopy spends two thirds of its time.
@@ -81,13 +80,9 @@ def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
         for part in parts:
             vars(memo[id(part)]).update(copy.deepcopy(vars(part), memo))
         copied = memo[id(module)]
-    for tensor in _tensors(module):
+    for tensor in (*module.parameters(), *module.buffers()):
         if (tensor_copy := memo.get(id(tensor), tensor)) is not tensor:
             keep_marks(tensor_copy, tensor, memo)
-    modes = {path: part.training for path, part in module.named_modules(remove_duplicate=False)}
-    for path, part in copied.named_modules(remove_duplicate=False):
-        if part.training != modes.get(path, part.training):
-            part.training = modes[path]
     return copied
 
 
@@ -108,14 +103,9 @@ def _is_kept(name: str, value: Any, copied: Mapping[str, Any], memo: Mapping[int
         return other.keys() == expected.keys() and all(other[key] is expected[key] for key in expected)
     if type(value) is OrderedDict:
         return len(other) == len(value)
-    if name == "training" or type(value) not in (dict, list, tuple, *SCALARS):
+    if type(value) not in (dict, list, tuple, *SCALARS):
         return True
     return not all(type(leaf) in SCALARS for leaf in pytree.tree_leaves(value)) or bool(other == value)
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def copies_in_like_memory(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -166,6 +166,35 @@ def recurrent_gemma() -> nn.Module:
     return Logits(transformers.RecurrentGemmaForCausalLM(config)).double()
 
 
+def bloom() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BloomConfig(
+        vocab_size=17, hidden_size=8, n_layer=2, n_head=2, hidden_dropout=0.0, attention_dropout=0.0, use_cache=False
+    )
+    return Logits(transformers.BloomForCausalLM(config)).double()
+
+
+def longformer() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LongformerConfig(
+        vocab_size=17,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        attention_window=4,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        pad_token_id=1,
+    )
+    model = transformers.LongformerForMaskedLM(config)
+    for name, parameter in model.named_parameters():
+        # Their gradients are zero but for rounding, which Adam enlarges.
+        parameter.requires_grad_(not name.endswith(("key.bias", "key_global.bias")))
+    return Logits(model).double()
+
+
 def variational_gp() -> nn.Module:
     gpytorch = pytest.importorskip("gpytorch")
     variational = gpytorch.variational
@@ -203,5 +232,7 @@ FOREIGN = {
     "torch spectral_norm": Foreign(spectral_norm, numbers(2, 8), squares),
     "peft prefix tuning": Foreign(prefix_tuning, tokens, next_token),
     "transformers RecurrentGemma": Foreign(recurrent_gemma, tokens, next_token),
+    "transformers Bloom": Foreign(bloom, tokens, next_token),
+    "transformers Longformer": Foreign(longformer, tokens, next_token),
     "gpytorch variational GP": Foreign(variational_gp, numbers(2), squares),
 }
