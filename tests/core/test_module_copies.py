@@ -141,11 +141,17 @@ def appended(members: list[nn.Module]) -> list[nn.Module]:
     return fused.unfuse()
 
 
+def of_task(members: list[nn.Module]) -> list[nn.Module]:
+    report = hf.train([hf.Task(members, F.mse_loss, sgd, [batch()] * 2, name="task")])
+    return list(report["task"].models)
+
+
 WAYS: dict[str, Callable[[list[nn.Module]], list[nn.Module]]] = {
     "unfuse": lambda members: of_array(members).unfuse(),
     "members": lambda members: list(of_array(members)),
     "deepcopy": lambda members: copy.deepcopy(of_array(members)).unfuse(),
     "append": appended,
+    "hf.train": of_task,
     "stop": lambda members: of_population(members).stop(list(range(len(members)))),
     "plain": of_plain_members,
 }

@@ -24,6 +24,8 @@ CASES = [
     Case(aten.linear.default, (t(3, 1), t(5, 1), t(5))),
     Case(aten.linear.default, (t(0, 4), t(5, 4), t(5))),
     Case(aten.linear.default, (t(3, 4), t(4))),
+    # torch broadcasts a bias of another shape.
+    *(Case(aten.linear.default, (t(3, 4), t(5, 4), t(*shape))) for shape in ((), (1,), (1, 5), (3, 5))),
     Case(aten.mm.default, (t(3, 4), t(4, 5))),
     Case(aten.bmm.default, (t(2, 3, 4), t(2, 4, 5))),
     Case(aten.mv.default, (t(3, 4), t(4))),
