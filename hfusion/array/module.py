@@ -35,6 +35,7 @@ from hfusion.array.unfused_calls import plain_stacks, run_members, unserved
 from hfusion.array.unstacked_inputs import UnstackedInputs, hint_at_stacked
 from hfusion.array.variable_states import Situations
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
+from hfusion.capture.reachable_code import searched_once
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows, materialize
 from hfusion.capture.variant_structures import union_of_modules
@@ -246,6 +247,7 @@ class FusedModule(Rows, Tree):
         check_together(self, "a program of all of them")
         return self._program(arguments)
 
+    @searched_once()
     def _program(self, arguments: Arguments) -> Compiled:
         modes = self._modes(arguments)
         compiled = self._compiler.find(modes, arguments)

@@ -16,11 +16,23 @@ class AttributeWrites:
     of_others: frozenset[str]
 
 
+_STORES = frozenset(
+    code
+    for name, code in dis.opmap.items()
+    if name.startswith(("STORE_", "DELETE_")) and name.endswith(("_ATTR", "_GLOBAL", "_NAME", "_DEREF"))
+)
+
+
+def storing(code: types.CodeType) -> list[dis.Instruction]:
+    """Return the instructions of ``code``; none if it assigns no attribute or outer variable, as most code."""
+    return [] if _STORES.isdisjoint(code.co_code[::2]) else list(dis.get_instructions(code))
+
+
 @functools.lru_cache(maxsize=4096)
 def writes(code: types.CodeType) -> AttributeWrites:
     """Return the attributes that ``code`` and its nested functions assign or delete. Tried on Python 3.11 to 3.13."""
     of_self, of_others = set[str](), set[str]()
-    steps = list(dis.get_instructions(code))
+    steps = storing(code)
     selves = _selves(code)
     for k, step in enumerate(steps):
         if step.opname in ("STORE_ATTR", "DELETE_ATTR"):

@@ -16,7 +16,7 @@ from hfusion.capture.attribute_fingerprint import contents, python_attributes
 from hfusion.capture.eager_runs import Outcome, changed_modes, run, twin
 from hfusion.capture.python_reads import CLASSES, STRIDE_QUESTIONS, UNANSWERABLE, RefusedReads
 from hfusion.capture.python_state import check_restorable, restored, variables
-from hfusion.capture.reachable_code import CodeSearch
+from hfusion.capture.reachable_code import CodeSearch, search_of
 from hfusion.capture.registered_tensors import Registered, check_registered, tensors
 from hfusion.capture.skeleton import is_restrided
 from hfusion.capture.variable_guards import Questions
@@ -137,7 +137,7 @@ def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         FusionError: forward accumulates gradients, changes registered tensors in a way that no stack can follow, or
             reads properties of tensors that differ between an array and a member alone.
     """
-    search = CodeSearch([module])
+    search = search_of([module])
     with restored(module, search):
         called = twin(module)
         before, around, registered = contents(called), variables(search), Registered.of(called)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.attribute_fingerprint import contents
 from hfusion.capture.eager_runs import apart, python_random_state, runnable
 from hfusion.capture.python_state import restored, variables
-from hfusion.capture.reachable_code import CodeSearch
+from hfusion.capture.reachable_code import CodeSearch, search_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import copies
 from hfusion.core.errors import FusionError
@@ -100,7 +100,7 @@ def trace_operators(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     if not runnable(module):
         return None
     try:
-        search = CodeSearch([module])
+        search = search_of([module])
         with restored(module, search):
             return _traced(module, search, args, kwargs)
     except (FusionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.method_interception import is_intercepted
-from hfusion.capture.reachable_code import CodeSearch
+from hfusion.capture.reachable_code import CodeSearch, search_of
 from hfusion.capture.registered_tensors import is_array
 from hfusion.capture.variable_scopes import MISSING, Attributes, ContextVariable, Holder
 from hfusion.core.errors import FusionError
@@ -63,7 +63,7 @@ def restored(module: nn.Module, search: CodeSearch | None = None) -> Iterator[Ca
     visited: dict[int, Any] = {}
     for part in module.modules():
         _remember(part, undo, visited)
-    search = search or CodeSearch([module])
+    search = search or search_of([module])
     holders = search.holders
     # Of attributes, the values of tensors are not restored, but those of variables are.
     visited_variables: dict[int, Any] = {}

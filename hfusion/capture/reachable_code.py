@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import builtins
 import contextvars
-import dis
 import functools
 import logging
+import sys
 import threading
 import types
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from hfusion.capture.attribute_bytecode import writes
+from hfusion.capture.attribute_bytecode import storing, writes
 from hfusion.capture.registered_tensors import is_array
 from hfusion.capture.variable_scopes import (
     Attributes,
@@ -35,6 +38,9 @@ from hfusion.core.python_values import CONTAINERS, MAPPINGS, SCALARS, default_ar
 MAX_DEPTH = 4
 # Largest number of items of a container whose attributes are searched.
 _MAX_OBJECTS = 100
+# Number of functions from which on a search leaves out what functions of installed packages call. Packages such as
+# transformers have thousands within reach, nearly all of which forward never runs.
+_MAX_FUNCTIONS = 200
 _UNREAD = (logging.Logger, types.ModuleType)
 # The attributes of every module, and those of them on which the results of a call depend.
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -61,23 +67,60 @@ class _Scope:
         return self if more <= self.called else _Scope(self.called | more, self.read | more)
 
 
+class _SharedSearches(threading.local):
+    by_code: dict[Any, CodeSearch] | None = None
+
+
+_shared = _SharedSearches()
+
+
+@contextmanager
+def searched_once() -> Iterator[None]:
+    """Context manager: within it, models with the same code share one search. Searches are short-lived otherwise."""
+    outer = _shared.by_code
+    _shared.by_code = {} if outer is None else outer
+    try:
+        yield
+    finally:
+        _shared.by_code = outer
+
+
+def search_of(models: Sequence[nn.Module]) -> CodeSearch:
+    """Return the search of the code of ``models``; see `searched_once`."""
+    kept = {} if _shared.by_code is None else _shared.by_code
+    parts = [(path, part) for model in models for path, part in model.named_modules()]
+    key = tuple([(path, type(part), *map(id, _instance_functions(part))) for path, part in parts])
+    search = kept.get(key)
+    if search is None:
+        search = CodeSearch(models)
+        # A module outside of one model may be a part of another one with the same code.
+        if not search.outer_modules:
+            kept[key] = search
+    return search
+
+
 def names_of(models: Sequence[nn.Module]) -> frozenset[str]:
     """Return all names in the code that the forward of ``models`` may run, also those that it passes to getattr."""
-    return CodeSearch(models).all_names
+    return search_of(models).all_names
 
 
 def holders_of(module: nn.Module) -> list[Holder]:
     """Return the holders of all variables that the code of ``module`` can reach, with the names that the code uses."""
-    return CodeSearch([module]).holders
+    return search_of([module]).holders
 
 
 class CodeSearch:
     """Follows the code of modules from their forward on: methods, functions of files, and the names in these.
 
+    It follows the functions that the user's files and the files of the modules' classes call. What functions of other
+    installed packages call is followed only in small packages, see `_MAX_FUNCTIONS`.
+
     Attributes:
         holders: the holders of variables within reach, even if the code names none of their variables.
         spaces: by the id of a file's dict of globals, the dict and the names that functions use.
         assigned: the names of variables and attributes that the code may assign.
+        outer_modules: whether the code refers to modules that it does not reach through ``models``.
+        complete: whether all functions within reach were followed.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -87,10 +130,9 @@ class CodeSearch:
         for model in models:
             for path, part in model.named_modules():
                 self._parts.setdefault(type(part), set()).add(path)
-                functions = [
-                    f for value in list(vars(part).values()) if callable(value) for f in functions_behind(value)
-                ]
-                self._instance_functions.setdefault(type(part), []).extend(functions)
+                self._instance_functions.setdefault(type(part), []).extend(_instance_functions(part))
+        self._files = {kind.__module__ for kind in self._parts}
+        self.outer_modules, self.complete = False, True
         self._of_members = {id(function) for functions in self._instance_functions.values() for function in functions}
         self.spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
         self.assigned: set[str] = set()
@@ -110,7 +152,7 @@ class CodeSearch:
             for kind, paths in self._parts.items():
                 self._follow(kind, paths)
 
-    @property
+    @cached_property
     def all_names(self) -> frozenset[str]:
         """All names in the code, also those that it passes to getattr."""
         return frozenset(self._named).union(*(names for _, names in self.spaces.values()))
@@ -128,16 +170,23 @@ class CodeSearch:
             if is_user_code(base.__module__):
                 waiting += self._class(base, frozenset(self._named), scope)
         noted, visited = self._noted, set[int]()
-        while waiting:
-            function = waiting.pop()
+        # The functions that functions of other packages call, the nearest first.
+        distant: list[types.FunctionType] = []
+        while waiting or distant:
+            is_distant = not waiting
+            function = distant.pop(0) if is_distant else waiting.pop()
             if id(function) in visited or not is_user_code(function.__module__):
                 continue
-            visited.add(id(function))
             if id(function) not in self._reached:
+                if is_distant and len(self._reached) >= _MAX_FUNCTIONS:
+                    self.complete = False
+                    continue
                 self._noted, self._looked_at = [], {}
                 self._reached[id(function)] = (list(self._look(function)), self._noted)
+            visited.add(id(function))
             functions, named = self._reached[id(function)]
-            waiting += functions
+            is_own = function.__module__ in self._files or not _is_installed_package(function.__module__)
+            (waiting if is_own else distant).extend(functions)
             noted += named
         for holder, name in noted:
             holder.names.setdefault(name, set()).update(paths)
@@ -192,6 +241,7 @@ class CodeSearch:
     def _inside(self, title: str, value: Any, scope: _Scope, depth: int = MAX_DEPTH) -> Iterator[types.FunctionType]:
         """Note the attributes inside a value that code reads; yield the functions that it may call."""
         if isinstance(value, nn.Module):
+            self.outer_modules = True
             yield from () if is_array(value) else self._module(title, value, scope)
             return
         if isinstance(value, (*SCALARS, *_UNREAD)) or self._looked_at.get(id(value), 0) >= depth:
@@ -283,6 +333,19 @@ class CodeSearch:
         return self._holders[key]
 
 
+@functools.lru_cache(maxsize=4096)
+def _is_installed_package(module: str) -> bool:
+    """Return whether a Python module is a part of an installed package, rather than a file of the user's."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _instance_functions(module: nn.Module) -> list[types.FunctionType]:
+    """Return the functions that a module holds in attributes of its own."""
+    held = list(vars(module).values())
+    return [f for value in held if callable(value) for f in functions_behind(value) if is_user_code(f.__module__)]
+
+
 def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
     for base in kind.__mro__:
         if is_user_code(base.__module__):
@@ -347,7 +410,7 @@ def _assigned(code: types.CodeType) -> frozenset[str]:
     attributes = writes(code)
     names = {
         step.argval
-        for step in dis.get_instructions(code)
+        for step in storing(code)
         if step.opname.startswith(("STORE_", "DELETE_")) and step.opname.endswith(("_GLOBAL", "_NAME", "_DEREF"))
     }
     names |= attributes.of_others

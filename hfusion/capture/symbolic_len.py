@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hfusion.capture.reachable_code import CodeSearch
+from hfusion.capture.reachable_code import search_of
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def symbolic_len(module: nn.Module) -> Iterator[None]:
     Other threads that run this code meanwhile get the same numbers as from Python's own. Code that takes the length as
     a key of a dict cannot be traced so, and is traced again: use it where sizes have varied.
     """
-    files = [space for space, names in CodeSearch([module]).spaces.values() if "len" in names and "len" not in space]
+    files = [space for space, names in search_of([module]).spaces.values() if "len" in names and "len" not in space]
     for names in files:
         names["len"] = _len
     try:

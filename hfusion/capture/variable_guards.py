@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from hfusion.capture.python_reads import STRIDE_QUESTIONS
-from hfusion.capture.reachable_code import MAX_DEPTH, CodeSearch
+from hfusion.capture.reachable_code import MAX_DEPTH, search_of
 from hfusion.capture.variable_scopes import MISSING, Attributes, GlobalVariables, Holder
 from hfusion.core.python_values import (
     CONTAINERS,
@@ -76,7 +76,7 @@ class Variables:
         self._groups: list[tuple[Read, Any, tuple[Any, ...]]] = []
         self.values: dict[str, Any] = {}
         self.readers: dict[str, frozenset[str]] = {}
-        search = CodeSearch(models)
+        search = search_of(models)
         self.holders = search.holders
         for holder in self.holders:
             self._add(holder, without)

@@ -74,7 +74,7 @@ def read_state(function: Callable[..., Any]) -> Any:
         return IdentityRef(function)
     try:
         return _ClosureReader().read(function)
-    except TooMuch:
+    except (TooMuch, RecursionError):
         return None
 
 
@@ -85,7 +85,7 @@ def read_model(module: nn.Module, *more: Any) -> Any:
     """
     try:
         return _ClosureReader(classes=True).read((module, more))
-    except TooMuch:
+    except (TooMuch, RecursionError):
         return None
 
 
@@ -292,6 +292,20 @@ class CodeNames:
 
 # Instructions of Python 3.11 to 3.14 for names that are looked up among global variables, last or only.
 _OF_VARIABLES = ("_GLOBAL", "_NAME", "_GLOBALS")
+# Arguments of these instructions have flags below the index of a name.
+_FLAG_BITS = {"LOAD_GLOBAL": 1, "LOAD_ATTR": int(sys.version_info >= (3, 12)), "LOAD_SUPER_ATTR": 2}
+_NAMING = {op: (dis.opname[op], _FLAG_BITS.get(dis.opname[op], 0)) for op in dis.hasname}
+
+
+def named_by(code: types.CodeType) -> Iterator[tuple[str, str]]:
+    """Yield the instructions of ``code`` that name something, each with the name. Much faster than `dis`."""
+    extended = 0
+    for op, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        arg = extended | low
+        extended = arg << 8 if op == dis.EXTENDED_ARG else 0
+        if op in _NAMING:
+            opname, flags = _NAMING[op]
+            yield opname, code.co_names[arg >> flags]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -299,15 +313,13 @@ def names_in(code: types.CodeType) -> CodeNames:
     """Return the names in ``code``: an attribute that is called like a global variable is none."""
     variables, attributes, modules = set(), set(), set()
     texts = {const for const in code.co_consts if isinstance(const, str) and const.isidentifier()}
-    for instruction in dis.get_instructions(code):
-        if instruction.opcode not in dis.hasname:
-            continue
-        if instruction.opname == "IMPORT_NAME":
-            modules.add(instruction.argval)
-        elif instruction.opname.endswith(_OF_VARIABLES):
-            variables.add(instruction.argval)
+    for opname, name in named_by(code):
+        if opname == "IMPORT_NAME":
+            modules.add(name)
+        elif opname.endswith(_OF_VARIABLES):
+            variables.add(name)
         else:
-            attributes.add(instruction.argval)
+            attributes.add(name)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             names = names_in(inner)
