@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import types
 import weakref
 from collections import deque
@@ -21,7 +20,16 @@ from hfusion.capture.reachable_code import holders_of
 from hfusion.capture.registered_tensors import is_array, tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.parameter_attributes import marks
-from hfusion.core.python_values import Compound, KeyReader, Link, attributes, items, parts
+from hfusion.core.python_values import (
+    Compound,
+    KeyReader,
+    Link,
+    attributes,
+    is_python_mapping,
+    items,
+    parts,
+    read_attribute,
+)
 from hfusion.torch_private.tracer_warnings import noted
 
 # The references of nn.RNNBase to its own parameters are renewed by its forward.
@@ -233,15 +241,14 @@ class _AttributeReader(KeyReader):
             return "function", id(value)
         if isinstance(value, types.MethodType):
             return self.compound(("method", value.__func__.__qualname__), attributes(value), path)
-        if isinstance(value, Mapping):
-            # The attributes of other mappings than dicts are the mapping itself.
-            held = parts(value) if isinstance(value, dict) else items(value)
-            return self.compound(type(value).__qualname__, held, path)
         if isinstance(value, list | tuple | deque):
             held = items(value)
             return self.compound((type(value).__qualname__, len(held)), held + attributes(value), path)
-        if isinstance(value, set | frozenset):
+        if isinstance(value, dict | set | frozenset):
             return self.compound(type(value).__qualname__, parts(value), path)
+        if is_python_mapping(value):
+            # The attributes of other mappings than dicts are the mapping itself.
+            return self.compound(type(value).__qualname__, items(value), path)
         return self._object(value, path)
 
     def _check_holds_registered(self, module: nn.Module, path: str) -> None:
@@ -272,8 +279,8 @@ class _AttributeReader(KeyReader):
         try:
             with noted(Warning):
                 reduced = value.__reduce_ex__(4)
-        except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError):
-            if not hasattr(value, "__dict__"):
+        except Exception:
+            if read_attribute(value, "__dict__", None) is None:
                 return type(value).__qualname__, id(value)
         held = attributes(value)
         if any(getattr(type(value), name) is not getattr(object, name) for name in _REDUCE):

@@ -24,7 +24,7 @@ from hfusion.core.differences import norm, relative_difference
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import same_value
 from hfusion.core.program import Capture, Kind
-from hfusion.core.python_values import Compound, Link, parts, put, walk
+from hfusion.core.python_values import Compound, Link, parts, put, safe_repr, walk
 from hfusion.device.backend import seed_in_use
 from hfusion.device.generators import draws_kept, python_draws_kept
 from hfusion.passes.side_effects import written_slots
@@ -338,7 +338,7 @@ def _spoiled(value: Any, before: Any, after: Any, number: float, should_overwrit
     if isinstance(before, Compound) and isinstance(after, Compound) and before.kind == after.kind:
         old, new = dict(before.parts), dict(after.parts)
         for link, name, part in parts(value):
-            step = link, repr(name) if link is Link.KEY else name
+            step = link, safe_repr(name) if link is Link.KEY else name
             if step in old and step in new:
                 changed = _spoiled(part, old[step], new[step], number, should_overwrite)
                 if changed is not part and not isinstance(value, tuple):

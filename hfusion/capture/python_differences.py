@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hfusion.capture.attribute_fingerprint import contents, modeless_fingerprint
 from hfusion.capture.dynamic_sizes import SizeUse
 from hfusion.capture.reachable_code import names_of
-from hfusion.core.python_values import Link, parts
+from hfusion.core.python_values import Link, parts, safe_repr
 
 # Number of attributes that a message names, and of characters of a value that it shows.
 _MOST, _LETTERS = 3, 60
@@ -69,7 +69,12 @@ def _unlike(
     if depth and held and type(value) is type(other) and held.keys() == other_parts.keys():
         for name, part in held.items():
             yield from _unlike(part, other_parts[name], depth - 1, (*path, name))
-    elif held or type(value) is not type(other) or isinstance(value, Tensor | nn.Module) or repr(value) != repr(other):
+    elif (
+        held
+        or type(value) is not type(other)
+        or isinstance(value, Tensor | nn.Module)
+        or safe_repr(value) != safe_repr(other)
+    ):
         yield path, value, other
 
 
@@ -78,7 +83,7 @@ def parts_of(value: Any) -> dict[str, Any]:
     if isinstance(value, (Tensor, nn.Module, types.FunctionType, type, *_NUMBERS)):
         return {}
     return {
-        f".{name}" if link is Link.ATTRIBUTE else f"[{name!r}]": part
+        f".{name}" if link is Link.ATTRIBUTE else f"[{safe_repr(name)}]": part
         for link, name, part in parts(value)
         if link in (Link.ATTRIBUTE, Link.KEY, Link.INDEX)
     }
@@ -89,7 +94,7 @@ def _shown(value: Any) -> str:
         return f"{value.__qualname__} (line {value.__code__.co_firstlineno})"
     if isinstance(value, types.BuiltinFunctionType | types.MethodType | type):
         return value.__name__
-    text = " ".join(repr(value).split())
+    text = " ".join(safe_repr(value).split())
     return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 3]}..."
 
 

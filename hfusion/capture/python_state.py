@@ -20,6 +20,7 @@ from hfusion.capture.reachable_code import CodeSearch, search_of
 from hfusion.capture.registered_tensors import is_array
 from hfusion.capture.variable_scopes import MISSING, Attributes, ContextVariable, Holder
 from hfusion.core.errors import FusionError
+from hfusion.core.fingerprint import is_user_code
 from hfusion.core.memory import same_values
 from hfusion.core.python_values import (
     PLAIN,
@@ -29,6 +30,7 @@ from hfusion.core.python_values import (
     container_key,
     filled_cells,
     items,
+    own_attributes,
     plain_key,
     slots,
     walk,
@@ -180,6 +182,8 @@ def _position(iterator: Iterator[Any]) -> str:
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return "" if frame is None else f"{frame.f_lasti} {frame.f_locals}"
+    if is_user_code(type(iterator).__module__):
+        return ""
     # object.__reduce__ creates an object of the base class, which closes a file when it is deleted.
     if type(iterator).__reduce__ is object.__reduce__:
         return repr(iterator)
@@ -192,7 +196,7 @@ def _draws(generator: Any) -> Any:
     if isinstance(generator, random.SystemRandom):
         return None
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return random.Random.getstate(generator)
     return generator.get_state() if isinstance(generator, np.random.RandomState) else generator.bit_generator.state
 
 
@@ -246,11 +250,10 @@ def _attributes_back(value: Any) -> Iterator[Callable[[], object]]:
         for _, cell in filled_cells(value):
             yield functools.partial(setattr, cell, "cell_contents", cell.cell_contents)
     holder = Attributes("", value)
-    held = {name: holder.read(name) for name in slots(type(value))}
-    if held:
-        yield functools.partial(_refill_slots, holder, held)
-    if hasattr(value, "__dict__"):
-        yield functools.partial(_refill, dict, vars(value), dict(vars(value)))
+    if in_slots := {name: holder.read(name) for name in slots(type(value))}:
+        yield functools.partial(_refill_slots, holder, in_slots)
+    if isinstance(held := own_attributes(value), dict):
+        yield functools.partial(_refill, dict, held, dict(held))
 
 
 def _refill_slots(holder: Holder, held: dict[str, Any]) -> None:
@@ -298,7 +301,7 @@ def _attributes_of(holder: Holder) -> Set[str]:
 
 
 def _table(holder: Holder) -> dict[str, Any]:
-    return dict(getattr(holder.held, "__dict__", {})) if isinstance(holder, Attributes) else {}
+    return dict(own_attributes(holder.held)) if isinstance(holder, Attributes) else {}
 
 
 def _reset_variables(holder: Holder, before: dict[str, Any], added: Set[str]) -> None:

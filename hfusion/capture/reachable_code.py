@@ -32,7 +32,17 @@ from hfusion.capture.variable_scopes import (
 )
 from hfusion.core.fingerprint import imported_modules, is_user_code, names_in
 from hfusion.core.parameter_attributes import marks
-from hfusion.core.python_values import CONTAINERS, MAPPINGS, SCALARS, default_arguments, slots
+from hfusion.core.python_values import (
+    CONTAINERS,
+    SCALARS,
+    default_arguments,
+    items,
+    own_attributes,
+    read_attribute,
+    safe_repr,
+    size,
+    slots,
+)
 
 # Largest number of nested levels of containers and objects that are searched.
 MAX_DEPTH = 4
@@ -275,9 +285,10 @@ class CodeSearch:
             yield from functions
             yield from self._inside(title, getattr(value, "__self__", None), scope.with_code(functions), depth)
         else:
-            if isinstance(value, CONTAINERS) and len(value) <= _MAX_OBJECTS:
-                for key, item in list(value.items() if isinstance(value, MAPPINGS) else enumerate(value)):
-                    yield from self._inside(f"{title}[{key!r}]", item, scope, depth - 1)
+            if size(value) <= _MAX_OBJECTS:
+                for index, (_, name, item) in enumerate(items(value)):
+                    key = index if name is None else safe_repr(name)
+                    yield from self._inside(f"{title}[{key}]", item, scope, depth - 1)
             yield from self._object(title, value, scope, depth)
 
     def _object(self, title: str, value: Any, scope: _Scope, depth: int) -> Iterator[types.FunctionType]:
@@ -292,7 +303,7 @@ class CodeSearch:
             scope = scope.with_code(methods)
             present = _attributes(value) | _hidden(value)
         holder = Attributes(f"{title}.", value)
-        if hasattr(value, "__dict__"):
+        if read_attribute(value, "__dict__", None) is not None:
             self._register_holder(holder)
         for name in sorted(name for name in scope.read & present if not name.startswith("__")):
             self._note(holder, name)
@@ -355,15 +366,14 @@ def _methods(kind: type) -> Iterator[tuple[str, types.FunctionType]]:
 
 def _attributes(value: Any) -> frozenset[str]:
     """Return the names of the attributes of an object itself, without those of its class."""
-    attributes = getattr(value, "__dict__", None)
-    return frozenset(slots(type(value))).union(attributes if isinstance(attributes, dict) else ())
+    return frozenset(slots(type(value))).union(own_attributes(value))
 
 
 def _hidden(value: Any) -> frozenset[str]:
     """Return the class variables of an object, which its own attributes of the same names would hide."""
     return frozenset(
         name
-        for kind in (type(value).__mro__ if hasattr(value, "__dict__") else ())
+        for kind in (type(value).__mro__ if read_attribute(value, "__dict__", None) is not None else ())
         if is_user_code(kind.__module__)
         for name, held in vars(kind).items()
         if isinstance(held, (*SCALARS, *CONTAINERS)) and not name.startswith("__")
@@ -447,4 +457,4 @@ def functions_behind(value: Any) -> Iterator[types.FunctionType]:
     elif callable(value) and not isinstance(value, nn.Module):
         if isinstance(value, types.FunctionType) and not _wraps_for_others(value):
             yield value
-        yield from functions_behind(getattr(value, "__dict__", {}).get("__wrapped__"))
+        yield from functions_behind(own_attributes(value).get("__wrapped__"))

@@ -30,7 +30,7 @@ from hfusion.capture.method_interception import Island
 from hfusion.capture.python_state import MUTABLE_CONTAINERS, compared_variables, identity
 from hfusion.capture.reachable_code import holders_of
 from hfusion.core.errors import FusionError
-from hfusion.core.python_values import PLAIN, Link, parts, walk
+from hfusion.core.python_values import PLAIN, Link, parts, read_attribute, walk
 from hfusion.torch_private.dispatch_modes import disable_current_modes
 
 # Types whose contents are no state of a model.
@@ -177,7 +177,7 @@ class StateReader:
         return {
             name
             for holder in list(self._alive.values())
-            if hasattr(holder, "__dict__") and not isinstance(holder, Tensor)
+            if read_attribute(holder, "__dict__", None) is not None and not isinstance(holder, Tensor)
             for name, value in _named_parts(holder)
             if isinstance(value, MUTABLE_CONTAINERS) and id(value) in state
         }

@@ -16,12 +16,13 @@ from hfusion.capture.reachable_code import MAX_DEPTH, search_of
 from hfusion.capture.variable_scopes import MISSING, Attributes, GlobalVariables, Holder
 from hfusion.core.python_values import (
     CONTAINERS,
-    MAPPINGS,
     MAX_ITEMS,
     IdentityRef,
     array_bytes,
     container_key,
     items,
+    own_attributes,
+    size,
     slots,
 )
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings
@@ -88,14 +89,14 @@ class Variables:
             for read, held, values in self._groups:
                 if not all(map(operator.is_, read(held), values)):
                     return False
-        except (KeyError, AttributeError, ValueError, RuntimeError):
+        except Exception:
             return False
         return True
 
     def _add(self, holder: Holder, without: frozenset[str]) -> None:
         names = [name for name in sorted(holder.names) if f"{holder.title}{name}" not in without]
         values = [holder.read(name) for name in names]
-        named = isinstance(holder, Attributes | GlobalVariables)
+        named = isinstance(holder, GlobalVariables) or (isinstance(holder, Attributes) and not slots(type(holder.held)))
         at_once = [name for name in names if named and holder.read(name) is not MISSING]
         rest = [name for name in names if name not in at_once]
         if at_once:
@@ -113,13 +114,11 @@ class Variables:
 
 
 def _reader(holder: Holder, names: list[str]) -> tuple[Read, Any]:
-    """Return a function that reads variables, and the dict that it reads them from; an object if that has slots."""
+    """Return a function that reads variables, and the dict that it reads them from."""
     held = holder.held
     # The last name is repeated: for a single name, the getter would not return a tuple.
     names = [*names, names[-1]]
-    if isinstance(holder, Attributes) and slots(type(held)) and not isinstance(held, type):
-        return operator.attrgetter(*names), held
-    return operator.itemgetter(*names), held if isinstance(holder, GlobalVariables) else vars(held)
+    return operator.itemgetter(*names), held if isinstance(holder, GlobalVariables) else own_attributes(held)
 
 
 def _items(value: Any, depth: int = MAX_DEPTH) -> Iterator[tuple[Read, Any, tuple[Any, ...]]]:
@@ -130,14 +129,14 @@ def _items(value: Any, depth: int = MAX_DEPTH) -> Iterator[tuple[Read, Any, tupl
         return
     if not isinstance(value, tuple | frozenset):
         yield _flat, value, _flat(value)
-    if len(value) <= MAX_ITEMS:
+    if size(value) <= MAX_ITEMS:
         for _, _, item in items(value):
             yield from _items(item, depth - 1)
 
 
 def _keys(value: Any) -> tuple[Any, ...]:
     """Return the names of the attributes of ``value``, to detect added ones."""
-    return (*getattr(value, "__dict__", ()), _END)
+    return (*own_attributes(value), _END)
 
 
 def _same_bytes(before: bytes, value: Any) -> tuple[bytes | None]:
@@ -147,9 +146,10 @@ def _same_bytes(before: bytes, value: Any) -> tuple[bytes | None]:
 
 def _flat(value: Any) -> tuple[Any, ...]:
     """Return the items, or keys and values, and an end mark; only a mark for a large container."""
-    if len(value) > MAX_ITEMS:
+    if size(value) > MAX_ITEMS:
         return (_LARGE,)
-    return (*value, *value.values(), _END) if isinstance(value, MAPPINGS) else (*value, _END)
+    held = items(value)
+    return (*(name for _, name, _ in held), *(item for _, _, item in held), _END)
 
 
 def content(value: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hfusion.core.fingerprint import is_user_code
-from hfusion.core.python_values import default_arguments, slots
+from hfusion.core.python_values import default_arguments, own_attributes, read_attribute, slots
 
 MISSING = object()
 """The value of a variable that does not exist."""
@@ -86,8 +86,8 @@ class Attributes(Holder):
 
     def read(self, name: str) -> Any:
         if not isinstance(self.held, type) and name in slots(type(self.held)):
-            return getattr(self.held, name, MISSING)
-        return vars(self.held).get(name, MISSING)
+            return read_attribute(self.held, name, MISSING)
+        return own_attributes(self.held).get(name, MISSING)
 
     def write(self, name: str, value: Any) -> None:
         # A class of the user's may define __setattr__, which must not run here.

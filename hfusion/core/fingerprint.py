@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.core.parameter_attributes import marks
-from hfusion.core.python_values import IdentityRef, KeyReader, Link, attributes, parts
+from hfusion.core.python_values import IdentityRef, KeyReader, Link, attributes, parts, read_attribute
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings, read_settings
 from hfusion.torch_private import module_hooks
 
@@ -141,7 +141,11 @@ class _ClosureReader(KeyReader):
             return value.__func__.__code__, self.read(value.__func__), self.read(value.__self__)
         if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | logging.Logger):
             return IdentityRef(value)
-        if not hasattr(value, "__dict__") or isinstance(value, types.ModuleType) or _has_slots(type(value)):
+        if (
+            read_attribute(value, "__dict__", None) is None
+            or isinstance(value, types.ModuleType)
+            or _has_slots(type(value))
+        ):
             raise TooMuch
         call = inspect.getattr_static(value, "__call__", None)
         code = self.read(call) if isinstance(call, types.FunctionType) else None

@@ -1,5 +1,8 @@
 """Walk Python values: the items, attributes and closures that a value refers to, and hashable keys of what they hold.
 
+No method of a user's class is called to look into its objects: it may raise anything, or change something. Containers
+are read by the methods of Python's own types, objects by their ``__dict__`` and slots.
+
 All questions about Python state walk by this file. `hfusion.capture.attribute_fingerprint` compares models by value,
 `hfusion.core.fingerprint` reads the state of functions, `hfusion.capture.variable_guards` guards variables, and
 `hfusion.capture.python_state` finds what a call changed, and puts it back.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import sys
 import types
 import weakref
 from abc import ABC, abstractmethod
@@ -21,10 +25,21 @@ import torch
 
 SCALARS = (str, bool, int, float, complex, bytes, types.NoneType)
 PLAIN = (*SCALARS, torch.dtype, torch.device, torch.Size)
+_ABSENT = object()
 # Their values are keys as they are.
 _EXACT = frozenset({str, bool, int, bytes, types.NoneType})
 MAPPINGS = (dict, types.MappingProxyType)
 CONTAINERS = (*MAPPINGS, list, tuple, set, frozenset, deque)
+# An OrderedDict keeps an order of its own.
+_BUILTIN = (OrderedDict, dict, list, tuple, set, frozenset, deque)
+# By type, how to read a value of a subclass, which may compare and print in its own way. As text, NaN equals itself.
+_EXACT_VALUES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (float, float.__repr__),
+    (complex, complex.__repr__),
+    (int, int.__int__),
+    (str, str.__str__),
+    (bytes, bytes.__bytes__),
+)
 # Size in bytes up to which arrays are compared by value.
 _MAX_BYTES = 65536
 # Largest number of items of a container whose items are compared.
@@ -58,20 +73,43 @@ def parts(value: Any) -> list[Part]:
 
 def items(value: Any) -> list[Part]:
     """Return the items of a mapping, list, tuple, deque or set; none for other values."""
-    if isinstance(value, list):
-        # By the class's own method, here and below: subclasses may forbid iteration.
-        return [(Link.INDEX, index, item) for index, item in enumerate(list.__iter__(value))]
-    if isinstance(value, tuple | deque):
-        return [(Link.INDEX, index, item) for index, item in enumerate(tuple(value))]
-    if type(value) is dict:
+    base = builtin_type(value)
+    if base in (list, tuple, deque):
+        return [(Link.INDEX, index, item) for index, item in enumerate(base.__iter__(value))]
+    if base in (set, frozenset):
+        return [(Link.ELEMENT, None, item) for item in list(base.__iter__(value))]
+    if base is None and not is_python_mapping(value):
+        return []
+    try:
         # As a list first: another thread may change the dict.
-        return [(Link.KEY, key, item) for key, item in list(value.items())]
-    if isinstance(value, Mapping):
-        base: Any = next((kind for kind in (OrderedDict, dict) if isinstance(value, kind)), type(value))
-        return [(Link.KEY, key, item) for key, item in list(base.items(value))]
-    if isinstance(value, set | frozenset):
-        return [(Link.ELEMENT, None, item) for item in list(value)]
-    return []
+        return [(Link.KEY, key, item) for key, item in list((base or type(value)).items(value))]
+    except Exception:
+        # A proxy, or a ChainMap, calls the methods of what it stands for.
+        return []
+
+
+def builtin_type(value: Any) -> Any:
+    """Return the type of Python whose methods read ``value``; None if it is no container, or of a user's own kind."""
+    return next((kind for kind in _BUILTIN if isinstance(value, kind)), None)
+
+
+def is_python_mapping(value: Any) -> bool:
+    """Return whether ``value`` is a mapping of a class of Python's library."""
+    return isinstance(value, Mapping) and type(value).__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def own_attributes(value: Any) -> Mapping[str, Any]:
+    """Return the ``__dict__`` of an object; empty if it has none, or its class hides it."""
+    held = read_attribute(value, "__dict__", None)
+    return held if isinstance(held, MAPPINGS) else {}
+
+
+def read_attribute(value: Any, name: str, default: Any) -> Any:
+    """Return an attribute of an object, such as a slot, without methods of its class that would find others."""
+    try:
+        return object.__getattribute__(value, name)
+    except Exception:
+        return default
 
 
 def attributes(value: Any, without: Container[str] = ()) -> list[Part]:
@@ -80,8 +118,8 @@ def attributes(value: Any, without: Container[str] = ()) -> list[Part]:
     Args:
         without: names to leave out.
     """
-    held = vars(value) if hasattr(value, "__dict__") else {}
-    named: list[Part] = [(Link.ATTRIBUTE, name, item) for name, item in list(held.items()) if name not in without]
+    held = list(own_attributes(value).items())
+    named: list[Part] = [(Link.ATTRIBUTE, name, item) for name, item in held if name not in without]
     if isinstance(value, types.FunctionType):
         cells = [(Link.CELL, name, cell.cell_contents) for name, cell in filled_cells(value)]
         return cells + [(Link.DEFAULT, name, item) for name, item in default_arguments(value).items()] + named
@@ -91,14 +129,15 @@ def attributes(value: Any, without: Container[str] = ()) -> list[Part]:
         *slots(type(value)),
         *(name for kind, held_in_c in _C_ATTRIBUTES if isinstance(value, kind) for name in held_in_c),
     ]
-    return named + [(Link.ATTRIBUTE, name, getattr(value, name)) for name in names if hasattr(value, name)]
+    read = [(Link.ATTRIBUTE, name, read_attribute(value, name, _ABSENT)) for name in names]
+    return named + [part for part in read if part[2] is not _ABSENT]
 
 
 def put(value: Any, link: Link, name: Any, new: Any) -> None:
     """Replace a part of a mapping, list, deque or object by ``new``."""
     if link in (Link.KEY, Link.INDEX):
-        value[name] = new
-    elif name in getattr(value, "__dict__", ()):
+        (builtin_type(value) or type(value)).__setitem__(value, name, new)
+    elif name in own_attributes(value):
         vars(value)[name] = new
     else:
         object.__setattr__(value, name, new)
@@ -174,7 +213,10 @@ class IdentityRef:
 
 def plain_key(value: Any) -> tuple[type, Any]:
     """Return a key of a value of a type in `PLAIN`: 0.0 and -0.0 differ, and NaN equals itself."""
-    return type(value), repr(value) if isinstance(value, float | complex) else value
+    for base, exact in _EXACT_VALUES:
+        if isinstance(value, base):
+            return type(value), exact(value)
+    return type(value), value
 
 
 def array_bytes(value: Any) -> bytes | None:
@@ -183,7 +225,7 @@ def array_bytes(value: Any) -> bytes | None:
         return None
     try:
         view = memoryview(value)
-    except (TypeError, ValueError, BufferError):
+    except Exception:
         return None
     return view.tobytes() if view.nbytes <= _MAX_BYTES else None
 
@@ -199,13 +241,21 @@ def container_key(value: Any, leaf: Callable[[Any], Any], depth: int) -> Any:
         return kind, value
     if isinstance(value, SCALARS):
         return plain_key(value)
-    if not isinstance(value, CONTAINERS) or depth == 0 or len(value) > MAX_ITEMS:
+    if depth == 0 or size(value) > MAX_ITEMS:
         return leaf(value)
     if isinstance(value, MAPPINGS):
-        held = list(value.items())
+        held = [(k, v) for _, k, v in items(value)]
         return kind, tuple([(container_key(k, leaf, depth - 1), container_key(v, leaf, depth - 1)) for k, v in held])
     keys = [container_key(item, leaf, depth - 1) for _, _, item in items(value)]
     return kind, frozenset(keys) if isinstance(value, set | frozenset) else tuple(keys)
+
+
+def size(value: Any) -> float:
+    """Return the number of items of a container; infinity for other values."""
+    if isinstance(value, types.MappingProxyType):
+        return len(items(value))
+    base = builtin_type(value)
+    return float("inf") if base is None else int(base.__len__(value))
 
 
 class Compound(NamedTuple):
@@ -263,7 +313,8 @@ class KeyReader(ABC):
         """Return the key of a value of ``kind`` by the keys of its ``parts``."""
         keys: list[tuple[tuple[Link, Any], Any]] = []
         for link, name, value in parts:
-            key = self.read(value, f"{path}.{name}" if path and link is not Link.ELEMENT else path)
+            below = name if isinstance(name, str) else safe_repr(name)
+            key = self.read(value, f"{path}.{below}" if path and link is not Link.ELEMENT else path)
             label = self.name(name) if link is Link.KEY else key if link is Link.ELEMENT else name
             keys.append(((link, label), key))
         is_set = bool(keys) and keys[0][0][0] is Link.ELEMENT
@@ -271,4 +322,12 @@ class KeyReader(ABC):
 
     def name(self, key: Any) -> Any:
         """Return the key of a mapping's key."""
-        return repr(key)
+        return safe_repr(key)
+
+
+def safe_repr(value: Any) -> str:
+    """Return the ``repr`` of a value; the name of its class if that raises."""
+    try:
+        return repr(value)
+    except Exception:
+        return type(value).__qualname__
