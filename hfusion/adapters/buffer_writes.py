@@ -10,8 +10,7 @@ from functools import lru_cache
 from torch import nn
 
 from hfusion.capture.attribute_writes import functions_reached
-from hfusion.capture.reachable_code import functions_behind
-from hfusion.core.fingerprint import names_in
+from hfusion.core.fingerprint import functions_behind, names_in
 
 # Code that uses these may write to any buffer.
 _OF_ANY = frozenset({"buffers", "named_buffers", "_buffers", "state_dict"})

@@ -52,7 +52,7 @@ class Rows(nn.Module):
 
     def why_no_program(self, arguments: Arguments) -> str:
         """Return why a call that has just run left no program of all members."""
-        split = cast("FusedModule", self)._split()
+        split = cast("FusedModule", self)._split(calling=True)
         if split is not None:
             return f"members are computed apart: {split.why}"
         return (

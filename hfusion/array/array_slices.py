@@ -100,7 +100,7 @@ class SliceViews(Views):
             freeze_rows(stack, None if frozen is None else frozen[list(self._chosen)])
         self.note(fused)
 
-    def heed(self, fused: FusedModule) -> Split | None:
+    def heed(self, fused: FusedModule, calling: bool = False) -> Split | None:
         """Apply changes as `update` does. Raises FusionError if members then differ in modes or have hooks."""
         self.update(fused)
         whole, members = self._whole, self.members_by_row

@@ -12,7 +12,7 @@ import copy
 import enum
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -132,6 +132,7 @@ class RowView:
         self._watch_calls()
         self.take_tensors(shared)
         self.fingerprint: Any = None
+        self._latest: Any = None
         self.hooked, self.trains = "", list[bool]()
         self.accept()
         if self.hard_to_watch:
@@ -235,6 +236,21 @@ class RowView:
     def changed(self) -> bool:
         """True if attributes may have changed since `mark_changes_applied`."""
         return self.hard_to_watch or any(_differ(current, recorded) for current, recorded in self._attributes)
+
+    def take_changed_names(self) -> Collection[str] | None:
+        """Return the names of the attributes that changed since the last check; None if others may have, too."""
+        if self.hard_to_watch:
+            before, self._latest = self._latest or self.fingerprint, modeless_fingerprint(self.model)
+            if before is None or before[1:] != self._latest[1:]:
+                return None
+            differing = set(before[0]) ^ set(self._latest[0])
+            return {name.rpartition(".")[2] for name, _ in differing}
+        return {
+            name
+            for current, recorded in self._attributes
+            for name in current.keys() | recorded.keys()
+            if current.get(name, _MISSING) is not recorded.get(name, _MISSING) and name != "training"
+        }
 
     @property
     def same_modules(self) -> bool:

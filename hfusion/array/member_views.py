@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.array_description import check_one_structure
+from hfusion.array.changing_attributes import AttributeChanges
 from hfusion.array.member_module import RowView, settings_of, tensor_states, without_hooks
 from hfusion.array.member_relocation import check_fits, put_tensor, rearranged
 from hfusion.array.split_by_mode import Split, flags_read
-from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows, materialize, skeleton
 from hfusion.core.errors import FusionError
@@ -52,6 +52,7 @@ class Views:
         self.split: Split | None = None
         self.touched = False
         self.words = 0
+        self.attributes = AttributeChanges()
         self.ties: dict[int, RowGradients] = {}
         self._parts: dict[Any, FusedModule] = {}
         self.slices: weakref.WeakValueDictionary[range, FusedModule] = weakref.WeakValueDictionary()
@@ -193,14 +194,18 @@ class Views:
         """Return the array to which the members belong, and their rows there."""
         return fused, range(len(fused))
 
-    def heed(self, fused: FusedModule) -> Split | None:
+    def heed(self, fused: FusedModule, calling: bool = False) -> Split | None:
         """Apply the changes made to members since the last call, and return how the array computes them.
+
+        Args:
+            calling: for a call of the array, which may run the members' own code; otherwise, programs and skeletons
+                must have the present attributes.
 
         Raises:
             FusionError: an array cannot represent a change made to a member.
         """
-        if self.touched or self._changed(fused):
-            self._hear_all(fused)
+        if self.touched or self._changed(fused) or self.attributes.pending(calling):
+            self._hear_all(fused, calling)
         return self.split
 
     def _array_changed(self, fused: FusedModule) -> bool:
@@ -237,20 +242,13 @@ class Views:
         self._last_counts = list(map(getrefcount, self._flat))
         self._own_counts = [own_counts.get(id(t), last) for t, last in zip(self._flat, self._last_counts, strict=True)]
 
-    def _hear_all(self, fused: FusedModule) -> None:
+    def _hear_all(self, fused: FusedModule, calling: bool) -> None:
         self._pass_on(fused)
-        contents: dict[int, Any] = {}
         rows = [row for row in self.watched if self.members[row].may_have_changed()]
         for row in rows:
-            member = self.members[row]
-            self._hear_tensors(fused, row, member)
-            if member.changed:
-                fingerprint = modeless_fingerprint(member.model)
-                if member.fingerprint is None:
-                    member.fingerprint = modeless_fingerprint(fused._member(row))
-                if fingerprint != member.fingerprint:
-                    contents[row] = fingerprint
-        if contents:
+            self._hear_tensors(fused, row, self.members[row])
+        changed = [row for row in rows if self.members[row].changed]
+        if contents := self.attributes.to_capture(self, fused, changed, calling):
             self._renew(fused, contents)
         self.hear(fused, rows)
 
@@ -347,7 +345,9 @@ class Views:
         base = fused.training_by_path()
         member_modes = {row: member.training for row, member in self.members.items()}
         modes = [tuple({**base, **member_modes.get(row, {})}.values()) for row in range(len(fused))]
-        hooked = {row: where for row, member in self.members.items() if (where := member.hooked)}
+        hooked = {row: f"has a hook at {where}" for row, member in self.members.items() if (where := member.hooked)}
+        if self.attributes.changing:
+            hooked = dict.fromkeys(range(len(fused)), self.attributes.changing) | hooked
         trained = flags_read(fused)
         if hooked or len(set(modes)) > 1 or any(flags != trained[0] for flags in trained):
             check_one_structure(fused, "hooks, modes or frozen parameters of some members")

@@ -131,7 +131,7 @@ class FusedModule(Rows, Tree):
             return exported(self, self._exportable, args, kwargs)
         arguments = Arguments.of(args, kwargs)
         try:
-            split = by_size(self, arguments) if arguments.ragged else self._split()
+            split = by_size(self, arguments) if arguments.ragged else self._split(calling=True)
             if split is not None:
                 return split.run(self, arguments)
             compiled = self._program(arguments)
@@ -183,9 +183,9 @@ class FusedModule(Rows, Tree):
         self._leave(compiled)
         return output
 
-    def _split(self) -> Split | None:
+    def _split(self, calling: bool = False) -> Split | None:
         """The split of members that differ in modes or hooks; None if all are computed together."""
-        return self._views.heed(self) if self._views else None
+        return self._views.heed(self, calling) if self._views else None
 
     def _leave(self, compiled: Compiled) -> None:
         """Adopt the train and eval modes that forward sets."""
@@ -240,7 +240,7 @@ class FusedModule(Rows, Tree):
 
     def find(self, arguments: Arguments) -> Compiled | None:
         """Return the program for such a call in the current modes, or None if there is none yet."""
-        return None if self._split() is not None else self._compiler.find(self._modes(arguments), arguments)
+        return None if self._split(calling=True) is not None else self._compiler.find(self._modes(arguments), arguments)
 
     def compiled(self, arguments: Arguments) -> Compiled:
         """Return the program for such a call, compiling it if necessary. Raises FusionError."""
@@ -282,7 +282,7 @@ class FusedModule(Rows, Tree):
         """Return the state that programs depend on: `_modes`, and the `ArrayState` of the members."""
         if torch.compiler.is_dynamo_compiling():
             return (*self._modes(arguments), self._views.words, self._number)
-        split = self._split()
+        split = self._split(calling=True)
         return (*self._modes(arguments), *(() if split is None else (split.key,)), self._number)
 
     def check(self, compiled: Compiled, arguments: Arguments) -> None:

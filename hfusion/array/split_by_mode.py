@@ -102,7 +102,8 @@ class MemberGroup:
 class Split:
     """The groups in which an array computes members that cannot be computed together.
 
-    ``key``: equal for splits that divide members alike. ``hooked_members``: members that run their own code, by row.
+    ``key``: equal for splits that divide members alike. ``hooked_members``: members that run their own code, by row, as
+    they have hooks, or attributes that change often.
     """
 
     key: Any
@@ -176,7 +177,7 @@ class Split:
 
 
 def _why(groups: Mapping[Any, Sequence[int]], hooked: Mapping[int, str]) -> str:
-    reasons = [f"member {row} has a hook at {where}" for row, where in hooked.items()]
+    reasons = [f"member {row} {reason}" for row, reason in hooked.items()]
     if len(groups) > 1:
         ((first_modes, _), first), ((second_modes, _), second) = list(groups.items())[:2]
         path = next((name for (name, a), (_, b) in zip(first_modes, second_modes, strict=True) if a != b), None)

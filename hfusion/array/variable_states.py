@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,10 @@ from hfusion.core.torch_settings import read_settings
 from hfusion.device.backend import active_autocast
 from hfusion.torch_private.module_hooks import Orthogonal, caches_parametrizations
 
-# Maximum number of values of one variable for which programs are compiled.
+# Maximum number of values of one variable, or of the attributes of members, for which programs are compiled.
 MAX_VALUES = 4
+# Names by which code may read attributes that it does not name.
+_BY_ANY_NAME = ("__dict__", "vars", "dir", "getattr", "__getattribute__", "attrgetter", "eval", "exec", "deepcopy")
 
 
 class Situations:
@@ -69,6 +71,13 @@ class Situations:
     def state(self) -> Any:
         """The state at the last `look`, hashable."""
         return None if self._variables is None else self._key(self._variables.values)
+
+    def may_read(self, attributes: Collection[str] | None) -> bool:
+        """Return whether forward may read one of the ``attributes`` of the members; None stands for any."""
+        if attributes is None or (attributes and (self._variables is None or not self._variables.is_complete)):
+            return True
+        names = frozenset() if self._variables is None else self._variables.questions.names
+        return bool(attributes) and not names.isdisjoint((*attributes, *_BY_ANY_NAME))
 
     def asks_gradients(self, models: Sequence[nn.Module]) -> bool:
         """Return whether the code of ``models`` reads which parameters need a gradient."""

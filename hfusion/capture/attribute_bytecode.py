@@ -7,6 +7,8 @@ import functools
 import types
 from dataclasses import dataclass
 
+from hfusion.core.fingerprint import names_in
+
 
 @dataclass(frozen=True)
 class AttributeWrites:
@@ -23,7 +25,7 @@ _STORES = frozenset(
 )
 
 
-def storing(code: types.CodeType) -> list[dis.Instruction]:
+def _storing(code: types.CodeType) -> list[dis.Instruction]:
     """Return the instructions of ``code``; none if it assigns no attribute or outer variable, as most code."""
     return [] if _STORES.isdisjoint(code.co_code[::2]) else list(dis.get_instructions(code))
 
@@ -32,7 +34,7 @@ def storing(code: types.CodeType) -> list[dis.Instruction]:
 def writes(code: types.CodeType) -> AttributeWrites:
     """Return the attributes that ``code`` and its nested functions assign or delete. Tried on Python 3.11 to 3.13."""
     of_self, of_others = set[str](), set[str]()
-    steps = storing(code)
+    steps = _storing(code)
     selves = _selves(code)
     for k, step in enumerate(steps):
         if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
@@ -85,3 +87,34 @@ def holder_variable(steps: list[dis.Instruction], k: int) -> str | None:
         return None
     name = steps[previous].argval
     return name[-1] if isinstance(name, tuple) else name if isinstance(name, str) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def attribute_names(code: types.CodeType) -> frozenset[str]:
+    """Return the attributes that ``code`` and its nested functions name, or may read by getattr."""
+    names = names_in(code)
+    return frozenset((*names.attributes, *names.texts))
+
+
+# Names by which code may assign variables whose names are strings.
+_ASSIGNING = frozenset({"setattr", "delattr", "__setattr__", "__dict__", "vars", "globals", "exec", "update"})
+
+
+@functools.lru_cache(maxsize=4096)
+def assigned_names(code: types.CodeType) -> frozenset[str]:
+    """Return the names of variables and attributes that ``code`` and its nested functions may assign."""
+    attributes = writes(code)
+    names = {
+        step.argval
+        for step in _storing(code)
+        if step.opname.startswith(("STORE_", "DELETE_")) and step.opname.endswith(("_GLOBAL", "_NAME", "_DEREF"))
+    }
+    names |= attributes.of_others
+    # A constructor called in forward assigns to a new object, not to one that exists.
+    if code.co_name not in ("__init__", "__post_init__"):
+        names |= attributes.of_self
+    if not _ASSIGNING.isdisjoint(code.co_names):
+        names |= {const for const in code.co_consts if isinstance(const, str)}
+    return frozenset(names).union(
+        *(assigned_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    )

@@ -15,8 +15,7 @@ from torch import nn
 
 from hfusion.capture.attribute_bytecode import reads_of_others, writes
 from hfusion.capture.method_interception import Island
-from hfusion.capture.reachable_code import functions_behind
-from hfusion.core.fingerprint import is_user_code, names_in
+from hfusion.core.fingerprint import functions_behind, is_user_code, names_in
 
 # Classes of modules, and functions that are attributes of modules.
 _Sources: TypeAlias = frozenset[type | types.FunctionType]

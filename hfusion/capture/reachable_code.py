@@ -6,7 +6,6 @@ import builtins
 import contextvars
 import functools
 import logging
-import sys
 import threading
 import types
 import weakref
@@ -15,12 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from hfusion.capture.attribute_bytecode import storing, writes
+from hfusion.capture.attribute_bytecode import assigned_names, attribute_names
 from hfusion.capture.registered_tensors import is_array
 from hfusion.capture.variable_scopes import (
     Attributes,
@@ -30,7 +28,7 @@ from hfusion.capture.variable_scopes import (
     GlobalVariables,
     Holder,
 )
-from hfusion.core.fingerprint import imported_modules, is_user_code, names_in
+from hfusion.core.fingerprint import functions_behind, imported_modules, is_installed_package, is_user_code, names_in
 from hfusion.core.parameter_attributes import marks
 from hfusion.core.python_values import (
     CONTAINERS,
@@ -48,8 +46,7 @@ from hfusion.core.python_values import (
 MAX_DEPTH = 4
 # Largest number of items of a container whose attributes are searched.
 _MAX_OBJECTS = 100
-# Number of functions from which on a search leaves out what functions of installed packages call. Packages such as
-# transformers have thousands within reach, nearly all of which forward never runs.
+# Number of functions from which on a search leaves out what packages call; most such functions never run in forward.
 _MAX_FUNCTIONS = 200
 _UNREAD = (logging.Logger, types.ModuleType)
 # The attributes of every module, and those of them on which the results of a call depend.
@@ -180,8 +177,7 @@ class CodeSearch:
             if is_user_code(base.__module__):
                 waiting += self._class(base, frozenset(self._named), scope)
         noted, visited = self._noted, set[int]()
-        # The functions that functions of other packages call, the nearest first.
-        distant: list[types.FunctionType] = []
+        distant: list[types.FunctionType] = []  # What functions of other packages call, the nearest first.
         while waiting or distant:
             is_distant = not waiting
             function = distant.pop(0) if is_distant else waiting.pop()
@@ -195,7 +191,7 @@ class CodeSearch:
                 self._reached[id(function)] = (list(self._look(function)), self._noted)
             visited.add(id(function))
             functions, named = self._reached[id(function)]
-            is_own = function.__module__ in self._files or not _is_installed_package(function.__module__)
+            is_own = function.__module__ in self._files or not is_installed_package(function.__module__)
             (waiting if is_own else distant).extend(functions)
             noted += named
         for holder, name in noted:
@@ -205,7 +201,7 @@ class CodeSearch:
         """Note the variables that a function names; yield the functions that it may call."""
         names, variables, space = _attributes_named(function), _variables_named(function), function.__globals__
         self._named |= names
-        self.assigned |= _assigned(function.__code__)
+        self.assigned |= assigned_names(function.__code__)
         self.spaces.setdefault(id(space), (space, set()))[1].update(variables)
         # Objects are passed to the functions that it calls.
         called = [f for name in variables & space.keys() for f in functions_behind(space[name])]
@@ -344,13 +340,6 @@ class CodeSearch:
         return self._holders[key]
 
 
-@functools.lru_cache(maxsize=4096)
-def _is_installed_package(module: str) -> bool:
-    """Return whether a Python module is a part of an installed package, rather than a file of the user's."""
-    file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-
-
 def _instance_functions(module: nn.Module) -> list[types.FunctionType]:
     """Return the functions that a module holds in attributes of its own."""
     held = list(vars(module).values())
@@ -401,35 +390,7 @@ _BY_TEXT = frozenset({"globals", "vars", "eval", "exec", "__dict__", "__globals_
 
 def _attributes_named(function: types.FunctionType) -> frozenset[str]:
     """Return the attributes that the code of ``function`` names or may read by getattr."""
-    return _names_of_code(function.__code__)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names_of_code(code: types.CodeType) -> frozenset[str]:
-    names = names_in(code)
-    return frozenset((*names.attributes, *names.texts))
-
-
-# Names by which code may assign variables whose names are strings.
-_ASSIGNING = frozenset({"setattr", "delattr", "__setattr__", "__dict__", "vars", "globals", "exec", "update"})
-
-
-@functools.lru_cache(maxsize=4096)
-def _assigned(code: types.CodeType) -> frozenset[str]:
-    """Return the names of variables and attributes that ``code`` and its nested functions may assign."""
-    attributes = writes(code)
-    names = {
-        step.argval
-        for step in storing(code)
-        if step.opname.startswith(("STORE_", "DELETE_")) and step.opname.endswith(("_GLOBAL", "_NAME", "_DEREF"))
-    }
-    names |= attributes.of_others
-    # A constructor called in forward assigns to a new object, not to one that exists.
-    if code.co_name not in ("__init__", "__post_init__"):
-        names |= attributes.of_self
-    if not _ASSIGNING.isdisjoint(code.co_names):
-        names |= {const for const in code.co_consts if isinstance(const, str)}
-    return frozenset(names).union(*(_assigned(const) for const in code.co_consts if isinstance(const, types.CodeType)))
+    return attribute_names(function.__code__)
 
 
 def _variables_named(function: types.FunctionType) -> set[str]:
@@ -437,24 +398,3 @@ def _variables_named(function: types.FunctionType) -> set[str]:
     names = names_in(function.__code__)
     by_text = not _BY_TEXT.isdisjoint((*names.variables, *names.attributes))
     return {*names.variables, *(names.texts if by_text else ())}
-
-
-def _wraps_for_others(function: types.FunctionType) -> bool:
-    """Return whether ``function`` is a wrapper defined in a library that has the name of the function it wraps."""
-    file = function.__globals__.get("__name__")
-    return file != function.__module__ and not is_user_code(file)
-
-
-def functions_behind(value: Any) -> Iterator[types.FunctionType]:
-    """Yield the Python functions behind an attribute: itself, those that it wraps, or those of a class."""
-    if isinstance(value, staticmethod | classmethod | types.MethodType):
-        yield from functions_behind(value.__func__)
-    elif isinstance(value, property):
-        yield from (code for part in (value.fget, value.fset) if part is not None for code in functions_behind(part))
-    elif isinstance(value, type):
-        if is_user_code(value.__module__):
-            yield from (part for part in vars(value).values() if isinstance(part, types.FunctionType))
-    elif callable(value) and not isinstance(value, nn.Module):
-        if isinstance(value, types.FunctionType) and not _wraps_for_others(value):
-            yield value
-        yield from functions_behind(own_attributes(value).get("__wrapped__"))

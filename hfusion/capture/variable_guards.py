@@ -71,6 +71,7 @@ class Variables:
     """The variables that the code of ``models`` names, with their values when this object was created.
 
     ``without``: names of variables to leave out. ``questions``: the other properties that the code may read.
+    ``is_complete``: whether all code within reach was searched.
     """
 
     def __init__(self, models: Sequence[nn.Module], without: frozenset[str] = frozenset()) -> None:
@@ -78,7 +79,7 @@ class Variables:
         self.values: dict[str, Any] = {}
         self.readers: dict[str, frozenset[str]] = {}
         search = search_of(models)
-        self.holders = search.holders
+        self.holders, self.is_complete = search.holders, search.complete
         for holder in self.holders:
             self._add(holder, without)
         self.questions = Questions.of(search.all_names)

@@ -11,13 +11,14 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hfusion.core.parameter_attributes import marks
-from hfusion.core.python_values import IdentityRef, KeyReader, Link, attributes, parts, read_attribute
+from hfusion.core.python_values import IdentityRef, KeyReader, Link, attributes, own_attributes, parts, read_attribute
 from hfusion.core.torch_settings import RANDOM_STATE, asked_settings, read_settings
 from hfusion.torch_private import module_hooks
 
@@ -244,6 +245,34 @@ def is_user_code(module: str | None) -> bool:
     Modules of torch, numpy, Python and hfusion do not; those of other packages count as user code.
     """
     return module is not None and not is_installed(module) and module.partition(".")[0] != "hfusion"
+
+
+@functools.lru_cache(maxsize=4096)
+def is_installed_package(module: str) -> bool:
+    """Return whether a Python module is a part of an installed package, rather than a file of the user's."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _wraps_for_others(function: types.FunctionType) -> bool:
+    """Return whether ``function`` is a wrapper defined in a library that has the name of the function it wraps."""
+    file = function.__globals__.get("__name__")
+    return file != function.__module__ and not is_user_code(file)
+
+
+def functions_behind(value: Any) -> Iterator[types.FunctionType]:
+    """Yield the Python functions behind an attribute: itself, those that it wraps, or those of a class."""
+    if isinstance(value, staticmethod | classmethod | types.MethodType):
+        yield from functions_behind(value.__func__)
+    elif isinstance(value, property):
+        yield from (code for part in (value.fget, value.fset) if part is not None for code in functions_behind(part))
+    elif isinstance(value, type):
+        if is_user_code(value.__module__):
+            yield from (part for part in vars(value).values() if isinstance(part, types.FunctionType))
+    elif callable(value) and not isinstance(value, nn.Module):
+        if isinstance(value, types.FunctionType) and not _wraps_for_others(value):
+            yield value
+        yield from functions_behind(own_attributes(value).get("__wrapped__"))
 
 
 # Attributes that every class has, and types without content to read.
