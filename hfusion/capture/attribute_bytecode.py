@@ -25,6 +25,7 @@ _STORES = frozenset(
 )
 
 
+@functools.lru_cache(maxsize=16)
 def _storing(code: types.CodeType) -> list[dis.Instruction]:
     """Return the instructions of ``code``; none if it assigns no attribute or outer variable, as most code."""
     return [] if _STORES.isdisjoint(code.co_code[::2]) else list(dis.get_instructions(code))

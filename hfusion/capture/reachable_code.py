@@ -74,17 +74,13 @@ class _Scope:
         return self if more <= self.called else _Scope(self.called | more, self.read | more)
 
 
-class _SharedSearches(threading.local):
-    by_code: dict[Any, CodeSearch] | None = None
-
-
-_shared = _SharedSearches()
+_shared = threading.local()
 
 
 @contextmanager
 def searched_once() -> Iterator[None]:
     """Context manager: within it, models with the same code share one search. Searches are short-lived otherwise."""
-    outer = _shared.by_code
+    outer = getattr(_shared, "by_code", None)
     _shared.by_code = {} if outer is None else outer
     try:
         yield
@@ -94,15 +90,15 @@ def searched_once() -> Iterator[None]:
 
 def search_of(models: Sequence[nn.Module]) -> CodeSearch:
     """Return the search of the code of ``models``; see `searched_once`."""
-    kept = {} if _shared.by_code is None else _shared.by_code
+    kept: dict[Any, CodeSearch] | None = getattr(_shared, "by_code", None)
     parts = [(path, part) for model in models for path, part in model.named_modules()]
     key = tuple([(path, type(part), *map(id, _instance_functions(part))) for path, part in parts])
-    search = kept.get(key)
-    if search is None:
-        search = CodeSearch(models)
-        # A module outside of one model may be a part of another one with the same code.
-        if not search.outer_modules:
-            kept[key] = search
+    if kept is not None and key in kept:
+        return kept[key]
+    search = CodeSearch(models)
+    # A module outside of one model may be a part of another one with the same code.
+    if kept is not None and not search.outer_modules:
+        kept[key] = search
     return search
 
 
@@ -146,6 +142,9 @@ class CodeSearch:
         self._named: set[str] = {"forward", "__call__", "__getattr__"}
         self._holders: dict[tuple[type, int], Holder] = {}
         self._methods = {kind: list(_methods(kind)) for kind in self._parts}
+        self._methods_by_name: dict[str, list[types.FunctionType]] = {}
+        for name, method in dict.fromkeys(pair for methods in self._methods.values() for pair in methods):
+            self._methods_by_name.setdefault(name, []).append(method)
         # By id of a function: the functions that it may call, and the variables that it names.
         self._reached: dict[int, tuple[list[types.FunctionType], list[tuple[Holder, str]]]] = {}
         self._titles = Counter[str]()
@@ -205,7 +204,7 @@ class CodeSearch:
         self.spaces.setdefault(id(space), (space, set()))[1].update(variables)
         # Objects are passed to the functions that it calls.
         called = [f for name in variables & space.keys() for f in functions_behind(space[name])]
-        called += [method for methods in self._methods.values() for name, method in methods if name in names]
+        called += [method for name in names & self._methods_by_name.keys() for method in self._methods_by_name[name]]
         scope = _Scope(names, names.union(*map(_attributes_named, called)))
         # Each member may hold such a function of its own; members that join must not add names.
         of_a_member = id(function) in self._of_members
