@@ -76,7 +76,8 @@ def module_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
         # In place, since the caller may copy more by this memo.
         memo.clear()
         memo.update(before)
-        memo.update((id(part), type(part).__new__(type(part))) for part in parts)
+        # A GraphModule's own __new__ makes another class, without forward.
+        memo.update((id(part), object.__new__(type(part))) for part in parts)
         for part in parts:
             vars(memo[id(part)]).update(copy.deepcopy(vars(part), memo))
         copied = memo[id(module)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import hfusion as hf
 from tests.alone import normal
@@ -86,7 +86,18 @@ class Outer(nn.Module):
         return y
 
 
+def generated(scale: float) -> nn.Module:
+    """Return a module whose class has been generated for it, with the forward of a graph."""
+    module = Net(scale)
+    graph = fx.Graph()
+    graph.output(graph.call_module("norm", (graph.call_module("fc", (graph.placeholder("x"),)),)))
+    traced = fx.GraphModule(module, graph)
+    traced.note = "lost by its own copying"
+    return nn.Sequential(traced, nn.Linear(3, 3))
+
+
 KINDS = (
+    generated,
     LoadsState,
     ReturnsItself,
     SharesParameters,
