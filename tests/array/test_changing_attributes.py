@@ -124,4 +124,4 @@ def test_a_program_serves_attributes_that_no_longer_change() -> None:
         for member in (*models, *fused):
             member.alpha = 1.0 + min(t, 8) / 8  # type: ignore[assignment]
         torch.testing.assert_close(fused(x), torch.stack([model(x) for model in models]), rtol=1e-9, atol=0)
-    assert fused.why_apart == ""
+    assert fused._split() is None
