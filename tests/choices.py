@@ -62,7 +62,7 @@ CHOICES: dict[str, tuple[Callable[[Chosen, Tensor], Tensor], list[Any], int]] = 
     "place of the norm": (placed_norm, [True, False], 2),
     "a number that decides": (threshold, [0.1, 0.9, 0.2], 2),
     "only in evaluation": (only_in_evaluation, ["relu", "tanh"], 2),
-    "a branch on values": (on_values, [True, False], 2),
+    "a branch on values": (on_values, [True, False], 1),
     "order": (order, [True, False], 2),
     "which layer": (lambda model, x: getattr(model, model.choice)(x), ["first", "second"], 2),
     "a container": (

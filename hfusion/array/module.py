@@ -247,21 +247,22 @@ class FusedModule(Rows, Tree):
         check_together(self, "a program of all of them")
         return self._program(arguments)
 
-    @searched_once()
     def _program(self, arguments: Arguments) -> Compiled:
-        modes = self._modes(arguments)
-        compiled = self._compiler.find(modes, arguments)
-        if compiled is None:
+        with searched_once():
+            modes = self._modes(arguments)
+            compiled = self._compiler.find(modes, arguments)
+            if compiled is not None:
+                return compiled
             with hint_at_stacked(arguments, len(self)):
                 compiled = self._compiler.get(modes, arguments)
-            if partly := compiled.written & self._array.comparison.partly:
-                self._compiler.clear()
-                raise partly_written(min(partly))
-            if self._number_buffers.hold(compiled.numbers):
-                self._forget()
-                self._compiler.adopt(self._modes(arguments), arguments, compiled)
-            self._unstacked.look(self._original, compiled, arguments, len(self))
-            self._on_program(compiled)
+        if partly := compiled.written & self._array.comparison.partly:
+            self._compiler.clear()
+            raise partly_written(min(partly))
+        if self._number_buffers.hold(compiled.numbers):
+            self._forget()
+            self._compiler.adopt(self._modes(arguments), arguments, compiled)
+        self._unstacked.look(self._original, compiled, arguments, len(self))
+        self._on_program(compiled)
         return compiled
 
     def _exportable(self, arguments: Arguments) -> Compiled:

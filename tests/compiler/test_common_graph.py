@@ -21,7 +21,6 @@ NAMED = {
     "place of the norm": "choice is True in model 0 and False in model 1; step",
     "a number that decides": "choice is 0.1 in model 0 and 0.9 in model 1; step",
     "only in evaluation": "choice is 'relu' in model 0 and 'tanh' in model 1; step",
-    "a branch on values": "choice is True in model 0 and False in model 1",
     "order": "choice is True in model 0 and False in model 1",
     "which layer": r"choice is 'first' in model 0 and 'second' in model 1; step .* has different operands",
     "a container": r"choice\['on'\]\[0\] is 'a' in model 0 and 'b' in model 1",

@@ -306,11 +306,9 @@ class Hooked(nn.Module):
 
 
 def test_hooks_that_hold_numbers() -> None:
-    # A hook that changes nothing is not seen in a capture.
+    # A hook that changes nothing is not seen in a capture of that member; another's is, so all run their own code.
     models: list[nn.Module] = [Hooked(factor).double() for factor in (1.0, 1.0 + 1e-3, 0.5, -1.0, 2.0)]
-    with pytest.raises(ForwardsDiffer):
-        hf.fuse(models)(torch.randn(8, 4, dtype=torch.float64))
-    check(hf.fuse(models[1:]), models[1:], torch.randn(8, 4, dtype=torch.float64))
+    check(hf.fuse(models), models, torch.randn(8, 4, dtype=torch.float64))
 
 
 def test_a_population_takes_members_with_numbers_of_their_own(exports: list[str]) -> None:
