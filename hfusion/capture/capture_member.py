@@ -122,7 +122,7 @@ def _with_loops(
     if observed is None:
         observed = observe(model, args, kwargs)
         judge(observed)
-    records = record(model, args, kwargs, observed.modes)
+    records = record(model, args, kwargs, observed.modes, [WHOLE] if WHOLE in looped else [*islands(model)])
     bodies = member.bodies()
     graphs: dict[frozenset[Island], tuple[Capture, list[OpaqueCall]]] = {}
 

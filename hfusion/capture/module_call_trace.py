@@ -110,11 +110,18 @@ class Records:
         return frozenset(call.island for call in self.calls if numbers.intersection(call.inside))
 
 
-def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], modes: Mapping[str, bool]) -> Records:
+def record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    modes: Mapping[str, bool],
+    recorded: Sequence[Island],
+) -> Records:
     """Run a copy of ``model`` and record the calls in it. Inputs and random states are not changed.
 
     Args:
         modes: see `Capture`.
+        recorded: the islands whose calls are recorded, with that of the whole forward.
 
     Raises:
         FusionError: forward is no plain method.
@@ -129,7 +136,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], m
     registered = dict(tensors(member))
     before = {name: _state(tensor) for name, tensor in registered.items()}
     with restored(model), apart(member):
-        recorder, state = _recorded(member, args, kwargs, reader)
+        recorder, state = _recorded(member, args, kwargs, reader, recorded)
         after, originals = dict(tensors(member)), dict(tensors(model))
         changed = {name for name, tensor in after.items() if not same_values(tensor, originals[name])}
         changed |= {
@@ -141,18 +148,22 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], m
         if state.changes:
             # Only a second run shows a parent that clears state of the call before.
             reset(member, model)
-            states.append(_recorded(member, args, kwargs, reader)[1])
+            states.append(_recorded(member, args, kwargs, reader, recorded)[1])
     python_state = ModelState(member, reader, states)
     return Records(recorder.completed_calls, frozenset(changed), frozenset(recorder.failed), modes, python_state)
 
 
 def _recorded(
-    member: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], reader: StateReader
+    member: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    reader: StateReader,
+    recorded: Sequence[Island],
 ) -> tuple[_CallRecorder, RunState]:
     """Call ``member`` with copies of the arguments."""
     recorder, start = _CallRecorder(reader), reader.read(member)
     args, kwargs = copies((args, dict(kwargs)))
-    with intercepted(member, islands(member), recorder.call), AddressWatch(recorder.address):
+    with intercepted(member, recorded, recorder.call), AddressWatch(recorder.address):
         call_on_copies(member, args, kwargs)
     states: dict[Island, list[CallState]] = {}
     outermost = [

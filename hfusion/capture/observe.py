@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,9 +19,13 @@ from hfusion.capture.reachable_code import CodeSearch, search_of
 from hfusion.capture.registered_tensors import Registered, check_registered, tensors
 from hfusion.capture.skeleton import is_restrided
 from hfusion.core.errors import FusionError
+from hfusion.core.memory import same_values
 from hfusion.core.program import describe_value
 from hfusion.core.python_values import safe_repr
 from hfusion.core.stages import stage
+
+# Values that code names, but which are no state.
+_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +61,13 @@ class Observation:
         gradients = [
             name.removeprefix("gradient of ") for name in self.outcome.values if name.startswith("gradient of ")
         ]
+        after = self.outcome.values
+        written = [n for n, t in tensors(self.module) if not same_values(after.get(f"{n} afterwards", t), t)]
+        held = ((f"{holder.title}{name}", holder.read(name)) for holder in self.search.holders for name in holder.names)
         sections = {
             "inputs": map(_described, pytree.tree_leaves((self.args, dict(self.kwargs)))),
-            "reads": (f"{holder.title}{name}" for holder in self.search.holders for name in sorted(holder.names)),
-            "writes": (*self.attributes, *self.variables, *(f"{path}.training" for path in self.modes)),
+            "reads": sorted(name for name, value in held if not isinstance(value, _CODE)),
+            "writes": (*written, *self.attributes, *self.variables, *(f"{path}.training" for path in self.modes)),
             "outputs": map(_described, self.outcome.outputs),
             "gradients": gradients or [self.outcome.failed or "none"],
         }

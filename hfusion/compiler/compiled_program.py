@@ -161,18 +161,24 @@ class _Captured:
 def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]) -> _Captured:
     members = representatives(subject.variants)
 
+    # Where one member must loop over its whole forward, such as for a NaN among the results, all do.
+    whole: dict[Island, str] = {}
+
     def capture(variant: int) -> tuple[Capture, list[OpaqueCall]]:
-        return _captured_member(subject, members[variant], arguments, sizes, looped)
+        captured = _captured_member(subject, members[variant], arguments, sizes, whole or looped)
+        whole.update((WHOLE, call.why) for call in captured[1] if call.is_whole)
+        return captured
 
     if looped or sizes.open:
         variant_captures = [capture(variant) for variant in range(len(members))]
     else:
         variant_captures = capture_variants(len(members), lambda k: _member(subject, members[k], arguments), capture)
-    whole = [call for _, calls in variant_captures for call in calls if call.is_whole]
-    if 0 < len(whole) < len(members):
-        # What only some members must loop over, such as a NaN among the results, all loop over.
-        looped = {WHOLE: whole[0].why}
-        variant_captures = [capture(variant) for variant in range(len(members))]
+    if whole:
+        # Those that were captured before the first that loops.
+        variant_captures = [
+            captured if any(call.is_whole for call in captured[1]) else capture(variant)
+            for variant, captured in enumerate(variant_captures)
+        ]
     captures = [member_capture for member_capture, _ in variant_captures]
     common = common_graph(captures, subject.variants, subject.name, subject.member, subject.shapes)
     graph = common.graph

@@ -11,7 +11,7 @@ from hfusion.capture.capture_member import VaryingSizes
 from hfusion.capture.export_context import told_autocast
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import UNKNOWN, ArraySpec, Compiled, compile_array
-from hfusion.compiler.sandbox import apart
+from hfusion.compiler.sandbox import apart, collecting_rarely
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
 from hfusion.core.guards import fixed
@@ -112,7 +112,7 @@ class Compiler:
         compiled = self.find(training, arguments)
         if compiled is not None:
             return compiled
-        with tracing:
+        with tracing, collecting_rarely():
             # Another thread may have made it meanwhile.
             return self.find(training, arguments) or self.make(training, arguments)
 

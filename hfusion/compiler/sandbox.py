@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -44,6 +45,21 @@ def apart() -> Iterator[None]:
         disable_current_modes(),
     ):
         yield
+
+
+@contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Context manager: search for reference cycles after more allocations, for one thread at a time.
+
+    A capture creates millions of small objects. The searches took half of its time where large packages are loaded.
+    """
+    first, *others = gc.get_threshold()
+    # 0 turns them off.
+    gc.set_threshold(first and max(first, 100_000), *others)
+    try:
+        yield
+    finally:
+        gc.set_threshold(first, *others)
 
 
 @contextmanager

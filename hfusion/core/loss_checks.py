@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hfusion.core.layout import Listed
+
 
 class PerMemberFunction:
     """Base class of functions that are computed for each member already."""
@@ -29,8 +31,9 @@ def check_losses(losses: Any, members: int | None = None, trains: bool = True) -
     """
     expected, owner = ((), "a member") if members is None else ((members,), f"each of {members} members")
     if not isinstance(losses, Tensor):
+        given = losses[0] if isinstance(losses, Listed) else losses
         raise ValueError(
-            f"the loss must give one number for {owner}, it gave {type(losses).__name__}. Return a tensor that is "
+            f"the loss must give one number for {owner}, it gave {type(given).__name__}. Return a tensor that is "
             "computed from the outputs, without item()."
         )
     if losses.shape != expected:

@@ -90,7 +90,8 @@ def items(value: Any) -> list[Part]:
 
 def builtin_type(value: Any) -> Any:
     """Return the type of Python whose methods read ``value``; None if it is no container, or of a user's own kind."""
-    return next((kind for kind in _BUILTIN if isinstance(value, kind)), None)
+    # One test for the many values that are none.
+    return next((kind for kind in _BUILTIN if isinstance(value, kind)), None) if isinstance(value, _BUILTIN) else None
 
 
 def is_python_mapping(value: Any) -> bool:

@@ -112,12 +112,15 @@ class Hyper:
     def label(self) -> str:
         return self.key if self.index is None else f"{self.key}[{self.index}]"
 
-    def check(self, values: Sequence[float]) -> None:
-        """Raise a ValueError that names the first member whose value is not finite or out of range."""
+    def check(self, values: Sequence[float], rows: Sequence[int] | None = None) -> None:
+        """Raise a ValueError that names the first member whose value is not finite or out of range.
+
+        ``rows``: the members with these values; by default all.
+        """
         # sum() is not finite if any value is not, also where a NaN hides from min() and max().
         if min(values) >= self.low and self._fits_above(max(values)) and math.isfinite(sum(values)):
             return
-        for member, value in enumerate(values):
+        for member, value in zip(rows or range(len(values)), values, strict=True):
             if not (math.isfinite(value) and value >= self.low and self._fits_above(value)):
                 raise ValueError(f"{self.label} of member {member} is {value}: it must be {self._range()}")
 

@@ -97,7 +97,7 @@ class MemberRows:
         fresh = rows_of(rows, width)
         check_once(fresh)
         chosen = stacks_to_take(cast("FusedOptimizer", self), groups)
-        new_values = _read_new_hypers(self, hypers, len(fresh))
+        new_values = _read_new_hypers(self, hypers, fresh)
         for group, values in zip(_groups(self), new_values, strict=True):
             vectors, _ = read(group, self.hypers, width)  # type: ignore[attr-defined]
             for hyper, vector in zip(self.hypers, vectors, strict=True):  # type: ignore[attr-defined]
@@ -158,7 +158,8 @@ def rearrange(
     if list(sources) == list(range(before)):
         return
     # Everything that may fail comes first, so that an error changes nothing.
-    new_values = _read_new_hypers(optimizer, new_hypers, list(sources).count(None))
+    fresh = [row for row, source in enumerate(sources) if source is None]
+    new_values = _read_new_hypers(optimizer, new_hypers, fresh)
     vectors = [
         _vectors(optimizer, group, first, before, sources, values)
         for group, first, values in zip(_groups(optimizer), optimizer.initial_values, new_values, strict=True)
@@ -216,8 +217,8 @@ def explicit_everywhere(optimizer: Any, key: str) -> str:
     )
 
 
-def _read_new_hypers(optimizer: Any, new_hypers: Mapping[str, Any], count: int) -> list[dict[str, Tensor]]:
-    """Return the hyper-parameters ``[count]`` that the user passed for new members, by label, for each param group."""
+def _read_new_hypers(optimizer: Any, new_hypers: Mapping[str, Any], rows: Sequence[int]) -> list[dict[str, Tensor]]:
+    """Return the hyper-parameters that the user passed for the new members ``rows``, by label, for each param group."""
     unknown = [key for key in new_hypers if key not in {hyper.key for hyper in optimizer.hypers}]
     if unknown:
         keys = ", ".join(dict.fromkeys(hyper.key for hyper in optimizer.hypers))
@@ -229,8 +230,8 @@ def _read_new_hypers(optimizer: Any, new_hypers: Mapping[str, Any], count: int) 
         for hyper in hypers:
             if hyper.index is not None and (not isinstance(value, (tuple, list)) or len(value) != 2):
                 raise ValueError(f"{key}={value!r} is not a pair")
-            values = plain(member_vector(hyper.label, value if hyper.index is None else value[hyper.index], count))
-            hyper.check(values.tolist())
+            values = plain(member_vector(hyper.label, value if hyper.index is None else value[hyper.index], len(rows)))
+            hyper.check(values.tolist(), rows)
             for group_values, explicit, first in zip(
                 new_values, optimizer.explicit_keys, optimizer.initial_values, strict=True
             ):

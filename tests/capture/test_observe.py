@@ -44,11 +44,10 @@ inputs
   f32[4,3]
   True
 reads
-  Net.forward
-  test_observe.FACTOR
-  test_observe.Settings
   Settings.rate
+  test_observe.FACTOR
 writes
+  seen
   steps
   layer.training
 outputs

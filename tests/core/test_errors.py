@@ -79,7 +79,7 @@ UNFUSABLE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: changed(lambda m: m.double()),
         "0.weight has dtype torch.float32 in model 0 and torch.float64",
     ),
-    "devices": (lambda: changed(lambda m: m.to("meta")), "model 1: 0.weight is torch.strided on meta"),
+    "devices": (lambda: changed(lambda m: m.to("meta")), "model 1: 0.weight is on the meta device"),
     "training": (
         lambda: changed(lambda m: m.eval()),
         r"\(root\) is in train mode in model 0 and in eval mode in model 1",

@@ -137,7 +137,7 @@ GARBAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "words of state": (lambda state: {**state, "state": {0: "x"}}, "state of parameter 0 is a str, not a dict"),
     "a word of it": (lambda state: {**state, "state": {0: {"exp_avg": "x"}}}, "'exp_avg' of parameter 0 is a str, not"),
     "an unknown one": (lambda state: {**state, "state": {9: {}}}, "a parameter 9 that is in none of its param groups"),
-    "of one model": (lambda state: _of_one_model(), r"the state 'step' of parameter 0 has shape \[\]"),
+    "of one model": (lambda state: _of_one_model(), "the state is not one of this array and of Adam"),
     "a rate": (lambda state: _with_rate(state, "x"), "lr='x' is not a number"),
 }
 
