@@ -21,7 +21,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import FairLock
 from hfusion.core.member_random import keyed
 from hfusion.core.membership import is_per_member
-from hfusion.core.row_indices import check_once, is_row, pairs, rows_of
+from hfusion.core.row_indices import Widths, check_once, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.added_stacks import stacks_to_take, take_stacks
 from hfusion.optim.hyper import HyperValue
@@ -35,7 +35,7 @@ from hfusion.population.evaluate import evaluate
 from hfusion.population.gradients import weighed, weighted
 from hfusion.population.group_updates import GroupUpdates
 from hfusion.population.hparams import Hparams
-from hfusion.population.members import EventKind, MembersByRow, Roll, Widths, apart, freeze, listed, population_array
+from hfusion.population.members import EventKind, MembersByRow, Roll, apart, freeze, listed, population_array
 from hfusion.population.plain_module import PlainModule
 from hfusion.population.sample_weights import sample_weighted, weigh_samples
 from hfusion.population.saving import Saving, in_turn

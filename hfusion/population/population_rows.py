@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hfusion.array.member_functions import MemberFunction, as_each
-from hfusion.core.row_indices import row_of
+from hfusion.core.row_indices import Widths, row_of
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.population.best import BestMembers
 from hfusion.population.grouping import TOGETHER, PopulationGroup
 from hfusion.population.hparams import Hparams
-from hfusion.population.members import Models, Widths
+from hfusion.population.members import Models
 from hfusion.population.mixed import MixedMembers
 from hfusion.population.mixed_views import MixedHparams, MixedScheduler
 from hfusion.population.mixed_weights import MixedBest, active_mixed, each_mixed

@@ -24,13 +24,13 @@ from hfusion.checkpoint.save_contents import OWN, SaveWriter
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import member_rows
-from hfusion.core.row_indices import padded_rows
+from hfusion.core.row_indices import Widths, padded_rows
 from hfusion.optim.group import membership_of
 from hfusion.optim.lr_scheduler import Make
 from hfusion.population.accumulation import Accumulation
 from hfusion.population.best import read_records, write_records
 from hfusion.population.gradients import GradientSums
-from hfusion.population.members import Event, EventKind, Roll, Widths, key_of
+from hfusion.population.members import Event, EventKind, Roll, key_of
 from hfusion.population.update_guard import Buffers, Limit
 
 if TYPE_CHECKING:

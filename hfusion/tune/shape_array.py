@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hfusion.capture.compare_models import check_pair
 from hfusion.cluster.messages import DeviceInfo
 from hfusion.core.errors import FusionError
-from hfusion.population.members import Widths
+from hfusion.core.row_indices import Widths
 from hfusion.tune.array_costs import ArrayCosts, ArrayRecord
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.forward_equality import SameForward

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
 import hfusion as hf
-from hfusion.population.members import Widths
+from hfusion.core.row_indices import Widths
 
 DOUBLE = torch.float64
 
