@@ -21,6 +21,7 @@ from hfusion.core.parameter_attributes import keep_marks
 from hfusion.core.python_values import SCALARS
 
 _CONTAINERS = (OrderedDict, dict, list, set)
+_TENSORS = ("_parameters", "_buffers")
 
 
 def copies(values: Any) -> Any:
@@ -91,7 +92,13 @@ def _is_exact(copied: nn.Module, module: nn.Module, memo: Mapping[int, Any]) -> 
     """Return whether a copy has the tensors that ``memo`` gives for those of ``module``, its plain values and hooks."""
     copies = dict(copied.named_modules(remove_duplicate=False))
     return all(
-        path in copies and all(_is_kept(name, value, vars(copies[path]), memo) for name, value in vars(part).items())
+        path in copies
+        and all(
+            _is_kept(name, value, vars(copies[path]), memo)
+            for name, value in vars(part).items()
+            # Classes of torch keep ids and caches of an object in private attributes.
+            if name in _TENSORS or not (name.startswith("_") and type(part).__module__.startswith("torch."))
+        )
         for path, part in module.named_modules(remove_duplicate=False)
         if not isinstance(part, torch.jit.ScriptModule)
     )
@@ -99,7 +106,7 @@ def _is_exact(copied: nn.Module, module: nn.Module, memo: Mapping[int, Any]) -> 
 
 def _is_kept(name: str, value: Any, copied: Mapping[str, Any], memo: Mapping[int, Any]) -> bool:
     other = copied.get(name, memo)
-    if name in ("_parameters", "_buffers"):
+    if name in _TENSORS:
         expected = {key: None if tensor is None else memo.get(id(tensor)) for key, tensor in value.items()}
         return other.keys() == expected.keys() and all(other[key] is expected[key] for key in expected)
     if type(value) is OrderedDict:
