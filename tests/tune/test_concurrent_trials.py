@@ -105,7 +105,6 @@ def test_several_objectives_have_no_pruner():
 
 
 def test_a_generation_of_cma_es():
-    pytest.importorskip("cmaes")
     counts = running(samplers.CmaEsSampler(seed=0, n_startup_trials=2), pruners.NopPruner())
     # Two startup trials, then generations of 4 + int(3 ln 2) = 6.
     assert counts[:9] == [1, 2, 1, 2, 3, 4, 5, 6, 1]
