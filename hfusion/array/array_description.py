@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -102,6 +103,8 @@ class Array:
         return tuple(self.own_shapes[variant].get(name) for variant in self.comparison.variants)
 
     def __getstate__(self) -> dict[str, Any]:
+        for model in self.skeletons:
+            _check_pickle(model)
         cached = ("own_shapes", "own_modules", "row_shapes", "structures", "has_variants")
         return {**{key: value for key, value in vars(self).items() if key not in cached}, "origins": None}
 
@@ -111,6 +114,30 @@ class Array:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, origins=WeakIdKeyDictionary())
+
+
+_PICKLING = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
+
+
+def _check_pickle(model: nn.Module) -> None:
+    """Raise FusionError if the classes of a skeleton pickle themselves by values, which its tensors do not have."""
+    parts = model.modules()
+    own = {type(p) for p in parts if any(getattr(type(p), n) is not getattr(nn.Module, n) for n in _PICKLING)}
+    if not own:
+        return
+    try:
+        pickled = pickle.dumps(model)
+    except Exception:
+        # The pickler in use may know more, as cloudpickle does of local classes. If not, it raises the same error.
+        return
+    try:
+        pickle.loads(pickled)
+    except Exception as error:
+        names = ", ".join(sorted(cls.__name__ for cls in own))
+        raise FusionError(
+            f"This array cannot be pickled: the pickling of {names} reads values of tensors, which the array keeps in "
+            "stacks. Pickle the modules of unfuse(), or use hf.save."
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)

@@ -143,8 +143,8 @@ class _Stub:
         held = [registered[k] for k in fixed], [registered[k] for k in changing]
         fresh = iter(OPAQUE(inputs, *held, number, written, links, [], [], sizes))
         hide(self._island, self._module, record.state.changed_attributes)
-        # torch.export takes few kinds of values; see `with_values`.
-        others = [None] * len(output) if self._island == WHOLE else output
+        # torch.export takes few kinds of values (see `with_values`), and drops the fields of dataclasses that are None.
+        others = [0] * len(output) if self._island == WHOLE else output
         leaves = [next(fresh) if isinstance(o, Tensor) else other for o, other in zip(output, others, strict=True)]
         return pytree.tree_unflatten(leaves, out_spec)
 

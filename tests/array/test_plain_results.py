@@ -69,6 +69,11 @@ FORMS: dict[str, tuple[Callable[[Any, Tensor], Any], Sequence[Any]]] = {
     "dtype": (lambda net, x: (net.lin(x), net.a), (torch.float32, torch.float64, torch.float32)),
     "nested": (lambda net, x: {"y": net.lin(x), "plain": [None, (net.a, {"k": "same"})]}, (1, 2, 3)),
     "dataclass": (lambda net, x: Result(net.lin(x), net.a), (1, 2, 3)),
+    "enum in a dataclass": (lambda net, x: Result(net.lin(x), net.a), (Color.RED, Color.BLUE, Color.RED)),
+    "NaN in a dataclass": (
+        lambda net, x: {"y": net.lin(x), "plain": net.a, "z": Result(x, net.a)},
+        (math.nan, 1.0, 2.0),
+    ),
     "int of a buffer": (lambda net, x: (net.lin(x), int(net.count)), (0, 0, 0)),
     "float of a buffer": (lambda net, x: (net.lin(x), float(net.scale)), (0, 0, 0)),
     "size": (lambda net, x: (net.lin(x), x.shape[0]), (0, 0, 0)),

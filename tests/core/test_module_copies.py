@@ -233,6 +233,38 @@ def test_values_that_a_member_changes_itself(way: str) -> None:
     assert [model.values for model in COPIES[way](fused)] == [model.values for model in alone]
 
 
+class Restored(Net):
+    def __getstate__(self) -> dict[str, Any]:
+        return {"kept": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.load_state_dict(state["kept"])
+
+
+def reduced_inside(scale: float) -> nn.Module:
+    """Return a module of torch around one that pickles itself by values."""
+    return nn.Sequential(Restored(scale), nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("kind", [Reduced, Restored, reduced_inside])
+@pytest.mark.parametrize("members", [1, 2])
+def test_classes_that_pickle_values_of_tensors_refuse_pickles_of_arrays(
+    kind: Callable[[float], nn.Module], members: int
+) -> None:
+    fused = of_array(models(kind, members))
+    with pytest.raises(hf.FusionError, match=r"cannot be pickled: .* Pickle the modules of unfuse\(\)"):
+        pickle.dumps(fused)
+    pickled = pickle.loads(pickle.dumps(fused.unfuse()))
+    for one, member in zip(pickled, fused, strict=True):
+        assert torch.allclose(next(one.parameters()).double(), next(member.parameters()))
+
+
+def test_classes_that_pickle_other_values_are_pickled_in_arrays() -> None:
+    fused = of_array(models(LosesState, 2))
+    assert torch.equal(pickle.loads(pickle.dumps(fused)).fc.weight, fused.fc.weight)
+
+
 def test_values_that_a_member_of_a_population_changes_itself() -> None:
     pop = hf.Population([Counting() for _ in range(3)], optimizer=sgd, loss=F.mse_loss)
     pop.models[1](normal(2, 4).float())
