@@ -109,11 +109,11 @@ class PerMember(torch_schedulers.LRScheduler):
             stand_in = self._stand_ins[row]
             try:
                 self._schedulers[row] = scheduler = self._makes[row](stand_in)
-            except (ValueError, AssertionError) as error:
+            except (ValueError, AssertionError, TypeError) as error:
                 raise ValueError(
                     f"the scheduler of member {row} cannot be made: {str(error).rstrip('.')}. Where a list has a value "
-                    "per member, give one function for each member, or the class and its arguments: "
-                    "hf.optim.lr_scheduler.PerMember(opt, OneCycleLR, max_lr=[...], total_steps=100)."
+                    "per member, give one function for each member, or the class and its arguments, in which a list as "
+                    "milestones is a list of lists: PerMember(opt, OneCycleLR, max_lr=[...], total_steps=100)."
                 ) from error
             if not callable(getattr(scheduler, "step", None)):
                 raise TypeError(

@@ -335,6 +335,8 @@ def _examples(program: Program, sizes: SymbolSizes, device: torch.device) -> lis
 
 def _zeros(node: fx.Node, members: int, sizes: SymbolSizes, device: torch.device) -> Any:
     example = node.meta.get("example")
+    if isinstance(example, torch.SymFloat):
+        return example.node.hint
     if not isinstance(example, Tensor):
         return concrete([example], sizes)[0] if isinstance(example, torch.SymInt) else example
     shape = concrete(example.shape, sizes)

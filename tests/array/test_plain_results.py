@@ -76,6 +76,7 @@ FORMS: dict[str, tuple[Callable[[Any, Tensor], Any], Sequence[Any]]] = {
     ),
     "int of a buffer": (lambda net, x: (net.lin(x), int(net.count)), (0, 0, 0)),
     "float of a buffer": (lambda net, x: (net.lin(x), float(net.scale)), (0, 0, 0)),
+    "float of a size": (lambda net, x: (net.lin(x), 0.5 * x.shape[0]), (0, 0, 0)),
     "size": (lambda net, x: (net.lin(x), x.shape[0]), (0, 0, 0)),
     "number of a tensor": (lambda net, x: (net.lin(x), net.lin(x).mean().item()), (0, 0, 0)),
     "flag of a tensor": (lambda net, x: (net.lin(x), bool(net.lin(x).mean() > 0)), (0, 0, 0)),
@@ -249,6 +250,23 @@ def test_values_pass_from_one_array_to_another_and_out_of_losses() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=0.0)
     numbers = hf.per_model(lambda out, target: loss(out, target).item())(fused(X), Y)
     assert list(numbers) == pytest.approx([loss(model(X), Y).item() for model in models])
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_hf_train_takes_numbers_computed_from_sizes(members: int) -> None:
+    def form(net: Any, x: Tensor) -> Any:
+        return net.lin(x), 0.1 * x.shape[0]
+
+    models = [Net(form, 0, seed) for seed in range(members)]
+    task = hf.Task(models, loss, lambda params: hf.optim.SGD(params, lr=0.1), [(X, Y), (X[:5], Y[:5])], name="task")
+    trained = hf.train([task])["task"].models
+    for model, alone in zip(trained, models, strict=True):
+        opt = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for rows in (8, 5):
+            opt.zero_grad()
+            loss(alone(X[:rows]), Y[:rows]).backward()
+            opt.step()
+        torch.testing.assert_close(model.lin.weight, alone.lin.weight, rtol=1e-9, atol=1e-12)
 
 
 def test_members_of_different_structures_are_refused_in_words() -> None:

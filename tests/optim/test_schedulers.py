@@ -262,6 +262,17 @@ def test_a_list_in_the_function_of_one_member_is_refused_in_words(name: str) -> 
         hf.optim.lr_scheduler.PerMember(fused, [ls.ExponentialLR] * 3, gamma=0.5)
 
 
+def test_a_list_that_torch_takes_whole_is_a_list_for_each_member() -> None:
+    fused, _ = start("SGD", {}, Array(3, shapes=[(3,)]))
+    with pytest.raises(ValueError, match="milestones is a list of lists"):
+        hf.optim.lr_scheduler.PerMember(fused, ls.MultiStepLR, milestones=[1, 2, 3])
+    scheduler = hf.optim.lr_scheduler.PerMember(fused, ls.MultiStepLR, milestones=[[1, 3], [2], [3]])
+    fused.step()
+    scheduler.step()
+    first, *others = fused.param_groups[0]["lr"].tolist()
+    assert [first / others[0], others[1] / others[0]] == pytest.approx([0.1, 1.0])
+
+
 def test_torchs_one_cycle_takes_a_vector() -> None:
     array = Array(3, shapes=[(3,)])
     fused, optimizers = start("Adam", {}, array)
