@@ -6,6 +6,7 @@ import builtins
 import contextvars
 import functools
 import logging
+import operator
 import threading
 import types
 import weakref
@@ -36,6 +37,7 @@ from hfusion.core.python_values import (
     default_arguments,
     items,
     own_attributes,
+    package_of,
     read_attribute,
     safe_repr,
     size,
@@ -169,12 +171,11 @@ class CodeSearch:
 
     def _follow(self, kind: type, paths: set[str]) -> None:
         self._noted, self._looked_at = [], {}
-        methods = [method for name, method in self._methods[kind] if name in self._named]
+        operators = frozenset() if is_installed_package(kind.__module__) else _OPERATORS
+        methods = [method for name, method in self._methods[kind] if name in self._named or name in operators]
         waiting = [*self._instance_functions[kind], *methods]
         scope = _Scope(frozenset(), frozenset()).with_code(methods)
-        for base in kind.__mro__:
-            if is_user_code(base.__module__):
-                waiting += self._class(base, frozenset(self._named), scope)
+        waiting += self._class(kind, frozenset(self._named), scope)
         noted, visited = self._noted, set[int]()
         distant: list[types.FunctionType] = []  # What functions of other packages call, the nearest first.
         while waiting or distant:
@@ -222,12 +223,16 @@ class CodeSearch:
         for module in imported_modules(function.__code__):
             yield from self._named_in(module.__name__, vars(module), names, scope, set())
 
-    def _class(self, kind: type, names: Set[str], scope: _Scope) -> Iterator[types.FunctionType]:
-        """Note the variables of a class among ``names``; yield the functions that code may call in their values."""
-        for name, value in list(vars(kind).items()):
-            if name in names and not name.startswith("__"):
-                self._note(Attributes(f"{kind.__qualname__}.", kind), name)
-                yield from self._inside(f"{kind.__qualname__}.{name}", value, scope)
+    def _class(self, kind: type, names: frozenset[str], scope: _Scope) -> Iterator[types.FunctionType]:
+        """Note variables of a class and its bases among ``names``; yield the functions that code may call in them."""
+        variables = _class_variables(kind)
+        for base in kind.__mro__:
+            if is_user_code(base.__module__):
+                # A variable of a base may be assigned to a class of the user's, too.
+                held = vars(base).keys() if is_installed_package(base.__module__) else variables.union(vars(base))
+                for name in sorted(name for name in names.intersection(held) if not name.startswith("__")):
+                    holder = self._note(Attributes(f"{base.__qualname__}.", base), name)
+                    yield from self._inside(f"{base.__qualname__}.{name}", holder.read(name), scope)
 
     def _named_in(
         self, title: str, space: dict[str, Any], variables: Set[str], scope: _Scope, visited: set[int]
@@ -258,7 +263,7 @@ class CodeSearch:
                 self._note(holder, name)
                 yield from self._inside(f"{title}.{name}", holder.read(name), scope, depth - 1)
             return
-        if type(value).__module__.partition(".")[0] in _OF_THREADS and not isinstance(value, threading.local):
+        if package_of(type(value)) in _OF_THREADS and not isinstance(value, threading.local):
             return
         self._looked_at[id(value)] = depth
         if isinstance(value, type):
@@ -296,7 +301,10 @@ class CodeSearch:
             methods = _called(type(value), scope.called)
             yield from (method for method in methods if is_user_code(method.__module__))
             scope = scope.with_code(methods)
-            present = _attributes(value) | _hidden(value)
+            variables = _class_variables(type(value))
+            present = _attributes(value).union(variables if read_attribute(value, "__dict__", None) is not None else ())
+            if not is_installed_package(type(value).__module__):
+                yield from self._class(type(value), scope.read & variables, scope)
         holder = Attributes(f"{title}.", value)
         if read_attribute(value, "__dict__", None) is not None:
             self._register_holder(holder)
@@ -357,17 +365,22 @@ def _attributes(value: Any) -> frozenset[str]:
     return frozenset(slots(type(value))).union(own_attributes(value))
 
 
-def _hidden(value: Any) -> frozenset[str]:
-    """Return the class variables of an object, which its own attributes of the same names would hide."""
+def _class_variables(kind: type) -> frozenset[str]:
+    """Return the names of the variables of a class and its bases that are data."""
     return frozenset(
         name
-        for kind in (type(value).__mro__ if read_attribute(value, "__dict__", None) is not None else ())
-        if is_user_code(kind.__module__)
-        for name, held in vars(kind).items()
+        for base in kind.__mro__
+        if is_user_code(base.__module__)
+        for name, held in vars(base).items()
         if isinstance(held, (*SCALARS, *CONTAINERS)) and not name.startswith("__")
     )
 
 
+# Methods of users' classes that code calls without naming them, but for equality: that of a dataclass reads all fields.
+_OPERATORS = (frozenset(vars(operator)) - {"__eq__", "__ne__"}) | {
+    *("__len__", "__iter__", "__next__", "__bool__", "__int__", "__float__", "__enter__", "__exit__", "__get__"),
+    *(f"__r{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")),
+}
 _MADE = frozenset({"__init__", "__post_init__", "__call__", "__getattr__", "__getitem__"})
 
 
@@ -378,7 +391,7 @@ def _called(kind: type, names: Set[str]) -> list[types.FunctionType]:
         for base in kind.__mro__
         if base is not object
         for name, value in list(vars(base).items())
-        if name in names or name in _MADE
+        if name in names or name in _MADE or (name in _OPERATORS and not is_installed_package(base.__module__))
         for function in functions_behind(value)
     ]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hfusion.capture.attribute_fingerprint import python_attributes
 from hfusion.capture.registered_tensors import tensors
-from hfusion.core.python_values import PLAIN, Link, parts, put
+from hfusion.core.python_values import PLAIN, Link, items, parts, put
 
 _LEAVES = (*PLAIN, type, nn.Module, torch.Generator)
 # Tensors in these are not replaced one by one.
@@ -96,7 +96,7 @@ def _held(value: Any, names: Mapping[int, str]) -> set[str]:
     if isinstance(value, Tensor):
         return {names[id(value)]} if id(value) in names else set()
     if isinstance(value, tuple):
-        return {name for item in value for name in _held(item, names)}
+        return {name for _, _, item in items(value) for name in _held(item, names)}
     if isinstance(value, functools.partial):
         return {name for item in (value.args, tuple(value.keywords.values())) for name in _held(item, names)}
     return set()
@@ -112,9 +112,10 @@ def _replaced(value: Any, substitutes: Mapping[int, Tensor]) -> Any:
         changed = args is not value.args or any(keywords[name] is not item for name, item in value.keywords.items())
         return type(value)(value.func, *args, **keywords) if changed else value
     if isinstance(value, tuple):
-        items = [_replaced(item, substitutes) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
+        held = [item for _, _, item in items(value)]
+        replaced = [_replaced(item, substitutes) for item in held]
+        if all(new is old for new, old in zip(replaced, held, strict=True)):
             return value
         make = getattr(type(value), "_make", type(value))
-        return make(items)
+        return make(replaced)
     return value

@@ -236,7 +236,7 @@ def _is_read(value: object) -> bool:
 
 def is_installed(module: str | None) -> bool:
     """Return whether a module is part of torch or of Python's installation."""
-    return _fixed(module) or (module or "").partition(".")[0] in sys.stdlib_module_names
+    return _fixed(module) or (isinstance(module, str) and module.partition(".")[0] in sys.stdlib_module_names)
 
 
 def is_user_code(module: str | None) -> bool:
@@ -244,7 +244,7 @@ def is_user_code(module: str | None) -> bool:
 
     Modules of torch, numpy, Python and hfusion do not; those of other packages count as user code.
     """
-    return module is not None and not is_installed(module) and module.partition(".")[0] != "hfusion"
+    return isinstance(module, str) and not is_installed(module) and module.partition(".")[0] != "hfusion"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -299,7 +299,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _fixed(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] in _FIXED
+    # Classes of proxies have a property of this name.
+    return isinstance(module, str) and module.partition(".")[0] in _FIXED
 
 
 @dataclass(frozen=True)

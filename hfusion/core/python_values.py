@@ -96,7 +96,13 @@ def builtin_type(value: Any) -> Any:
 
 def is_python_mapping(value: Any) -> bool:
     """Return whether ``value`` is a mapping of a class of Python's library."""
-    return isinstance(value, Mapping) and type(value).__module__.partition(".")[0] in sys.stdlib_module_names
+    return isinstance(value, Mapping) and package_of(type(value)) in sys.stdlib_module_names
+
+
+def package_of(kind: type) -> str:
+    """Return the name of the package of a class; empty if its ``__module__`` is no text, as in classes of proxies."""
+    module = kind.__module__
+    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 def own_attributes(value: Any) -> Mapping[str, Any]:

@@ -142,9 +142,9 @@ def concurrent_trials(study: Study, trials: int) -> int:
     startup = getattr(sampler, "_n_startup_trials", 0) - len(finished)
     if not isinstance(sampler, samplers.CmaEsSampler):
         return min(most, max(4, trials // 10, startup))
-    if startup > 0:
+    if startup > 0 or not finished:
         # A trial beside these would be drawn at random, too.
-        return startup
+        return max(1, startup)
     categorical = optuna.distributions.CategoricalDistribution
     numbers = sum(
         not isinstance(kind, categorical) for kind in study.get_trials(deepcopy=False)[0].distributions.values()

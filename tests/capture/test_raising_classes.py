@@ -64,6 +64,17 @@ class Key:
     __repr__ = _raise
 
 
+class Unnamed:
+    pass
+
+
+class Proxy:
+    pass
+
+
+Unnamed.__module__ = None  # type: ignore[assignment]
+Proxy.__module__ = property(_raise)  # type: ignore[assignment]
+
 VALUES: Mapping[str, Callable[[], Any]] = {
     "tuple": lambda: Irrep((1, 2)),
     "OrderedDict": lambda: LazyMapping(tau=1.0),
@@ -77,6 +88,8 @@ VALUES: Mapping[str, Callable[[], Any]] = {
     "__getattr__": Dynamic,
     "__dict__": Hidden,
     "iterator": Walking,
+    "class without a file": Unnamed,
+    "class with a property for its file": Proxy,
     "key": lambda: {Key(): 1.0},
     "proxy": lambda: types.MappingProxyType(LazyMapping(tau=1.0)),
 }

@@ -52,6 +52,49 @@ class Called:
         return ARGUMENTS.tau
 
 
+class Leveled:
+    level, levels = 1.0, {"level": 1.0}
+
+    @classmethod
+    def of_class(cls) -> float:
+        return cls.level
+
+
+class Derived(Leveled):
+    pass
+
+
+class Raised(Leveled):
+    pass
+
+
+class Operated:
+    """An object with methods that code calls without naming them."""
+
+    def __float__(self) -> float:
+        return float(ARGUMENTS.tau)
+
+    def __rmul__(self, other: float) -> float:
+        return other * float(ARGUMENTS.tau)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter([ARGUMENTS.tau])
+
+    def __contains__(self, value: float) -> bool:
+        return bool(ARGUMENTS.tau == value)
+
+    def __enter__(self) -> float:
+        return float(ARGUMENTS.tau)
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def read_within() -> float:
+    with OPERATED as tau:
+        return tau
+
+
 def scaled(function: Callable[[], float]) -> Any:
     factor = [1.0]
 
@@ -98,6 +141,7 @@ def read_tau(config: Any) -> float:
 
 
 ARGUMENTS, CONFIG, SPACE = argparse.Namespace(tau=1.0), Config(), types.SimpleNamespace(tau=1.0)
+DERIVED, RAISED, OPERATED = Derived(), Raised(), Operated()
 ITEMS: list[Any] = [Config(), 1.0]
 TABLE: dict[str, Any] = {"config": Config()}
 DOTTED = [Dotted(tau=1.0)]
@@ -182,6 +226,16 @@ READS: Mapping[str, tuple[Callable[[], float], Callable[[float], object]]] = {
     "passed to a function": (lambda: read_tau(ARGUMENTS), lambda v: setattr(ARGUMENTS, "tau", v)),
     "attribute that hides a class's": (lambda: CONFIG.level, lambda v: setattr(CONFIG, "level", v)),
     "class method": (lambda: Config.of_class(), lambda v: setattr(Config, "level", v)),
+    "class variable of an object": (lambda: DERIVED.level, lambda v: setattr(Leveled, "level", v)),
+    "class method of a base": (lambda: Derived.of_class(), lambda v: setattr(Leveled, "level", v)),
+    "class method of an object": (lambda: DERIVED.of_class(), lambda v: setattr(Leveled, "level", v)),
+    "dict of a class": (lambda: DERIVED.levels["level"], lambda v: Leveled.levels.update(level=v)),
+    "variable added to a class": (lambda: RAISED.level, lambda v: setattr(Raised, "level", v)),
+    "float of an object": (lambda: float(OPERATED), lambda v: setattr(ARGUMENTS, "tau", v)),
+    "product with an object": (lambda: 1.0 * OPERATED, lambda v: setattr(ARGUMENTS, "tau", v)),
+    "items of an object": (lambda: sum(OPERATED), lambda v: setattr(ARGUMENTS, "tau", v)),
+    "membership in an object": (lambda: 2.0 if 0.5 in OPERATED else 1.0, lambda v: setattr(ARGUMENTS, "tau", v)),
+    "context manager": (lambda: read_within(), lambda v: setattr(ARGUMENTS, "tau", v)),
     "dict with attributes": (lambda: DOTTED[0].tau, lambda v: DOTTED[0].__setitem__("tau", v)),
     "UserDict": (lambda: USER_DICT["tau"], lambda v: USER_DICT.__setitem__("tau", v)),
     "set": (lambda: 0.5 if "half" in FLAGS else 1.0, lambda v: FLAGS.add("half") if v < 1 else FLAGS.clear()),

@@ -109,6 +109,8 @@ def test_a_generation_of_cma_es():
     # Two startup trials, then generations of 4 + int(3 ln 2) = 6.
     assert counts[:9] == [1, 2, 1, 2, 3, 4, 5, 6, 1]
     assert max(running(samplers.CmaEsSampler(seed=0, popsize=5), pruners.NopPruner())) == 5
+    # The first trial is drawn at random, whatever the sampler's startup trials.
+    assert running(samplers.CmaEsSampler(seed=0, n_startup_trials=0), pruners.NopPruner())[:3] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("rows", [1, 3, TRIALS])
