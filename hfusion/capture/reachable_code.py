@@ -6,7 +6,6 @@ import builtins
 import contextvars
 import functools
 import logging
-import operator
 import threading
 import types
 import weakref
@@ -29,7 +28,14 @@ from hfusion.capture.variable_scopes import (
     GlobalVariables,
     Holder,
 )
-from hfusion.core.fingerprint import functions_behind, imported_modules, is_installed_package, is_user_code, names_in
+from hfusion.core.fingerprint import (
+    OPERATORS,
+    functions_behind,
+    imported_modules,
+    is_installed_package,
+    is_user_code,
+    names_in,
+)
 from hfusion.core.parameter_attributes import marks
 from hfusion.core.python_values import (
     CONTAINERS,
@@ -171,7 +177,7 @@ class CodeSearch:
 
     def _follow(self, kind: type, paths: set[str]) -> None:
         self._noted, self._looked_at = [], {}
-        operators = frozenset() if is_installed_package(kind.__module__) else _OPERATORS
+        operators = frozenset() if is_installed_package(kind.__module__) else OPERATORS
         methods = [method for name, method in self._methods[kind] if name in self._named or name in operators]
         waiting = [*self._instance_functions[kind], *methods]
         scope = _Scope(frozenset(), frozenset()).with_code(methods)
@@ -376,11 +382,6 @@ def _class_variables(kind: type) -> frozenset[str]:
     )
 
 
-# Methods of users' classes that code calls without naming them, but for equality: that of a dataclass reads all fields.
-_OPERATORS = (frozenset(vars(operator)) - {"__eq__", "__ne__"}) | {
-    *("__len__", "__iter__", "__next__", "__bool__", "__int__", "__float__", "__enter__", "__exit__", "__get__"),
-    *(f"__r{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")),
-}
 _MADE = frozenset({"__init__", "__post_init__", "__call__", "__getattr__", "__getitem__"})
 
 
@@ -391,7 +392,7 @@ def _called(kind: type, names: Set[str]) -> list[types.FunctionType]:
         for base in kind.__mro__
         if base is not object
         for name, value in list(vars(base).items())
-        if name in names or name in _MADE or (name in _OPERATORS and not is_installed_package(base.__module__))
+        if name in names or name in _MADE or (name in OPERATORS and not is_installed_package(base.__module__))
         for function in functions_behind(value)
     ]
 

@@ -6,6 +6,7 @@ import dis
 import functools
 import inspect
 import logging
+import operator
 import sys
 import types
 import weakref
@@ -108,6 +109,13 @@ def root(function: Callable[..., Any]) -> Any:
     return function.__code__ if isinstance(function, types.FunctionType) else type(function)
 
 
+# Methods of users' classes that code calls without naming them, but for equality: that of a dataclass reads all fields.
+OPERATORS = (frozenset(vars(operator)) - {"__eq__", "__ne__"}) | {
+    *("__len__", "__iter__", "__next__", "__bool__", "__int__", "__float__", "__enter__", "__exit__", "__get__"),
+    *(f"__r{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")),
+}
+
+
 class _ClosureReader(KeyReader):
     """Reads the state of functions. ``classes``: also what the code of classes reads."""
 
@@ -148,8 +156,11 @@ class _ClosureReader(KeyReader):
             or _has_slots(type(value))
         ):
             raise TooMuch
-        call = inspect.getattr_static(value, "__call__", None)
-        code = self.read(call) if isinstance(call, types.FunctionType) else None
+        called = [inspect.getattr_static(value, "__call__", None)]
+        for base in type(value).__mro__:
+            if is_user_code(base.__module__) and not is_installed_package(base.__module__):
+                called += [vars(base)[name] for name in sorted(OPERATORS.intersection(vars(base)))]
+        code = tuple([self.read(method) for method in called if isinstance(method, types.FunctionType)])
         return code, self._data(type(value)), self.compound(type(value), attributes(value), "")
 
     def _data(self, kind: type) -> Any:
