@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch.utils import _pytree as pytree
 from hfusion.capture.attribute_fingerprint import contents
 from hfusion.capture.eager_runs import Outcome, changed_modes, run, twin
 from hfusion.capture.python_reads import CLASSES, STRIDE_QUESTIONS, UNANSWERABLE, RefusedReads
-from hfusion.capture.python_state import check_restorable, restored, variables
+from hfusion.capture.python_state import CODE, check_restorable, restored, variables
 from hfusion.capture.reachable_code import CodeSearch, search_of
 from hfusion.capture.registered_tensors import Registered, check_registered, tensors
 from hfusion.capture.skeleton import is_restrided
@@ -23,9 +22,6 @@ from hfusion.core.memory import same_values
 from hfusion.core.program import describe_value
 from hfusion.core.python_values import safe_repr
 from hfusion.core.stages import stage
-
-# Values that code names, but which are no state.
-_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +62,7 @@ class Observation:
         held = ((f"{holder.title}{name}", holder.read(name)) for holder in self.search.holders for name in holder.names)
         sections = {
             "inputs": map(_described, pytree.tree_leaves((self.args, dict(self.kwargs)))),
-            "reads": sorted(name for name, value in held if not isinstance(value, _CODE)),
+            "reads": sorted(name for name, value in held if not isinstance(value, CODE)),
             "writes": (*written, *self.attributes, *self.variables, *(f"{path}.training" for path in self.modes)),
             "outputs": map(_described, self.outcome.outputs),
             "gradients": gradients or [self.outcome.failed or "none"],

@@ -43,7 +43,7 @@ _BASES = (OrderedDict, dict, list, set, deque)
 VALUES = (*PLAIN, *MUTABLE_CONTAINERS, Tensor)
 _ATOMS = (*PLAIN, Tensor, type, types.ModuleType, types.BuiltinFunctionType)
 # Most of the variables that code names; they compare as the same object.
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 # Nested levels of containers whose items are compared.
 _DEPTH = 3
 # Size in bytes up to which the values of a tensor outside of the model are restored.
@@ -141,7 +141,7 @@ def compared_variables(holders: Iterable[Holder]) -> Iterator[tuple[str, Any]]:
 
 def identity(value: Any) -> Any:
     """Return a key that is equal for equal plain values, and otherwise for the same object, or unchanged tensor."""
-    if isinstance(value, _CODE):
+    if isinstance(value, CODE):
         return IdentityRef(value)
     if isinstance(value, PLAIN):
         return plain_key(value)
@@ -213,7 +213,7 @@ def _set_draws(generator: Any, state: Any) -> None:
 
 def comparable(value: Any) -> Any:
     """Return the `identity` of a value, or of the items of lists and similar containers."""
-    return IdentityRef(value) if isinstance(value, _CODE) else container_key(value, identity, _DEPTH)
+    return container_key(value, identity, _DEPTH)
 
 
 def _remember(value: Any, undo: list[Callable[[], object]], visited: dict[int, Any], objects: bool = True) -> None:
