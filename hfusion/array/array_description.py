@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.capture.attribute_fingerprint import same_marks
@@ -101,6 +102,18 @@ class Array:
         if name not in self.row_shapes:
             return ()
         return tuple(self.own_shapes[variant].get(name) for variant in self.comparison.variants)
+
+    def check_stacks(self, stacks: Mapping[str, Tensor]) -> None:
+        """Raise FusionError if a stack was given a row shape that is not its members', for example by ``.data``."""
+        shapes = {name: shape for own in self.own_shapes for name, shape in own.items()} | self.row_shapes
+        for name, stack in stacks.items():
+            is_stacked = name in shapes and name not in self.comparison.shared
+            if is_stacked and not is_lazy(stack) and stack.shape[1:] != shapes[name]:
+                raise FusionError(
+                    f"The stack of {name} has the shape {tuple(stack.shape)}, but members have {tuple(shapes[name])} "
+                    "each: it was given other memory, for example by .data. Unfuse the array, resize the members, and "
+                    "fuse them again."
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         for model in self.skeletons:
@@ -210,6 +223,7 @@ def member_rows(
 ) -> dict[str, Tensor]:
     """Return copies of the tensors of member ``index``, by key; tensors in ``shared`` are not copied."""
     shapes = array.own_shapes[array.comparison.variants[index]]
+    array.check_stacks(stacks)
     return {name: shared[name] if name in shared else row_copy(stacks[name], index, shapes[name]) for name in shapes}
 
 

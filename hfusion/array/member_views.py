@@ -24,7 +24,7 @@ from hfusion.array.member_module import RowView, settings_of, tensor_states, wit
 from hfusion.array.member_relocation import check_fits, put_tensor, rearranged
 from hfusion.array.split_by_mode import Split, flags_read
 from hfusion.capture.registered_tensors import tensors
-from hfusion.capture.skeleton import live_rows, materialize, skeleton
+from hfusion.capture.skeleton import live_rows, skeleton
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows
 from hfusion.core.row_gradients import RowGradients, lies_in
@@ -111,12 +111,13 @@ class Views:
     def add(self, fused: FusedModule, row: int) -> RowView:
         array, shared = fused._array, fused._array.comparison.shared
         stacks = fused.stacks
+        array.check_stacks(stacks)
         rows = {name: t if name in shared else live_rows(t, row) for name, t in stacks.items()}
         for name, tensor in rows.items():
             frozen = frozen_rows(stacks[name])
             if name not in shared and frozen is not None and frozen[row]:
                 tensor.requires_grad_(False)
-        model = materialize(array.skeletons[array.comparison.variants[row]], rows, fused.training_by_path())
+        model = fused._around(row, rows)
         member = self.members[row] = RowView(model, row, shared, self._touch, self._called)
         del rows, model
         self.watched.add(row)
@@ -150,6 +151,7 @@ class Views:
 
     def _align(self, fused: FusedModule, rows: Sequence[int]) -> None:
         stacks, shared = fused.stacks, fused._array.comparison.shared
+        fused._array.check_stacks(stacks)
         for name, stack in stacks.items():
             if name in shared:
                 for row in rows:

@@ -139,3 +139,15 @@ def test_averages(change: str, alike: bool) -> None:
     for name, value in average.named_parameters():
         mean = torch.stack([model.get_parameter(name) for model in models]).mean(0)
         torch.testing.assert_close(value, mean, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("take", [lambda fused: fused[1], lambda fused: fused.unfuse()])
+def test_memory_of_other_rows_that_the_stack_was_given_is_refused(held: bool, take: Callable[..., object]) -> None:
+    fused = hf.fuse([nn.Linear(3, 2) for _ in range(3)])
+    fused(torch.ones(4, 3))
+    members = [*fused] if held else []
+    fused.get_parameter("weight").data, fused.get_parameter("bias").data = torch.ones(3, 5, 3), torch.zeros(3, 5)
+    with pytest.raises(hf.FusionError, match=r"stack of weight has the shape \(3, 5, 3\), but members have \(2, 3\)"):
+        take(fused)
+    assert len(members) == 3 * held
