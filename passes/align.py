@@ -15,7 +15,6 @@ from hfusion.core.layout import same_value
 from hfusion.core.tree import contains, leaves
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.candidates import by_name
-from hfusion.passes.gather import GATHER, PUT, has_variants, rows_of, width
 
 
 def align(graphs: Sequence[fx.Graph], variants: Sequence[int]) -> fx.Graph:
@@ -87,8 +86,6 @@ def _merge(
 
 def select(graph: fx.Graph, member: int) -> fx.Graph:
     """Return the graph of one member: an aligned graph with the member's own scalars."""
-    if has_variants(graph):
-        graph, member = select_rows(graph, [member]), 0
     result = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -108,28 +105,16 @@ def select_rows(graph: fx.Graph, rows: Sequence[int]) -> fx.Graph:
     result = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        node_rows = rows_of(node)
-        remaining = [(new_row, row) for new_row, row in enumerate(rows) if node_rows is None or row in node_rows]
-        if not remaining:
-            continue
         if node.op == "output":
-            items = [_result_of(item, rows, env) for item in results_of(node)]
+            items = [_rows(item, rows, env) for item in results_of(node)]
             new = result.output(tuple(map(of_first, items)))
             new.meta["members"] = ((tuple(items),), {})
             new.meta["arguments"] = map_aggregate(new.meta["members"], plain)
             continue
-        if node.target is GATHER:
-            env[node] = _gathered(result, node, remaining, rows, env)
-            continue
         new = env[node] = result.node_copy(node, env.__getitem__)
-        if node_rows is not None:
-            _note_rows(new, remaining, rows)
-        if node.target is PUT:
-            new.args = (*new.args[:2], [new_row for new_row, _ in remaining])
         if "arguments" in node.meta:
             every = node.meta.get("members", node.meta["arguments"])
-            picked = [row if node_rows is None else node_rows.index(row) for _, row in remaining]
-            new.meta["members"] = map_aggregate(every, partial(_rows, rows=picked, env=env))
+            new.meta["members"] = map_aggregate(every, partial(_rows, rows=rows, env=env))
             new.meta["arguments"] = map_aggregate(new.meta["members"], plain)
     return result
 
@@ -146,58 +131,6 @@ def of_first(item: Any) -> Any:
     return item.values[0] if isinstance(item, MemberScalars) else item
 
 
-def _result_of(item: Any, rows: Sequence[int], env: dict[fx.Node, fx.Node]) -> Any:
-    """Return a result of the remaining members: a node, or a list with a node for each shape if shapes differ."""
-    if not isinstance(item, list):
-        return _rows(item, rows, env)
-    nodes = [env[node] for node in item if node in env]
-    return nodes if len(nodes) > 1 else nodes[0]
-
-
-def _note_rows(node: fx.Node, remaining: Sequence[tuple[int, int]], rows: Sequence[int]) -> None:
-    node.meta.pop("rows", None)
-    if len(remaining) < len(rows):
-        node.meta["rows"] = tuple(new_row for new_row, _ in remaining)
-
-
-def _gathered(
-    graph: fx.Graph,
-    node: fx.Node,
-    remaining: Sequence[tuple[int, int]],
-    rows: Sequence[int],
-    env: dict[fx.Node, fx.Node],
-) -> fx.Node:
-    """Return the operand that `GATHER` reads for the ``remaining`` members: pairs of a new row and the row before."""
-    sources, _, picks, written = node.args
-    before = rows_of(node)
-    pairs = list(zip(picks[::2], picks[1::2], strict=True))  # type: ignore[index, arg-type]
-    picked_rows: list[tuple[fx.Node, int]] = []
-    for new_row, row in remaining:
-        number, _ = pairs[row if before is None else before.index(row)]
-        source = env[sources[number]]  # type: ignore[index]
-        held = rows_of(source)
-        picked_rows.append((source, new_row if held is None else held.index(new_row)))
-    unique_sources = list(dict.fromkeys(source for source, _ in picked_rows))
-    if (
-        not written
-        and len(unique_sources) == 1
-        and [position for _, position in picked_rows] == list(range(width(unique_sources[0], len(rows))))
-    ):
-        return unique_sources[0]
-    new = graph.call_function(
-        GATHER,
-        (
-            unique_sources,
-            [width(source, len(rows)) for source in unique_sources],
-            [n for s, p in picked_rows for n in (unique_sources.index(s), p)],
-            written,
-        ),
-    )
-    new.meta.update(node.meta)
-    _note_rows(new, remaining, rows)
-    return new
-
-
 def _rows(item: Any, rows: Sequence[int], env: dict[fx.Node, fx.Node]) -> Any:
     if isinstance(item, MemberScalars):
         return MemberScalars(tuple(item.values[row] for row in rows))
@@ -212,21 +145,10 @@ def plain(item: Any) -> Any:
     return first if all(same_value(value, first) for value in item.values) else item
 
 
-def scalars(graph: fx.Graph, members: int = 0) -> list[tuple[Any, ...]]:
-    """Return the members' values of all that differs in an aligned graph: scalars, and which members run a node."""
-    member_values: list[tuple[Any, ...]] = []
-    for node in graph.nodes:
-        rows, nest = rows_of(node), node.meta.get("members", node.meta.get("arguments"))
-        values = [scalar.values for scalar in leaves(nest, MemberScalars)]
-        if rows is not None:
-            # The members that compute the node, and their values.
-            every = range(members)
-            member_values.append(tuple(member in rows for member in every))
-            values = [
-                tuple(scalar_values[rows.index(m)] if m in rows else None for m in every) for scalar_values in values
-            ]
-        member_values += values
-    return member_values
+def scalars(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """Return the members' values of all scalars that differ in an aligned graph."""
+    nests = [node.meta.get("members", node.meta.get("arguments")) for node in graph.nodes]
+    return [scalar.values for nest in nests for scalar in leaves(nest, MemberScalars)]
 
 
 def of_member(item: Any, member: int, env: Mapping[fx.Node, fx.Node]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,37 +11,24 @@ from torch import fx
 
 from hfusion.core.errors import FusionError
 from hfusion.core.layout import COPYING, Layout, Listed
-from hfusion.core.member_random import drawn_by, draws_random
 from hfusion.ops import RULES
 from hfusion.ops.lowering import Lowering, View
 from hfusion.ops.rule import MemberScalars, Operand, RuleTable, Scalar, Value
 from hfusion.ops.saved import NOTHING
 from hfusion.passes.candidates import Result, bind, candidates, result, route
-from hfusion.passes.gather import has_variants, rows_of
 from hfusion.passes.layouts import Choice
-from hfusion.passes.split_rows import split_gathers
 
 
 @dataclass(frozen=True)
 class Emitter:
-    """Writes into the graph of the array, and makes every transition between layouts once.
-
-    ``rows``: the members that compute the node being written, None for all ``members``.
-    """
+    """Writes into the graph of the array, and makes every transition between layouts once."""
 
     graph: fx.Graph
     members: int
     transitions: dict[tuple[fx.Node, Any, int | None], fx.Node] = field(default_factory=dict)
-    rows: tuple[int, ...] | None = None
-
-    def of_rows(self, rows: tuple[int, ...] | None) -> Emitter:
-        """Return an emitter into the same graph for a node that only ``rows`` compute."""
-        return replace(self, rows=rows)
 
     def call(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-        new = self.graph.call_function(fn, self.lower(args), dict(self.lower(kwargs)))
-        note_rows(new, self.rows)
-        return new
+        return self.graph.call_function(fn, self.lower(args), dict(self.lower(kwargs)))
 
     def lower(self, arguments: Any) -> Any:
         """Replace the rules' vocabulary by nodes."""
@@ -52,7 +39,6 @@ class Emitter:
         if isinstance(arguments, MemberScalars):
             node = self.graph.call_function(per_member, arguments.values)
             node.meta.update(layout=Layout.LISTED, lowering=SCALARS, transition=True)
-            note_rows(node, self.rows)
             return node
         if isinstance(arguments, Mapping):
             return {name: self.lower(item) for name, item in arguments.items()}
@@ -62,12 +48,10 @@ class Emitter:
 
     def operand(self, operand: Operand) -> fx.Node:
         node = operand.value.node
-        rows = self.rows if operand.value.shared else rows_of(node)
-        for fn, number, layout in route(operand, self.members if rows is None else len(rows)):
+        for fn, number, layout in route(operand, self.members):
             key = (node, fn, number)
             if key not in self.transitions:
                 self.transitions[key] = self._insert(fn, node, number, operand.value, layout)
-                note_rows(self.transitions[key], rows)
             node = self.transitions[key]
         return node
 
@@ -75,12 +59,6 @@ class Emitter:
         new = self.graph.call_function(fn, (node, number))
         new.meta.update(layout=layout, example=value.example, lowering=_transition(fn, layout), transition=True)
         return new
-
-
-def note_rows(node: fx.Node, rows: tuple[int, ...] | None) -> None:
-    """Note which members compute a node, unless all do."""
-    if rows is not None:
-        node.meta["rows"] = rows
 
 
 def per_member(*values: Any) -> Listed:
@@ -115,15 +93,13 @@ def batch(
     waiting = iter(layouts)
     for node in graph.nodes:
         if node.op == "placeholder":
-            env[node] = _placeholder(emitter.of_rows(rows_of(node)), node, next(waiting))
+            env[node] = _placeholder(emitter, node, next(waiting))
         elif node.op == "call_function":
-            env[node] = _rewrite(emitter.of_rows(rows_of(node)), node, env, rules, (choices or {}).get(node))
+            env[node] = _rewrite(emitter, node, env, rules, (choices or {}).get(node))
         elif node.op == "output":
             _output(emitter, node, env)
         else:
             raise FusionError(f"{node.op} {node.target} is in a captured graph; only calls are expected")
-    if has_variants(graph):
-        split_gathers(emitter.graph, members)
     emitter.graph.lint()
     return fx.GraphModule(torch.nn.Module(), emitter.graph)
 
@@ -131,7 +107,6 @@ def batch(
 def _placeholder(emitter: Emitter, node: fx.Node, layout: Layout) -> Result:
     new = emitter.graph.placeholder(node.name)
     new.meta.update(layout=layout, example=node.meta.get("val"), origin=node)
-    note_rows(new, emitter.rows)
     return result(new, layout, node.meta.get("val"))
 
 
@@ -140,8 +115,6 @@ def _rewrite(
 ) -> Result:
     calls = candidates(node, env, emitter.members, rules)
     call = calls[0] if choice is None else calls[choice.index]
-    if emitter.rows is not None and draws_random(node.target):
-        call = replace(call, lowering=replace(call.lowering, fn=drawn_by(call.fn)), args=(emitter.rows, *call.args))
     new = emitter.call(call.fn, call.args, call.kwargs)
     new.meta.update(layout=call.layout, example=node.meta.get("val"), lowering=call.lowering, origin=node)
     if choice is not None:
@@ -151,8 +124,6 @@ def _rewrite(
 
 def _output(emitter: Emitter, node: fx.Node, env: dict[fx.Node, Result]) -> None:
     def stacked(item: Any) -> Any:
-        if isinstance(item, list):
-            return list(map(stacked, item))
         if not isinstance(item, Value) or not isinstance(item.example, torch.Tensor):
             return item
         if item.example.layout is not torch.strided:
@@ -160,12 +131,4 @@ def _output(emitter: Emitter, node: fx.Node, env: dict[fx.Node, Result]) -> None
         return item.to(Layout.STACKED)
 
     sources: Any = node.meta["arguments"][0][0] if "arguments" in node.meta else node.args[0]
-    results = list(map(stacked, bind(sources, env)))
-    # A value that all members share is expanded to the members that return it.
-    lowered = [
-        [emitter.of_rows(rows_of(part_node)).lower(part) for part, part_node in zip(item, source, strict=True)]
-        if isinstance(item, list)
-        else emitter.lower(item)
-        for item, source in zip(results, sources, strict=True)
-    ]
-    emitter.graph.output(tuple(lowered))
+    emitter.graph.output(tuple(emitter.lower(stacked(item)) for item in bind(sources, env)))

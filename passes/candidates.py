@@ -32,7 +32,6 @@ from hfusion.ops.rule import (
     values,
 )
 from hfusion.ops.saved import NOTHING
-from hfusion.passes.gather import GATHER, width
 from hfusion.passes.side_effects import RUNNING_STATISTICS
 from hfusion.passes.views import DROPOUTS
 
@@ -67,8 +66,8 @@ def _candidates(node: fx.Node, env: Mapping[fx.Node, Result], members: int, rule
             raise FusionError(f"{target} at {node.format_node()} works on tensors but is no ATen operator")
         return (Call(Lowering(target, Layout.SHARED, "shared"), args, kwargs),)
     arguments = by_name(target, args, kwargs)
-    site = Site(target, width(node, members), node.meta.get("val"))
-    per_member = is_random(target, arguments) or target is GATHER
+    site = Site(target, members, node.meta.get("val"))
+    per_member = is_random(target, arguments)
     if not batched and not per_member and not _writes_shared(target, arguments):
         if target in DROPOUTS:
             return (site.call(target, args, Layout.SHARED, "off", kwargs, saves=NOTHING, view=View.ALWAYS),)

@@ -23,10 +23,8 @@ from hfusion.device.generators import draws_kept
 from hfusion.ops.lowering import View
 from hfusion.ops.rule import hint
 from hfusion.passes.batch import SCALARS
-from hfusion.passes.gather import PUT, width
 from hfusion.passes.islands import OPAQUE
 from hfusion.passes.side_effects import has_effect
-from hfusion.passes.split_rows import split_rows
 from hfusion.passes.views import writes
 from hfusion.torch_private.fake_tensors import (
     DataDependentOutputException,
@@ -51,7 +49,7 @@ _READING = frozenset({torch.ops.aten.tensor_split.tensor_indices_or_sections})
 def check_member(graph: fx.Graph, writable: Collection[str]) -> None:
     """A member's graph: calls alone, each with an example of its value, that write to nothing but ``writable`` inputs.
 
-    An input is written to by ``copy_``, or by `PUT` where some members do.
+    An input is written to by ``copy_``.
     """
     _lint(graph)
     for node in graph.nodes:
@@ -62,7 +60,7 @@ def check_member(graph: fx.Graph, writable: Collection[str]) -> None:
         # Members' own code writes to what it owns.
         if node.op == "call_function" and writes(node) and node.target is not OPAQUE:
             tensor = node.args[0]
-            plain = node.target in (torch.ops.aten.copy_.default, PUT) and isinstance(tensor, fx.Node)
+            plain = node.target is torch.ops.aten.copy_.default and isinstance(tensor, fx.Node)
             _need(plain and tensor.name in writable, node, "writes to what is no buffer or parameter")
 
 
@@ -153,7 +151,7 @@ def fakes() -> Iterator[FakeTensorMode]:
 def _inputs(graph: fx.Graph, members: int) -> list[Any]:
     """Return fake inputs of an array's graph, in the layouts of its placeholders."""
     nodes = graph.find_nodes(op="placeholder")
-    return [_like(node.meta.get("example"), node.meta["layout"], width(node, members)) for node in nodes]
+    return [_like(node.meta.get("example"), node.meta["layout"], members) for node in nodes]
 
 
 def _like(example: Any, layout: Layout, members: int) -> Any:
@@ -198,18 +196,18 @@ class _Fake(fx.Interpreter):
             return super().run_node(n)
         layout, example = n.meta["layout"], n.meta.get("example")
         if _opaque(n):
-            return _like(example, layout, width(n, self.members))
+            return _like(example, layout, self.members)
         try:
             value = super().run_node(n)
         except _UNTOLD:
-            return _like(example, layout, width(n, self.members))
-        if n.target not in (lift, lift_packed, split_rows) and _sized(example):
+            return _like(example, layout, self.members)
+        if n.target not in (lift, lift_packed) and _sized(example):
             self._compare(n, value, example, layout)
         self._check_view(n, value)
         return value
 
     def _compare(self, node: fx.Node, value: Any, example: Any, layout: Layout) -> None:
-        members = width(node, self.members)
+        members = self.members
         expected = list(leaves(_like(example, layout, members), Tensor))
         values = list(leaves(value, Tensor))
         expected_metadata, actual_metadata = [_describe(x) for x in expected], [_describe(x) for x in values]

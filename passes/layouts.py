@@ -8,7 +8,7 @@ state to another; of two paths to one state the cheaper is kept. So the result i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, TypeAlias
@@ -26,7 +26,6 @@ WIDTH = 32
 
 # Factor on the estimated cost of a common graph: it copies values of variants side by side into cold memory, which the
 # estimates do not include.
-COMMON = 1.1
 
 
 @dataclass(frozen=True)
@@ -111,27 +110,6 @@ def choose(
     Raises FusionError where no array can compute a node, whatever is chosen before it.
     """
     return _decisions(cheapest_path(graph, layouts, members, rules, price, width))
-
-
-def choose_graph(
-    together: fx.Graph,
-    apart: fx.Graph,
-    layouts: Sequence[Layout],
-    members: int,
-    rules: RuleTable,
-    price: Callable[[fx.Graph], Pricing],
-) -> tuple[fx.Graph, dict[fx.Node, Choice]]:
-    """Return the cheaper of two graphs that compute the same, by estimate, and a choice for each of its calls.
-
-    Args:
-        together: the graph that computes for all variants what they have in common.
-            price: gives the prices of a graph.
-        apart: the graph that computes each variant separately.
-            price: gives the prices of a graph.
-        price: gives the prices of a graph.
-    """
-    first, second = (cheapest_path(graph, layouts, members, rules, price(graph)) for graph in (together, apart))
-    return (together, _decisions(first)) if first.cost * COMMON < second.cost else (apart, _decisions(second))
 
 
 def cheapest_path(

@@ -19,7 +19,6 @@ from hfusion.core.member_random import draws_random
 from hfusion.ops.lowering import View
 from hfusion.ops.rule import Memberwise, call_per_member
 from hfusion.passes.candidates import pick
-from hfusion.passes.gather import GATHER, rows_of, width
 from hfusion.passes.side_effects import has_effect
 
 
@@ -45,17 +44,17 @@ def regions(module: fx.GraphModule, members: int) -> fx.GraphModule:
     """
     nodes = list(module.graph.nodes)
     depths = _depths(nodes)
-    order = sorted(nodes, key=lambda n: (n.op == "output", depths[n], not _memberwise(n), _loop_rows(n)))
+    order = sorted(nodes, key=lambda n: (n.op == "output", depths[n], not _memberwise(n)))
     if any(_borders(n) for n in nodes) or list(filter(_random, nodes)) != list(filter(_random, order)):
         return module
     root, graph = nn.Module(), fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    # Loops of different members that are equally deep take nothing from one another.
-    keys = {n: (depths[n], True, _loop_rows(n)) if _memberwise(n) else (0, False, ()) for n in nodes}
+    # Loops that are equally deep take nothing from one another.
+    keys = {n: (depths[n], True) if _memberwise(n) else (0, False) for n in nodes}
     for loops, run in itertools.groupby(order, key=keys.__getitem__):
         group = list(run)
         if loops[1] and len(group) > 1:
-            env |= _gather(root, graph, env, group, width(group[0], members))
+            env |= _gather(root, graph, env, group, members)
         else:
             for node in group:
                 env[node] = graph.node_copy(node, env.__getitem__)
@@ -83,13 +82,10 @@ def _roots(node: fx.Node) -> set[fx.Node]:
     """The inputs of the program that a call takes as they are, or as views."""
     roots = set()
     for source in node.all_input_nodes:
-        while _may_view(source) and not _gathers(source):
+        while _may_view(source):
             source = source.all_input_nodes[0]
         if source.op == "placeholder":
             roots.add(source)
-        elif _gathers(source):
-            # Rows of a buffer, which are written in their own memory first.
-            roots |= {source, *(s for s in source.all_input_nodes if s.op == "placeholder")}
     return roots
 
 
@@ -107,15 +103,6 @@ def _effect(node: fx.Node) -> bool:
 
 def _memberwise(node: fx.Node) -> bool:
     return node.target is call_per_member or node.target is pick or isinstance(node.target, Memberwise)
-
-
-def _loop_rows(node: fx.Node) -> tuple[int, ...]:
-    return (rows_of(node) or ()) if _memberwise(node) else ()
-
-
-def _gathers(node: fx.Node) -> bool:
-    origin = node.meta.get("origin")
-    return origin is not None and origin.target is GATHER and not node.meta.get("transition")
 
 
 def _random(node: fx.Node) -> bool:

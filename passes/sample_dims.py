@@ -21,7 +21,6 @@ from hfusion.core.tree import contains, leaves
 from hfusion.ops import random
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.candidates import by_name
-from hfusion.passes.gather import has_variants
 from hfusion.passes.sample_rules import RULES, TAKE_SIZES, broadcast
 from hfusion.passes.sampled_call import SampledCall, SampleDim, SamplesMix, check
 
@@ -56,7 +55,6 @@ class _Walk:
 
     @staticmethod
     def of(graph: fx.Graph, batches: Collection[fx.Node]) -> _Walk:
-        check(not has_variants(graph), "members are of several variants")
         symbols = [_expression(node.meta["val"].shape[0]) for node in batches]
         check(bool(symbols) and all(s.is_symbol for s in symbols), "forward depends on the number of samples")
         walk = _Walk(symbols[0], dict.fromkeys(symbols, symbols[0]), {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -11,20 +11,15 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.joining_models import check_joining, partly_shared
-from hfusion.array.member_relocation import part, restructured
-from hfusion.array.module_tree import Branch, Tree, grow
-from hfusion.array.number_buffers import NumberBuffers
 from hfusion.array.program_reuse import Kin
 from hfusion.array.resize_stacks import move_stacks
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.compare_models import Comparison
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
-from hfusion.capture.variant_structures import union_of_modules
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiler import Compiler
 from hfusion.core.errors import FusionError
-from hfusion.core.membership import membership
 from hfusion.core.memory import has_address
 from hfusion.core.row_indices import check_once, copied, kept_rows, rows_of
 
@@ -64,9 +59,9 @@ class Rows(nn.Module):
         """Keep only the members ``rows``, in this order, in place; the others and their memory are freed.
 
         Parameters stay the same objects, with gradients; each now holds ``[len(rows), *shape]`` in new memory. A member
-        ``fused[i]`` moves to its new row; one that is removed keeps its last values. Modules and parameters that only
-        removed members have are removed, too. Captured programs serve the remaining members. An optimizer of hf.optim
-        follows by its own ``keep(rows)``; another optimizer that has state must be created again.
+        ``fused[i]`` moves to its new row; one that is removed keeps its last values. Captured programs serve the
+        remaining members. An optimizer of hf.optim follows by its own ``keep(rows)``; another optimizer that has state
+        must be created again.
 
         Raises:
             ValueError: no rows, a row twice, or a row that does not exist.
@@ -86,20 +81,19 @@ class Rows(nn.Module):
     def append(self, models: Sequence[nn.Module]) -> None:
         """Append copies of ``models`` as the last members, in place; the models themselves are unchanged.
 
-        They may differ from the members in submodules, as `hfusion.fuse` allows; parameters that only they have are
-        added to the array. A tensor that all members share must have the same values in them. They have no gradient
-        until the next backward. Only what differs from all members in scalars, such as dropout p, or in submodules is
-        captured. See ``keep`` for parameters, views and optimizers.
+        A tensor that all members share must have the same values in them. They have no gradient until the next
+        backward. Only what differs from all members in scalars, such as dropout p, is captured. See ``keep`` for
+        parameters, views and optimizers.
 
         Raises:
             FusionError: no models, or models that cannot be fused with the members; the array is as it was.
 
         Example:
             >>> import hfusion as hf
-            >>> fused = hf.fuse([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)])
-            >>> fused.append([nn.Sequential(nn.Linear(2, 2), nn.PReLU())])
-            >>> fused.state_dict()["1.weight"].shape  # of the only member that has it
-            torch.Size([1, 1])
+            >>> fused = hf.fuse([nn.Linear(2, 2) for _ in range(2)])
+            >>> fused.append([nn.Linear(2, 2)])
+            >>> fused.state_dict()["weight"].shape
+            torch.Size([3, 2, 2])
         """
         rearrange(self, [*range(len(self)), *listed(models)])
 
@@ -157,16 +151,9 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     for index, model in joining.items():
         kinds.add(index, model)
     after = _array(before, sources, kinds, partly | partly_shared(joining))
-    part(fused._views, restructured(before, after, sources))
-    stacks = move_stacks(fused, sources, after)
-    if before.own_modules != after.own_modules or before.own_shapes != after.own_shapes:
-        regrow(fused, after, stacks)
+    move_stacks(fused, sources, after)
     enter(fused, kinds.contents, kinds.rearranged_contents(sources), after)
     fused._mark()
-    if not fused.stacks.keys() >= set(fused._number_buffers.names):
-        # Programs are looked up by values of buffers that no member has any more.
-        fused._number_buffers = NumberBuffers()
-        fused._forget()
     fused._views.rearranged(fused, sources, members)
 
 
@@ -286,36 +273,3 @@ def _drop(fused: FusedModule, compiler: Compiler) -> None:
     for compiled in (compiled for family in compiler.families.values() for compiled in family):
         fused._bound.pop(id(compiled), None)
         fused._checks.pop(id(compiled), None)
-
-
-def regrow(fused: FusedModule, array: Array, stacks: Mapping[str, Tensor]) -> None:
-    """Rebuild the tree of a fused module from the skeletons of ``array``, with the tensors ``stacks``.
-
-    The branch of a path stays the same object, even while no member has it, as programs look up their tensors in it.
-    """
-    _regrow(fused, array.skeletons, stacks, fused._cut)
-    fused._branches = [module for _, module in fused.named_modules()]
-    fused._own_branches(array)
-
-
-def _regrow(root: Tree, skeletons: Sequence[nn.Module], stacks: Mapping[str, Tensor], cut: dict[str, Branch]) -> None:
-    named = root.named_modules(remove_duplicate=False)
-    branches = cut | {path: tree for path, tree in named if isinstance(tree, Branch)}
-    extra = {name: tensor for name, tensor in root._buffers.items() if _is_extra(name, tensor, stacks)}
-    for tree in (root, *branches.values()):
-        for table in (tree._modules, tree._parameters, tree._buffers):
-            table.clear()
-        tree._tied = {}
-    grow(root, skeletons, stacks, branches)
-    root._buffers.update(extra)
-    modules = union_of_modules(skeletons)
-    for path in cut.keys() & modules.keys():
-        root.get_submodule(path).training = modules[path][0].training
-    cut.clear()
-    cut.update({path: tree for path, tree in branches.items() if path not in modules})
-
-
-def _is_extra(name: str, tensor: Tensor | None, stacks: Mapping[str, Tensor]) -> bool:
-    """Return whether a buffer was registered on the array by the user, so that no member has it."""
-    tensor_mark = None if tensor is None else membership(tensor)
-    return tensor is not None and name not in stacks and not (tensor_mark is not None and tensor_mark.is_unused)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
-from hfusion.compiler.compiled_program import Compiled, check_stackable
+from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.sandbox import apart
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
@@ -34,7 +34,6 @@ def exported(
             raise FusionError(f"torch.export cannot take what runs member by member: {error}") from error
     for call in compiled.opaque:
         raise FusionError(f"torch.export cannot take {call.path or 'forward'}, which runs member by member: {call.why}")
-    check_stackable(compiled, "torch.export")
     if compiled.program.gives_member_values:
         raise FusionError(
             "torch.export cannot take results that are no tensors and differ between members. Return tensors, or "

@@ -49,7 +49,7 @@ class AttributeChanges:
         """
         names = [views.members[row].take_changed_names() for row in rows]
         is_read = any(map(fused._situations.may_read, names))
-        may_wait = calling and not fused._array.has_variants
+        may_wait = calling
         if may_wait and (self.changing or not is_read):
             self.outdated |= set(rows)
             self.quiet = 0 if is_read else self.quiet + 1

@@ -22,9 +22,10 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
     """Return one module that computes and trains all ``models``, each exactly as if alone.
 
     Args:
-        models: B modules of one class, whose submodules may differ in part (see the page on models that differ in
-            submodules). They are not changed; their tensors are copied. A frozen parameter that is the same object in
-            all models is used without a copy. A tensor that only some models share gets a row for each member.
+        models: B modules of one structure: the same classes of submodules, and tensors of the same shapes. They are
+            not changed; their tensors are copied. A frozen parameter that is the same object in all models is used
+            without a copy. A tensor that only some models share gets a row for each member. `hfusion.Population` takes
+            models of several structures.
         verify: compare the outputs and gradients of the members with their original code, on a few samples of the
             first training batch of every signature.
         tune: time the possible implementations of operators at the first call of every signature, instead of estimating
@@ -64,14 +65,10 @@ def _stacks(rows: Sequence[dict[str, Tensor]], array: Array) -> dict[str, Tensor
     """The stacked tensors by key; tied keys give one object."""
     stacks_by_id: dict[int, Tensor] = {}
     stacks = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        member_tensors = [row.get(name) for row in rows]
-        tensor = next(row for row in member_tensors if row is not None)
+    for name, tensor in rows[0].items():
         if id(tensor) not in stacks_by_id:
             shared = name in array.comparison.shared
-            stacks_by_id[id(tensor)] = (
-                _keep(tensor) if shared else stack_of(member_tensors, tensor, array.row_shapes.get(name))
-            )
+            stacks_by_id[id(tensor)] = _keep(tensor) if shared else stack_of([row[name] for row in rows])
         stacks[name] = stacks_by_id[id(tensor)]
     return stacks
 

@@ -26,7 +26,7 @@ from hfusion.compiler.program_rows import of_rows
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows, freeze_rows, frozen_rows, mark_absent
 from hfusion.core.memory import has_address
-from hfusion.core.row_indices import cut_rows, write_rows
+from hfusion.core.row_indices import write_rows
 from hfusion.torch_private.module_hooks import has_global_hooks
 
 if TYPE_CHECKING:
@@ -49,12 +49,11 @@ class GatheredRows:
     modes: dict[str, bool]
 
     _room = staticmethod(copied_rows)
-    _takes_variants = True
 
     @classmethod
     def of(cls, whole: FusedModule, rows: Sequence[int]) -> Self:
         """Create an array of members ``rows`` of ``whole``. Raises FusionError, see `load`."""
-        gathered = cls(whole, part_of(whole, rows, cls._room, cls._takes_variants), list(rows), {})
+        gathered = cls(whole, part_of(whole, rows, cls._room), list(rows), {})
         gathered.array._views = GatheredViews(gathered.array)
         gathered._find_kin(gathered.array._compiler, Kinds.of(gathered.array).contents)
         gathered.load(rows)
@@ -63,9 +62,7 @@ class GatheredRows:
     def fits(self) -> bool:
         """Return whether the array still has the tensors, dtypes and devices that this was made for."""
         current, expected = dict(tensors(self.array)), dict(tensors(self.whole))
-        if current.keys() != expected.keys() and not self.whole._array.has_variants:
-            return False
-        return current.keys() <= expected.keys() and all(
+        return current.keys() == expected.keys() and all(
             (t.dtype, t.device, t.dim()) == (expected[name].dtype, expected[name].device, expected[name].dim())
             for name, t in current.items()
         )
@@ -119,7 +116,7 @@ class GatheredRows:
                 continue
             if stack.device not in index:
                 index[stack.device] = torch.tensor(self.rows, device=stack.device)
-            rows = cut_rows(stack.detach(), tensor.shape[1:]).index_select(0, index[stack.device])
+            rows = stack.detach().index_select(0, index[stack.device])
             if resized:
                 tensor.grad = None
                 resize(tensor, rows, False)
@@ -231,8 +228,6 @@ class WholeKin:
         related = self.kin(modes, arguments)
         if related is not None:
             return related
-        if self.whole._array.has_variants:
-            return None
         contents = Kinds.of(self.whole).contents
         program = self.whole._compiler.fitting(modes, arguments)
         if program is None or not set(self.kin.contents) <= set(contents):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hfusion.capture.compare_models import Sharing, check_alone, check_pair
 from hfusion.capture.registered_tensors import tensors
-from hfusion.capture.variant_structures import check_structures
 from hfusion.core.errors import FusionError
 
 if TYPE_CHECKING:
@@ -29,41 +28,13 @@ def check_joining(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn
     stacks = dict(tensors(fused))
     for index, model in joining.items():
         check_alone(index, model)
-    members = _members_of_each_structure(fused, sources)
-    try:
-        check_structures([*members.values(), *joining.values()], [*members, *joining])
-    except FusionError as error:
-        raise FusionError(f"{error}. The array is as it was; hf.Population takes models of any structure") from error
+    first = fused._member(0)
+    for index, model in joining.items():
+        check_pair(first, index, model)
     for index, model in joining.items():
         for name in fused._array.comparison.shared:
             _check_shared(name, stacks[name], index, dict(tensors(model)).get(name))
     return joining
-
-
-def may_join(fused: FusedModule, model: nn.Module) -> bool:
-    """Return whether the structure of a model allows it to join an array whose members differ in submodules."""
-    try:
-        check_alone(0, model)
-        check_structures([*_members_of_each_structure(fused, range(len(fused))).values(), model])
-    except FusionError:
-        return False
-    return True
-
-
-def check_one_kind(fused: FusedModule, rows: Sequence[int], models: Sequence[nn.Module]) -> None:
-    """Raise a FusionError if ``models``, which are to join in ``rows``, differ from the members in submodules."""
-    first = fused._member(0)
-    for row, model in zip(rows, models, strict=True):
-        check_pair(first, row, model)
-
-
-def _members_of_each_structure(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn.Module]:
-    """Return one remaining member of each structure, by its new row; member 0 if no member remains."""
-    array, representatives = fused._array, dict[Any, tuple[int, int]]()
-    for index, source in enumerate(sources):
-        if isinstance(source, int):
-            representatives.setdefault(array.structures[array.comparison.variants[source]], (index, source))
-    return {index: fused._member(source) for index, source in representatives.values() or [(0, 0)]}
 
 
 def _check_shared(name: str, array_tensor: Tensor, index: int, model_tensor: Tensor | None) -> None:

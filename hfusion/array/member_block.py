@@ -23,7 +23,6 @@ class MemberBlock(GatheredRows):
     """
 
     # Views of rows have the full row shape, so members must not differ in shapes.
-    _takes_variants = False
 
     @staticmethod
     def _room(stack: Tensor, rows: Sequence[int] | None) -> Tensor:

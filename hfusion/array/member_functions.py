@@ -24,7 +24,7 @@ from hfusion.core.layout import Listed
 from hfusion.core.membership import has_rows, membership
 from hfusion.core.memory import has_address
 from hfusion.core.row_gradients import settle
-from hfusion.core.row_indices import check_once, cut_rows, rows_of
+from hfusion.core.row_indices import check_once, rows_of
 from hfusion.device.backend import random_states_kept
 from hfusion.optim import FusedOptimizer
 from hfusion.torch_private.functorch import in_transform
@@ -154,25 +154,21 @@ class MemberFunction:
         whole = self._whole(named, arguments, len(fused))
         groups: dict[Any, list[int]] = {}
         absent = {name: _absent(tensor) for name, tensor in named.items()}
-        differing = {
-            name: mark.shapes for name, t in named.items() if (mark := membership(t)) is not None and mark.shapes
-        }
         for row in rows:
             without_grad = frozenset(name for name, flags in absent.items() if flags is not None and flags[row])
-            groups.setdefault((without_grad, tuple(shapes[row] for shapes in differing.values())), []).append(row)
-        for (without_grad, member_shapes), members in groups.items():
-            shapes = dict(zip(differing, member_shapes, strict=True))
+            groups.setdefault(without_grad, []).append(row)
+        for without_grad, members in groups.items():
             tensors = {
-                (kind, name): tensor if (shape := shapes.get(name)) is None else cut_rows(tensor, shape)
+                (kind, name): tensor
                 for (kind, name), tensor in whole.tensors.items()
-                if not (kind == "grads" and name in without_grad) and shapes.get(name, ()) is not None
+                if not (kind == "grads" and name in without_grad)
             }
             with selected(MemberFunctionCall(whole.rows, tensors, whole.shared, whole.arguments), members) as call:
                 self._run_together(call)
 
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         mark = membership(tensor)
-        if mark is not None and mark.padded and not mark.shapes:
+        if mark is not None and mark.padded:
             raise FusionError(
                 f"{name} is padded, as members' ranks differ, and {self!r} would see the padding: give all members "
                 f"one rank, or call it for each member's own model"

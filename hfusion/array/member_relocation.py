@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.array_description import member_rows, row_copy, structure_of
+from hfusion.array.array_description import member_rows, row_copy
 from hfusion.array.member_module import MemberSettings, RowView, settings_of
 from hfusion.capture.compare_models import check_pair
 from hfusion.capture.registered_tensors import tensors
@@ -17,7 +17,6 @@ from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows
 
 if TYPE_CHECKING:
-    from hfusion.array.array_description import Array
     from hfusion.array.member_views import Views
     from hfusion.array.module import FusedModule
 
@@ -68,41 +67,6 @@ def _copy(views: Views, fused: FusedModule, sources: Sequence[Any], settings: Ma
                 source_settings.modes,
                 source_settings.trained or {n: fused.stacks[n].requires_grad for n in member.parameters},
             )
-
-
-def restructured(before: Array, after: Array, sources: Sequence[Any]) -> list[int]:
-    """Return the rows of ``before`` whose members are overwritten by members with other modules or sizes."""
-    new_rows = _find_new_rows(sources, before.members)
-    return [row for row, new_row in new_rows.items() if _differ(_skeleton(before, row), _skeleton(after, new_row))]
-
-
-def part(views: Views, rows: Sequence[int]) -> None:
-    """Detach the members in ``rows`` from the array before members of another structure replace them."""
-    for row in rows:
-        member = views.members.pop(row, None)
-        if member is None:
-            continue
-        for tie in views.ties.values():
-            tie.untie(row)
-        for parameter in member.flat:
-            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
-        member.leave()
-        views.watched.discard(row)
-        views.index()
-
-
-def _skeleton(array: Array, row: int) -> nn.Module:
-    return array.skeletons[array.comparison.variants[row]]
-
-
-def _differ(first: nn.Module, second: nn.Module) -> bool:
-    """Return whether two members, without their tensors, have other modules or sizes."""
-    if first is second:
-        return False
-    kinds = [
-        [(path, type(m)) for path, m in member.named_modules(remove_duplicate=False)] for member in (first, second)
-    ]
-    return kinds[0] != kinds[1] or structure_of(first).shapes != structure_of(second).shapes
 
 
 def differing_settings(views: Views, fused: FusedModule) -> dict[int, MemberSettings]:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.array_description import check_one_structure
 from hfusion.array.changing_attributes import AttributeChanges
 from hfusion.array.member_module import RowView, settings_of, tensor_states, without_hooks
 from hfusion.array.member_relocation import check_fits, put_tensor, rearranged
@@ -28,7 +27,6 @@ from hfusion.capture.skeleton import live_rows, skeleton
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows
 from hfusion.core.row_gradients import RowGradients, lies_in
-from hfusion.core.row_indices import leading
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
@@ -167,7 +165,7 @@ class Views:
                     if tie is not None and (tensor.dtype, tensor.device) != (stack.dtype, stack.device):
                         tie.untie(row)
                         tensor.grad = None
-                    tensor.data = leading(live_rows(stack, row).data, tensor.shape)
+                    tensor.data = live_rows(stack, row).data
                 if tie is not None:
                     tie.tie(row, tensor)
         stack_ids = {id(stack) for stack in stacks.values()}
@@ -317,7 +315,7 @@ class Views:
             for name in moved:
                 if recorded[name] is not current[name]:
                     recorded[name].data = recorded[name].data.clone()
-                target = leading(live_rows(stacks[name], row).data, current[name].shape)
+                target = live_rows(stacks[name], row).data
                 target.copy_(current[name].detach())
                 current[name].data = target
         member.take_modules()
@@ -352,7 +350,6 @@ class Views:
             hooked = dict.fromkeys(range(len(fused)), self.attributes.changing) | hooked
         trained = flags_read(fused)
         if hooked or len(set(modes)) > 1 or any(flags != trained[0] for flags in trained):
-            check_one_structure(fused, "hooks, modes or frozen parameters of some members")
             by_path = [dict(zip(base, row, strict=True)) for row in modes]
             self.split = Split.of(fused, by_path, trained, hooked, self.members, self._parts)
             return

@@ -25,7 +25,7 @@ from hfusion.array.function_program_cache import note_call
 from hfusion.array.member_relocation import differing_settings, restore, unfused
 from hfusion.array.member_views import Views
 from hfusion.array.methods import call_method, method_names
-from hfusion.array.module_tree import STATE, Branch, Tree, fixed_of, grow
+from hfusion.array.module_tree import STATE, Tree, fixed_of, grow, modules_by_path
 from hfusion.array.number_buffers import NumberBuffers, compiler_of
 from hfusion.array.overridden_modes import own_modes
 from hfusion.array.program_reuse import TraceCache
@@ -38,10 +38,9 @@ from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.reachable_code import searched_once
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows, materialize
-from hfusion.capture.variant_structures import union_of_modules
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind
-from hfusion.compiler.compiled_program import ArraySpec, Compiled, check_stackable
+from hfusion.compiler.compiled_program import ArraySpec, Compiled
 from hfusion.compiler.compiler import Compiler, NotCaptured
 from hfusion.compiler.fusion_report import FusionReport, describe, joined
 from hfusion.compiler.verify import CheckedArray, verify
@@ -70,7 +69,6 @@ class FusedModule(Rows, Tree):
         """Initialize everything that is derived from the tensors and the array."""
         self._branches = [module for _, module in self.named_modules()]
         self._states: dict[Any, ArrayState] = {}
-        self._cut: dict[str, Branch] = {}  # Branches that no member has any more, by path.
         self._numbers, self._number = itertools.count(1), 0
         self._situations = Situations()
         self._number_buffers = NumberBuffers()
@@ -90,18 +88,16 @@ class FusedModule(Rows, Tree):
         self._own_branches(self._array)
 
     def _own_branches(self, array: Array) -> None:
-        modules = union_of_modules(array.skeletons)
+        modules = modules_by_path(array.skeletons)
         for path, module in self.named_modules():
-            # No member may have the module any more: those that had it have left the array.
-            overrides = any(map(own_modes, modules.get(path, ())))
+            overrides = any(map(own_modes, modules[path]))
             object.__setattr__(module, "_array_position", (weakref.ref(self), path, overrides))
 
     def _new_compiler(self) -> Compiler:
         array, looped = self._array, self._situations.looped
         variants, shared = array.comparison.variants, array.comparison.shared
         spec = ArraySpec(self._original, array.members, variants, shared, self._member, tune=array.tune, looped=looped)
-        shapes = array.row_shapes if array.has_variants else None
-        return Compiler(replace(spec, shapes=shapes), make_program=compiler_of(self))
+        return Compiler(spec, make_program=compiler_of(self))
 
     def _mark(self) -> None:
         mark_tensors(self._array, dict(tensors(self)))
@@ -220,7 +216,6 @@ class FusedModule(Rows, Tree):
         # Dynamo guards on modes, but not on values of buffers.
         with self._number_buffers.left_out():
             compiled = self._program(arguments)
-        check_stackable(compiled, "torch.compile")
         self._check_once(compiled, arguments)
         self._leave(compiled)
         return compiled
@@ -313,7 +308,7 @@ class FusedModule(Rows, Tree):
 
     def _enter(self, state: ArrayState) -> None:
         self._number, self._array, self._compiler = state.number, state.array, state.compiler
-        for path, modules in union_of_modules(state.array.skeletons).items():
+        for path, modules in modules_by_path(state.array.skeletons).items():
             object.__setattr__(self.get_submodule(path), "_fixed", fixed_of(modules))
 
     def evaluating(self) -> AbstractContextManager[None]:

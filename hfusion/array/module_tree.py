@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.overridden_modes import ModeSetter
-from hfusion.capture.variant_structures import union_of_modules
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import mark, membership
 from hfusion.optim import coupling
@@ -22,7 +21,6 @@ STATE = frozenset(
         "_array",
         "_branches",
         "_compiler",
-        "_cut",
         "_real",
         "_bound",
         "_checks",
@@ -98,17 +96,7 @@ class Tree(nn.Module):
             )
         super().__delattr__(name)
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Same as torch.nn.Module. Of a tensor that some members lack, save the rows of the members that have it."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, rows in own_rows(self).items():
-            if prefix + name in destination:
-                stack = destination[prefix + name]
-                destination[prefix + name] = stack[list(rows)]
-                destination._metadata[prefix[:-1]].setdefault("rows", {})[name] = rows
-
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-        state_dict = self._widened(state_dict, prefix, metadata)
         if metadata.get("assign_to_params_buffers") and self._tied:
             name, others = next(iter(self._tied.items()))
             raise FusionError(
@@ -116,25 +104,6 @@ class Tree(nn.Module):
                 "which are one tensor, two; leave out assign=True"
             )
         super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
-
-    def _widened(self, state_dict: Any, prefix: str, metadata: Any) -> Any:
-        """Return ``state_dict`` with a row for every member. Rows of members that lack a tensor keep their values."""
-        widened = state_dict
-        for name, rows in own_rows(self).items():
-            value, saved_rows = state_dict.get(prefix + name), metadata.get("rows", {}).get(name, rows)
-            if value is None:
-                continue
-            if tuple(saved_rows) != rows:
-                raise FusionError(
-                    f"{prefix}{name} holds the rows of members {list(saved_rows)}, and members {list(rows)} of this "
-                    "fused module have it: load it into an array of models in the order in which they were fused"
-                )
-            stack: Any = self._parameters.get(name, self._buffers.get(name))
-            if value.shape == (len(rows), *stack.shape[1:]):
-                whole = stack.detach().clone()
-                whole[list(rows)] = value.detach().to(whole)
-                widened = {**widened, prefix + name: whole}
-        return widened
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Replace a parameter, as `torch.nn.Module` does. Raises FusionError for a new name or another shape."""
@@ -322,34 +291,24 @@ def fixed_attributes(module: nn.Module) -> frozenset[str]:
     return frozenset(named.union(vars(module)) - _STANDARD)
 
 
-def grow(
-    branch: Tree,
-    skeletons: Sequence[nn.Module],
-    stacks: Mapping[str, Tensor],
-    branches: Mapping[str, Branch] | None = None,
-) -> None:
-    """Give ``branch`` the tree of ``skeletons`` with the tensors of ``stacks``; submodules used twice stay one.
+def modules_by_path(skeletons: Sequence[nn.Module]) -> dict[str, tuple[nn.Module, ...]]:
+    """Return the modules of the members' ``skeletons`` at each path, parents first."""
+    columns = zip(*(skeleton.named_modules(remove_duplicate=False) for skeleton in skeletons), strict=True)
+    return {column[0][0]: tuple(module for _, module in column) for column in columns}
 
-    ``branches``: former branches of the tree by path, which are filled again and keep their modes.
-    """
+
+def grow(branch: Tree, skeletons: Sequence[nn.Module], stacks: Mapping[str, Tensor]) -> None:
+    """Give ``branch`` the tree of ``skeletons`` with the tensors of ``stacks``; submodules used twice stay one."""
     grown: dict[tuple[int, ...], Branch] = {}
-    former_branches = dict(branches or {})
-    free = {id(module): module for module in former_branches.values()}
-    if not former_branches:
-        branch.training = skeletons[0].training
-    for path, modules in union_of_modules(skeletons).items():
+    branch.training = skeletons[0].training
+    for path, modules in modules_by_path(skeletons).items():
         target: Tree = branch
         if path:
             parent, _, leaf = path.rpartition(".")
-            key = tuple(map(id, modules))
-            if key not in grown and (before := free.pop(id(former_branches.get(path)), None)) is not None:
-                grown[key] = before
-            elif key not in grown:
-                grown[key] = Branch(kinds_of(modules))
-                grown[key].training = modules[0].training
-            target = grown[key]
+            target = grown.setdefault(tuple(map(id, modules)), Branch(type(modules[0]).__name__))
+            target.training = modules[0].training
             branch.get_submodule(parent)._modules[leaf] = target
-            target._original, target._fixed = kinds_of(modules), fixed_of(modules)
+            target._fixed = fixed_of(modules)
         prefix = f"{path}." if path else ""
         target._non_persistent_buffers_set = {name for module in modules for name in module._non_persistent_buffers_set}
         for module in modules:
@@ -358,21 +317,6 @@ def grow(
                     if table.get(name) is None:
                         table[name] = stacks.get(prefix + name)  # type: ignore[assignment]
     _note_ties(branch)
-
-
-def own_rows(tree: Tree) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of ``tree`` that some members lack, each with the members that have it."""
-    rows = {}
-    for name, tensor in [*tree._parameters.items(), *tree._buffers.items()]:
-        tensor_mark = None if tensor is None else membership(tensor)
-        if tensor_mark is not None and None in tensor_mark.shapes:
-            rows[name] = tuple(member for member in range(tensor_mark.members) if tensor_mark.exists_in(member))
-    return rows
-
-
-def kinds_of(modules: Sequence[nn.Module]) -> str:
-    """Return the class names of the members' modules at one path, separated by ``|``."""
-    return " | ".join(dict.fromkeys(type(module).__name__ for module in modules))
 
 
 def fixed_of(modules: Sequence[nn.Module]) -> frozenset[str]:

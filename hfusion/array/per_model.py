@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,15 +13,14 @@ from torch.utils import _pytree as pytree
 
 from hfusion.array.broadcast_warnings import hinting, warn_as_alone, warn_of_unstacked
 from hfusion.array.function_program_cache import MAX_STATES, FunctionPrograms, OwnPrograms, current_programs
-from hfusion.array.ragged_rows import call_by_size, check_ragged, rows_by_size
+from hfusion.array.ragged_rows import call_by_size, check_ragged
 from hfusion.array.unfused_calls import stacked_results, unserved
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram, bind
-from hfusion.compiler.compiled_program import ArraySpec, Compiled, check_members
+from hfusion.compiler.compiled_program import ArraySpec, check_members
 from hfusion.compiler.compiler import Compiler
 from hfusion.compiler.fusion_report import FusionReport, describe
-from hfusion.compiler.joined_sizes import join_sizes
 from hfusion.core.calls import StackedInput, is_stacked, stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.fingerprint import global_hooks, read_state, root, tensors_of
@@ -56,20 +55,11 @@ class _Calls:
         programs: by the state of the function and the key of the arguments, how such a call runs.
         compilers: by the state of the function and the number of members.
         loops: by the state of the function and the loose key of the arguments, why such calls run in a loop.
-        joined: one program for all members, by the members of each shape and their programs.
     """
 
     programs: dict[Any, Callable[[Arguments], Any]] = field(default_factory=dict)
     compilers: dict[Any, Compiler] = field(default_factory=dict)
     loops: dict[Any, str] = field(default_factory=dict)
-    joined: dict[Any, Compiled] = field(default_factory=dict)
-
-    def joined_program(self, arguments: Arguments, blocks: Sequence[tuple[tuple[int, ...], Compiled]]) -> Compiled:
-        """Return one program for members whose arguments differ in shape. Raises FusionError."""
-        key = tuple((rows, compiled.origin) for rows, compiled in blocks)
-        if key not in self.joined:
-            self.joined[key] = join_sizes(arguments, blocks)
-        return self.joined[key]
 
 
 class PerModel(PerMemberFunction):
@@ -184,25 +174,14 @@ class PerModel(PerMemberFunction):
         state, programs = self.state(), self._last_programs
         calls = _Calls() if programs is None else self._calls.get(programs, _Calls())
         if arguments.ragged:
-            rows = [tuple(block_rows) for block_rows in rows_by_size(arguments, range(_members(arguments)))]
-        else:
-            rows = [tuple(range(_members(arguments)))]
-        blocks = []
-        for block_rows in rows:
-            block = arguments.of_rows(block_rows) if arguments.ragged else arguments
-            compiler = calls.compilers.get((state, len(block_rows)))
-            compiled = None if compiler is None else compiler.find(self._training, block)
-            if compiled is None:
-                return calls.loops.get(
-                    (state, block.loose_key), "it changes, at each call, values it reads besides its arguments"
-                )
-            blocks.append((block_rows, compiled))
-        if not arguments.ragged:
-            return BoundProgram.of(blocks[0][1], self._module)
-        try:
-            return BoundProgram.of(calls.joined_program(arguments, blocks), self._module)
-        except FusionError as error:
-            return str(error)
+            return "the outputs of members differ in size, and it is called for each size"
+        compiler = calls.compilers.get((state, _members(arguments)))
+        compiled = None if compiler is None else compiler.find(self._training, arguments)
+        if compiled is None:
+            return calls.loops.get(
+                (state, arguments.loose_key), "it changes, at each call, values it reads besides its arguments"
+            )
+        return BoundProgram.of(compiled, self._module)
 
     @property
     def _training(self) -> bool:

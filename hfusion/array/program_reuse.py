@@ -18,7 +18,6 @@ from hfusion.compiler.fill_scalars import changes_between, may_be_sizes, sizes_m
 from hfusion.compiler.program_rows import of_rows
 from hfusion.core.errors import FusionError
 from hfusion.passes.fill import Changes, Unexplained, varying
-from hfusion.passes.gather import has_variants
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
@@ -65,9 +64,6 @@ class Kin:
     contents: tuple[Any, ...]
 
     def __call__(self, modes: Any, arguments: Arguments) -> Compiled | None:
-        if self.fused._array.has_variants:
-            # Rows cannot be selected from a graph with variants, whose captures are cached for the process.
-            return None
         earlier = [
             (contents, state.compiler)
             for contents, state in reversed(self.fused._states.items())
@@ -93,7 +89,7 @@ class Kin:
         for contents, compiler in earlier:
             program = compiler.fitting(modes, arguments)
             # Values of buffers belong to rows; the fingerprints of members do not contain them.
-            if program is not None and not program.numbers and not has_variants(program.graph):
+            if program is not None and not program.numbers:
                 yield contents, program
 
     def _filled(self, contents: Sequence[Any], program: Compiled, modes: Any, arguments: Arguments) -> Compiled | None:

@@ -82,7 +82,7 @@ def _made_once(
 def _key(fused: FusedModule, subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes) -> Any:
     """Return all that a program depends on, hashable; None where the reads of forward are unknown."""
     array = fused._array
-    if subject.looped or sizes != UNKNOWN or array.has_variants or fused._number_buffers.names:
+    if subject.looped or sizes != UNKNOWN or fused._number_buffers.names:
         return None
     values = [leaf for leaf in arguments.leaves if not is_tensors(leaf)]
     states = [read_model(skeleton, *values) for skeleton in array.skeletons]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.array.array_description import check_one_structure
 from hfusion.array.failed_assertions import REFUSALS, call_members
 from hfusion.array.member_module import RowView
 from hfusion.array.ragged_rows import DIFFERENT_SIZES, joined_blocks
@@ -28,7 +27,6 @@ from hfusion.compiler.compiled_program import Compiled, check_members
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.gradient_usage import frozen_rows, of_rows, watching_row
 from hfusion.core.member_random import seeds_of_rows
-from hfusion.core.row_indices import cut_rows
 from hfusion.torch_private.functorch import in_transform, is_wrapped
 
 if TYPE_CHECKING:
@@ -191,23 +189,14 @@ def _why(groups: Mapping[Any, Sequence[int]], hooked: Mapping[int, str]) -> str:
     return "; ".join(reasons)
 
 
-def part_of(
-    fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, Any], Tensor], takes_variants: bool = False
-) -> FusedModule:
+def part_of(fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, Any], Tensor]) -> FusedModule:
     """Return an array of some members, in the modes of ``fused``.
 
     Args:
         stack: ``stack(whole, rows)`` returns a tensor of it; ``rows`` is None for a tensor that all members share.
-        takes_variants: members may differ in submodules. ``stack`` must then return new memory, as rows may
-            be smaller than in ``fused``.
-
-    Raises:
-        FusionError: members differ in submodules.
     """
     from hfusion.array.module import FusedModule
 
-    if not takes_variants:
-        check_one_structure(fused, "an array of some of the members")
     array = fused._array
     comparison, variants = array.comparison.of_members(rows)
     skeletons = tuple(array.skeletons[variant] for variant in variants)
@@ -216,25 +205,12 @@ def part_of(
         if member in rows:
             part.origins[parameter] = (list(rows).index(member), name)
     shared = comparison.shared
-    shapes = {
-        name: shape for variant_shapes in part.own_shapes for name, shape in variant_shapes.items()
-    } | part.row_shapes
-
-    def of_part(name: str, whole: Tensor) -> Tensor:
-        tensor = stack(whole, None if name in shared else rows)
-        if name not in shared and tensor.shape[1:] != shapes[name]:
-            data = cut_rows(tensor.detach(), shapes[name]).contiguous()
-            tensor = (
-                nn.Parameter(data, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
-            )
-        return tensor
-
     stacks_by_id: dict[int, Tensor] = {}
     stacks: dict[str, Tensor] = {}
     for name, whole in fused.stacks.items():
-        if name in shapes:
+        if name in array.shapes:
             if id(whole) not in stacks_by_id:
-                stacks_by_id[id(whole)] = of_part(name, whole)
+                stacks_by_id[id(whole)] = stack(whole, None if name in shared else rows)
             stacks[name] = stacks_by_id[id(whole)]
     fused_part = FusedModule(part, stacks)
     modes = fused.training_by_path()

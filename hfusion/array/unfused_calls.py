@@ -68,10 +68,6 @@ def plain_stacks(owner: nn.Module, originals: Mapping[str, Tensor]) -> dict[str,
 
 def run_members(fused: FusedModule, arguments: Arguments) -> Any:
     """Call every member with its rows of the array's tensors, or of their replacements, and stack the results."""
-    # Imported late, as it imports this.
-    from hfusion.array.array_description import check_one_structure
-
-    check_one_structure(fused, "a loop over members")
     with outside_transforms():
         members = list(fused)
     specs: list[TreeSpec] = []

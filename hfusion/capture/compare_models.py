@@ -57,10 +57,8 @@ def compare(models: Sequence[nn.Module]) -> Comparison:
     _check_list(models)
     for index, model in enumerate(models):
         check_alone(index, model)
-    # Imported late, as it imports this.
-    from hfusion.capture.variant_structures import check_structures
-
-    check_structures(models)
+    for index, model in enumerate(models[1:], start=1):
+        check_pair(models[0], index, model)
     prints: dict[Any, int] = {}
     variants = tuple(prints.setdefault(fingerprint(model), len(prints)) for model in models)
     sharing = Sharing()
@@ -94,8 +92,11 @@ def check_models(models: Sequence[nn.Module]) -> None:
 
 def check_pair(model: nn.Module, index: int, other: nn.Module) -> None:
     """Raise FusionError if ``other``, model ``index``, differs in structure from ``model``, model 0."""
-    _check_modules(model, index, other)
-    _check_tensors(model, index, other)
+    try:
+        _check_modules(model, index, other)
+        _check_tensors(model, index, other)
+    except FusionError as error:
+        raise FusionError(f"{error}. hf.Population trains models of different structures together") from None
 
 
 def check_alone(index: int, model: nn.Module) -> None:
@@ -155,10 +156,7 @@ def _same_class(first_module: nn.Module | None, path: str, index: int, module: n
     if not _alike(_class(first_module), _class(module)):
         names = (_class(first_module).__name__, _class(module).__name__)
         other = f"{names[1]}, a class with other code," if names[0] == names[1] else names[1]
-        raise FusionError(
-            f"module {where} is {names[0]} in model 0 and {other} in model {index}; only models of one structure are "
-            "fused"
-        )
+        raise FusionError(f"module {where} is {names[0]} in model 0 and {other} in model {index}")
     if first_module.training != module.training:
         raise FusionError(
             f"module {where} is in {_mode(first_module)} mode in model 0 and in {_mode(module)} mode in model {index}; "

@@ -15,7 +15,6 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import TAKE_BEFORE, check_whole_stack
-from hfusion.core.row_indices import leading
 from hfusion.device.backend import backend
 
 _RESTRIDED = "_hfusion_restrided"
@@ -47,8 +46,6 @@ def materialize(skeleton: nn.Module, rows: Mapping[str, Tensor], training: Mappi
     memo = {}
     for name, empty in tensors(skeleton):
         row = rows[name]
-        if row.shape != empty.shape and not isinstance(row, torch.nn.UninitializedParameter):
-            row = own_part(row, empty.shape)
         memo[id(empty)] = row
         if not empty.is_contiguous() and row.is_contiguous():
             setattr(row, _RESTRIDED, True)
@@ -57,12 +54,6 @@ def materialize(skeleton: nn.Module, rows: Mapping[str, Tensor], training: Mappi
         module.training = training[path]
     recompute(model)
     return model
-
-
-def own_part(row: Tensor, shape: torch.Size) -> Tensor:
-    """Return the part of a member's ``row`` that its own tensor fills, as a view; a parameter if the row is one."""
-    part = leading(row.detach(), shape)
-    return nn.Parameter(part, requires_grad=row.requires_grad) if isinstance(row, nn.Parameter) else part
 
 
 def live_rows(stack: Tensor, rows: int | slice | None) -> Tensor:

@@ -20,10 +20,9 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors as tensors_of
 from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import decode, encode
-from hfusion.checkpoint.save_contents import OWN, devices_of, shapes_of
+from hfusion.checkpoint.save_contents import OWN, devices_of
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import membership
-from hfusion.core.row_indices import cut_rows
 from hfusion.device.backend import backend
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.group import membership_of
@@ -33,7 +32,6 @@ from hfusion.optim.master_weights import OPTION, STACK, state_dtype
 from hfusion.optim.optimizer_rows import begin_rows
 from hfusion.optim.optimizer_state import numbers_shape
 
-OwnShapes = Mapping[str, Sequence[Sequence[int] | None]]
 """By the key of a tensor, its shape in each member; None where a member has no such tensor."""
 
 
@@ -119,32 +117,17 @@ class SaveReader:
         """Return a function that writes the members into an array, or one into a plain model. Checks come before."""
         single = not isinstance(model, FusedModule)
         tensors = dict(tensors_of(model))
-        for saved, indices in self.parts:
-            if odd := sorted(tensors.keys() ^ _held_names(saved, indices)):
+        for saved, _ in self.parts:
+            if odd := sorted(tensors.keys() ^ saved.body["module"]["stacked"].keys()):
                 raise CheckpointError(
                     f"{saved.path} and the model do not have the same tensors: {odd[0]} is in one of them only"
                 )
         if single and len(self.tags) != 1:
             raise CheckpointError(f"{self.path} holds {self.tags}: say which one the model shall be, tags=[...]")
-        saved_member_shapes = _differing(self._shapes())
-        model_shapes = _differing(shapes_of(model, range(len(self.tags))))
-        if model_shapes != saved_member_shapes:
-            raise CheckpointError(
-                f"{self.path} holds members of other shapes, or that lack other tensors: {saved_member_shapes}, "
-                f"not {model_shapes}; load them into an array of models in the order of those that were saved"
-            )
         values = {name: self._values(f"module/{name}", name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             _check(self.path, name, values[name], tensor)
         return lambda: _copy([(tensor, values[name]) for name, tensor in tensors.items()])
-
-    def _shapes(self) -> OwnShapes:
-        """Return the shapes of tensors in which members differ, in the format of `shapes_of`."""
-        shapes_by_save = [_saved_shapes(saved, indices) for saved, indices in self.parts]
-        names = dict.fromkeys(name for shapes in shapes_by_save for name in shapes)
-        if len(shapes_by_save) > 1 and names:
-            raise CheckpointError(f"saves of members that differ in submodules, {next(iter(names))}, do not merge")
-        return shapes_by_save[0] if names else {}
 
     def _values(self, key: str, name: str, like: Tensor) -> Tensor:
         """Read a tensor or its optimizer state, stacked or shared as ``like`` is.
@@ -164,7 +147,6 @@ class SaveReader:
                 "ones did"
             )
         rows = torch.cat([_rows(saved, key, indices) for saved, indices in self.parts])
-        rows = _cut_to_members(rows, self._shapes(), name)
         if stacked:
             return rows
         if not all(_identical(row, rows[0]) for row in rows):
@@ -185,13 +167,7 @@ class SaveReader:
             current_groups.append(
                 {"params": [membership_of(param).name for param in group["params"]], "options": options}
             )
-        names = set.union(*(_held_names(saved, indices) for saved, indices in self.parts))
-        saved_groups = [
-            {**group, "params": [name for name in group["params"] if name in names]} for group in record["groups"]
-        ]
-        if odd := _difference(
-            {"class": record["class"], "groups": saved_groups}, {"class": kind, "groups": current_groups}
-        ):
+        if odd := _difference(record, {"class": kind, "groups": current_groups}):
             raise CheckpointError(f"{self.path} was saved with another optimizer: {odd}; give the one that it had")
         values: list[tuple[Tensor, Tensor]] = []
         states: dict[Tensor, tuple[dict[str, Tensor], dict[str, list[int]]]] = {}
@@ -345,37 +321,6 @@ class SaveReader:
         """Return the nested value that the first save holds under ``key``."""
         saved = self.parts[0][0]
         return decode(saved.body.get(key), saved.tensors)
-
-
-def _saved_shapes(saved: Saved, indices: Sequence[int]) -> OwnShapes:
-    """Return the shapes of the tensors in which members of a save differ, for the members at ``indices``."""
-    shapes: OwnShapes = saved.body["module"].get("shapes", {})
-    return {name: [member_shapes[index] for index in indices] for name, member_shapes in shapes.items()}
-
-
-def _held_names(saved: Saved, indices: Sequence[int]) -> set[str]:
-    """Return the keys of the tensors that at least one of the members at ``indices`` has."""
-    missing = {
-        name
-        for name, member_shapes in _saved_shapes(saved, indices).items()
-        if all(shape is None for shape in member_shapes)
-    }
-    return set(saved.body["module"]["stacked"]) - missing
-
-
-def _differing(shapes: OwnShapes) -> OwnShapes:
-    """Return the entries of tensors whose shape differs between members."""
-    return {
-        name: member_shapes
-        for name, member_shapes in shapes.items()
-        if any(shape != member_shapes[0] for shape in member_shapes)
-    }
-
-
-def _cut_to_members(rows: Tensor, shapes: OwnShapes, name: str) -> Tensor:
-    """Cut rows of a tensor, or of its optimizer state, to the largest shape of the members in ``shapes``."""
-    member_shapes = [shape for shape in shapes.get(name, ()) if shape is not None]
-    return cut_rows(rows, list(map(max, zip(*member_shapes, strict=True)))) if member_shapes else rows
 
 
 def _difference(saved: Any, current: Any) -> str:

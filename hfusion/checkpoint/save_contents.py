@@ -45,17 +45,6 @@ def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Te
     return stacks
 
 
-def shapes_of(fused: nn.Module, rows: Sequence[int]) -> dict[str, list[list[int] | None]]:
-    """Return each member's shape of the tensors that differ in shape; None if a member has no such tensor."""
-    shapes = {}
-    for name, tensor in tensors_of(fused):
-        mark = membership(tensor)
-        if mark is not None and mark.shapes:
-            member_shapes = [mark.shapes[row] for row in rows]
-            shapes[name] = [None if shape is None else list(shape) for shape in member_shapes]
-    return shapes
-
-
 @dataclass
 class SaveWriter:
     """Collects a save: ``rows`` are the array's rows of the members that are saved."""
@@ -102,9 +91,6 @@ class SaveWriter:
             names[name] = is_per_member(tensor)
             self._keep(f"module/{name}", tensor, membership(tensor))
         self.body["module"] = {"class": fused._original, "stacked": names}
-        shapes = shapes_of(fused, self.rows)
-        if shapes:
-            self.body["module"]["shapes"] = shapes
 
     def optimizer(self, optimizer: FusedOptimizer) -> None:
         groups = []

@@ -149,7 +149,7 @@ def row_of_leaf(leaf: Any, member: int) -> Any:
 
 def _of_rows(leaf: Any, rows: Sequence[int]) -> Any:
     if isinstance(leaf, Ragged):
-        return StackedInput(leaf.stack(rows))
+        return StackedInput(torch.stack([leaf[row] for row in rows]))
     if isinstance(leaf, Listed):
         return member_values([leaf[row] for row in rows])
     return StackedInput(leaf.tensor[list(rows)]) if is_stacked(leaf) else leaf

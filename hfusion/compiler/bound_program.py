@@ -15,7 +15,6 @@ from hfusion.core.gradient_usage import watched
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind, Slot
 from hfusion.passes.expected_checks import FailedCheck
-from hfusion.passes.gather import gather_listed, width
 
 # Where a tensor that may be replaced is looked up: a mapping, and the key in it.
 Location: TypeAlias = tuple[Mapping[str, Any], str]
@@ -41,19 +40,12 @@ class BoundProgram:
         )
 
     @property
-    def partial_ids(self) -> frozenset[int]:
-        """The ids of the parameters that some members lack."""
-        slots = [slot for slot in self.compiled.program.slots if slot.kind is not Kind.INPUT]
-        pairs = zip(slots, self.locations, strict=True)
-        return frozenset(id(holder[name]) for slot, (holder, name) in pairs if slot.name in self.compiled.partial)
-
-    @property
     def looped_calls(self) -> int:
         """The number of calls of single members' operators in the program."""
         program = self.compiled.program
         nodes = program.module.graph.nodes
         loops = [n for n in nodes if n.meta.get("layout") is Layout.LISTED and not n.meta.get("transition")]
-        return sum(width(n, program.members) for n in loops if n.target is not gather_listed)
+        return program.members * len(loops)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -76,12 +68,8 @@ def bind(compiled: Compiled, owner: nn.Module, members: int | None = None) -> Ca
     if compiled.infers_results or compiled.checks:
         run = _undone(run, compiled)
 
-    ragged = any(compiled.program.result_rows)
-
     def call(inputs: list[Any]) -> Any:
         outputs = run(*[holder[name] for holder, name in locations], *inputs)
-        if ragged:
-            outputs = compiled.program.joined(outputs)
         return outputs[0] if single else pytree.tree_unflatten(outputs, spec)
 
     return call

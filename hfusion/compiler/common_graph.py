@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +14,11 @@ from hfusion.capture.python_differences import differing_attributes
 from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.program import Capture, Kind, Slot
 from hfusion.passes.align import align
-from hfusion.passes.merge import VariantGraph, merge
 
 # Largest number of models per group whose attributes are compared with another group.
 _COMPARED = 8
 # Largest number of members that a message names.
 _NAMED = 6
-
-
-# The share of the parameters of the smallest model that all members must compute with together.
-LEAST_COMMON = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,15 +29,12 @@ class CommonGraph:
         slots: the slots of the placeholders.
         constants: the constants that the graph holds.
         differing: the names of the constants that differ between members and are stacked.
-        partial, apart: see `hfusion.passes.merge`; empty and None if all members run the same operators.
     """
 
     graph: fx.Graph
     slots: tuple[Slot, ...]
     constants: dict[str, Tensor]
     differing: frozenset[str]
-    partial: frozenset[str] = frozenset()
-    apart: fx.Graph | None = None
 
 
 def common_graph(
@@ -50,14 +42,11 @@ def common_graph(
     variants: Sequence[int],
     name: str,
     member: Callable[[int], nn.Module],
-    shapes: Mapping[str, torch.Size] | None,
 ) -> CommonGraph:
     """Combine the graphs of all variants of an array into one.
 
     Args:
         member: ``member(b)`` returns member b.
-        shapes: the row shape of each stack that not all members fill; None if members have one structure, and must run
-            the same operators.
 
     Raises:
         ForwardsDiffer: members do different things; the message names the attributes in which they differ.
@@ -69,15 +58,10 @@ def common_graph(
     try:
         graph = _aligned(captures, variants)
         return CommonGraph(graph, captures[0].slots, *_constants(captures, variants))
-    except FusionError as difference:
-        error, groups = difference, _alike(captures)
+    except FusionError as error:
+        groups = _alike(captures)
         if len(groups) == 1:
             raise
-        if shapes is not None:
-            try:
-                return _merged(captures, variants, groups, shapes)
-            except FusionError as reason:
-                error = reason
         rows = [tuple(row for row, variant in enumerate(variants) if variant in group) for group in groups]
         first_models, second_models = (
             [member(variants.index(variant)) for variant in group[:_COMPARED]] for group in groups[:2]
@@ -113,67 +97,6 @@ def _aligned(captures: Sequence[Capture], variants: Sequence[int]) -> fx.Graph:
             if kinds[0] != kinds[1]:
                 raise FusionError(f"the tensor {name} is {kinds[0]} in model 0, {kinds[1]} in model {model}")
     return graph
-
-
-def _merged(
-    captures: Sequence[Capture],
-    variants: Sequence[int],
-    groups: Sequence[Sequence[int]],
-    shapes: Mapping[str, torch.Size],
-) -> CommonGraph:
-    """Return one graph for members that do different things; variants in one of the ``groups`` do the same.
-
-    Raises:
-        FusionError: the graphs cannot be merged, or have too little in common.
-    """
-    first = captures[0]
-    graphs, constants, differing = [], dict[str, Tensor](), set[str]()
-    for number, group in enumerate(groups):
-        capture = captures[group[0]]
-        for attribute in ("out_spec", "modes"):
-            if getattr(capture, attribute) != getattr(first, attribute):
-                words = {"out_spec": "returns", "modes": "sets train and eval modes"}[attribute]
-                reference, other = _shown(getattr(first, attribute)), _shown(getattr(capture, attribute))
-                raise FusionError(
-                    f"forward {words} {reference} in model 0 and {other} in model {variants.index(group[0])}"
-                )
-        members = tuple(member for member, variant in enumerate(variants) if variant in group)
-        graph = align([captures[v].graph for v in group], [group.index(variants[member]) for member in members])
-        slots = []
-        for slot in capture.slots:
-            if slot.kind is Kind.CONSTANT:
-                slot, rows = (
-                    replace(slot, name=f"{slot.name}_of_{number}"),
-                    [captures[v].constants[slot.name] for v in group],
-                )
-                constants[slot.name] = rows[0].detach()
-                if not all(torch.equal(row, rows[0]) for row in rows):
-                    row_by_member = {member: rows[group.index(variants[member])] for member in members}
-                    blank = torch.zeros_like(rows[0])
-                    constants[slot.name] = torch.stack(
-                        [row_by_member.get(m, blank) for m in range(len(variants))]
-                    ).detach()
-                    differing.add(slot.name)
-            slots.append(slot)
-        graphs.append(VariantGraph(members, graph, tuple(slots)))
-    merged = merge(graphs, shapes)
-    _check_common([captures[group[0]] for group in groups], graphs, merged.common)
-    return CommonGraph(merged.graph, merged.slots, constants, frozenset(differing), merged.partial, merged.apart)
-
-
-def _check_common(captures: Sequence[Capture], variants: Sequence[VariantGraph], common: frozenset[str]) -> None:
-    """Raise FusionError if too small a share of the parameters is used in operators of all members."""
-    totals = []
-    for capture, variant in zip(captures, variants, strict=True):
-        pairs = zip(capture.graph.find_nodes(op="placeholder"), capture.slots, strict=True)
-        sizes = {slot.name: node.meta["val"].numel() for node, slot in pairs if slot.kind is Kind.PARAMETER}
-        shared = sum(size for name, size in sizes.items() if name in common)
-        totals.append((sum(sizes.values()), shared, variant.members[0]))
-    every, shared, member = min(totals)
-    if shared < LEAST_COMMON * every:
-        raise FusionError(
-            f"only {shared} of {every} values in the parameters of model {member} are used in what all do"
-        )
 
 
 def _constants(captures: Sequence[Capture], variants: Sequence[int]) -> tuple[dict[str, Tensor], frozenset[str]]:

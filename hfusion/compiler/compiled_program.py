@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -38,13 +37,11 @@ from hfusion.passes.cost.price import Model
 from hfusion.passes.cost.times import times_on
 from hfusion.passes.expected_checks import RULES as EXPECT_RULES
 from hfusion.passes.expected_checks import expectations
-from hfusion.passes.gather import RULES as GATHER_RULES
-from hfusion.passes.gather import has_variants, rows_of
-from hfusion.passes.layouts import Choice, choose, choose_graph
+from hfusion.passes.layouts import Choice, choose
 from hfusion.passes.regions import regions
 from hfusion.passes.side_effects import written_slots
 
-RULES = merge_tables(ATEN_RULES, OPAQUE_RULES, EXPECT_RULES, GATHER_RULES)
+RULES = merge_tables(ATEN_RULES, OPAQUE_RULES, EXPECT_RULES)
 
 UNKNOWN = VaryingSizes()
 
@@ -59,7 +56,6 @@ class ArraySpec:
         tune: whether lowerings are measured instead of estimated.
         device: where the program will run, if that is not the device of the tensors.
         looped: submodules that run in a loop in any case, with the reasons; it may grow.
-        shapes: the row shape of each stack that not all members fill; None for members of one structure.
     """
 
     name: str
@@ -71,7 +67,6 @@ class ArraySpec:
     tune: bool = False
     device: torch.device | None = None
     looped: Mapping[Island, str] = field(default_factory=dict)
-    shapes: Mapping[str, torch.Size] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Compiled:
     """A program with the graph it was compiled from.
 
     ``graph`` is the members' common graph, ``constants`` the tensors that the program holds, ``opaque`` the calls of
-    eager fallbacks; for ``modes`` see `Capture`. ``partial``: the parameters that some members lack.
+    eager fallbacks; for ``modes`` see `Capture`.
     """
 
     program: Program
@@ -88,7 +83,6 @@ class Compiled:
     opaque: tuple[OpaqueCall, ...]
     guards: Callable[[Sequence[Sequence[Any]]], bool]
     modes: Mapping[str, bool] = field(default_factory=dict)
-    partial: frozenset[str] = frozenset()
     memory_orders: tuple[Any, ...] | None = None
     """The `Arguments.memory_orders` of inputs that the program is valid for; None if it is valid for all."""
     numbers: frozenset[str] = frozenset()
@@ -136,7 +130,7 @@ def compile_array(subject: ArraySpec, arguments: Arguments, training: bool, size
         except Unbatchable as error:
             more = {Island(module_path(error.node)): str(error)}
             more |= unbatchable(captured.graph, captured.layouts, subject.members, RULES)
-            if not subject.loops or not more.keys() - looped.keys() or has_variants(captured.graph):
+            if not subject.loops or not more.keys() - looped.keys():
                 raise
             looped |= more
 
@@ -154,8 +148,6 @@ class _Captured:
     guards: Callable[[Sequence[Sequence[Any]]], bool]
     memory_orders: tuple[Any, ...] | None
     size_uses: tuple[Any, ...]
-    partial: frozenset[str]
-    apart: fx.Graph | None
 
 
 def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, looped: Mapping[Island, str]) -> _Captured:
@@ -180,7 +172,7 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
             for variant, captured in enumerate(variant_captures)
         ]
     captures = [member_capture for member_capture, _ in variant_captures]
-    common = common_graph(captures, subject.variants, subject.name, subject.member, subject.shapes)
+    common = common_graph(captures, subject.variants, subject.name, subject.member)
     graph = common.graph
     described = partial(describe_graph, f"all members of {subject.name}", graph)
     stage(subject.name, "aligned", described, lambda: check_member(graph, writable(graph, common.slots)))
@@ -192,20 +184,12 @@ def _captured(subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes, loo
     orders = arguments.memory_orders if any(c.needs_strides for c in captures) else None
     uses = tuple(dict.fromkeys(use for capture in captures for use in capture.size_uses))
     constants, slots = common.constants, common.slots
-    return _Captured(
-        captures[0], graph, slots, layouts, constants, calls, guards, orders, uses, common.partial, common.apart
-    )
+    return _Captured(captures[0], graph, slots, layouts, constants, calls, guards, orders, uses)
 
 
 def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compiled:
     graph, layouts, first = captured.graph, captured.layouts, captured.first
-    if captured.apart is None:
-        choices = choose_ways(graph, layouts, subject.members, subject.tune, subject.device)
-    else:
-        # Running common operators of variants together may cost more than it saves.
-        rates = None if subject.device is None else compute_rates(subject.device)
-        price = partial(Model.of, members=subject.members, rates=rates)
-        graph, choices = choose_graph(graph, captured.apart, layouts, subject.members, RULES, price)
+    choices = choose_ways(graph, layouts, subject.members, subject.tune, subject.device)
     module = batch(graph, layouts, subject.members, RULES, choices)
     code = regions(module, subject.members)
     program = Program(subject.name, subject.members, training, module, code, captured.slots, layouts, first.out_spec)
@@ -217,35 +201,19 @@ def _batched(subject: ArraySpec, captured: _Captured, training: bool) -> Compile
         captured.calls,
         captured.guards,
         first.modes,
-        captured.partial,
         captured.memory_orders,
-        # A graph of variants cannot be filled with the numbers of members that join.
-        calls=() if has_variants(graph) else first.calls,
+        calls=first.calls,
         size_uses=captured.size_uses,
     )
 
 
 def of_member(compiled: Compiled, member: int) -> Compiled:
     """Return the program of one member, as an array of one."""
-    compiled = with_inputs_of(compiled, [member])
     program, graph = compiled.program, select(compiled.graph, member)
     module = batch(graph, program.layouts, 1, RULES, choose_ways(graph, program.layouts, 1, tune=False))
     member_program = replace(program, members=1, module=module, code=module)
     look_at(member_program)
     return replace(compiled, program=member_program, graph=graph)
-
-
-def with_inputs_of(compiled: Compiled, rows: Sequence[int]) -> Compiled:
-    """Return ``compiled`` without the slots of inputs that no member in ``rows`` uses."""
-    readers = [rows_of(node) for node in compiled.graph.find_nodes(op="placeholder")]
-    if not any(readers):
-        return compiled
-    program, selected = compiled.program, [members is None or not set(rows).isdisjoint(members) for members in readers]
-    inputs = [held for held, slot in zip(selected, program.slots, strict=True) if slot.kind is Kind.INPUT]
-    assert isinstance(compiled.guards, AllHold)
-    guards = compiled.guards.of_inputs([position for position, held in enumerate(inputs) if held])
-    slots, layouts = tuple(compress(program.slots, selected)), tuple(compress(program.layouts, selected))
-    return replace(compiled, program=replace(program, slots=slots, layouts=layouts), guards=guards)
 
 
 def look_at(program: Program) -> None:
@@ -261,7 +229,7 @@ def choose_ways(
 ) -> dict[fx.Node, Choice]:
     """Choose how each operator runs in an array of ``members``; measures only on the device of the graph."""
     model = Model.of(graph, members, None if device is None else compute_rates(device))
-    if not tune or device is not None or has_variants(graph):
+    if not tune or device is not None:
         return choose(graph, layouts, members, RULES, model)
     with times_on(model.device) as times:
         return choose(graph, layouts, members, RULES, Measured(model, times))
@@ -310,15 +278,6 @@ def _check_signature(subject: ArraySpec, arguments: Arguments) -> None:
         raise ValueError(
             f"{subject.name}.forward{signature} cannot be called as forward({call_arguments}): {error}{remedy}"
         ) from error
-
-
-def check_stackable(compiled: Compiled, consumer: str) -> None:
-    """Raise FusionError if results differ in shape between members, so that ``consumer`` cannot take them."""
-    for rows in filter(None, compiled.program.result_rows):
-        raise FusionError(
-            f"{consumer} cannot take results whose shapes differ between members {list(rows[0])} and {list(rows[1])}; "
-            "give it the members by themselves, fused[i], or make groups of one shape by hf.Population"
-        )
 
 
 def check_members(members: int, arguments: Arguments) -> None:

@@ -17,7 +17,6 @@ from torch import fx, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 from hfusion.core.layout import Layout
-from hfusion.core.member_random import DrawnBy, drawn_by
 from hfusion.ops.rule import MemberScalars, Memberwise
 from hfusion.passes.regions import Region
 
@@ -134,8 +133,6 @@ def function_name(fn: Any) -> str:
     """Return the import path of ``fn``, such as ``torch:ops.aten.add.Tensor``. Raises Unwritable if it has none."""
     if isinstance(fn, Memberwise):
         return f"each {function_name(fn.member)}"
-    if isinstance(fn, DrawnBy):
-        return f"drawn {function_name(fn.fn)}"
     if isinstance(fn, OpOverload):
         return f"torch:ops.{fn.namespace}.{fn._opname}.{fn._overloadname}"
     if isinstance(fn, OpOverloadPacket):
@@ -154,8 +151,6 @@ def function_name(fn: Any) -> str:
 def find_function(name: str) -> Any:
     if name.startswith("each "):
         return memberwise(find_function(name.removeprefix("each ")))
-    if name.startswith("drawn "):
-        return drawn_by(find_function(name.removeprefix("drawn ")))
     file, _, path = name.partition(":")
     return _find(file, path)
 

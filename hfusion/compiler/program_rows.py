@@ -12,7 +12,7 @@ from hfusion.capture.fallback_runtime import OpaqueCall, calls
 from hfusion.capture.fallback_tracing import numbered
 from hfusion.capture.reachable_code import names_of
 from hfusion.capture.tensor_references import references
-from hfusion.compiler.compiled_program import RULES, ArraySpec, Compiled, choose_ways, look_at, with_inputs_of
+from hfusion.compiler.compiled_program import RULES, ArraySpec, Compiled, choose_ways, look_at
 from hfusion.compiler.fill_scalars import check_constant, keyed_constants
 from hfusion.core.layout import Layout
 from hfusion.core.program import Kind
@@ -43,7 +43,6 @@ def of_rows(
     Raises:
         Unexplained: changes that cannot be located in the graph.
     """
-    compiled, old_program = with_inputs_of(compiled, rows), compiled.program
     program, members = compiled.program, len(rows)
     if changes:
         graph, tensors = fill_rows(compiled.graph, rows, changes)
@@ -65,7 +64,7 @@ def of_rows(
         Layout.STACKED if slot.name in stacked and slot.kind is Kind.CONSTANT else layout
         for slot, layout in zip(program.slots, program.layouts, strict=True)
     )
-    choices = _choices(compiled, graph) if (members, layouts) == (old_program.members, old_program.layouts) else None
+    choices = _choices(compiled, graph) if (members, layouts) == (program.members, program.layouts) else None
     if choices is None:
         choices = choose_ways(graph, layouts, members, tune)
     module = batch(graph, layouts, members, RULES, choices)

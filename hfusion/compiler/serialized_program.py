@@ -42,7 +42,6 @@ def write_compiled(compiled: Compiled) -> dict[str, Any]:
         "outputs": program.out_spec.num_leaves,
         "guards": [[a.sizes, a.code] for a in assumptions(compiled.guards)],
         "modes": dict(compiled.modes),
-        **({"partial": sorted(compiled.partial)} if compiled.partial else {}),
     }
 
 
@@ -71,8 +70,7 @@ def read_compiled(written: Mapping[str, Any], constants: Mapping[str, Tensor]) -
     program = Program(written["name"], written["members"], written["training"], module, module, slots, layouts, spec)
     look_at(program)
     guards = AllHold(tuple(Assumptions.read(*entry) for entry in written["guards"]))
-    partial = frozenset(written.get("partial", ()))
-    return Compiled(program, graph, dict(constants), (), guards, written["modes"], partial)
+    return Compiled(program, graph, dict(constants), (), guards, written["modes"])
 
 
 def _write_example(value: Any, names: dict[str, str]) -> Any:

@@ -42,13 +42,11 @@ from hfusion.core.member_random import draws_random, recording
 from hfusion.core.memory import is_plain
 from hfusion.core.program import Kind, source_line
 from hfusion.core.ragged import Ragged
-from hfusion.core.row_indices import leading
 from hfusion.core.tree import leaves
 from hfusion.device.backend import computes_by_tf32
 from hfusion.ops.rule import MemberScalars
 from hfusion.passes.align import scalars
 from hfusion.passes.expected_checks import FailedCheck
-from hfusion.passes.gather import has_variants
 from hfusion.passes.islands import OPAQUE
 from hfusion.torch_private.autograd_engine import backward_gradients
 
@@ -217,7 +215,7 @@ def _differences(subject: CheckedArray, member: int, fused: Outcome, original: O
         none = name not in fused and name.startswith("gradient of ")
         if name in fused or none:
             row = torch.zeros_like(expected) if none else fused[name][member]
-            differences_by_name[name] = relative_difference(leading(row, expected.shape), expected, floor)
+            differences_by_name[name] = relative_difference(row, expected, floor)
     return differences_by_name
 
 
@@ -282,7 +280,7 @@ def _array_outcome(subject: CheckedArray) -> Outcome:
     program = subject.compiled.program
     leaf_ids = set(map(id, leaves.values()))
     inputs = [value for value in values if id(value) not in leaf_ids]
-    outputs = program.joined(program.run(*values))
+    outputs = program.run(*values)
     return _outcome(outputs, _trained(subject, leaves), _state(subject, leaves), inputs, program.members, nullcontext())
 
 
@@ -431,7 +429,7 @@ def checked_members(compiled: Compiled, variants: Sequence[int]) -> list[int]:
     members = compiled.program.members
     if members <= MAX_COMPARED_WHOLE or compiled.opaque:
         return list(range(members))
-    columns = [tuple(variants), *scalars(compiled.graph, members)]
+    columns = [tuple(variants), *scalars(compiled.graph)]
     spread = {round(step * (members - 1) / (MIN_COMPARED - 1)) for step in range(MIN_COMPARED)}
     return sorted(spread.union(*map(_distinct, columns)))
 
@@ -548,8 +546,6 @@ class _ValueRecorder(fx.Interpreter):
 def _first_difference(subject: CheckedArray, member: int) -> str:
     """Run the program and the member's graph, and describe the first node where they differ."""
     program, graph, (inputs, _) = subject.compiled.program, subject.compiled.graph, _program_inputs(subject)
-    if has_variants(graph):
-        return "members differ in submodules, so that nodes are not compared one by one"
     recorder = _ValueRecorder(program.module)
     # Copied, since the program writes into buffers.
     input_copies = [value.clone() if isinstance(value, Tensor) else value for value in inputs]

@@ -108,36 +108,6 @@ class Assumptions:
         """Return itself."""
         return self
 
-    def of_inputs(self, positions: Sequence[int]) -> Assumptions | None:
-        """Return the assumptions on the inputs at ``positions`` alone; None if there are any on another input."""
-        if any(sizes is not None and position not in positions for position, sizes in enumerate(self.sizes)):
-            return None
-        return Assumptions(tuple(self.sizes[position] for position in positions), self.code)
-
-
-@dataclass(frozen=True)
-class InputGuards:
-    """Guards of a trace whose inputs are those at ``positions`` of ``count`` inputs."""
-
-    guards: Any
-    positions: tuple[int, ...]
-    count: int
-
-    def __call__(self, shapes: Sequence[Sequence[Any]]) -> bool:
-        return bool(self.guards([shapes[position] for position in self.positions]))
-
-    def of_inputs(self, positions: Sequence[int]) -> InputGuards | None:
-        """Return the guards for the inputs at ``positions`` alone; None if they concern another input."""
-        if not set(self.positions) <= set(positions):
-            return None
-        return InputGuards(self.guards, tuple(map(positions.index, self.positions)), len(positions))
-
-    def assumptions(self) -> Assumptions:
-        """Return the guards as plain data, as `Guards.assumptions`."""
-        assumed = self.guards.assumptions()
-        sizes = dict(zip(self.positions, assumed.sizes, strict=True))
-        return Assumptions(tuple(sizes.get(position) for position in range(self.count)), assumed.code)
-
 
 @dataclass(frozen=True)
 class AllHold:
@@ -147,11 +117,6 @@ class AllHold:
 
     def __call__(self, shapes: Sequence[Sequence[Any]]) -> bool:
         return all(part(shapes) for part in self.parts)
-
-    def of_inputs(self, positions: Sequence[int]) -> AllHold:
-        """Return the guards of those traces that concern only inputs at ``positions``."""
-        parts = [part.of_inputs(positions) for part in self.parts]
-        return AllHold(tuple(part for part in parts if part is not None))
 
 
 _NODES = (

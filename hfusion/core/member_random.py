@@ -1,8 +1,7 @@
 """Random numbers of an array: every member draws its own, and a run can be replayed with the same draws.
 
 All random operators of a fused program draw through `draw`. While `recording` is active the draws are kept, stacked
-``[B, *S]`` in the order of the program; the self-check replays them through the members' original code. Where only some
-members draw (`DrawnBy`), a draw has their rows.
+``[B, *S]`` in the order of the program; the self-check replays them through the members' original code.
 
 A program that is compiled for a CPU draws from a seed of each member instead (`MemberSeeds`): the numbers of a member
 then depend neither on the number of other members nor on which of them a program computes.
@@ -10,7 +9,6 @@ then depend neither on the number of other members nor on which of them a progra
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +28,6 @@ def draws_random(target: object) -> bool:
 
 class _Recording(threading.local):
     draws: list[Tensor] | None = None
-    rows: tuple[int, ...] | None = None
 
 
 _active = _Recording()
@@ -52,7 +49,6 @@ def draw(sample: Callable[[], Tensor]) -> Tensor:
     drawn = sample()
     if _active.draws is not None:
         _active.draws.append(drawn.detach().clone())
-        setattr(_active.draws[-1], _ROWS, _active.rows)
     return drawn
 
 
@@ -61,48 +57,9 @@ def is_recording() -> bool:
     return _active.draws is not None
 
 
-# Stored with a recorded draw: the members that draw, None for all.
-_ROWS = "_hfusion_rows"
-
-
 def draws_of(draws: Sequence[Tensor], member: int) -> list[Tensor]:
-    """Return one member's rows of recorded draws, without draws that it did not make."""
-    member_draws = []
-    for drawn in draws:
-        rows = getattr(drawn, _ROWS, None)
-        if rows is None:
-            member_draws.append(drawn[member])
-        elif member in rows:
-            member_draws.append(drawn[rows.index(member)])
-    return member_draws
-
-
-class DrawnBy:
-    """Calls ``fn``, which draws random numbers, for members ``rows`` only, from their seeds if seeds are active."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self.fn = fn
-        functools.update_wrapper(self, fn)
-
-    def __call__(self, rows: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
-        outer, source = (_active.rows, _seeded.source, _seeded.make), member_seeds()
-        row_seeds = None if source is None else source.of_rows(rows)
-        _active.rows = rows
-        if row_seeds is not None:
-            _seeded.source, _seeded.make = row_seeds, None
-        try:
-            return self.fn(*args, **kwargs)
-        finally:
-            _active.rows, _seeded.source, _seeded.make = outer
-            if row_seeds is not None and source is not None:
-                source.count_rows(rows, row_seeds)
-                _seeded.source = source
-
-
-@functools.lru_cache(maxsize=256)
-def drawn_by(fn: Callable[..., Any]) -> DrawnBy:
-    """Return ``fn`` as a function of the rows that draw, followed by its arguments."""
-    return DrawnBy(fn)
+    """Return one member's rows of recorded draws."""
+    return [drawn[member] for drawn in draws]
 
 
 # A hash of 32 bits, from https://github.com/skeeto/hash-prospector/issues/19. Its factors are below 2**31, so that
@@ -121,39 +78,18 @@ Keys: TypeAlias = tuple[Tensor, Tensor]
 class MemberSeeds:
     """Random numbers of members, computed only from ``seeds``, an integer for each, and from the numbers' positions.
 
-    ``count``: the number of draws so far; each gives different numbers. ``more``: further draws of each member, if
-    members differ in their number of draws.
+    ``count``: the number of draws so far; each gives different numbers.
     """
 
     seeds: Tensor
     count: int = 0
-    more: tuple[int, ...] = ()
-
-    def of_rows(self, rows: Sequence[int]) -> MemberSeeds:
-        """Return a source for some of the members, which continues after the draws made so far."""
-        seeds = torch.cat([self.seeds[row : row + 1] for row in rows])
-        return MemberSeeds(seeds, self.count, tuple(self.more[row] for row in rows) if self.more else ())
-
-    def count_rows(self, rows: Sequence[int], own: MemberSeeds) -> None:
-        """Count the draws that members ``rows`` have made from ``own``, which `of_rows` returned."""
-        more = list(self.more or (0,) * self.seeds.shape[0])
-        for row in rows:
-            more[row] += own.count - self.count
-        self.more = tuple(more)
-
-    def _offset(self) -> int | Tensor:
-        """Return the number of this draw of each member, times a constant that spreads it over a word."""
-        offsets = [(self.count + more) * _GOLDEN % (1 << 32) for more in self.more] or [
-            self.count * _GOLDEN % (1 << 32)
-        ]
-        if len(set(offsets)) == 1:
-            return offsets[0]
-        return torch.cat([torch.full((1,), offset, device=self.seeds.device) for offset in offsets])
 
     def keys(self) -> Keys:
         """Return the keys of one draw: the member's seed and the number of the draw, hashed."""
         self.count += 1
-        low = _stored(_hashed(((self.seeds & _WORD) + self._offset()) & _WORD))
+        # The number of the draw, times a constant that spreads it over a word.
+        offset = self.count * _GOLDEN % (1 << 32)
+        low = _stored(_hashed(((self.seeds & _WORD) + offset) & _WORD))
         return low, _stored(_hashed(((self.seeds >> 32) & _WORD) ^ low))
 
     def uniform(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,6 @@ import enum
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.utils._pytree import TreeSpec
 
 from hfusion.core.guards import open_dims
 from hfusion.core.layout import COPYING, Layout
-from hfusion.core.ragged import Ragged
 from hfusion.core.text import aligned
 
 
@@ -90,8 +88,7 @@ def input_dims(graph: fx.Graph, slots: Sequence[Slot]) -> list[frozenset[int]]:
 class Program:
     """The forward of the whole array.
 
-    ``run`` takes the tensors of ``slots`` in order and returns the flat outputs, each tensor stacked ``[B, ...]``, or a
-    list of blocks ``[k, ...]``, of the members of each shape, see `result_rows`.
+    ``run`` takes the tensors of ``slots`` in order and returns the flat outputs, each tensor stacked ``[B, ...]``.
     ``module`` has one call per operator, for people and checks; ``code``, the same with its loops gathered, runs.
     """
 
@@ -125,29 +122,11 @@ class Program:
         nodes = self.module.graph.nodes
         return sum(bool(node.meta.get("transition")) and node.target in COPYING for node in nodes)
 
-    @cached_property
-    def result_rows(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Of each flat output whose shapes differ between members, the members of each block; empty for others."""
-        (results,) = next(iter(reversed(self.module.graph.nodes))).args
-        return tuple(tuple(n.meta["rows"] for n in item) if isinstance(item, list) else () for item in results)
-
     @property
     def gives_member_values(self) -> bool:
         """Whether members return different values that are no tensors."""
         (results,) = next(iter(reversed(self.module.graph.nodes))).args
         return any(isinstance(item, fx.Node) and item.meta.get("layout") is Layout.LISTED for item in results)
-
-    @property
-    def result_count(self) -> int:
-        """The number of values of the flat outputs, blocks counted each."""
-        return sum(len(rows) or 1 for rows in self.result_rows)
-
-    def joined(self, outputs: Sequence[Any]) -> list[Any]:
-        """The flat outputs of a run, with a `Ragged` in place of the blocks of a result whose shapes differ."""
-        return [
-            Ragged.of_blocks(dict(zip(rows, output, strict=True))) if rows else output
-            for rows, output in zip(self.result_rows, outputs, strict=True)
-        ]
 
     def _names(self) -> dict[fx.Node, str]:
         """Parameters and buffers under their keys, all else under the names of the member's nodes."""
@@ -180,10 +159,8 @@ class Part:
 
 def _row(node: fx.Node, names: dict[fx.Node, str], members: int) -> tuple[str, str, str, str, str]:
     layout = node.meta.get("layout")
-    shape = describe_value(node.meta.get("example"), layout, len(node.meta.get("rows", range(members))))
+    shape = describe_value(node.meta.get("example"), layout, members)
     where = layout.value if layout is not None else ""
-    if "rows" in node.meta:
-        where += f" of {list(node.meta['rows'])}"
     if node.op == "placeholder":
         return names[node], shape, where, "input", ""
     origin = node.meta.get("origin")

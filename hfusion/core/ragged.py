@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, overload
 
-import torch
 from torch import Tensor
 
 _OPERATORS = (
@@ -32,34 +31,12 @@ class Ragged:
         (2, torch.Size([5, 2]), (3, 5))
     """
 
-    __slots__ = ("__weakref__", "_blocks", "_tensors")
+    __slots__ = ("__weakref__", "_tensors")
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = tuple(tensors)
-        self._blocks: dict[tuple[int, ...], Tensor] = {}
         if not self._tensors or not all(isinstance(tensor, Tensor) for tensor in self._tensors):
             raise ValueError(f"Ragged takes one tensor per member, got {list(map(type, self._tensors))}")
-
-    @staticmethod
-    def of_blocks(blocks: Mapping[tuple[int, ...], Tensor]) -> Ragged:
-        """Return the tensors of ``blocks``, which are ``[k, ...]`` of k members each, in the members' order."""
-        pairs = [(row, block[index]) for rows, block in blocks.items() for index, row in enumerate(rows)]
-        ragged = Ragged(tensor for _, tensor in sorted(pairs, key=lambda pair: pair[0]))
-        ragged._blocks = dict(blocks)
-        return ragged
-
-    @property
-    def rows_by_shape(self) -> list[tuple[int, ...]]:
-        """The members whose tensors have one shape, for each shape."""
-        rows: dict[torch.Size, list[int]] = {}
-        for row, tensor in enumerate(self._tensors):
-            rows.setdefault(tensor.shape, []).append(row)
-        return list(map(tuple, rows.values()))
-
-    def stack(self, rows: Sequence[int]) -> Tensor:
-        """Return the tensors of members ``rows``, which are of one shape, as one tensor ``[len(rows), ...]``."""
-        block = self._blocks.get(tuple(rows))
-        return torch.stack([self._tensors[row] for row in rows]) if block is None else block
 
     @property
     def sizes(self) -> tuple[int, ...]:

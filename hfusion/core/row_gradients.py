@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from hfusion.core.gradient_usage import absent_rows, frozen_rows, listeners, mark_absent, note_cleared, reached
-from hfusion.core.row_indices import leading
 
 _tied: dict[int, weakref.ref[RowGradients]] = {}
 _used = threading.Event()
@@ -174,7 +173,7 @@ class RowGradients:
     def _moved(self) -> bool:
         """Return whether the stack is on another device during a run; its members follow afterwards."""
         stack, row = self.stack, next(iter(self.rows.values()), None)
-        return row is not None and (stack.device != row.device or not fits_row(row, stack))
+        return row is not None and (stack.device != row.device or row.shape != stack.shape[1:])
 
     def _let_agree(self, whole: Tensor | None, is_absent: list[bool], changed: Sequence[Any]) -> None:
         """Copy the newer side over the other. ``changed``: rows, parameters, and the last synchronised gradients."""
@@ -191,7 +190,7 @@ class RowGradients:
             if grad is old_grad or (grad is None and whole is not None and whole is not old_whole):
                 if whole is not None and views is None:
                     views = whole.detach().unbind()
-                param.grad = None if views is None or is_absent[row] else leading(views[row], param.shape)
+                param.grad = None if views is None or is_absent[row] else views[row]
                 continue
             if grad is not None and whole is None:
                 whole = stack.grad = torch.zeros_like(stack)
@@ -206,7 +205,7 @@ class RowGradients:
 
     def _write(self, whole: Tensor, row: int, param: Tensor, is_absent: list[bool]) -> None:
         """Write the member's gradient, or zeros if it has none, into its row."""
-        target = leading(whole.detach()[row], param.shape)
+        target = whole.detach()[row]
         is_absent[row] = param.grad is None
         if param.grad is None:
             target.zero_()
@@ -216,15 +215,9 @@ class RowGradients:
         param.grad = target
 
 
-def fits_row(tensor: Tensor, stack: Tensor) -> bool:
-    """Return whether a member's ``tensor`` can be a row of ``stack``, or the leading part of one."""
-    sizes = stack.shape[1:]
-    return tensor.dim() == len(sizes) and all(length <= size for length, size in zip(tensor.shape, sizes, strict=True))
-
-
 def lies_in(tensor: Tensor, stack: Tensor, row: int) -> bool:
     """Return whether a member's ``tensor`` lies in its row of ``stack``."""
-    kinds = tensor.dtype == stack.dtype and tensor.device == stack.device and fits_row(tensor, stack)
+    kinds = tensor.dtype == stack.dtype and tensor.device == stack.device and tensor.shape == stack.shape[1:]
     address = stack.data_ptr() + row * stack.stride(0) * stack.element_size()
     return kinds and (tensor.data_ptr() == address or not tensor.numel()) and tensor.stride() == stack.stride()[1:]
 

@@ -1,4 +1,4 @@
-"""Row indices of members, and stacks whose rows are moved, copied, cut or padded."""
+"""Row indices of members, and stacks whose rows are moved or copied."""
 
 from __future__ import annotations
 
@@ -14,43 +14,9 @@ from torch import Tensor
 BLOCKS = 8
 
 
-def leading(row: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the leading part of a member's ``row`` of a stack that its tensor of ``shape`` fills, a view."""
-    return row if row.shape == tuple(shape) else row[tuple(slice(size) for size in shape)]
-
-
-def cut_rows(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the leading part of ``rows [n, ...]`` that rows of ``shape`` fill, a view.
-
-    Rows with another number of dims are returned whole.
-    """
-    if rows.dim() != len(shape) + 1 or rows.shape[1:] == tuple(shape):
-        return rows
-    return rows[(slice(None), *map(slice, shape))]
-
-
-def padded_rows(rows: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return ``rows [n, ...]`` cut and zero-padded to rows of ``shape``; the same tensor if they have that shape."""
-    if rows.shape[1:] == tuple(shape):
-        return rows
-    padded, common = rows.new_zeros(len(rows), *shape), _common(shape, rows.shape[1:])
-    padded[:, *common] = rows[:, *common]
-    return padded
-
-
-def _common(shape: Sequence[int], other: Sequence[int]) -> tuple[slice, ...]:
-    """Return slices of the leading part that rows of both shapes have."""
-    return tuple(map(slice, map(min, zip(shape, other, strict=True))))
-
-
 def write_rows(stack: Tensor, rows: Sequence[int], values: Tensor) -> None:
-    """Write ``values [len(rows), ...]`` into ``rows`` of a stack.
-
-    If the rows differ in size, as with different padding, the common leading part is written, and the rest of these
-    rows is set to zero.
-    """
-    index = torch.tensor(list(rows), device=stack.device)
-    stack.index_copy_(0, index, padded_rows(values, stack.shape[1:]).to(stack.device, stack.dtype))
+    """Write ``values [len(rows), ...]`` into ``rows`` of a stack."""
+    stack.index_copy_(0, torch.tensor(list(rows), device=stack.device), values.to(stack.device, stack.dtype))
 
 
 def kept_rows(rows: Sequence[int], members: int) -> list[int]:
@@ -112,22 +78,13 @@ def check_once(rows: Sequence[int]) -> None:
         raise ValueError(f"row {twice[0]} comes {rows.count(twice[0])} times in {list(rows)}: give it once")
 
 
-def moved_rows(
-    stack: Tensor, sources: Sequence[Any], joining: Mapping[int, Tensor | None], shape: Sequence[int] | None = None
-) -> Tensor:
-    """Return ``stack`` with rows ``sources``; in place if neither the number nor the shape of rows changes.
+def moved_rows(stack: Tensor, sources: Sequence[Any], joining: Mapping[int, Tensor | None]) -> Tensor:
+    """Return ``stack`` with rows ``sources``; in place if the number of rows does not change.
 
-    Args:
-        joining: the rows that join, by index; None for zeros. Smaller ones are padded with zeros.
-        shape: the new shape of a row, which is padded with zeros or cut; None: unchanged.
+    ``joining``: the rows that join, by index; None for zeros.
     """
     moves = [(index, source) for index, source in enumerate(sources) if isinstance(source, int)]
-    if shape is not None and stack.shape[1:] != tuple(shape):
-        target = torch.zeros(len(sources), *shape, dtype=stack.dtype, device=stack.device)
-        common = _common(shape, stack.shape[1:])
-        for start, stop, source in _runs(moves):
-            target[slice(start, stop), *common] = stack[slice(source, source + stop - start), *common]
-    elif len(sources) == len(stack):
+    if len(sources) == len(stack):
         changed = [(index, source) for index, source in moves if index != source]
         if changed:
             _move(stack, changed)
@@ -137,10 +94,10 @@ def moved_rows(
         for start, stop, source in _runs(moves):
             target[start:stop].copy_(stack[source : source + stop - start])
     for index, value in joining.items():
-        if value is None or value.shape != target.shape[1:]:
+        if value is None:
             target[index].zero_()
-        if value is not None:
-            leading(target[index], value.shape).copy_(value.detach())
+        else:
+            target[index].copy_(value.detach())
     return target
 
 

@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.gradient_usage import any_absent
-from hfusion.core.membership import latest_addition, mark, membership
+from hfusion.core.membership import mark, membership
 from hfusion.core.row_gradients import settle
 from hfusion.optim import coupling, master_weights, native_kernels, skipped_members
-from hfusion.optim.added_stacks import check_added_stacks
 from hfusion.optim.checks import check_memory, check_padding
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import Groups, State, common_members, membership_of, same_objects
@@ -73,8 +72,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         # For each param group the options that its dict had: the optimizer's defaults do not replace them.
         self.explicit_keys: list[frozenset[str]] = []
         self._held: Tensor | None = None
-        # The number of the latest added stack that this optimizer was told of, see `added_stacks`.
-        self.additions = latest_addition()
         spare_dynamo()
         # The constructors of hf.optim pass their locals().
         values = {name: value for name, value in defaults.items() if name not in ("self", "params", "__class__")}
@@ -162,7 +159,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
 
     def _work(self) -> Work:
         """Return the groups of this step with their gradients. Everything that may fail is done before any update."""
-        check_added_stacks(self)
         work = self._cache.work(self.param_groups, self.state) if self._cache is not None else None
         if work is None:
             coupling.check_caller(self)
@@ -277,7 +273,6 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         self._cache = None
         self._recording = None
         self._held = None
-        self.additions = latest_addition()
         # A copy of a Parameter has no `Membership`.
         for group, memberships in zip(self.param_groups, marks, strict=False):
             for param, saved_mark in zip(group["params"], memberships, strict=True):

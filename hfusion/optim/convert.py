@@ -53,12 +53,6 @@ def fuse(
         )
     cls = _fused_class(optimizers, into)
     params = dict(fused.named_parameters())
-    unlike = next((name for name, param in params.items() if membership_of(param).shapes), None)
-    if unlike is not None:
-        raise FusionError(
-            f"{unlike!r} is not of one shape in all members, or some have none, and running optimizers of such members "
-            "cannot be fused: make a new optimizer over fused.parameters(), or fuse the members of each structure"
-        )
     keys = _aligned_keys(optimizers, fused, params)
     groups = [
         _fuse_group(cls, index, [opt.param_groups[index] for opt in optimizers], [params[key] for key in names])

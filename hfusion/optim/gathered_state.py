@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hfusion.core.errors import FusionError
-from hfusion.core.row_indices import cut_rows, write_rows
+from hfusion.core.row_indices import write_rows
 from hfusion.optim import coupling
 from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.group import membership_of, same_objects
@@ -101,8 +101,7 @@ class GatheredState:
         for name in part_state.keys() - entry.keys():
             del part_state[name]
         for name, value in entry.items():
-            trimmed = cut_rows(value, small.shape[1:])
-            chosen = trimmed.index_select(0, torch.tensor(list(rows), device=value.device))
+            chosen = value.index_select(0, torch.tensor(list(rows), device=value.device))
             current = part_state.get(name)
             if current is not None and (current.shape, current.dtype) == (chosen.shape, chosen.dtype):
                 current.copy_(chosen)

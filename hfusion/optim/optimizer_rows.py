@@ -12,7 +12,6 @@ from torch import Tensor
 from hfusion.core.errors import FusionError
 from hfusion.core.memory import real_view
 from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
-from hfusion.optim.added_stacks import stacks_to_take, take_stacks
 from hfusion.optim.group import State, membership_of
 from hfusion.optim.hyper import Hyper, MemberVector, member_vector, plain, read
 from hfusion.optim.settings import ParamGroup, named
@@ -61,12 +60,10 @@ class MemberRows:
         """
         rearrange(self, copied(src, dst, _width(self)), {})
 
-    def append(self, count: int = 1, *, groups: Mapping[int, Sequence[Tensor]] | None = None, **hypers: Any) -> None:
+    def append(self, count: int = 1, **hypers: Any) -> None:
         """Add ``count`` members at the end, without state and with counts of 0, as in a new optimizer.
 
         Args:
-            groups: which param group takes which of the parameters that only these members have, if they differ from
-                the others in submodules. By default the only group takes all.
             hypers: their hyper-parameters, one value or ``count`` values each, for the param groups that take the
                 optimizer's default. As in torch, a group that was given its own value keeps it; only if it was given
                 one for each member, new members get the value from here. By default the initial value, if that is one
@@ -74,19 +71,16 @@ class MemberRows:
 
         Raises:
             ValueError: a hyper-parameter that differs between members is missing, or a value is out of range; or every
-                param group has its own; or members bring parameters, and it is ambiguous which group takes them.
+                param group has its own.
         """
         if count < 1:
             raise ValueError(f"append() needs at least one member, got {count}.")
-        rearrange(self, [*range(_width(self)), *[None] * count], hypers, groups)
+        rearrange(self, [*range(_width(self)), *[None] * count], hypers)
 
-    def restart(
-        self, rows: int | Sequence[int], *, groups: Mapping[int, Sequence[Tensor]] | None = None, **hypers: Any
-    ) -> None:
+    def restart(self, rows: int | Sequence[int], **hypers: Any) -> None:
         """Restart members ``rows``: clear their state and set their counts to 0.
 
         Args:
-            groups: see `append`, for members that `FusedModule.put` has added.
             hypers: new hyper-parameters, one value or one for each of ``rows``, for the same param groups as in
                 `append`. By default they do not change.
 
@@ -96,7 +90,6 @@ class MemberRows:
         width = _width(self)
         fresh = rows_of(rows, width)
         check_once(fresh)
-        chosen = stacks_to_take(cast("FusedOptimizer", self), groups)
         new_values = _read_new_hypers(self, hypers, fresh)
         for group, values in zip(_groups(self), new_values, strict=True):
             vectors, _ = read(group, self.hypers, width)  # type: ignore[attr-defined]
@@ -106,7 +99,6 @@ class MemberRows:
         sources: list[int | None] = list(range(width))
         for row in fresh:
             sources[row] = None
-        take_stacks(cast("FusedOptimizer", self), chosen)
         for group in _groups(self):
             _move_state(self, group, sources)
 
@@ -148,11 +140,10 @@ def rearrange(
     optimizer: Any,
     sources: Sources,
     new_hypers: Mapping[str, Any],
-    groups: Mapping[int, Sequence[Tensor]] | None = None,
 ) -> None:
     """Make the former member ``sources[b]`` member b; None is a new member, with hyper-parameters from ``new_hypers``.
 
-    ``groups``: see `MemberRows.append`. Raises ValueError in the same cases.
+    Raises ValueError in the same cases as `MemberRows.append`.
     """
     before = _width(optimizer)
     if list(sources) == list(range(before)):
@@ -165,8 +156,6 @@ def rearrange(
         for group, first, values in zip(_groups(optimizer), optimizer.initial_values, new_values, strict=True)
     ]
     others = [_others(optimizer, group, before, sources) for group in _groups(optimizer)]
-    chosen = stacks_to_take(optimizer, groups)
-    take_stacks(optimizer, chosen)
     for group, group_vectors, more in zip(_groups(optimizer), vectors, others, strict=True):
         for hyper, vector in zip(optimizer.hypers, group_vectors, strict=True):
             write_hyper(group, hyper, vector)
@@ -297,7 +286,7 @@ def _move_state(optimizer: Any, group: ParamGroup, sources: Sources) -> None:
         for name, value in entry.items():
             first = optimizer.numbers.get(name)
             starts = {i: first if first is not None else begins[i].get(name, 0.0) for i in fresh}
-            moved = moved_rows(value, sources, {}, param.shape[1:] if value.dim() == param.dim() else None)
+            moved = moved_rows(value, sources, {})
             for index, number in starts.items():
                 real_view(moved)[index] = number
             entry[name] = moved

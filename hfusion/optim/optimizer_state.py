@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hfusion.core.errors import CheckpointError
 from hfusion.core.memory import real_view
-from hfusion.core.row_indices import leading
 from hfusion.optim.formula import Formula
 from hfusion.optim.group import State, membership_of
 from hfusion.optim.hyper import plain
@@ -127,8 +126,7 @@ def member_state_dicts(
     params = [param for group in param_groups for param in group["params"]]
     state_dicts = []
     for member in range(membership_of(params[0]).members):
-        own_params = [param for param in params if membership_of(param).exists_in(member)]
-        numbers = {param: number for number, param in enumerate(own_params)}
+        numbers = {param: number for number, param in enumerate(params)}
         states = {
             number: entry
             for param, number in numbers.items()
@@ -138,7 +136,7 @@ def member_state_dicts(
             {
                 **options,
                 **_member_group(group, member),
-                "params": [numbers[param] for param in group["params"] if param in numbers],
+                "params": [numbers[param] for param in group["params"]],
             }
             for group in param_groups
         ]
@@ -166,8 +164,4 @@ def _member_value(value: Any, member: int, members: int) -> Any:
 def _member_state(entry: State, param: Tensor, member: int) -> State:
     mark = membership_of(param)
     rows = {name: value[member] if mark.stacked else value for name, value in entry.items()}
-    shape = mark.shapes[member] if mark.shapes else None
-    if shape is not None:
-        # A number per member, such as a step count, does not have the shape of the parameter.
-        rows = {name: leading(row, shape) if row.dim() == len(shape) else row for name, row in rows.items()}
     return {name: row.clone(memory_format=torch.contiguous_format) for name, row in rows.items()}

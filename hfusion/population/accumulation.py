@@ -104,7 +104,7 @@ class Accumulation:
             calls=self.calls[places],
             done=self.done[places],
             spoilt=self.spoilt[places],
-            sums=self.sums.of_rows(places, part),
+            sums=self.sums.of_rows(places),
             buffers=buffers,
         )
 
@@ -112,7 +112,7 @@ class Accumulation:
         """Copy the progress of the first members of ``part`` to members ``rows`` of ``fused``."""
         count, places = len(rows), list(rows)
         if part.underway or self.underway:
-            self.sums.put_rows(places, part.sums, fused)
+            self.sums.put_rows(places, part.sums)
             if part.buffers is not None:
                 if self.buffers is None:
                     self.buffers = Buffers(fused)
@@ -121,10 +121,6 @@ class Accumulation:
         done[places], spoilt[places] = part.done[:count], part.spoilt[:count]
         self.done, self.spoilt = done, spoilt
         self.end(torch.zeros_like(spoilt))
-
-    def fitted(self, fused: FusedModule) -> Accumulation:
-        """Return it for ``fused`` after members of another structure have joined, so that stacks have other shapes."""
-        return self.rearranged(range(len(fused)), fused) if fused._array.has_variants and self.underway else self
 
     def rearranged(self, sources: Sequence[int], fused: FusedModule) -> Accumulation:
         """Return it with row b taken from row ``sources[b]``, for an array ``fused`` whose rows have moved already."""

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hfusion.array.module import FusedModule
-from hfusion.core.membership import member_rows, own_row
-from hfusion.core.row_indices import cut_rows
+from hfusion.core.membership import member_rows
 from hfusion.population.best import marked_tensors
 
 
@@ -39,14 +38,12 @@ def mean_tensors(fused: FusedModule, shares: dict[int, float]) -> Iterator[tuple
     rows = list(shares)
     share = torch.tensor(list(shares.values()), dtype=torch.float64, device="cpu")
     for name, tensor, mark in marked_tensors(fused):
-        if (last_row := own_row(tensor, mark, rows[-1])) is None:
-            continue
         stack = member_rows(tensor, mark)
         if not stack.is_floating_point() and not stack.is_complex():
-            yield name, stack, last_row.clone()
+            yield name, stack, stack[rows[-1]].clone()
             continue
         values = stack if rows == list(range(len(stack))) else stack[torch.tensor(rows, device=stack.device)]
-        yield name, stack, weighted_mean(cut_rows(values, last_row.shape), share)
+        yield name, stack, weighted_mean(values, share)
 
 
 def weighted_mean(values: Tensor, shares: Tensor) -> Tensor:

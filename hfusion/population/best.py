@@ -15,9 +15,9 @@ from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint.reader import SaveReader
 from hfusion.checkpoint.save_contents import OWN, SaveWriter
 from hfusion.core.errors import CheckpointError
-from hfusion.core.membership import Membership, is_per_member, member_rows, membership, own_row
+from hfusion.core.membership import Membership, is_per_member, member_rows, membership
 from hfusion.core.patience import is_better, numbers
-from hfusion.core.row_indices import leading, rows_of
+from hfusion.core.row_indices import rows_of
 from hfusion.population.members import Roll, apart
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ def member_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor]]:
 
 def tensors_of_member(fused: FusedModule, row: int) -> dict[str, Tensor]:
     """Return a member's parameters and buffers by key, as views of the array's tensors; tied ones once."""
-    rows = {name: own_row(tensor, mark, row) for name, tensor, mark in marked_tensors(fused)}
-    return {name: view for name, view in rows.items() if view is not None}
+    return {name: member_rows(tensor, mark)[row] for name, tensor, mark in marked_tensors(fused)}
 
 
 def marked_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor, Membership]]:
@@ -61,7 +60,7 @@ def marked_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor, Membership
     fused._views.update(fused)
     for name, tensor in tensors(fused):
         mark = membership(tensor)
-        if mark is not None and mark.is_own and not mark.is_unused and id(tensor) not in visited:
+        if mark is not None and mark.is_own and id(tensor) not in visited:
             visited.add(id(tensor))
             yield name, tensor.detach(), mark
 
@@ -212,17 +211,15 @@ def write_records(writer: SaveWriter, records: Mapping[str, BestRecord], roll: R
     held = [record.weights or {} for record in rows]
     for name in dict.fromkeys(name for weights in held for name in weights):
         values = [weights[name] for weights in held if name in weights]
-        shape = map(max, zip(*(value.shape for value in values), strict=True))
-        stack = values[0].new_zeros(len(rows), *shape, device="cpu")
+        stack = values[0].new_zeros(len(rows), *values[0].shape, device="cpu")
         for row, weights in zip(stack, held, strict=True):
             if name in weights:
-                leading(row, weights[name].shape).copy_(weights[name])
+                row.copy_(weights[name])
         write(f"weights/{name}", stack)
 
 
 def read_records(wide: SaveReader, rows: Sequence[str | None], fused: FusedModule) -> dict[str, BestRecord]:
     """Return the records of the members in ``rows`` by name, if any. Raises CheckpointError if shapes differ."""
-    differ = isinstance(fused, FusedModule) and fused._array.has_variants
     records, start = {}, 0
     for saved, places in wide.parts:
         tags, first, start = rows[start : start + len(places)], start, start + len(places)
@@ -241,8 +238,6 @@ def read_records(wide: SaveReader, rows: Sequence[str | None], fused: FusedModul
                 weights = {}
                 for name, tensor in tensors_of_member(fused, row).items():
                     value = read(f"weights/{name}", index)
-                    if differ and value.dim() == tensor.dim():
-                        value = leading(value, tensor.shape)
                     if value.shape != tensor.shape:
                         raise CheckpointError(f"{saved.path}: the best {name} of {tag!r} has shape {list(value.shape)}")
                     weights[name] = value.to(tensor.device, copy=True)

@@ -128,17 +128,9 @@ def step_rows(pop: ArrayGroup, rows: Any, inputs: Any, target: Any, keywords: di
 
 
 def _small_population(pop: ArrayGroup, rows: Sequence[int], width: int) -> ChosenRows:
-    cache: dict[Any, ChosenRows] = vars(pop).setdefault("_chosen", {})
-    array = pop.fused._array
-    # Where members differ in submodules, an array of some has the stacks of their structures only.
-    variants = {array.comparison.variants[row] for row in rows} if pop.takes_variants else set[int]()
-    key = frozenset(array.structures[variant] for variant in variants)
-    chosen = cache.pop(key, None)
+    chosen: ChosenRows | None = vars(pop).get("_chosen")
     if chosen is None or not chosen.fits():
-        chosen = ChosenRows.of(pop, [*rows, *list(rows[:1]) * (width - len(rows))])
-    cache[key] = chosen
-    while len(cache) > MAX_STRUCTURES:
-        del cache[next(iter(cache))]
+        chosen = vars(pop)["_chosen"] = ChosenRows.of(pop, [*rows, *list(rows[:1]) * (width - len(rows))])
     chosen.load(rows, width)
     return chosen
 

@@ -7,13 +7,13 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import stacked
 from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.membership import member_rows
-from hfusion.core.row_indices import padded_rows, write_rows
+from hfusion.core.row_indices import write_rows
 from hfusion.optim import GradScaler
 from hfusion.optim.device_numbers import sent
 from hfusion.optim.group import membership_of
@@ -94,23 +94,23 @@ class GradientSums:
         if everybody:
             self.sums, self.absent = {}, {}
 
-    def of_rows(self, rows: Sequence[int], module: nn.Module) -> GradientSums:
-        """Return copies of the sums of members ``rows``, which are the members of ``module``."""
-        part, shapes = GradientSums(len(rows)), _row_shapes(module) if self.sums else {}
-        for name in self.sums.keys() & shapes.keys():
+    def of_rows(self, rows: Sequence[int]) -> GradientSums:
+        """Return copies of the sums of members ``rows``."""
+        part = GradientSums(len(rows))
+        for name, sums in self.sums.items():
             absent = self.absent[name]
-            part.sums[name] = padded_rows(self.sums[name][list(rows)], shapes[name])
+            part.sums[name] = sums[list(rows)]
             part.absent[name] = None if absent is None else absent[list(rows)]
         return part
 
-    def put_rows(self, rows: Sequence[int], part: GradientSums, module: nn.Module) -> None:
-        """Write the sums of the first members of ``part`` over those of members ``rows`` of ``module``."""
-        count, places, shapes = len(rows), list(rows), _row_shapes(module) if part.sums else {}
+    def put_rows(self, rows: Sequence[int], part: GradientSums) -> None:
+        """Write the sums of the first members of ``part`` over those of members ``rows``."""
+        count, places = len(rows), list(rows)
         for name in [*self.sums, *(name for name in part.sums if name not in self.sums)]:
             part_sums, part_absent = part.sums.get(name), part.absent.get(name)
             if name not in self.sums:
                 assert part_sums is not None
-                self.sums[name] = part_sums.new_zeros(self._members, *shapes[name])
+                self.sums[name] = part_sums.new_zeros(self._members, *part_sums.shape[1:])
                 self.absent[name] = torch.ones(self._members, dtype=torch.bool, device="cpu")
             if part_sums is None:
                 self.sums[name][places] = 0
@@ -129,8 +129,3 @@ class GradientSums:
             absent = torch.zeros(self._members, dtype=torch.bool, device="cpu") if absent is None else absent.clone()
             absent[list(rows)] = True
             self.absent[name] = absent
-
-
-def _row_shapes(module: nn.Module) -> dict[str, torch.Size]:
-    """Return the shape of a row of each stacked parameter, by key; for a plain model, the parameter's own shape."""
-    return {name: member_rows(p, membership_of(p)).shape[1:] for name, p in module.named_parameters()}

@@ -45,8 +45,6 @@ class Candidates:
 
 UNIQUE = "no other member has its modules and shapes"
 TWINS = "members of the same modules and shapes"
-# Reasons, by whether the members of an array may differ in submodules.
-TOGETHER = {False: TWINS, True: "members that were fused as variants, as they differ in submodules"}
 
 
 def signature(model: nn.Module) -> Any:

@@ -15,7 +15,7 @@ from hfusion.core.errors import CheckpointError
 from hfusion.population.group_options import GroupOptions
 from hfusion.population.grouping import grouped
 from hfusion.population.mixed import MixedMembers
-from hfusion.population.mixed_saving import groups_of, history, holds_variants, is_mixed, load_mixed, rows_of_saves
+from hfusion.population.mixed_saving import groups_of, history, is_mixed, load_mixed, rows_of_saves
 from hfusion.population.population import ArrayGroup
 from hfusion.population.saving import makes_of, models_of, restore, rows_of
 
@@ -56,9 +56,8 @@ def loaded_members(
     if not counted:
         shared = replace(shared, updates=replace(shared.updates, initial_calls=initial_calls))
     live = {row: models[row] for row, tag in enumerate(rows) if tag is not None}
-    if arrays and (all(map(holds_variants, groups)) or len(grouped(list(live.values()))) == 1):
+    if arrays and len(grouped(list(live.values()))) == 1:
         array = ArrayGroup(models, **options)
-        array.takes_variants = all(map(holds_variants, groups))
         restore(array, reader, rows, loader, random, counted)
         return array, shared
     mixed = load_mixed(groups, rows, live, shared, loader, random, counted)

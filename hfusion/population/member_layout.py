@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.joining_models import may_join
 from hfusion.core.calls import entry_counts
 from hfusion.population.grouping import PopulationGroup, may_share, signature
 from hfusion.population.members import key_of
@@ -46,8 +45,6 @@ class PlacedGroup:
 
     def may_take(self, model: nn.Module, model_signature: Any) -> bool:
         """Return whether the structure of a model, whose signature is ``model_signature``, allows it to join."""
-        if self.members.takes_variants:
-            return may_join(self.members.fused, model)
         return bool(self.signature == model_signature) and may_share(self.model, model)
 
     @property

@@ -23,7 +23,7 @@ from hfusion.population.best import BestRecord
 from hfusion.population.chosen_rows import check_stacked
 from hfusion.population.group_options import GroupOptions, value_of
 from hfusion.population.group_updates import GroupUpdates
-from hfusion.population.grouping import TOGETHER, Candidates, grouped, shared_frozen
+from hfusion.population.grouping import TWINS, Candidates, grouped, shared_frozen
 from hfusion.population.member_layout import MemberLayout, PlacedGroup, check_entries
 from hfusion.population.members import Event, EventKind, Roll, listed
 from hfusion.population.mixed_evaluation import evaluate_mixed, mixed_outputs
@@ -110,7 +110,7 @@ class MixedMembers:
         mixed.size, mixed.steps, mixed.tag_number, mixed.lineage = len(array), roll.step, roll.tag_number, roll.lineage
         if roll.live:
             rows = [row if tag is not None else None for row, tag in enumerate(roll.tags)]
-            mixed.add(array, rows, TOGETHER[array.takes_variants])
+            mixed.add(array, rows, TWINS)
         return mixed
 
     def add(self, members: ArrayGroup, rows: list[int | None], why: str, index: int | None = None) -> PlacedGroup:

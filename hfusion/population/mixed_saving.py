@@ -17,7 +17,7 @@ from hfusion.checkpoint.save import Root, Writing, in_thread
 from hfusion.checkpoint.save_contents import SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.population.group_options import GroupOptions
-from hfusion.population.grouping import TOGETHER, Candidates, grouped, shared_frozen
+from hfusion.population.grouping import Candidates, grouped, shared_frozen
 from hfusion.population.members import Event, EventKind
 from hfusion.population.mixed import MixedMembers
 from hfusion.population.plain_module import PlainModule
@@ -169,7 +169,6 @@ def load_mixed(
         reader = SaveReader.of([holder.saved for holder in holders], names)
         restore(members, reader, names, None, False, counted)
         members._updates.initial_calls = options.updates.initial_calls
-        members.takes_variants |= all(map(holds_variants, holders)) and len(places) > 1
         if not mixed.groups:
             mixed.options = mixed.options.with_initial_values(members)
         mixed.add(members, list(places), candidate.why)
@@ -198,22 +197,9 @@ def history(mixed: MixedMembers, saves: Iterable[Saved]) -> None:
         group.members._roll.lineage, group.members._roll.step = mixed.lineage, mixed.steps
 
 
-def holds_variants(group: SavedGroup) -> bool:
-    """Return whether the members of a group differ in submodules."""
-    return bool(group.saved.body["population"].get("variants"))
-
-
 def _candidates(models: Sequence[nn.Module], holders: Sequence[SavedGroup]) -> list[Candidates]:
-    """Divide models into groups: arrays of variants as they were saved, other models by structure."""
-    arrays: dict[SavedGroup, list[int]] = {}
-    for index, holder in enumerate(holders):
-        if holds_variants(holder):
-            arrays.setdefault(holder, []).append(index)
-    candidates = [Candidates(tuple(indices), TOGETHER[True]) for indices in arrays.values()]
-    others = [index for index, holder in enumerate(holders) if not holds_variants(holder)]
-    for candidate in grouped([models[index] for index in others]) if others else ():
-        of_models = Candidates(tuple(others[index] for index in candidate.models), candidate.why)
-        candidates += _as_saved(of_models, holders)
+    """Divide models into groups by structure, and by the differences in forward that were known when saved."""
+    candidates = [part for candidate in grouped(models) for part in _as_saved(candidate, holders)]
     return sorted(candidates, key=lambda candidate: candidate.models[0])
 
 

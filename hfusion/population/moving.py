@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.capture.registered_tensors import tensors
-from hfusion.core.membership import member_rows, membership, own_row
+from hfusion.core.membership import member_rows, membership
 from hfusion.core.row_indices import write_rows
 from hfusion.optim.group import membership_of
 from hfusion.optim.hyper import read
@@ -62,8 +62,7 @@ def copy_member_state(group: ArrayGroup, row: int) -> MemberState:
         for param in param_group["params"]:
             mark = membership_of(param)
             for entry, value in optimizer.state.get(param, {}).items():
-                if (row_value := own_row(value, mark, row)) is not None:
-                    state[mark.name, entry] = row_value.clone()
+                state[mark.name, entry] = member_rows(value, mark)[row].clone()
     scale = {} if group.scaler is None else {name: float(v[row]) for name, v in group.scaler.state_dict().items()}
     limits = {
         name: float(limit.values[row])
@@ -98,8 +97,8 @@ def put(group: ArrayGroup, row: int, member: MemberState, *, tensors_too: bool =
         member_tensors = dict(tensors(member.model))
         for name, tensor in tensors(group.fused):
             mark = membership(tensor)
-            if mark is not None and mark.is_own and (row_value := own_row(tensor.detach(), mark, row)) is not None:
-                row_value.copy_(member_tensors[name].detach())
+            if mark is not None and mark.is_own:
+                member_rows(tensor.detach(), mark)[row].copy_(member_tensors[name].detach())
     if group.scheduler is not None:
         group.scheduler.replace([row], member.make)
     for number, param_group in enumerate(optimizer.param_groups):

@@ -11,19 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from hfusion.array.array_editing import rearrange as rearrange_array
-from hfusion.array.joining_models import check_one_kind
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import per_model
 from hfusion.capture.registered_tensors import device_of
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.calls import call_arguments
-from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import FairLock
 from hfusion.core.member_random import keyed
 from hfusion.core.membership import is_per_member
 from hfusion.core.row_indices import Widths, check_once, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
-from hfusion.optim.added_stacks import stacks_to_take, take_stacks
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
 from hfusion.optim.native_kernels import FiniteCheck
@@ -76,8 +73,6 @@ class ArrayGroup(Saving, MembersByRow, MemberWeights):
             raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')
         plain = isinstance(models, PlainModule)
         self.fused: FusedModule = cast(Any, models) if plain else population_array(cast(Any, models))
-        # Whether members may differ in submodules, now or later.
-        self.takes_variants = not plain and self.fused._array.has_variants
         self.optimizer = optimizer(self.fused.parameters())
         if not isinstance(self.optimizer, FusedOptimizer):
             name = type(self.optimizer).__name__
@@ -294,13 +289,13 @@ class ArrayGroup(Saving, MembersByRow, MemberWeights):
             limits = self._limits.with_rows(rows, clip_norm, clip_value)
             updates = self._updates.restart(rows, accumulate)
             self._drop_gradients()
-            place_models(self, rows, models)
+            self.fused.put(rows, models)
             rearrange_optimizer(self.optimizer, [None if slot in rows else slot for slot in range(len(self))], hypers)
             if self.scheduler is not None:
                 self.scheduler.replace(rows, scheduler)
             if self.scaler is not None:
                 self.scaler.restart(rows)
-        self._limits, self._updates = limits, updates.fitted(self.fused)
+        self._limits, self._updates = limits, updates
         self._updates.clear(rows)
         for slot, name in zip(rows, tags, strict=True):
             self._roll.enter(slot, name)
@@ -401,36 +396,6 @@ class ArrayGroup(Saving, MembersByRow, MemberWeights):
         """See `hfusion.Population.evaluate`."""
         values = evaluate(self.fused, metric, loader, {row: self._roll.tag(row) for row in self._roll.live})
         return torch.tensor([values.get(row, math.nan) for row in range(len(self))], dtype=torch.float64, device="cpu")
-
-
-def place_models(array: ArrayGroup, rows: Sequence[int], models: Sequence[nn.Module]) -> None:
-    """Put ``models`` in ``rows`` of an array, and add the parameters that they bring to its optimizer.
-
-    Raises:
-        FusionError: a model cannot join, or it is not clear which param group takes its parameters. The array is
-            unchanged then.
-    """
-    if not array.takes_variants:
-        check_one_kind(array.fused, rows, models)
-        array.fused.put(rows, models)
-        return
-    _check_groups(array, models)
-    array.fused.put(rows, models)
-    take_stacks(array.optimizer, stacks_to_take(array.optimizer, None))
-
-
-def _check_groups(array: ArrayGroup, models: Sequence[nn.Module]) -> None:
-    parameters = dict(array.fused.named_parameters())
-    added = dict.fromkeys(
-        n for model in models for n, p in model.named_parameters() if p.requires_grad and n not in parameters
-    )
-    held = {id(param) for group in array.optimizer.param_groups for param in group["params"]}
-    partial = any(p.requires_grad and id(p) not in held for p in parameters.values())
-    if added and (partial or len(array.optimizer.param_groups) > 1):
-        raise FusionError(
-            f"the models that join have parameters of their own ({', '.join(added)}), and the optimizer of the array "
-            "has several param groups, or holds some parameters only"
-        )
 
 
 def step_together(pop: ArrayGroup, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:

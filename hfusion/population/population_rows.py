@@ -13,7 +13,7 @@ from hfusion.array.member_functions import MemberFunction, as_each
 from hfusion.core.row_indices import Widths, row_of
 from hfusion.optim.lr_scheduler import PerMember
 from hfusion.population.best import BestMembers
-from hfusion.population.grouping import TOGETHER, PopulationGroup
+from hfusion.population.grouping import TWINS, PopulationGroup
 from hfusion.population.hparams import Hparams
 from hfusion.population.members import Models
 from hfusion.population.mixed import MixedMembers
@@ -42,7 +42,7 @@ class PopulationRows:
     def groups(self) -> tuple[PopulationGroup, ...]:
         """The groups of members, with their kind and the reason."""
         if isinstance(self._members, ArrayGroup):
-            return (PopulationGroup(tuple(self._members._roll.live), "array", TOGETHER[self._members.takes_variants]),)
+            return (PopulationGroup(tuple(self._members._roll.live), "array", TWINS),)
         return tuple(group.described() for group in self._members.groups)
 
     def __len__(self) -> int:

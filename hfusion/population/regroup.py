@@ -13,7 +13,6 @@ from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.population.grouping import TWINS, UNIQUE, shared_frozen, shortened
 from hfusion.population.member_layout import PlacedGroup
 from hfusion.population.moving import MemberState, copy_member_state, put
-from hfusion.population.population import place_models
 
 if TYPE_CHECKING:
     from hfusion.population.mixed import MixedMembers
@@ -91,8 +90,7 @@ def _receive(target: PlacedGroup, states: Sequence[MemberState], rows: Sequence[
         target.rows = [*target.rows, *[None] * (len(array) - len(target.rows))]
     free_rows = array._roll.free[: len(states)]
     array._drop_gradients()
-    place_models(array, free_rows, [state.model for state in states])
-    array._updates = array._updates.fitted(array.fused)
+    array.fused.put(free_rows, [state.model for state in states])
     for free_row, row, state in zip(free_rows, rows, states, strict=True):
         put(array, free_row, state)
         target.rows[free_row] = row

@@ -24,7 +24,7 @@ from hfusion.checkpoint.save_contents import OWN, SaveWriter
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import member_rows
-from hfusion.core.row_indices import Widths, padded_rows
+from hfusion.core.row_indices import Widths
 from hfusion.optim.group import membership_of
 from hfusion.optim.lr_scheduler import Make
 from hfusion.population.accumulation import Accumulation
@@ -125,7 +125,6 @@ def gathered(pop: ArrayGroup, loader: Any, extra: Any) -> SaveWriter:
     writer.body["limits begun"] = encode(initial_limits, {}, "limits begun")
     writer.body["population"] = {
         "rows": roll.tags,
-        "variants": pop.takes_variants,
         "accumulate": pop._updates.initial_calls,
         "on_nonfinite": pop._on_nonfinite,
         "first": pop._widths.first,
@@ -324,10 +323,7 @@ def _saved_rows(wide: SaveReader, key: str, otherwise: Tensor) -> Tensor:
     for saved, places in wide.parts:
         stack = saved.tensors.get(OWN + key)
         stop = start + len(places)
-        if stack is not None and saved.body["module"].get("shapes") and stack.dim() == otherwise.dim():
-            rows.append(padded_rows(stack[places], otherwise.shape[1:]))
-        else:
-            rows.append(otherwise[start:stop].cpu() if stack is None else stack[places])
+        rows.append(otherwise[start:stop].cpu() if stack is None else stack[places])
         start = stop
     values = torch.cat(rows)
     if (values.dtype, values.shape) != (otherwise.dtype, otherwise.shape):

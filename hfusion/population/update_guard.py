@@ -16,7 +16,7 @@ from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import is_per_member, member_rows, membership
-from hfusion.core.row_indices import padded_rows, write_rows
+from hfusion.core.row_indices import write_rows
 from hfusion.optim import clip_grad_norm_, clip_grad_value_
 from hfusion.optim.hyper import HyperValue, member_vector, plain
 from hfusion.optim.native_kernels import FiniteCheck
@@ -201,7 +201,7 @@ class Buffers:
         for name, (_, before) in self._snapshots.items():
             if name in buffers._snapshots:
                 held = buffers._snapshots[name][1]
-                held.copy_(padded_rows(before[list(rows)], held.shape[1:]))
+                held.copy_(before[list(rows)])
         return buffers
 
     def put_rows(self, rows: Sequence[int], part: Buffers) -> None:

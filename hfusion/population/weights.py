@@ -13,8 +13,8 @@ from hfusion.array.member_functions import MemberFunction, as_each, training_row
 from hfusion.capture.registered_tensors import tensors
 from hfusion.core.row_indices import check_once, rows_of, write_rows
 from hfusion.population.accumulation import Accumulation
-from hfusion.population.average import check_alike, checked_weights, mean_tensors
-from hfusion.population.best import BestRecord, tensors_of_member
+from hfusion.population.average import checked_weights, mean_tensors
+from hfusion.population.best import BestRecord
 from hfusion.population.members import apart
 from hfusion.population.saving import in_turn
 
@@ -44,8 +44,6 @@ class MemberWeights:
         sources = _members(pop, rows)
         shares = checked_weights(weights, sources)
         targets = [] if into is None else _members(pop, None if isinstance(into, str) and into == "all" else into)
-        if pop.takes_variants:
-            check_alike({row: tensors_of_member(pop.fused, row) for row in dict.fromkeys([*sources, *targets])})
         if into is None:
             model = apart(pop.fused, sources[0])
             held = dict(tensors(model))

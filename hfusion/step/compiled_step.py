@@ -20,7 +20,6 @@ from hfusion.core.member_random import new_seeds
 from hfusion.core.row_indices import blocks_of
 from hfusion.device.team import Team
 from hfusion.passes.align import scalars
-from hfusion.passes.gather import has_variants
 from hfusion.step import program_cache
 from hfusion.step.compile_limits import TooManyOperators, Unprofitable, check_open, check_operators
 from hfusion.step.compile_request import CompileRequest, write_request
@@ -325,11 +324,9 @@ def too_many_kinds(forward: BoundProgram, loss: BoundProgram, size: int) -> str:
     """Return the reason against programs for blocks of ``size`` members; empty if there is none."""
     blocks = blocks_of(forward.compiled.program.members, size)
     count = len({scalars_of(forward, loss, rows) for rows in blocks})
-    variants = has_variants(forward.compiled.graph)
-    most, noun = (MAX_STRUCTURES, "members") if variants else (MAX_KINDS, "scalars")
     how = "one by one" if size == 1 else f"{size} at once"
-    why = f"members run {how}, each kind by a program of its own, and {noun} differ in {count} ways; at most {most} are"
-    return f"{why} worth it" if count > most else ""
+    why = f"members run {how}, each kind by a program of its own, and scalars differ in {count} ways"
+    return f"{why}; at most {MAX_KINDS} are worth it" if count > MAX_KINDS else ""
 
 
 def _block_key(
@@ -351,7 +348,7 @@ def _origin(source: BoundProgram) -> Any:
     A loss may have been captured several times, for arrays with other numbers of members.
     """
     compiled = source.compiled
-    has_state = compiled.constants or compiled.opaque or any(scalars(compiled.graph, compiled.program.members))
+    has_state = compiled.constants or compiled.opaque or any(scalars(compiled.graph))
     return compiled.origin if has_state else str(compiled.graph)
 
 
@@ -362,7 +359,5 @@ def traits(tensors: Sequence[Tensor]) -> Any:
 
 def scalars_of(forward: BoundProgram, loss: BoundProgram, rows: range) -> tuple[Any, ...]:
     """Return, for each of ``rows``, the scalars in which members differ; equal blocks share a program."""
-    values = [
-        v for compiled in (forward.compiled, loss.compiled) for v in scalars(compiled.graph, compiled.program.members)
-    ]
+    values = [v for compiled in (forward.compiled, loss.compiled) for v in scalars(compiled.graph)]
     return tuple(tuple(repr(per_member[member]) for per_member in values) for member in rows)

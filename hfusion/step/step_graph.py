@@ -236,7 +236,6 @@ def _trace(
     if all(tensor.device.type == "cpu" for tensor in traced_tensors) and draws(forward, loss):
         seeds = [mode.from_tensor(torch.zeros(rows, dtype=torch.int64, device="cpu"), static_shapes=True)]
     reached: list[int] = []
-    partial = forward.partial_ids
 
     def step(*inputs: Tensor) -> list[Tensor]:
         held = dict(zip(ids, inputs[:count], strict=True))
@@ -246,9 +245,6 @@ def _trace(
         if checks:
             inputs[count - 1].copy_(torch.stack([failed.expand(rows) for failed in checks]).any(0))
         grads = _gradients(losses, [inputs[k] for k in trained])
-        # If only some members have a parameter, blocks without it return zero gradients.
-        blank = [grad is None and id_ in partial for grad, id_ in zip(grads, (ids[k] for k in trained), strict=True)]
-        grads = [torch.zeros_like(inputs[k]) if b else g for k, b, g in zip(trained, blank, grads, strict=True)]
         reached.extend(k for k, grad in zip(trained, grads, strict=True) if grad is not None)
         return _separate(inputs, [losses.detach(), *(grad for grad in grads if grad is not None)])
 
@@ -304,7 +300,7 @@ def _check(source: BoundProgram, shapes: Sequence[Sequence[Any]]) -> None:
 
 def captured_dims(forward: BoundProgram, loss: BoundProgram, call: StepCall) -> list[frozenset[int]]:
     """Return, for each tensor of a call, the dynamic dims in the captures, counted without the members' dim."""
-    outputs = forward.compiled.program.result_count
+    outputs = forward.compiled.program.out_spec.num_leaves
     dims = (*forward.compiled.dims, *loss.compiled.dims[outputs:])
     leaves = (*call.inputs.leaves, *call.target.leaves)
     return [leaf_dims for leaf, leaf_dims in zip(leaves, dims, strict=True) if isinstance(leaf, BATCHED)]
@@ -334,8 +330,7 @@ def refilled(call: StepCall, tensors: Sequence[Tensor]) -> StepCall:
 def _losses(
     forward: BoundProgram, loss: BoundProgram, held: Mapping[int, Tensor], call: StepCall, checks: list[Tensor]
 ) -> Tensor:
-    results = _run(forward, held, call.inputs.values, checks)
-    outputs = [value for result in results for value in (result if isinstance(result, list) else [result])]
+    outputs = _run(forward, held, call.inputs.values, checks)
     rows = [out.shape[1:] if isinstance(out, Tensor) else () for out in outputs]
     _check(loss, [*rows, *call.target.shapes])
     # The loss takes the flattened outputs, then the flattened target.

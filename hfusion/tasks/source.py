@@ -28,7 +28,6 @@ from hfusion.core.ragged import Ragged
 from hfusion.device.backend import backend
 from hfusion.passes.cost.cost import operators, symbol_sizes
 from hfusion.passes.cost.flops import SymbolSizes, concrete
-from hfusion.passes.gather import rows_of
 from hfusion.passes.partition.match_cuts import match_cuts
 from hfusion.passes.partition.split_program import input_names, split
 from hfusion.runtime.recipe import Batch, Recipe
@@ -273,8 +272,7 @@ class Stream:
 
     def _losses(self, program: Program, outputs: Sequence[Any], target: Any) -> Tensor:
         device = next(leaf.device for leaf in pytree.tree_leaves(list(outputs)) if isinstance(leaf, Tensor))
-        results = program.joined(outputs)
-        value = results[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(results, program.out_spec)
+        value = outputs[0] if program.out_spec.is_leaf() else pytree.tree_unflatten(list(outputs), program.out_spec)
         losses = self._loss(value, _map_tensors(target, lambda tensor: tensor.to(device, non_blocking=True)))
         if not isinstance(losses, Tensor) or losses.shape != (len(self._members),):
             form = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
@@ -322,15 +320,7 @@ def _examples(program: Program, sizes: SymbolSizes, device: torch.device) -> lis
     """Return zeros in the shapes of the program's outputs, to try the loss with."""
     (outputs,) = next(node for node in program.module.graph.nodes if node.op == "output").args
     assert isinstance(outputs, list | tuple)
-    # A list is a result whose shape differs between members: one block per shape.
-    return [
-        [_zeros(block, len(rows_of(block) or ()), sizes, device) for block in node]
-        if isinstance(node, list)
-        else _zeros(node, program.members, sizes, device)
-        if isinstance(node, fx.Node)
-        else node
-        for node in outputs
-    ]
+    return [_zeros(node, program.members, sizes, device) if isinstance(node, fx.Node) else node for node in outputs]
 
 
 def _zeros(node: fx.Node, members: int, sizes: SymbolSizes, device: torch.device) -> Any:

@@ -35,7 +35,6 @@ from hfusion.passes.cost.flops import (
     sizes_of,
 )
 from hfusion.passes.cost.roofline import Seconds, Work, conversion_seconds, seconds
-from hfusion.passes.gather import width
 
 # Operators that Inductor fuses, besides those that torch tags as pointwise: pointwise ones without the tag, sums and
 # extrema, and norms, whose results are pointwise functions of the operand and of sums over it.
@@ -178,10 +177,10 @@ class _Tracing:
         return bytes_of(node.meta.get("example"), self.batch) * self.copies(node)
 
     def copies(self, node: fx.Node) -> int:
-        """Return for how many members a value is held: of a tensor of the array, also for those who lack it."""
+        """Return for how many members a value is held."""
         if node.meta.get("layout") is Layout.SHARED:
             return 1
-        return self.members if node.op == "placeholder" else width(node, self.members)
+        return self.members
 
     def placeholder(self, node: fx.Node, slot: Slot) -> None:
         example = node.meta.get("example")
@@ -241,7 +240,7 @@ class _Tracing:
             arithmetic, times = self.copies(node) * flops(origin, self.batch), products(origin, trained)
             more = self.copies(node) * more_of(node_lowering, origin, self.batch, self.rates)
             dtype = dtype_of(origin)
-        calls = width(node, self.members) if node_lowering.loops else 1
+        calls = self.members if node_lowering.loops else 1
         return seconds(
             node_lowering, Work(calls, arithmetic, times, more, traffic, tracked, is_view, dtype), self.rates
         )
@@ -251,7 +250,7 @@ class _Tracing:
         example, convert = node.meta.get("example"), node.meta["lowering"].fn
         weight = any(self.roots[source].slot is not None for source in node.all_input_nodes)
         image = isinstance(example, Tensor) and example.dim() > 3 and not weight
-        members = width(node, self.members)
+        members = self.members
         size = bytes_of(example, self.batch) * members
         return conversion_seconds(convert, size, members, self.rates, tracked=node in self.tracked, image=image)
 

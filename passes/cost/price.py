@@ -22,7 +22,6 @@ from hfusion.passes.cost.roofline import (
     reorders,
     seconds,
 )
-from hfusion.passes.gather import width
 from hfusion.passes.layouts import Price
 
 # Factor on the estimated cost of packing: estimates of calls are accurate to a fifth, and a gain that is smaller than
@@ -65,7 +64,7 @@ class Model:
         return Price(estimate.total + self._unfolding(node, call))
 
     def _work(self, node: fx.Node, call: Call) -> Work:
-        members = width(node, self.members)
+        members = self.members
         calls = members if call.lowering.loops else 1
         tracked = node in self.tracked
         if call.lowering.view.likely:
@@ -79,13 +78,13 @@ class Model:
     def move(self, value: Value, convert: Conversion) -> float:
         tracked, image = value.node in self.tracked, _is_image(value.node)
         estimate = conversion_seconds(
-            convert, self._size(value.node), width(value.node, self.members), self.rates, tracked=tracked, image=image
+            convert, self._size(value.node), self.members, self.rates, tracked=tracked, image=image
         )
         return estimate.total * (CAUTION if convert in PACKING else 1.0)
 
     def _size(self, node: fx.Node) -> int:
-        """Return the bytes of a value for all members that compute it."""
-        return self.bytes.get(node, 0) * width(node, self.members)
+        """Return the bytes of a value for all members."""
+        return self.bytes.get(node, 0) * self.members
 
     def _unfolding(self, node: fx.Node, call: Call) -> float:
         """Return the seconds to copy an image whose dims a view merges in a loop; channels-last makes that a copy."""
@@ -100,7 +99,7 @@ class Model:
         for item in leaves((call.args, call.kwargs), (Value, Operand)):
             value = item.value if isinstance(item, Operand) else item
             alone = value.shared and call.layout is not Layout.LISTED
-            total += self.bytes.get(value.node, 0) * (1 if alone else width(node, self.members))
+            total += self.bytes.get(value.node, 0) * (1 if alone else self.members)
         return total
 
 
