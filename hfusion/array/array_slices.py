@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hfusion.array.gathered_rows import part_of
 from hfusion.array.member_module import RowView
 from hfusion.array.member_views import Views
-from hfusion.array.split_by_mode import Split, part_of
+from hfusion.array.members_apart import MembersApart
 from hfusion.capture.skeleton import live_rows
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import freeze_rows, frozen_rows
@@ -100,7 +101,7 @@ class SliceViews(Views):
             freeze_rows(stack, None if frozen is None else frozen[list(self._chosen)])
         self.note(fused)
 
-    def heed(self, fused: FusedModule, calling: bool = False) -> Split | None:
+    def heed(self, fused: FusedModule, calling: bool = False) -> MembersApart | None:
         """Apply changes as `update` does. Raises FusionError if members then differ in modes or have hooks."""
         self.update(fused)
         whole, members = self._whole, self.members_by_row

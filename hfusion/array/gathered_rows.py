@@ -6,18 +6,18 @@ without a capture.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hfusion.array.array_editing import Kinds, changed_tensors, enter
 from hfusion.array.member_views import Views
 from hfusion.array.program_reuse import Kin, trust
 from hfusion.array.resize_stacks import resize
-from hfusion.array.split_by_mode import copied_rows, part_of
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
@@ -31,6 +31,42 @@ from hfusion.torch_private.module_hooks import has_global_hooks
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
+
+
+def part_of(fused: FusedModule, rows: Sequence[int], stack: Callable[[Tensor, Any], Tensor]) -> FusedModule:
+    """Return an array of some members, in the modes of ``fused``.
+
+    Args:
+        stack: ``stack(whole, rows)`` returns a tensor of it; ``rows`` is None for a tensor that all members share.
+    """
+    from hfusion.array.module import FusedModule
+
+    array = fused._array
+    comparison, variants = array.comparison.of_members(rows)
+    skeletons = tuple(array.skeletons[variant] for variant in variants)
+    part = replace(array, members=len(rows), skeletons=skeletons, comparison=comparison, origins=WeakIdKeyDictionary())
+    for parameter, (member, name) in array.origins.items():
+        if member in rows:
+            part.origins[parameter] = (list(rows).index(member), name)
+    shared = comparison.shared
+    stacks_by_id: dict[int, Tensor] = {}
+    stacks: dict[str, Tensor] = {}
+    for name, whole in fused.stacks.items():
+        if name in array.shapes:
+            if id(whole) not in stacks_by_id:
+                stacks_by_id[id(whole)] = stack(whole, None if name in shared else rows)
+            stacks[name] = stacks_by_id[id(whole)]
+    fused_part = FusedModule(part, stacks)
+    modes = fused.training_by_path()
+    for path, module in fused_part.named_modules(remove_duplicate=False):
+        module.training = modes[path]
+    return fused_part
+
+
+def copied_rows(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
+    """Return a copy of rows of a stack, or a shared tensor (``rows`` is None) without a copy; keeps parameters."""
+    copy = stack.detach() if rows is None else stack.detach()[list(rows)]
+    return nn.Parameter(copy, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else copy
 
 
 @dataclass(eq=False)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hfusion.array.changing_attributes import AttributeChanges
 from hfusion.array.member_module import RowView, settings_of, tensor_states, without_hooks
 from hfusion.array.member_relocation import check_fits, put_tensor, rearranged
-from hfusion.array.split_by_mode import Split, flags_read
+from hfusion.array.members_apart import MembersApart, apart, flags_read
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import live_rows, skeleton
 from hfusion.core.errors import FusionError
@@ -38,7 +38,7 @@ class Views:
     """The members that were accessed, by row.
 
     Attributes:
-        split: how the array computes members that differ in modes or hooks; None where all are computed together.
+        split: the members, if they differ in modes or hooks and so run their own code; None otherwise.
         touched: whether a member may have been changed since the last `heed`.
         words: counts assignments of attributes and hooks of members, so that a change invalidates traces of the array.
         watched: the rows of members that are referenced outside, or were read since.
@@ -47,12 +47,11 @@ class Views:
     def __init__(self, fused: FusedModule) -> None:
         self._fused = weakref.ref(fused)
         self.members: dict[int, RowView] = {}
-        self.split: Split | None = None
+        self.split: MembersApart | None = None
         self.touched = False
         self.words = 0
         self.attributes = AttributeChanges()
         self.ties: dict[int, RowGradients] = {}
-        self._parts: dict[Any, FusedModule] = {}
         self.slices: weakref.WeakValueDictionary[range, FusedModule] = weakref.WeakValueDictionary()
         self.watched: set[int] = set()
         self._modes: list[bool] = []
@@ -135,7 +134,6 @@ class Views:
 
     def follow(self, fused: FusedModule) -> None:
         """Make the members' tensors views of the array's tensors again, after their memory has changed."""
-        self._parts.clear()
         self._cut_slices()
         if self.members:
             self._align(fused, list(self.members))
@@ -194,7 +192,7 @@ class Views:
         """Return the array to which the members belong, and their rows there."""
         return fused, range(len(fused))
 
-    def heed(self, fused: FusedModule, calling: bool = False) -> Split | None:
+    def heed(self, fused: FusedModule, calling: bool = False) -> MembersApart | None:
         """Apply the changes made to members since the last call, and return how the array computes them.
 
         Args:
@@ -341,7 +339,7 @@ class Views:
             self.members[row].fingerprint = fingerprint
 
     def _divide(self, fused: FusedModule) -> None:
-        """Update `split`: divide members by modes and hooks, or set None if all can be computed together."""
+        """Update `split`: None if all members can be computed together."""
         base = fused.training_by_path()
         member_modes = {row: member.training for row, member in self.members.items()}
         modes = [tuple({**base, **member_modes.get(row, {})}.values()) for row in range(len(fused))]
@@ -350,8 +348,11 @@ class Views:
             hooked = dict.fromkeys(range(len(fused)), self.attributes.changing) | hooked
         trained = flags_read(fused)
         if hooked or len(set(modes)) > 1 or any(flags != trained[0] for flags in trained):
+            for row in range(len(fused)):
+                if row not in self.members:
+                    self.add(fused, row)
             by_path = [dict(zip(base, row, strict=True)) for row in modes]
-            self.split = Split.of(fused, by_path, trained, hooked, self.members, self._parts)
+            self.split = apart(by_path, trained, hooked, self.members)
             return
         self.split = None
         for (_, branch), mode in zip(fused.named_modules(remove_duplicate=False), modes[0], strict=True):

@@ -24,13 +24,13 @@ from hfusion.array.failed_assertions import REFUSALS, call_members
 from hfusion.array.function_program_cache import note_call
 from hfusion.array.member_relocation import differing_settings, restore, unfused
 from hfusion.array.member_views import Views
+from hfusion.array.members_apart import MembersApart, check_together
 from hfusion.array.methods import call_method, method_names
 from hfusion.array.module_tree import STATE, Tree, fixed_of, grow, modules_by_path
 from hfusion.array.number_buffers import NumberBuffers, compiler_of
 from hfusion.array.overridden_modes import own_modes
 from hfusion.array.program_reuse import TraceCache
-from hfusion.array.ragged_calls import by_size, size_reports
-from hfusion.array.split_by_mode import Split, check_together
+from hfusion.array.ragged_calls import run_ragged, size_reports
 from hfusion.array.unfused_calls import plain_stacks, run_members, unserved
 from hfusion.array.unstacked_inputs import UnstackedInputs, hint_at_stacked
 from hfusion.array.variable_states import Situations
@@ -127,9 +127,11 @@ class FusedModule(Rows, Tree):
             return exported(self, self._exportable, args, kwargs)
         arguments = Arguments.of(args, kwargs)
         try:
-            split = by_size(self, arguments) if arguments.ragged else self._split(calling=True)
+            split = self._split(calling=True)
             if split is not None:
                 return split.run(self, arguments)
+            if arguments.ragged:
+                return run_ragged(self, arguments)
             compiled = self._program(arguments)
         except NotCaptured as error:
             self._loops[f"{self._original}: loop over members: {error}"] = None
@@ -179,8 +181,8 @@ class FusedModule(Rows, Tree):
         self._leave(compiled)
         return output
 
-    def _split(self, calling: bool = False) -> Split | None:
-        """The split of members that differ in modes or hooks; None if all are computed together."""
+    def _split(self, calling: bool = False) -> MembersApart | None:
+        """The members, if they differ in modes or hooks and run their own code; None if all are computed together."""
         return self._views.heed(self, calling) if self._views else None
 
     def _leave(self, compiled: Compiled) -> None:

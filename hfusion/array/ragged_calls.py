@@ -22,17 +22,23 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from hfusion.array.failed_assertions import REFUSALS, call_members
 from hfusion.array.function_program_cache import note_call
+from hfusion.array.gathered_rows import copied_rows, part_of
+from hfusion.array.members_apart import flags_read, holding
 from hfusion.array.program_reuse import trust
-from hfusion.array.ragged_rows import check_ragged, rows_by_size
-from hfusion.array.split_by_mode import MemberGroup, Split, copied_rows, flags_read, part_of
+from hfusion.array.ragged_rows import DIFFERENT_SIZES, check_ragged, joined_blocks, rows_by_size
+from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.compiled_program import Compiled
+from hfusion.compiler.bound_program import bind
+from hfusion.compiler.compiled_program import Compiled, check_members
 from hfusion.compiler.fusion_report import FusionReport
 from hfusion.compiler.program_rows import of_rows
 from hfusion.compiler.verify import GRADIENTS, TIGHT, allowed_differences, fixed_projection, relative_difference
 from hfusion.core.calls import StackedInput
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import ForwardsDiffer, FusionError
+from hfusion.core.gradient_usage import of_rows as gradients_of_rows
+from hfusion.core.member_random import seeds_of_rows
 from hfusion.core.program import Kind
 from hfusion.core.ragged import Ragged
 from hfusion.device.backend import active_autocast
@@ -234,6 +240,66 @@ def _outcome(outputs: Sequence[Any], parameters: Mapping[str, Tensor]) -> list[t
     return results
 
 
+@dataclass(frozen=True, eq=False)
+class MemberGroup:
+    """Members ``rows`` as an array whose parameters have memory only while it is captured."""
+
+    rows: tuple[int, ...]
+    array: FusedModule
+
+    def ready(self, fused: FusedModule, arguments: Arguments) -> Compiled:
+        """Return the program for a call with ``arguments``, captured and checked with the current values."""
+        array = self.array
+        cached = array.find(arguments)
+        if cached is not None and id(cached) in array._checks:
+            return cached
+        stacks = fused.stacks
+        for name, tensor in tensors(array):
+            if name not in array._array.comparison.shared:
+                tensor.data = stacks[name].detach()[list(self.rows)]
+        try:
+            compiled = array._program(arguments)
+            array._check_once(compiled, arguments)
+        except ForwardsDiffer as error:
+            raise error.of_rows(self.rows) from error
+        finally:
+            for parameter in array.parameters():
+                parameter.data = parameter.new_zeros(()).expand(parameter.shape)
+        if compiled.modes:
+            raise FusionError(
+                f"forward of {array._original} sets train and eval modes, and batches have different sizes; set the "
+                "modes before the call, by train() or eval() of the array"
+            )
+        return compiled
+
+    def run(self, fused: FusedModule, compiled: Compiled, arguments: Arguments, watch: bool) -> Any:
+        """Return the outputs of the group's members, whose arguments are ``arguments``."""
+        array, rows, members = self.array, list(self.rows), len(fused)
+        stacks, shared = dict(tensors(fused)), array._array.comparison.shared
+        fixed = {name for name, parameter in array.named_parameters() if not parameter.requires_grad}
+        index = {device: torch.tensor(rows, device=device) for device in {t.device for t in stacks.values()}}
+        rows_by_id: dict[int, Tensor] = {}
+        group_tensors = {
+            name: stack
+            if name in shared
+            else rows_by_id.setdefault(id(stack), stack.index_select(0, index[stack.device]))
+            for name, stack in stacks.items()
+        }
+        group_tensors = {name: tensor.detach() if name in fixed else tensor for name, tensor in group_tensors.items()}
+        with (
+            holding(dict(array.named_modules(remove_duplicate=False)), group_tensors),
+            gradients_of_rows(rows, members),
+            seeds_of_rows(rows),
+        ):
+            outputs = bind(compiled, array, len(rows) if watch else None)(arguments.values)
+        with torch.no_grad():
+            for name in compiled.written - shared:
+                stacks[name].detach()[rows] = group_tensors[name].detach()
+        if compiled.opaque:
+            array._situations.ran([call.module_path for call in compiled.opaque])
+        return outputs
+
+
 # Maximum number of arrays of some of the members that are cached for further calls.
 MAX_ARRAYS = 64
 
@@ -255,74 +321,62 @@ def size_reports(fused: FusedModule) -> list[FusionReport]:
     return [FusionReport((), (), size_lines(fused)), *arrays]
 
 
-def by_size(fused: FusedModule, arguments: Arguments) -> SizeGroups:
-    """Return how an array computes arguments of which some are ragged."""
+def run_ragged(fused: FusedModule, arguments: Arguments) -> Any:
+    """Return the outputs of all members for arguments of which some are ragged."""
     check_ragged(len(fused), arguments)
     if in_transform():
         raise FusionError(
             f"a fused {fused._original} is called inside of torch.func with batches of different sizes "
             f"({arguments.ragged[0]}), which no transform takes; give batches of one size, or transform the members"
         )
-    return SizeGroups(fused._split())
-
-
-@dataclass(frozen=True)
-class SizeGroups:
-    """Members divided by size, after ``split`` has divided them by modes and hooks."""
-
-    split: Split | None
-
-    def run(self, fused: FusedModule, arguments: Arguments) -> Any:
-        """Return the outputs of all members."""
-        if self.split is None:
-            outputs = run_padded(fused, arguments, partial(self._by_size, fused, arguments))
-            if outputs is not None:
-                return outputs
-        outputs = self._by_size(fused, arguments, range(len(fused)))
+    outputs = run_padded(fused, arguments, partial(_run_by_size, fused, arguments))
+    if outputs is None:
+        outputs = _run_by_size(fused, arguments, range(len(fused)))
         note_call(fused)
-        return outputs
+    return outputs
 
-    def _by_size(self, fused: FusedModule, arguments: Arguments, rows: Sequence[int]) -> Any:
-        """Compute members ``rows`` (all members, if they are split by modes) with one call for each size."""
-        split = self.split
-        if split is None:
-            flags = flags_read(fused)
-            divided = [(list(rows), fused.training_by_path(), flags[0] if flags else {})]
-        else:
-            divided = [(list(group.rows), *_modes_and_trained(group.array)) for group in split.groups]
-        groups = [
-            _group(fused, size_rows, modes, trained, arguments)
-            for members, modes, trained in divided
-            for size_rows in rows_by_size(arguments, members)
-        ]
-        hooked_members, why = ({}, "") if split is None else (split.hooked_members, split.why)
-        return Split(None, tuple(groups), hooked_members, why or "batches have different sizes").run(fused, arguments)
+
+def _run_by_size(fused: FusedModule, arguments: Arguments, rows: Sequence[int]) -> Any:
+    """Compute members ``rows`` with one call for each size, and join the results in the members' order."""
+    check_members(len(fused), arguments)
+    groups = [_group(fused, size_rows, arguments) for size_rows in rows_by_size(arguments, rows)]
+    calls = [(group, arguments.of_rows(group.rows)) for group in groups]
+    compiled = [group.ready(fused, inputs) for group, inputs in calls]
+    watch = any(program.opaque for program in compiled)
+    parts: list[tuple[Sequence[int], Any]] = []
+    for (group, inputs), program in zip(calls, compiled, strict=True):
+        try:
+            outputs = group.run(fused, program, inputs, watch)
+        except REFUSALS as error:
+            call_members([fused._member(row) for row in group.rows], inputs, error)
+            group.array._compiler.distrust(group.array._modes(inputs), inputs, program, str(error))
+            outputs = group.run(fused, group.ready(fused, inputs), inputs, True)
+        parts.append((group.rows, outputs))
+    return joined_blocks(parts, DIFFERENT_SIZES)
 
 
 def _modes_and_trained(array: FusedModule) -> tuple[dict[str, bool], dict[str, bool]]:
     return array.training_by_path(), {name: p.requires_grad for name, p in array.named_parameters()}
 
 
-def _group(
-    fused: FusedModule, rows: list[int], modes: dict[str, bool], trained: dict[str, bool], arguments: Arguments
-) -> MemberGroup:
-    """Return members ``rows``, whose batches have one size, as an array in ``modes``."""
+def _group(fused: FusedModule, rows: list[int], arguments: Arguments) -> MemberGroup:
+    """Return members ``rows``, whose batches have one size, as an array."""
     variants = fused._array.comparison.variants
-    pattern = tuple(variants[row] for row in rows)
-    group = MemberGroup(tuple(rows), _sized(fused, pattern, rows, modes, trained))
+    group = MemberGroup(tuple(rows), _sized(fused, tuple(variants[row] for row in rows), rows))
     if group.ready(fused, arguments.of_rows(rows)).opaque:
         # Code that runs member by member may store state on members, so this array serves only these rows.
-        return MemberGroup(tuple(rows), _sized(fused, ("rows", *rows), rows, modes, trained))
+        return MemberGroup(tuple(rows), _sized(fused, ("rows", *rows), rows))
     return group
 
 
-def _sized(
-    fused: FusedModule, key: Any, rows: list[int], modes: dict[str, bool], trained: dict[str, bool]
-) -> FusedModule:
+def _sized(fused: FusedModule, key: Any, rows: list[int]) -> FusedModule:
     arrays = _arrays.setdefault(fused, {})
     kinds = tuple((tensor.dtype, tensor.device) for tensor in fused.stacks.values())
-    flags = tuple(trained.get(name, p.requires_grad) for name, p in fused.named_parameters())
-    key = (fused._number, key, tuple(modes.values()), kinds, flags)
+    modes, trained = _modes_and_trained(fused)
+    flags = flags_read(fused)
+    # Where forward reads which parameters need a gradient, the members train the same ones.
+    trained |= flags[0] if flags else {}
+    key = (fused._number, key, tuple(modes.values()), kinds, tuple(trained.values()))
     sized = arrays.pop(key, None)
     if sized is None:
         variants = fused._array.comparison.variants
@@ -333,8 +387,8 @@ def _sized(
         del arrays[next(iter(arrays))]
     for path, branch in sized.array.named_modules():
         branch.training = modes[path]
-    for (_, parameter), flag in zip(sized.array.named_parameters(), flags, strict=True):
-        parameter.requires_grad_(flag)
+    for name, parameter in sized.array.named_parameters():
+        parameter.requires_grad_(trained[name])
     return sized.array
 
 

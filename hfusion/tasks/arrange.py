@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from hfusion.array.fuse import fuse
+from hfusion.array.members_apart import check_alike
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
 from hfusion.array.shared_programs import share_programs
-from hfusion.array.split_by_mode import check_alike
 from hfusion.capture.attribute_fingerprint import fingerprint
 from hfusion.core.errors import ForwardsDiffer, PlanError
 from hfusion.device.backend import random_states_kept
