@@ -247,7 +247,6 @@ def enter(fused: FusedModule, before: Sequence[Any], after: Sequence[Any], array
     while len(states) > MAX_STATES:
         _drop(fused, states.pop(next(iter(states))).compiler)
     fused._enter(states[after])
-    fused._number_buffers.restart()
 
 
 def written_keys(fused: FusedModule) -> frozenset[str]:

@@ -27,7 +27,6 @@ from hfusion.array.member_views import Views
 from hfusion.array.members_apart import MembersApart, check_together
 from hfusion.array.methods import call_method, method_names
 from hfusion.array.module_tree import STATE, Tree, fixed_of, grow, modules_by_path
-from hfusion.array.number_buffers import NumberBuffers, compiler_of
 from hfusion.array.overridden_modes import own_modes
 from hfusion.array.program_reuse import TraceCache
 from hfusion.array.ragged_calls import run_ragged, size_reports
@@ -71,7 +70,6 @@ class FusedModule(Rows, Tree):
         self._states: dict[Any, ArrayState] = {}
         self._numbers, self._number = itertools.count(1), 0
         self._situations = Situations()
-        self._number_buffers = NumberBuffers()
         self._unstacked = UnstackedInputs()
         self._compiler = self._new_compiler()
         self._views = Views(self)
@@ -97,7 +95,7 @@ class FusedModule(Rows, Tree):
         array, looped = self._array, self._situations.looped
         variants, shared = array.comparison.variants, array.comparison.shared
         spec = ArraySpec(self._original, array.members, variants, shared, self._member, tune=array.tune, looped=looped)
-        return Compiler(spec, make_program=compiler_of(self))
+        return Compiler(spec)
 
     def _mark(self) -> None:
         mark_tensors(self._array, dict(tensors(self)))
@@ -215,9 +213,7 @@ class FusedModule(Rows, Tree):
     def _traced(self, arguments: Arguments) -> Compiled:
         """Return the checked program for a call that Dynamo traces. Dynamo traces again if modes have changed."""
         check_together(self, "torch.compile")
-        # Dynamo guards on modes, but not on values of buffers.
-        with self._number_buffers.left_out():
-            compiled = self._program(arguments)
+        compiled = self._program(arguments)
         self._check_once(compiled, arguments)
         self._leave(compiled)
         return compiled
@@ -255,9 +251,6 @@ class FusedModule(Rows, Tree):
         if partly := compiled.written & self._array.comparison.partly:
             self._compiler.clear()
             raise partly_written(min(partly))
-        if self._number_buffers.hold(compiled.numbers):
-            self._forget()
-            self._compiler.adopt(self._modes(arguments), arguments, compiled)
         self._unstacked.look(self._original, compiled, arguments, len(self))
         self._on_program(compiled)
         return compiled
@@ -273,8 +266,7 @@ class FusedModule(Rows, Tree):
         """Return the state that programs of one `ArrayState` depend on: variables that code reads, train and eval."""
         if not torch.compiler.is_dynamo_compiling():
             self._situations.look(self._array.skeletons, self._branches, arguments)
-        values = 0 if torch.compiler.is_dynamo_compiling() else self._number_buffers.key(self)
-        return (self._situations.number, values, *[branch.training for branch in self._branches])
+        return (self._situations.number, *[branch.training for branch in self._branches])
 
     def _pattern(self, arguments: Arguments | None = None) -> tuple[Any, ...]:
         """Return the state that programs depend on: `_modes`, and the `ArrayState` of the members."""

@@ -31,7 +31,6 @@ STATE = frozenset(
         "_states",
         "_number",
         "_numbers",
-        "_number_buffers",
         "_unstacked",
         "_situations",
         "_array_position",

@@ -88,8 +88,7 @@ class Kin:
         """Yield the programs of ``earlier`` members for such a call, each with the contents of these members."""
         for contents, compiler in earlier:
             program = compiler.fitting(modes, arguments)
-            # Values of buffers belong to rows; the fingerprints of members do not contain them.
-            if program is not None and not program.numbers:
+            if program is not None:
                 yield contents, program
 
     def _filled(self, contents: Sequence[Any], program: Compiled, modes: Any, arguments: Arguments) -> Compiled | None:

@@ -71,8 +71,8 @@ def _made_once(
         _programs.move_to_end(key)
         return _programs[key].compiled
     compiled = make(subject, arguments, training, sizes)
-    # Programs that run members' own code, or hold values of buffers, depend on these very members.
-    if key is not None and not compiled.opaque and not compiled.numbers and not subject.looped:
+    # Programs that run members' own code depend on these very members.
+    if key is not None and not compiled.opaque and not subject.looped:
         _programs[key] = _Shared(compiled, fused._array.skeletons)
         if len(_programs) > MAX_PROGRAMS:
             _programs.popitem(last=False)
@@ -82,7 +82,7 @@ def _made_once(
 def _key(fused: FusedModule, subject: ArraySpec, arguments: Arguments, sizes: VaryingSizes) -> Any:
     """Return all that a program depends on, hashable; None where the reads of forward are unknown."""
     array = fused._array
-    if subject.looped or sizes != UNKNOWN or fused._number_buffers.names:
+    if subject.looped or sizes != UNKNOWN:
         return None
     values = [leaf for leaf in arguments.leaves if not is_tensors(leaf)]
     states = [read_model(skeleton, *values) for skeleton in array.skeletons]

@@ -85,8 +85,6 @@ class Compiled:
     modes: Mapping[str, bool] = field(default_factory=dict)
     memory_orders: tuple[Any, ...] | None = None
     """The `Arguments.memory_orders` of inputs that the program is valid for; None if it is valid for all."""
-    numbers: frozenset[str] = frozenset()
-    """The keys of the buffers whose values the program holds as constants."""
     origin: object = field(default_factory=object)
     """The same object in all programs that were derived from one capture, for any members."""
     calls: tuple[Any, ...] = ()

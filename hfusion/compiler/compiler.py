@@ -159,11 +159,6 @@ class Compiler:
                 stacklevel=3,
             )
 
-    def adopt(self, training: Any, arguments: Arguments, compiled: Compiled) -> None:
-        """Add a program that was made for another training pattern to this one."""
-        self._keep((training, arguments.key), compiled)
-        self.families.setdefault((training, arguments.loose_key), []).append(compiled)
-
     def distrust(self, training: Any, arguments: Arguments, compiled: Compiled, why: str) -> None:
         """Remove a program that inferred wrong sizes; later programs for this kind of call infer none."""
         loose = arguments.loose_key

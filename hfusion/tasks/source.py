@@ -14,7 +14,6 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from hfusion.array.module import FusedModule
-from hfusion.array.number_buffers import held_values
 from hfusion.array.per_model import PerModel
 from hfusion.array.shared_programs import check_once
 from hfusion.compiler.compiled_program import Compiled
@@ -137,7 +136,6 @@ class Stream:
         self._latest: Minibatch
         self._recipes: dict[Any, Recipe] = {}
         # The program of each recipe, with the values of buffers that are constants in it.
-        self._held: dict[Any, tuple[Compiled, Any]] = {}
 
     def next(self, drawing: AbstractContextManager[None] | None = None) -> Batch:
         """Return the next minibatch. Raises PlanError if an epoch was shorter or longer than the loader's length."""
@@ -217,14 +215,7 @@ class Stream:
             branching=program.members if compiled.opaque else None,
         )
         self._recipes[minibatch.key] = recipe
-        self._held[minibatch.key] = compiled, held_values(self._programs.array, compiled)
         return recipe
-
-    def forget_stale(self) -> None:
-        """Drop recipes whose programs hold outdated buffer values, for example after loading a checkpoint."""
-        for key, (compiled, values) in list(self._held.items()):
-            if held_values(self._programs.array, compiled) != values:
-                del self._recipes[key], self._held[key]
 
     def _read(self) -> Generator[Minibatch, None, None]:
         loader_length = length(self._loader)

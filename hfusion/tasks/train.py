@@ -235,8 +235,6 @@ class _TrainRun:
         stack.callback(state.close)
         seed = int(torch.randint(1 << 62, (), device="cpu")) if setup.task.seed is None else setup.task.seed
         streams = [stream] if evaluation is None else [stream, evaluation]
-        for data_stream in streams:
-            data_stream.forget_stale()
         eager = self._eager_reason(index, recipe, saved)
         training = self._training(index, state, names, streams, limits, seed if saved is None else saved["seed"], eager)
         if index in self._steps:
