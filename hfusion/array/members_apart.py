@@ -62,8 +62,8 @@ def apart(
     other = next((row for row, member_modes in enumerate(modes) if member_modes != modes[0]), None)
     if other is not None:
         path = next(path for path, mode in modes[0].items() if modes[other][path] != mode)
-        names = ["train" if modes[row][path] else "eval" for row in (0, other)]
-        reasons.append(f"{path or 'member'} is in {names[0]} mode in member 0, in {names[1]} mode in member {other}")
+        rows = [[row for row, flags in enumerate(modes) if flags[path] == mode] for mode in (True, False)]
+        reasons.append(f"{path or 'member'} is in train mode in members {rows[0]}, in eval mode in {rows[1]}")
     elif not reasons:
         reasons.append("forward reads which parameters need a gradient, in which members differ")
     key = [tuple(tuple(row.items()) for row in rows) for rows in (modes, trained)]

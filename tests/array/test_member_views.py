@@ -373,7 +373,7 @@ def test_torch_optimizers_refuse_members_that_do_not_train() -> None:
     fused.requires_grad_()
     optimizer.step()
     fused[0].get_submodule("norm").eval()
-    with pytest.raises(hf.FusionError, match="norm is in eval mode in members"):
+    with pytest.raises(hf.FusionError, match="norm is in train mode in members"):
         torch.export.export(fused, (inputs(),))
 
 
