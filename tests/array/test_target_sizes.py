@@ -63,13 +63,6 @@ def alone(loss: Callable[..., Tensor], targets: list[Tensor], steps: int) -> tup
     return models, torch.stack(losses)
 
 
-def by_train_step(loss: Callable[..., Tensor], targets: list[Tensor], compile: bool) -> tuple[list[nn.Module], Tensor]:
-    fused = hf.fuse(heads())
-    step = hf.train_step(fused, loss, sgd(list(fused.parameters())), compile=compile)
-    losses = torch.stack([step(X, hf.stacked(targets)).detach() for _ in range(3)])
-    return list(fused.unfuse()), losses
-
-
 def by_population(loss: Callable[..., Tensor], targets: list[Tensor], compile: bool) -> tuple[list[nn.Module], Tensor]:
     pop = hf.Population(heads(), optimizer=sgd, loss=loss, compile=compile)
     losses = torch.stack([pop.step(X, hf.stacked(targets)).detach() for _ in range(3)])
@@ -82,7 +75,7 @@ def by_train(loss: Callable[..., Tensor], targets: list[Tensor], compile: bool) 
     return list(result.models), result.losses
 
 
-TRAINED = {"train_step": by_train_step, "Population": by_population, "train": by_train}
+TRAINED = {"Population": by_population, "train": by_train}
 
 
 @pytest.mark.parametrize("compile", [False, True])

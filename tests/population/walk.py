@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedules
 
 import hfusion as hf
-from hfusion.core.row_indices import leading
 
 DOUBLE = torch.float64
 # Measured over 200 walks of 40 acts: 2.1e-14, by centered RMSprop, which takes a square from another one.
@@ -67,17 +66,6 @@ class Recurrent(nn.Module):
         return self.last(self.cells(x[:, :, None])[0][:, -1])
 
 
-ACTIVATIONS: list[Callable[[], nn.Module]] = [nn.LeakyReLU, nn.PReLU, nn.GELU, nn.Tanh]
-NORMS: list[Callable[[], nn.Module]] = [lambda: nn.BatchNorm1d(8), lambda: nn.LayerNorm(8), nn.Identity]
-
-
-def variant(kind: int) -> nn.Module:
-    """Members of other kinds differ in the activation, the norm, and the size of a layer."""
-    act, norm, width = ACTIVATIONS[kind % 4], NORMS[kind % 3], (3, 5)[kind % 2]
-    layers = [nn.Linear(5, 8, bias=False), norm(), act(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, width), nn.Tanh()]
-    return nn.Sequential(*layers, nn.Linear(width, 3)).double()
-
-
 BASE = nn.Linear(5, 5).double().requires_grad_(False)
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -86,7 +74,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "convolved": lambda: Convolved().double(),
     "recurrent": lambda: Recurrent().double(),
     "on a frozen base": lambda: nn.Sequential(BASE, nn.GELU(), nn.Linear(5, 3)).double(),
-    "variants": lambda: variant(0),
 }
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -159,8 +146,6 @@ class Alone:
     norm: float = math.inf
     value: float = math.inf
     accumulate: int = 1
-    kind: int | None = None
-    """The variant, for a member that may differ from others in submodules."""
     age: int = 0
     calls: int = 0
     """Number of calls made so far in the present update."""
@@ -241,12 +226,11 @@ class Walk:
         self.names = 0
         self.worst = 0.0
         self.acts: list[str] = []
-        differ = self.options.model == "variants"
-        members = [self.member() for _ in range(self.draw.choice([2, 3, 5, 9] if differ else [1, 2, 3, 5, 9]))]
+        members = [self.member() for _ in range(self.draw.choice([1, 2, 3, 5, 9]))]
         tags = [self.name() for _ in members]
         self.alone = dict(zip(tags, members, strict=True))
         models = [own_copy(member.model) for member in members]
-        self.pop = hf.Population(hf.fuse(models) if differ else models, **self.given(tags), tags=tags)
+        self.pop = hf.Population(models, **self.given(tags), tags=tags)
         self.set_rates(range(len(members)))
 
     def name(self) -> str:
@@ -255,20 +239,14 @@ class Walk:
 
     def member(self) -> Alone:
         options, draw = self.options, self.draw
-        kind = None
-        if options.model == "variants":
-            # The first two differ.
-            kind = self.names if self.names < 2 else draw.randrange(12)
-            self.names += 1
         return Alone(
-            MODELS[options.model]() if kind is None else variant(kind),
+            MODELS[options.model](),
             options,
             draw.choice([0.001, 0.01, 0.03]),
             draw.choice(list(SCHEDULES.values())) if options.scheduled else None,
             draw.choice([0.1] if options.one_limit else [0.1, 1.0]) if options.clip_norm else math.inf,
             draw.choice([0.01] if options.one_limit else [0.01, 0.1]) if options.clip_value else math.inf,
             draw.choice(options.accumulate),
-            kind,
         )
 
     def given(self, rows: Sequence[str | None]) -> dict[str, Any]:
@@ -474,20 +452,11 @@ class Walk:
             else:
                 names = self.draw.sample(tags, self.draw.randint(1, len(tags)))
                 rows = list(names)
-            make: Any = MODELS[self.options.model]
-            if self.options.model == "variants":
-                make = self.alike
-            self.pop = hf.Population.load(folder, make, tags=names, **self.given(rows))
+            self.pop = hf.Population.load(folder, MODELS[self.options.model], tags=names, **self.given(rows))
         loaded_tags = set(tags if names is None else names)
         self.alone = {tag: member for tag, member in self.alone.items() if tag in loaded_tags}
         self.frozen &= loaded_tags
         assert self.pop.tags == rows
-
-    def alike(self, tag: str) -> nn.Module:
-        """A new model of a member's structure."""
-        kind = self.alone[tag].kind
-        assert kind is not None
-        return variant(kind)
 
     def deepcopy(self) -> None:
         self.pop = copy.deepcopy(self.pop)
@@ -501,7 +470,7 @@ class Walk:
         parameters = dict(self.alone[tag].model.named_parameters())
         name = self.draw.choice([n for n, p in parameters.items() if p.requires_grad and "norm" not in n])
         with torch.no_grad():
-            leading(self.pop.fused.get_parameter(name)[row], parameters[name].shape).fill_(math.nan)
+            self.pop.fused.get_parameter(name)[row].fill_(math.nan)
             parameters[name].fill_(math.nan)
         if tag in self.frozen:
             return
