@@ -1,9 +1,9 @@
-"""Faults planted one at a time, and whether the tests find them: the table is in planted_faults.toml.
+"""Faults planted one at a time, and the tests that find them: the table is planted_faults.toml.
 
-``python -m tests.planted_faults`` plants each fault in a copy of this folder, never in the folder itself, and runs the
-tests that mirror the changed file, first those of ``make test``, then those of ``make test-all``; ``--quick`` runs no
-more, and otherwise all tests of the folder follow until one fails. Results go to a file
-of JSON lines, and faults that have one there are left out. Names of faults as arguments choose some.
+``python -m tests.planted_faults`` plants each fault in a copy of this folder, never in the folder itself, and runs tests
+until one fails: those that found the fault before, then the tests of the room whose line is changed, then all. Which
+test found a fault is written to planted_faults.json, so that the next run begins with it. ``--quick`` runs no more than
+the tests of the room. Names of faults as arguments choose some.
 """
 
 from __future__ import annotations
@@ -18,107 +18,103 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
+from tests.slow_tests import function_of, slow_functions
+
 ROOT = Path(__file__).parents[1]
-TABLE = Path(__file__).with_suffix(".toml")
-# A run of the tests that takes longer counts as one that a fault lets hang.
-SECONDS = 1200
+TABLE, RECORD = Path(__file__).with_suffix(".toml"), Path(__file__).with_suffix(".json")
+# A run of the whole suite that takes longer counts as one that a fault lets hang.
+SECONDS = 7200
+# A single test that takes longer fails.
+TEST_SECONDS = 300
+PACKAGE = ("hfusion", "ops", "passes")
 LEFT_OUT = (".git", ".venv*", "build", "dist", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One change of a file.
+    """One change of a line, or of a few.
 
     Attributes:
         name: of the fault, unique.
-        file: relative to the folder of the project.
-        old: text that occurs once in the file.
+        old: text that occurs once in the package, so that the fault stays where its file is moved.
         new: its replacement.
         symptom: what a user would see.
-        tests: further files and folders of tests that are likely to find it, besides the file that mirrors ``file``.
     """
 
     name: str
-    file: str
     old: str
     new: str
     symptom: str
-    tests: tuple[str, ...] = ()
 
-    def planted(self, text: str) -> str:
-        """Return the text of the file with the fault. Raises ValueError if ``old`` does not occur exactly once."""
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: {self.file} has {text.count(self.old)} places with {self.old!r}, not one")
-        return text.replace(self.old, self.new)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of a fault.
-
-    Attributes:
-        fault: its name.
-        killed_by: a test that fails with it; None if it survived.
-        fast: whether `make test` runs such a test; None if nobody looked.
-        seconds: of all runs.
-    """
-
-    fault: str
-    killed_by: str | None
-    fast: bool | None
-    seconds: int
+    def file_in(self, folder: Path) -> Path:
+        """Return the file of the package in ``folder`` that has the text ``old``. Raises ValueError unless one has it,
+        once.
+        """
+        places = [(path, text.count(self.old)) for path, text in sources(folder).items() if self.old in text]
+        if len(places) != 1 or places[0][1] != 1:
+            found = ", ".join(f"{path.relative_to(folder)} ({count})" for path, count in places) or "none"
+            raise ValueError(f"{self.name}: {self.old!r} must have one place, and has {found}")
+        return places[0][0]
 
 
 def faults() -> list[Fault]:
     """Return the table."""
-    table = tomllib.loads(TABLE.read_text())
-    return [Fault(name, **{**entry, "tests": tuple(entry.get("tests", ()))}) for name, entry in table.items()]
+    return [Fault(name, **entry) for name, entry in tomllib.loads(TABLE.read_text()).items()]
 
 
-def mirror(file: str) -> tuple[str, str]:
-    """Return the test file and the folder of tests that mirror a file of the package.
+def record() -> dict[str, list[str]]:
+    """Return the tests that found each fault in earlier runs, by its name."""
+    found: dict[str, list[str]] = json.loads(RECORD.read_text())
+    return found
 
-    >>> mirror("hfusion/optim/adam.py"), mirror("passes/cost/price.py")
-    (('tests/optim/test_adam.py', 'tests/optim'), ('tests/passes/cost/test_price.py', 'tests/passes'))
+
+@cache
+def sources(folder: Path) -> dict[Path, str]:
+    """Return the texts of the package's files in ``folder``, without those that are reached through links."""
+    paths = [
+        path
+        for root in PACKAGE
+        for kind in ("*.py", "*.c")
+        for path in sorted((folder / root).rglob(kind))
+        if not any(parent.is_symlink() for parent in path.parents)
+    ]
+    return {path: path.read_text() for path in paths}
+
+
+def room_tests(file: str) -> list[str]:
+    """Return the folder or file with the tests of a room, and the room's doctests.
+
+    >>> room_tests("hfusion/optim/adam.py"), room_tests("passes/cost/cost.py")
+    (['tests/optim', 'hfusion/optim'], ['tests/passes', 'passes'])
     """
-    path = Path(file)
-    parts = path.parts[1:] if path.parts[0] == "hfusion" else path.parts
-    return Path("tests", *parts[:-1], f"test_{path.stem}.py").as_posix(), f"tests/{parts[0]}"
-
-
-def nearest(fault: Fault) -> tuple[str, ...]:
-    """Return the tests that are likeliest to find a fault: the file that mirrors the changed one, and its ``tests``."""
-    test_file, folder = mirror(fault.file)
-    return tuple(dict.fromkeys([*[test_file] * (ROOT / test_file).exists(), *fault.tests])) or (folder,)
+    parts = Path(file).with_suffix("").parts
+    room = parts[0] if parts[0] in PACKAGE[1:] else parts[1]
+    source = "/".join(parts[:2]) if parts[0] == PACKAGE[0] else room
+    paths = [f"tests/{room}", f"tests/test_{room}.py", source, f"{source}.py"]
+    return [path for path in paths if (ROOT / path).exists()]
 
 
 @contextmanager
-def copied() -> Iterator[Path]:
-    """Context manager: a copy of this folder, which is removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="hfusion-faults-") as folder:
-        copy = Path(folder) / "hfusion"
-        shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
-        yield copy
-
-
-@contextmanager
-def planted(fault: Fault, copy: Path) -> Iterator[None]:
-    """Context manager in which ``copy`` has the fault."""
-    path = copy / fault.file
+def planted(fault: Fault, copy: Path) -> Iterator[Path]:
+    """Context manager in which ``copy`` has the fault. Yields the changed file."""
+    path = fault.file_in(copy)
     before = path.read_text()
-    path.write_text(fault.planted(before))
+    path.write_text(before.replace(fault.old, fault.new))
     _forget_bytecode(path)
     try:
-        yield
+        yield path
     finally:
         path.write_text(before)
         _forget_bytecode(path)
@@ -130,9 +126,10 @@ def _forget_bytecode(path: Path) -> None:
         compiled.unlink()
 
 
-def failing_tests(copy: Path, paths: Sequence[str], *, fast: bool, first: bool = True) -> list[str]:
-    """Run pytest in ``copy`` and return the tests that fail, only one if ``first``."""
-    options = ["-q", "-p", "no:cacheprovider", "--tb=no", *["-x"] * first, *["--fast"] * fast, *paths]
+def failing_tests(copy: Path, paths: Sequence[str], *, fast: bool = False, first: bool = True) -> list[str] | None:
+    """Run pytest in ``copy`` and return the tests that fail, only one if ``first``; None if a path has no test."""
+    options = ["-q", "-p", "no:cacheprovider", "--tb=no", f"--timeout={TEST_SECONDS}"]
+    options += [*["-x"] * first, *["--fast"] * fast, *paths]
     output = copy.parent / "output.txt"
     if (child := os.fork()) == 0:
         _run_pytest(copy, options, output)
@@ -146,6 +143,8 @@ def failing_tests(copy: Path, paths: Sequence[str], *, fast: bool, first: bool =
     text = output.read_text(errors="replace")
     found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     status = os.waitstatus_to_exitcode(done[1])
+    if status == 4 and "ERROR: not found:" in text:
+        return None
     if status in (3, 4):
         raise RuntimeError(f"pytest could not run {options}:\n{text[-4000:]}")
     return found or [f"{paths[0]}: exit status {status}"] * (status not in (0, 5))
@@ -175,62 +174,75 @@ def _run_pytest(copy: Path, options: list[str], output: Path) -> NoReturn:
         os._exit(status)
 
 
-def tried(fault: Fault, copy: Path, *, quick: bool) -> Result:
-    """Plant a fault and run its nearest tests, then those of the whole folder, until one fails.
+def find(fault: Fault, known: Sequence[str], quick: bool, copy: Path) -> str | None:
+    """Plant a fault and return a test that fails with it; None if none does.
 
     Args:
-        quick: run the nearest tests only.
+        known: tests that found it before.
+        quick: run no more than the tests of its room.
     """
-    start = time.monotonic()
-    _, folder = mirror(fault.file)
-    near, wide = nearest(fault), (folder, f"hfusion/{folder.removeprefix('tests/')}")
-    slow: list[str] = []
-    with planted(fault, copy):
-        fast = failing_tests(copy, near, fast=True)
-        if not fast:
-            slow = failing_tests(copy, near, fast=False)
-        if not fast and not quick:
-            fast = failing_tests(copy, wide, fast=True)
-        if not fast and not slow and not quick:
-            slow = failing_tests(copy, wide, fast=False)
-    killed_by = next(iter([*fast, *slow]), None)
-    return Result(fault.name, killed_by, bool(fast) if fast or not quick else None, round(time.monotonic() - start))
+    with planted(fault, copy) as path:
+        room = room_tests(path.relative_to(copy).as_posix())
+        stages = [
+            *([partial(failing_tests, copy, known)] if known else []),
+            *(partial(failing_tests, copy, room, fast=fast) for fast in (True, False)),
+            *(partial(failing_tests, copy, ["."], fast=fast) for fast in (True, False) if not quick),
+        ]
+        return next((failing[0] for stage in stages if (failing := stage())), None)
 
 
-def checked(results: Collection[Result], copy: Path) -> list[str]:
-    """Return which of the tests that killed a fault fail without one, too."""
-    tests = {result.killed_by for result in results if result.killed_by and "::" in result.killed_by}
-    return failing_tests(copy, sorted(tests), fast=False, first=False) if tests else []
+_copy: Path
+
+
+def _take_copy(folders: Any) -> None:
+    global _copy
+    _copy = folders.get()
+
+
+def _find_in_copy(fault: Fault, known: Sequence[str], quick: bool) -> str | None:
+    return find(fault, known, quick, _copy)
+
+
+def found_by(chosen: Sequence[Fault], known: dict[str, list[str]], workers: int, quick: bool) -> dict[str, str | None]:
+    """Return the test that finds each fault, None for none, and write each to the record as it comes."""
+    context = get_context("fork")
+    found: dict[str, str | None] = {}
+    with tempfile.TemporaryDirectory(prefix="hfusion-faults-") as root:
+        folders = context.Queue()
+        for number in range(workers):
+            copy = Path(root) / str(number) / "hfusion"
+            shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
+            folders.put(copy)
+        with ProcessPoolExecutor(workers, context, _take_copy, (folders,)) as pool:
+            runs = {pool.submit(_find_in_copy, fault, known.get(fault.name, []), quick): fault for fault in chosen}
+            for run in as_completed(runs):
+                name, test = runs[run].name, run.result()
+                found[name] = test
+                print(f"{name}: {test}", flush=True)
+                if test is not None and "::" in test:
+                    RECORD.write_text(json.dumps({**record(), name: [test]}, indent=1, sort_keys=True) + "\n")
+        new = sorted({test for name, test in found.items() if test is not None and test not in known.get(name, ())})
+        for test in failing_tests(copy, new, first=False) or () if new else ():
+            print(f"fails without a fault, too: {test}")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="of faults; by default all")
-    parser.add_argument("--results", type=Path, default=ROOT / "build" / "planted_faults.jsonl")
-    parser.add_argument("--quick", action="store_true", help="run the tests nearest to each fault only")
+    parser.add_argument("--workers", type=int, default=2, help="faults that are tried at once")
+    parser.add_argument("--quick", action="store_true", help="run no more than the tests of each fault's room")
     options = parser.parse_args()
-    chosen = [fault for fault in faults() if not options.names or fault.name in options.names]
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    options.results.touch()
+    table = {fault.name: fault for fault in faults()}
+    chosen = [table[name] for name in options.names or table]
     # Once, for all runs: what the package itself imports.
     for name in ("torch._dynamo", "torch._inductor"):
         import_module(name)
-    lines = options.results.read_text().splitlines()
-    results = {result.fault: result for result in (Result(**json.loads(line)) for line in lines)}
-    with copied() as copy:
-        for fault in chosen:
-            before = results.get(fault.name)
-            if before is None or (before.fast is None and not options.quick):
-                results[fault.name] = result = tried(fault, copy, quick=options.quick)
-                with options.results.open("a") as file:
-                    file.write(json.dumps(asdict(result)) + "\n")
-                print(result, flush=True)
-        of_chosen = [results[fault.name] for fault in chosen]
-        for test in checked(of_chosen, copy):
-            print(f"fails without a fault, too: {test}")
-    survived = [result.fault for result in of_chosen if result.killed_by is None]
-    fast = sum(result.fast is True for result in of_chosen)
-    print(f"{len(chosen)} faults: {fast} killed by make test, {len(chosen) - len(survived)} by make test-all")
+    found = found_by(chosen, record(), options.workers, options.quick)
+    slow = slow_functions()
+    fast = sum(test is not None and function_of(test) not in slow for test in found.values())
+    survived = [name for name, test in found.items() if test is None]
+    print(f"{len(found)} faults: {fast} found by make test, {len(found) - len(survived)} by make test-all")
     print(f"survived: {', '.join(survived) or 'none'}")
 
 
