@@ -126,7 +126,7 @@ soak: $(VENV)/.cluster
 
 # FAULTS: names of some, by default all.
 faults: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.planted_faults $(FAULTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.planted_faults --workers $(WORKERS) $(FAULTS)
 
 ops-sweep: $(STAMP)
 	$(BIN)/python -m tests.ops_sweep --docs docs/reference/coverage.md
