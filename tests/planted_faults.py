@@ -1,9 +1,9 @@
 """Faults planted one at a time, and the tests that find them: the table is planted_faults.toml.
 
-``python -m tests.planted_faults`` plants each fault in a copy of this folder, never in the folder itself, and runs tests
-until one fails: those that found the fault before, then the tests of the room whose line is changed, then all. Which
-test found a fault is written to planted_faults.json, so that the next run begins with it. ``--quick`` runs no more than
-the tests of the room. Names of faults as arguments choose some.
+``python -m tests.planted_faults`` plants each fault in a copy of this folder, never in the folder itself, and runs
+tests until one fails: those that found the fault before, then the tests of the room whose line is changed, then all.
+Which test found a fault is written to planted_faults.json, so that the next run begins with it. ``--quick`` runs no
+more than the tests of the room. Names of faults as arguments choose some.
 """
 
 from __future__ import annotations

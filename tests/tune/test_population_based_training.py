@@ -242,6 +242,10 @@ def test_values_stay_in_their_bounds() -> None:
         for name, distribution in distributions.items():
             assert distribution._contains(distribution.to_internal_repr(params[name])), (name, params[name])
     assert choices == {"a", None}
+    anew = hf.PBT(resample_probability=1.0)
+    drawn = [anew.explored(params, distributions, lambda changed: True, draw)["log"] for _ in range(300)]
+    # Half of all draws from a log range lie below its geometric mean.
+    assert 100 < sum(value < 10**-2.5 for value in drawn) < 200
 
 
 def test_impossible_settings() -> None:
