@@ -47,7 +47,7 @@ def test_all_choices_at_once_also_after_a_kill(tmp_path: Path) -> None:
 PARTS: dict[str, tuple[dict[str, list[Any]], dict[str, Any]]] = {
     "classes": ({"optimizer": [hf.optim.SGD, torch.optim.Adam, "lion"]}, {}),
     "sweep's own defaults": ({"epochs": [1, 3]}, {"clip_norm": 0.05, "accumulate": 4}),
-    "clip or not": ({"clip_norm": [None, 0.01]}, {}),
+    "clip or not": ({"clip_norm": [None, 0.01]}, {"clip_norm": 0.05}),
     "accumulate": ({"accumulate": [1, 3, 50]}, {"clip_norm": 0.5}),
 }
 

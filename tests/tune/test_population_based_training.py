@@ -30,6 +30,7 @@ def sweep(folder: Path | None = None, kill: int = 0, **options: Any) -> hf.Sweep
             "lr": trial.suggest_float("lr", 1e-4, 0.3, log=True),
             "momentum": trial.suggest_float("momentum", 0.0, 0.9),
             "hidden": 4 * trial.suggest_int("width", 1, 2),
+            "clip_norm": trial.suggest_float("clip_norm", 0.02, 0.5, log=True),
         }
 
     def metric(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -69,13 +70,14 @@ def alone(trials: list[Any], rule: Any = lambda name, param: {}) -> list[list[fl
         first = trial.user_attrs.get("hfusion:suggested", trial.params)
         model = make_model(4 * first["width"])
         groups = [{"params": [param], **rule(name, param)} for name, param in model.named_parameters()]
-        runs.append((model, torch.optim.SGD(groups, lr=first["lr"], momentum=first["momentum"])))
+        runs.append((model, torch.optim.SGD(groups, lr=first["lr"], momentum=first["momentum"]), first["clip_norm"]))
     for epoch in range(EPOCHS):
-        for number, (model, optimizer) in enumerate(runs):
+        for number, (model, optimizer, clip_norm) in enumerate(runs):
             torch.manual_seed(epoch)
             for inputs, target in data["loader"]:
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), target).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
                 optimizer.step()
             inputs, target = (torch.cat(part) for part in zip(*data["eval_loader"], strict=True))
             with evaluating(model), torch.no_grad():
@@ -84,10 +86,10 @@ def alone(trials: list[Any], rule: Any = lambda name, param: {}) -> list[list[fl
         for number, trial in enumerate(trials):
             for event in trial.user_attrs.get("hfusion:copies", []):
                 if event["epoch"] == epoch + 1:
-                    model, optimizer = copy.deepcopy(before[event["source"]])
+                    model, optimizer, _ = copy.deepcopy(before[event["source"]])
                     for group, (name, param) in zip(optimizer.param_groups, model.named_parameters(), strict=True):
                         group.update({key: event["params"][key] for key in ("lr", "momentum")} | rule(name, param))
-                    runs[number] = model, optimizer
+                    runs[number] = model, optimizer, event["params"]["clip_norm"]
     return values
 
 
