@@ -200,8 +200,9 @@ def test_errors(name: str) -> None:
         call(pop)
 
 
-def test_a_copy_of_a_member_without_a_record_has_none() -> None:
-    pop = hf.Population([MODELS["normed"]() for _ in range(2)], **OPTIONS)
+@pytest.mark.parametrize("kinds", [("normed", "normed"), ("normed", "tied")], ids="-".join)
+def test_a_copy_of_a_member_without_a_record_has_none(kinds: tuple[str, str]) -> None:
+    pop = hf.Population([MODELS[kind]() for kind in kinds], **OPTIONS)
     pop.best.update([0.5, 0.25])
     pop.best.clear(0)
     pop.copy(0, 1)
