@@ -369,6 +369,23 @@ def test_the_best_weights_of_each(tmp_path: Path) -> None:
         assert restored.best.scores[[0, 1, 2, 4, 5]].tolist() == [1.0, 1.0, 1.0, 5.0, 1.0]
 
 
+def test_an_evaluation_is_in_eval_mode_and_changes_no_member() -> None:
+    models = [
+        nn.Sequential(nn.Linear(5, size), nn.BatchNorm1d(size), nn.Dropout(), nn.Linear(size, 3)).double()
+        for size in (4, 6)
+    ]
+    pop = hf.Population(models, optimizer=adamw(0.01), loss=F.cross_entropy, compile=False)
+    x, y = torch.randn(8, 5, dtype=torch.float64), torch.randint(3, (8,))
+    pop.step(x, y)
+    before = [state(member) for member in pop.models]
+    values = pop.evaluate(F.cross_entropy, [(x, y)])
+    for value, member, expected in zip(values, pop.models, before, strict=True):
+        assert member is not None
+        for name, tensor in state(member).items():
+            assert torch.equal(tensor, expected[name])
+        close(value, F.cross_entropy(copy.deepcopy(member).eval()(x), y))
+
+
 def test_the_average_of_members_of_one_shape() -> None:
     pop, members = pair(["tanh", "relu", "tanh", "narrow"], {}, [{}] * 4)
     run(pop, list(members), 2)

@@ -90,7 +90,7 @@ def of_all(kind: str, values: Sequence[dict[str, Any]], params: Any) -> Any:
 def test_some_rows_and_own_numbers_of_calls_equal_members_alone(optimizer: str, compiled: bool) -> None:
     """20 steps of any rows, in any order, of members with statistics: updates of 1, 2 and 4 calls."""
     torch.manual_seed(0)
-    members, accumulate = 5, [1, 2, 4, 1, 2]
+    members, accumulate, limits = 5, [1, 2, 4, 1, 2], [0.05, 0.1, 0.2, 0.4, 0.7]
     kind, hypers = OPTIMIZERS[optimizer]
     models = [normed() for _ in range(members)]
     alone = Alone(models, lambda row, params: getattr(torch.optim, kind)(params, **hypers(row)), accumulate)
@@ -99,7 +99,7 @@ def test_some_rows_and_own_numbers_of_calls_equal_members_alone(optimizer: str, 
         optimizer=lambda params: of_all(kind, [hypers(row) for row in range(members)], params),
         loss=F.cross_entropy,
         accumulate=accumulate,
-        clip_norm=0.7,
+        clip_norm=limits,
         compile=compiled,
     )
     for step in range(20):
@@ -108,8 +108,28 @@ def test_some_rows_and_own_numbers_of_calls_equal_members_alone(optimizer: str, 
         xs, ys = batches(len(chosen))
         losses = pop.step(hf.stacked(xs), hf.stacked(ys), rows=rows)
         for row, x, y in zip(chosen, xs, ys, strict=True):
-            assert_close(losses[row], alone.step(row, x, y, 0.7))
+            assert_close(losses[row], alone.step(row, x, y, limits[row]))
     alone.check(pop)
+
+
+def test_an_overflow_among_some_rows_lowers_the_scale_of_its_member() -> None:
+    models = [nn.Linear(4, 3).double() for _ in range(3)]
+    for model in models:
+        # A loss of 0, whose scaled gradients are as large as the inputs.
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+    pop = hf.Population(
+        models,
+        optimizer=lambda p: hf.optim.SGD(p, lr=1e-40),
+        loss=lambda output, target: output.mean() * target,
+        scaler=hf.optim.GradScaler(init_scale=2.0**100),
+        compile=False,
+    )
+    xs = torch.stack([torch.full((5, 4), value, dtype=DOUBLE) for value in (1e300, 1.0)])
+    pop.step(hf.stacked(xs), torch.ones((), dtype=DOUBLE), rows=[2, 0])
+    assert pop.scaler is not None
+    assert pop.scaler.get_scale().tolist() == [2.0**100, 2.0**100, 2.0**99]
+    assert pop.ages.tolist() == [1, 0, 0]
 
 
 def test_the_others_keep_every_bit() -> None:

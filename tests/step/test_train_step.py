@@ -306,6 +306,38 @@ def test_an_optimizer_of_torch_with_schedule_clipping_and_gradients_left_over() 
     assert step.report().rows[0].how.startswith("one program")
 
 
+class Switched(nn.Module):
+    """Uses a layer only if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra = nn.Linear(4, 2).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor, switched: bool) -> Tensor:
+        return self.first(x) + self.extra(x) if switched else self.first(x)
+
+
+@needs_compiler
+def test_what_a_step_does_not_use_has_no_gradient() -> None:
+    models = [Switched() for _ in range(2)]
+    alone = copy.deepcopy(models)
+    opts = [torch.optim.SGD(model.parameters(), lr=0.1) for model in alone]
+    fused = hf.fuse(models)
+    step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=True)
+    x, target = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    for switched in (True, True, False, False, True, False):
+        losses = step(x, target, switched=switched)
+        for member, model, opt in zip(range(2), alone, opts, strict=True):
+            opt.zero_grad()
+            loss = F.mse_loss(model(x, switched), target)
+            loss.backward()
+            opt.step()
+            close(losses[member], loss.detach(), f"the loss of member {member}")
+    for actual, model in zip(fused, alone, strict=True):
+        for name, parameter in model.named_parameters():
+            close(actual.get_parameter(name).detach(), parameter.detach(), name)
+
+
 @needs_compiler
 def test_a_single_sample_gets_a_program_of_its_own() -> None:
     plain = Model("plain", lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), normal(4))

@@ -52,7 +52,7 @@ def space(trial: Any) -> dict[str, Any]:
         "gamma": trial.suggest_float("gamma", 0.5, 1.0),
         "epochs": trial.suggest_int("epochs", 2, 4),
         "clip_norm": trial.suggest_categorical("clip_norm", [None, 0.1, 1.0]),
-        "accumulate": trial.suggest_categorical("accumulate", [1, 2]),
+        "accumulate": trial.suggest_categorical("accumulate", [1, 2, 4]),
     }
     if kind == "sgd":
         options = {

@@ -21,7 +21,7 @@ from hfusion.tune.parallel_trials import TrialSpread
 from hfusion.tune.plain_trial_footprint import PlainFootprint, fastest_width
 from hfusion.tune.plain_trials import torch_optimizer
 from hfusion.tune.trial_rows import TrialRows
-from tests.tune import chosen, test_objectives, test_resume, test_sweep
+from tests.tune import chosen, test_chosen, test_objectives, test_resume, test_sweep
 from tests.tune.cases import EPOCHS, MACHINE, alone
 from tests.tune.killed import everything, run
 from tests.tune.test_trial_placement import nowhere
@@ -59,6 +59,10 @@ def test_all_choices_at_once() -> None:
 def test_schedules(interval: str) -> None:
     result = chosen.search(5, scheduler_interval=interval)
     assert chosen.largest_difference(result, interval) < 1e-9
+
+
+def test_a_schedule_that_watches_the_metric() -> None:
+    test_chosen.test_schedules("plateau")
 
 
 @pytest.mark.parametrize("metric", [test_objectives.both, test_objectives.Both()], ids=["function", "updated"])
