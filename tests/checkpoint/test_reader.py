@@ -116,6 +116,9 @@ def test_a_name_is_loaded_once(tmp_path: Path) -> None:
         hf.Population.load(tmp_path, Net, tags=["net 0.1", "net 0.1"], **OPTIONS)
     with pytest.raises(hf.CheckpointError, match="no folder was given"):
         hf.Population.load([], Net, **OPTIONS)
+    pop.save(tmp_path / "copy")
+    with pytest.raises(hf.CheckpointError, match=r"'net 0\.0' is a member in .* and in .*copy"):
+        hf.Population.load([tmp_path, tmp_path / "copy"], Net, **OPTIONS)
 
 
 ODD: dict[str, tuple[dict[str, Any], str]] = {

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -590,6 +593,28 @@ def test_errors_change_nothing(name: str) -> None:
         act(pop)
     assert (pop.tags, pop.lineage) == (tags, lineage)
     assert len(pop) == 3
+
+
+def test_threads_step_one_after_the_other() -> None:
+    inside, most = 0, 0
+
+    def note(*_: Any) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.05)
+        inside -= 1
+
+    models = [nn.Linear(4, 3).double() for _ in range(2)]
+    pop = hf.Population(models, optimizer=partial(hf.optim.SGD, lr=0.1), loss=F.cross_entropy, compile=False)
+    pop.optimizer.register_step_pre_hook(note)
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
+    threads = [threading.Thread(target=pop.step, args=(x, y)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (most, pop.steps) == (1, 3)
 
 
 def test_options_that_are_none() -> None:

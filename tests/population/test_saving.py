@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -107,9 +108,11 @@ def test_pieces_alone(tmp_path: Path) -> None:
         step(*saved)
     path = hf.save(tmp_path, *saved[:2], scheduler=saved[2], scaler=saved[3], tags=["a", "b", "c"], step=3)
     assert path.name == "save-000000000001"
+    draws = random.random(), np.random.rand()
     step(*saved)
     loaded = hf.load(path, *resumed[:2], scheduler=resumed[2], scaler=resumed[3])
     assert (loaded.step, loaded.tags) == (3, ["a", "b", "c"])
+    assert (random.random(), np.random.rand()) == draws
     step(*resumed)
     for (key, actual), expected in zip(saved[0].state_dict().items(), resumed[0].state_dict().values(), strict=True):
         assert torch.equal(actual, expected), key
@@ -119,6 +122,8 @@ def test_pieces_alone(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.MultiStepLR(opt, [2, 4])
     with pytest.raises(hf.CheckpointError, match="MultiStepLR has one state for all members"):
         hf.load(path, smaller, opt, scheduler=scheduler, tags=["a", "c"])
+    with pytest.raises(hf.CheckpointError, match=r"torch\.float32 in .*torch\.float64 here"):
+        hf.load(path, resumed[0].double())
 
 
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -260,9 +265,15 @@ def test_a_free_row_may_have_the_model_of_a_member_at_load(tmp_path: Path) -> No
 def test_members_that_join_after_a_load_begin_as_those_before_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"loss": F.mse_loss, "compile": False}
-    pop = hf.Population([nn.Linear(3, 2) for _ in range(2)], optimizer=partial(hf.optim.SGD, lr=0.25), **options)
+    first, other = (
+        {"optimizer": partial(hf.optim.SGD, lr=lr), "scaler": hf.optim.GradScaler(init_scale=scale), **options}
+        for lr, scale in ((0.25, 8.0), (0.5, 2.0))
+    )
+    pop = hf.Population([nn.Linear(3, 2) for _ in range(2)], **first)
     pop.step(torch.randn(4, 3), torch.randn(4, 2))
     pop.save(tmp_path)
-    again = hf.Population.load(tmp_path, lambda: nn.Linear(3, 2), optimizer=partial(hf.optim.SGD, lr=0.5), **options)
+    again = hf.Population.load(tmp_path, lambda: nn.Linear(3, 2), **other)
     row = again.start(None, nn.Linear(3, 2))
     assert again.hparams["lr"][row] == 0.25
+    assert again.scaler is not None
+    assert again.scaler.get_scale()[row] == 8.0
