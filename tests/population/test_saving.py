@@ -150,6 +150,39 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(
     assert same(before, hf.Population.load(tmp_path, Net, **OPTIONS))
 
 
+def test_a_save_in_the_background_holds_a_layer_of_all_members_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, write = Event(), files.write
+    monkeypatch.setattr(
+        files, "write", lambda *args, **options: write(*args, **options) if may_write.wait(60) else None
+    )
+    base = nn.Linear(4, 4)
+    pop = hf.Population(
+        [nn.Sequential(base, nn.Linear(4, 3)) for _ in range(2)],
+        optimizer=partial(hf.optim.SGD, lr=0.1),
+        loss=F.cross_entropy,
+        compile=False,
+    )
+    before = copy.deepcopy(pop.fused.state_dict())
+    saving = pop.save(tmp_path, wait=False)
+    pop.step(torch.randn(5, 4), torch.randint(3, (5,)))
+    may_write.set()
+    saving.result()
+    hf.load(tmp_path, pop.fused)
+    for name, value in pop.fused.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_save_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pop = population(2)
+    with monkeypatch.context() as later:
+        later.setattr(files, "VERSION", files.VERSION + 1)
+        pop.save(tmp_path)
+    with pytest.raises(hf.CheckpointError, match=r"of version 2, and this hfusion reads version 1"):
+        hf.Population.load(tmp_path, Net, **OPTIONS)
+
+
 def test_nothing_but_plain_values_is_saved(tmp_path: Path) -> None:
     pop = population(2)
     with pytest.raises(hf.CheckpointError, match=r"extra/0/what is a builtins.function, which only code can make"):
