@@ -404,6 +404,11 @@ def test_evaluating_leaves_the_array_as_it_was() -> None:
         assert array[1].scale == 1
     assert array.training
     assert not array.get_submodule("fc").training
+    plain = hf.fuse([nn.Sequential(nn.Linear(3, 2), nn.Dropout()) for _ in range(2)])
+    plain[1].eval()
+    with plain.evaluating():
+        assert not any(member.training for member in plain)
+    assert [member.training for member in plain] == [True, False]
     merging = hf.fuse([Merging(), Merging()])
     before = merging.weight.clone()
     with pytest.raises(hf.FusionError, match="own eval of Merging changes parameters or buffers"), merging.evaluating():

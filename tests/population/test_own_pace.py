@@ -162,6 +162,8 @@ def test_the_others_keep_every_bit() -> None:
     assert (pop.ages.tolist(), pop.scheduler.last_epochs.tolist(), pop.steps) == ([1, 4, 1, 4], [0, 3, 0, 3], 4)
     assert pop.scaler is not None
     assert pop.scaler.get_scale().tolist() == [8.0, 32.0, 8.0, 32.0]
+    pop.copy(3, 0)
+    assert pop.ages.tolist() == [4, 4, 1, 4]
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 1]], ids=str)

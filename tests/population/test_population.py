@@ -595,26 +595,26 @@ def test_errors_change_nothing(name: str) -> None:
     assert len(pop) == 3
 
 
-def test_threads_step_one_after_the_other() -> None:
-    inside, most = 0, 0
+def test_a_thread_that_copies_waits_for_one_that_steps() -> None:
+    order, begun = list[str](), threading.Event()
 
     def note(*_: Any) -> None:
-        nonlocal inside, most
-        inside += 1
-        most = max(most, inside)
-        time.sleep(0.05)
-        inside -= 1
+        begun.set()
+        time.sleep(0.3)
+        order.append("stepped")
 
     models = [nn.Linear(4, 3).double() for _ in range(2)]
     pop = hf.Population(models, optimizer=partial(hf.optim.SGD, lr=0.1), loss=F.cross_entropy, compile=False)
     pop.optimizer.register_step_pre_hook(note)
     x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
-    threads = [threading.Thread(target=pop.step, args=(x, y)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (most, pop.steps) == (1, 3)
+    thread = threading.Thread(target=pop.step, args=(x, y))
+    thread.start()
+    assert begun.wait(60)
+    pop.copy(0, 1)
+    order.append("copied")
+    thread.join()
+    assert order == ["stepped", "copied"]
+    assert torch.equal(*pop.fused.get_parameter("weight"))
 
 
 def test_options_that_are_none() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
@@ -198,9 +199,11 @@ class Mapped(nn.Module):
 @pytest.mark.filterwarnings("ignore")
 def test_an_export() -> None:
     export_state.import_exporter()
+    nodes = dict(pytree.SUPPORTED_NODES)
     with export_state.in_this_thread_only(), export_state.module_stack_unwound(), export_state.numbered_parts():
         exported = torch.export.export(Failing(), (torch.zeros(2),), strict=False)
         mapped = torch.export.export(Mapped(), (torch.zeros(2),), strict=False)
+    assert pytree.SUPPORTED_NODES == nodes
     assert not export_state.exporting()
     assert torch.equal(exported.module()(torch.zeros(2)), torch.ones(2))
     assert export_state.has_transforms(mapped.graph_module)
