@@ -197,6 +197,17 @@ def test_weights_are_those_of_the_plain_loop(targets: int) -> None:
         assert np.allclose(model.member_predictions(x)[member], wanted, rtol=1e-9, atol=1e-11)
 
 
+def test_the_curve_is_the_mean_over_samples() -> None:
+    x, y = np.random.default_rng(0).normal(size=(10, 3)), np.arange(10.0)
+    curves = [
+        EnsembleRegressor(n_estimators=2, learning_rate_init=0.0, batch_size=size, max_iter=1, random_state=0)
+        .fit(x, y)
+        .loss_curve_
+        for size in (4, 10)
+    ]
+    np.testing.assert_allclose(*curves, rtol=1e-9)
+
+
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_weight_0_is_the_same_as_leaving_out(bootstrap: bool) -> None:
     x, y = _data()

@@ -157,6 +157,23 @@ def test_views_live_on(change: Callable[[hf.FusedModule], object]) -> None:
     assert torch.equal(fused.get_parameter("fc.bias")[1], views[1].get_parameter("fc.bias"))
 
 
+def test_a_hook_on_a_parameter_of_one_member_runs() -> None:
+    fused, models = pair()
+    for module in (fused[1], models[1]):
+        module.get_parameter("fc.bias").register_hook(lambda grad: grad * 3)
+    backward(fused, models, inputs())
+    compare(fused, models)
+
+
+def test_a_layer_that_a_member_froze_trains_again() -> None:
+    fused, models = pair()
+    for trained in (False, True):
+        for module in (fused[1], models[1]):
+            module.get_submodule("norm").requires_grad_(trained)
+        backward(fused, models, inputs())
+        compare(fused, models)
+
+
 def test_views_move_with_their_rows() -> None:
     fused, models = pair()
     views = list(fused)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.profiler import profile
+from torch.utils import _pytree as pytree
 
 from hfusion.torch_private import (
     autocast,
@@ -203,7 +203,7 @@ def test_an_export() -> None:
     with export_state.in_this_thread_only(), export_state.module_stack_unwound(), export_state.numbered_parts():
         exported = torch.export.export(Failing(), (torch.zeros(2),), strict=False)
         mapped = torch.export.export(Mapped(), (torch.zeros(2),), strict=False)
-    assert pytree.SUPPORTED_NODES == nodes
+    assert nodes == pytree.SUPPORTED_NODES
     assert not export_state.exporting()
     assert torch.equal(exported.module()(torch.zeros(2)), torch.ones(2))
     assert export_state.has_transforms(mapped.graph_module)
