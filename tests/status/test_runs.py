@@ -287,6 +287,8 @@ def test_the_folder_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert first["counts"] == {"finished": 1}
     assert first["members"][0]["done"] == 20
     assert datetime.fromisoformat(first["saved"]["time"]).tzinfo is not None
+    shutil.copytree(tmp_path / "train-1", tmp_path / "train-10")
+    assert [run.folder.name for run in read_status(tmp_path)] == ["train-1", "train-2", "train-10"]
 
 
 def test_lines_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
