@@ -16,8 +16,9 @@ def zip_loaders(
 ) -> Iterator[tuple[Any, Any, list[int]]]:
     """Yield ``(inputs, target, rows)`` for `Population.step`, until each member has had its epochs.
 
-    In each round every loader gives one batch. Batches of one shape form one minibatch, so a member whose last batch is
-    smaller steps separately. No sample is padded or left out, and members that have finished do not step.
+    Epochs begin together. Within an epoch, members with full batches step together. Those whose last batch is smaller
+    wait until no full one is left; then the smaller batches are one minibatch, `Ragged` if they differ in size. No
+    sample is left out, and members that have finished do not step.
 
     Args:
         loaders: one per member, each yielding batches ``(inputs, target)``; their lengths may differ.
@@ -40,44 +41,53 @@ def zip_loaders(
             raise ValueError(f"{name} has {len(values)} values for {len(loaders)} loaders: give one for each")
     if wrong := [count for count in counts if count < 0]:
         raise ValueError(f"epochs={wrong[0]}: a loader is gone through 0 times or more")
-    return _rounds([_epochs(*pair) for pair in zip(loaders, counts, numbers, strict=True)], numbers)
+    return _rounds(loaders, counts, numbers)
 
 
-def _rounds(streams: list[Iterator[Any]], numbers: list[int]) -> Iterator[tuple[Any, Any, list[int]]]:
-    live = dict(zip(numbers, streams, strict=True))
-    while live:
-        groups: dict[Any, dict[int, Any]] = {}
-        for row, stream in list(live.items()):
-            batch = next(stream, None)
-            if batch is None:
-                del live[row]
-            else:
-                groups.setdefault(_shapes(batch), {})[row] = batch
-        for batches in groups.values():
-            inputs, targets = zip(*batches.values(), strict=True)
-            yield stacked(list(inputs)), stacked(list(targets)), list(batches)
+def _rounds(
+    loaders: Sequence[Iterable[Any]], counts: Sequence[int], numbers: Sequence[int]
+) -> Iterator[tuple[Any, Any, list[int]]]:
+    for epoch in range(max(counts, default=0)):
+        members = zip(loaders, counts, numbers, strict=True)
+        live = {row: _pairs(loader, row, epoch) for loader, count, row in members if epoch < count}
+        batches: dict[int, Any] = {}  # of each member, the one that it steps with next
+        full: dict[Any, tuple[int, ...]] = {}
+        while live:
+            groups: dict[Any, dict[int, tuple[int, ...]]] = {}
+            for row, loader in list(live.items()):
+                batches[row] = batches.get(row) or next(loader, None)
+                if batches[row] is None:
+                    del live[row], batches[row]
+                    continue
+                kind, sizes = _shapes(batches[row])
+                groups.setdefault(kind, {})[row] = sizes
+                full[kind] = max(full.get(kind, sizes), sizes)
+            for kind, group in groups.items():
+                rows = [row for row, sizes in group.items() if sizes == full[kind]] or list(group)
+                inputs, targets = zip(*(batches.pop(row) for row in rows), strict=True)
+                yield stacked(list(inputs)), stacked(list(targets)), rows
 
 
-def _epochs(loader: Iterable[Any], count: int, row: int) -> Iterator[Any]:
-    """The batches of all epochs of one member."""
-    for epoch in range(count):
-        empty = True
-        for batch in loader:
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
-                raise ValueError(
-                    f"the loader of row {row} gave {type(batch).__name__}: give pairs (inputs, target); several "
-                    "inputs are a tuple"
-                )
-            empty = False
-            yield tuple(batch)
-        if empty:
+def _pairs(loader: Iterable[Any], row: int, epoch: int) -> Iterator[tuple[Any, Any]]:
+    """Yield the batches of one epoch of a member. Raises ValueError if there is none, or one is no pair."""
+    empty = True
+    for batch in loader:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise ValueError(
-                f"the loader of row {row} gave no batch in epoch {epoch}: leave it out by epochs=0; an iterator serves "
-                "one epoch"
+                f"the loader of row {row} gave {type(batch).__name__}: give pairs (inputs, target); several "
+                "inputs are a tuple"
             )
+        empty = False
+        yield tuple(batch)
+    if empty:
+        raise ValueError(
+            f"the loader of row {row} gave no batch in epoch {epoch}: leave it out by epochs=0; an iterator serves "
+            "one epoch"
+        )
 
 
-def _shapes(batch: Any) -> Any:
-    """Equal for batches that can be stacked."""
+def _shapes(batch: Any) -> tuple[Any, tuple[int, ...]]:
+    """Return the kind of a batch, equal for those that differ in their number of samples only, and its first sizes."""
     leaves, spec = pytree.tree_flatten(batch)
-    return spec, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    kinds = tuple((x.shape[1:], x.dim(), x.dtype, x.device) if isinstance(x, Tensor) else repr(x) for x in leaves)
+    return (spec, kinds), tuple(x.shape[0] for x in leaves if isinstance(x, Tensor) and x.dim())
