@@ -180,6 +180,13 @@ def by_name(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return named
 
 
+def draws_numbers(node: fx.Node) -> bool:
+    """Return whether a node of a member's graph draws random numbers: dropout of 0, or in eval mode, does not."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    return is_random(node.target, by_name(node.target, *node.meta.get("arguments", (node.args, node.kwargs))))
+
+
 def bind(arguments: Any, env: Mapping[fx.Node, Result]) -> Any:
     """Return the nest of arguments with every node replaced by its value in ``env``."""
     if isinstance(arguments, fx.Node):

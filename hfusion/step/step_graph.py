@@ -24,9 +24,10 @@ from hfusion.compiler.program_rows import of_rows
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.guards import Guards, open_dims
 from hfusion.core.layout import Layout
-from hfusion.core.member_random import draws_random, seeded
+from hfusion.core.member_random import seeded
 from hfusion.core.program import describe_graph
 from hfusion.core.stages import stage
+from hfusion.passes.candidates import draws_numbers
 from hfusion.passes.check import check_rewritten
 from hfusion.passes.expected_checks import EXPECT
 from hfusion.passes.inductor.batch_member_loops import batch_member_loops
@@ -233,7 +234,8 @@ def _trace(
     trained = [k for k, fake in enumerate(fake_tensors) if fake.requires_grad]
     ids = [id(holder[name]) for holder, name in tensors.tensor_refs]
     rows, seeds = forward.compiled.program.members, []
-    if all(tensor.device.type == "cpu" for tensor in traced_tensors) and draws(forward, loss):
+    nodes = [node for source in (forward, loss) for node in source.compiled.graph.nodes]
+    if all(tensor.device.type == "cpu" for tensor in traced_tensors) and any(map(draws_numbers, nodes)):
         seeds = [mode.from_tensor(torch.zeros(rows, dtype=torch.int64, device="cpu"), static_shapes=True)]
     reached: list[int] = []
 
@@ -280,11 +282,6 @@ def _misdescribed() -> bool:
         x = torch.empty(1, 1, 1, 8, dtype=torch.float64, device="cpu")
         saved = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)[1]
     return saved.dtype is not torch.float64
-
-
-def draws(*sources: BoundProgram) -> bool:
-    """Return whether any operator draws random numbers."""
-    return any(draws_random(node.target) for source in sources for node in source.compiled.graph.nodes)
 
 
 class ProgramMismatch(Exception):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hfusion.compiler.bound_program import BoundProgram
-from hfusion.core.member_random import draws_random
 from hfusion.schedule.plan import TaskPlan
 from hfusion.step.compile_payoff import judge, read_records
 from hfusion.step.compiled_step import MAX_LOOPED_CALLS
@@ -27,7 +26,7 @@ def eager_reason(arrangement: Arrangement, plan: TaskPlan, *, accelerator: bool,
 
     Args:
         accelerator: it is not a CPU that trains the array.
-        draws: forward or the loss is known to draw random numbers, or to run code that may.
+        draws: forward or the loss draws random numbers, or runs code that may.
     """
     if arrangement.task.compile is False:
         return "compile=False"
@@ -40,11 +39,11 @@ def eager_reason(arrangement: Arrangement, plan: TaskPlan, *, accelerator: bool,
     if source.compiled.opaque:
         part = source.compiled.opaque[0]
         return f"{part.path or 'forward'} runs in a loop over members: {part.why}"
-    nodes = source.compiled.graph.nodes
-    if draws or any(draws_random(node.target) for node in nodes):
-        return "it may draw random numbers, and a program draws others than the plain loop; compile=True compiles it"
+    if draws:
+        # A program draws other numbers than the plain loop.
+        return "it may draw random numbers; pass compile=True"
     # The first minibatch waits for its program, so that no core is spared for its compilation.
     looped = source.looped_calls > MAX_LOOPED_CALLS
     # What compilations took before is known of CPUs only.
     records = [] if accelerator else read_records()
-    return judge(plan.steps, plan.step_seconds, len(nodes), looped, records, spare=False).why
+    return judge(plan.steps, plan.step_seconds, len(source.compiled.graph.nodes), looped, records, spare=False).why

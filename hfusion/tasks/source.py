@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,11 +19,11 @@ from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import HFusionError, PlanError
 from hfusion.core.layout import Layout
-from hfusion.core.member_random import draws_random
 from hfusion.core.program import Part, Program
 from hfusion.core.python_values import IdentityRef
 from hfusion.core.ragged import Ragged
 from hfusion.device.backend import backend
+from hfusion.passes.candidates import draws_numbers
 from hfusion.passes.cost.cost import operators, symbol_sizes
 from hfusion.passes.cost.flops import SymbolSizes, concrete
 from hfusion.passes.partition.match_cuts import match_cuts
@@ -332,6 +331,4 @@ def _random(compiled: Compiled) -> bool:
 
 
 def _draws(program: Program) -> bool:
-    origins = [node.meta.get("origin", node) for node in operators(program)]
-    targets = [origin.target for origin in origins if origin.target is not operator.getitem]
-    return any(map(draws_random, targets))
+    return any(draws_numbers(node.meta.get("origin", node)) for node in operators(program))

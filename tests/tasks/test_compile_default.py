@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,27 @@ def test_a_task_that_pays_is_compiled_from_its_second_minibatch_on(measured: Cal
     actual, how = trained(array(), loader)
     assert "one program of" in how
     assert_equal(actual, stepped(array(), loader))
+
+
+class Recurrent(nn.Module):
+    """GRU layers without dropout, which draw nothing although torch calls the operator random."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers, self.head = nn.GRU(2, 4, 2, batch_first=True, dropout=dropout), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x.unflatten(1, (3, 2)))[0][:, -1])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_layers_with_dropout_of_0_are_compiled(dropout: float, measured: Callable[..., None]) -> None:
+    measured(PAYS)
+    module, loader = array(partial(Recurrent, dropout)), batches(torch.float64)
+    state = torch.get_rng_state()
+    how = trained(module, loader)[1]
+    assert how.startswith("eager: it may draw random numbers" if dropout else "f64")
+    assert bool(dropout) or torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
