@@ -115,7 +115,8 @@ def step_rows(pop: ArrayGroup, rows: Any, inputs: Any, target: Any, keywords: di
     small = _small_population(pop, chosen, width)
     arguments = pytree.tree_map(lambda leaf: _filled(leaf, width), arguments, is_leaf=is_stacked)
     deferred = small.part._deferred = pop._deferred
-    small.part.elsewhere = pop.elsewhere + state_bytes(pop.fused, pop.optimizer)
+    if small.part._step.budget is not None:
+        small.part.elsewhere = pop.elsewhere + state_bytes(pop.fused, pop.optimizer)
     losses = small.part._step_all(*arguments)
     pop._drop_gradients()
     if deferred is None:
