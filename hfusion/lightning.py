@@ -225,7 +225,9 @@ class LightningArray(lightning.LightningModule):  # type: ignore[misc]
 
     def _arguments(self, batch: Any) -> tuple[Any, Any]:
         if not _is_pair(batch):
-            raise ValueError(f"a batch is (inputs, target), this one is a {type(batch).__name__}: override the steps")
+            raise ValueError(
+                f"a batch must be (inputs, target), got {type(batch).__name__}. Override the steps for others."
+            )
         return self._stacked_if_own(batch[0]), self._stacked_if_own(batch[1])
 
     def _stacked_if_own(self, value: Any) -> Any:

@@ -53,7 +53,7 @@ def check_member(graph: fx.Graph, writable: Collection[str]) -> None:
     """
     _lint(graph)
     for node in graph.nodes:
-        _need(node.op in ("placeholder", "call_function", "output"), node, f"is a {node.op}, not a call")
+        _need(node.op in ("placeholder", "call_function", "output"), node, f"is {node.op}, not a call")
         if node.op != "output":
             computes = node.op == "placeholder" or isinstance(node.target, OpOverload)
             _need("val" in node.meta or not computes, node, "has no example of its value")
@@ -69,7 +69,7 @@ def check_array(module: fx.GraphModule, members: int) -> None:
     graph = module.graph
     _lint(graph)
     for node in graph.nodes:
-        _need(node.op in ("placeholder", "call_function", "output"), node, f"is a {node.op}, not a call")
+        _need(node.op in ("placeholder", "call_function", "output"), node, f"is {node.op}, not a call")
         if node.op == "output":
             continue
         _need(isinstance(node.meta.get("layout"), Layout), node, "tells no layout")

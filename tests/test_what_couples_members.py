@@ -162,15 +162,30 @@ def test_a_parameter_may_be_given_anew() -> None:
     assert not fused.get_parameter("fc.weight").any()
 
 
+class Branching(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y / 2 if y.sum().item() > 0 else y
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(copy.deepcopy(model), backend="eager")
+
+
 def test_models_that_torch_compile_has_wrapped() -> None:
+    """The modules inside are fused, also where they branch on values."""
     _, models = pair()
-    wrapped = hf.fuse([torch.compile(copy.deepcopy(model), backend="eager") for model in models])
-    unwrapped = hf.fuse([torch.compile(copy.deepcopy(model), backend="eager")._orig_mod for model in models])
+    fused = hf.fuse([*map(compiled, models)])
     for x in inputs(2):
-        backward(wrapped, [], x)
-        backward(unwrapped, models, x)
-    assert {f"_orig_mod.{key}" for key in unwrapped.state_dict()} == set(wrapped.state_dict())
-    for key, grad in ((name, p.grad) for name, p in unwrapped.named_parameters()):
-        torch.testing.assert_close(wrapped.get_parameter(f"_orig_mod.{key}").grad, grad, rtol=1e-9, atol=1e-12)
-    assert_equal(unwrapped, models)
-    assert type(wrapped.unfuse()[0]) is type(torch.compile(models[0], backend="eager"))
+        backward(fused, models, x)
+    assert_equal(fused, models)
+    assert type(fused.unfuse()[0]) is type(models[0])
+    fused.put(0, compiled(models[1]))
+    fused.append([compiled(models[0])])
+    (x,) = inputs(1)
+    torch.testing.assert_close(fused(x)[[-1, 0]], torch.stack([model(x) for model in models[:2]]))
+    branching = [Branching(3, 2).double() for _ in range(2)]
+    fused = hf.fuse([*map(compiled, branching)])
+    torch.testing.assert_close(fused(x), torch.stack([model(x) for model in branching]))
+    with pytest.raises(hf.FusionError, match=r"module 0 is wrapped by torch.compile. Give the module inside it"):
+        hf.fuse([nn.Sequential(compiled(models[0]))])

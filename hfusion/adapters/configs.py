@@ -87,7 +87,7 @@ def check(config: Config, label: str) -> None:
     from peft import LoraConfig
 
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"{label} is a {type(config).__name__}; give a peft.LoraConfig")
+        raise ValueError(f"{label} must be a peft.LoraConfig, got {type(config).__name__}")
     for field in dataclasses.fields(config):
         if field.name in OWN or field.name in COMMON or field.name in _SILENT:
             continue

@@ -45,7 +45,7 @@ def layers(model: nn.Module) -> dict[str, Any]:
             continue
         if type(module) not in supported:
             raise FusionError(
-                f"{path} is adapted by a {type(module).__module__}.{type(module).__name__}, which has no array form: "
+                f"{path} is adapted by {type(module).__module__}.{type(module).__name__}, which has no array form: "
                 "hf.lora adapts dense Linear, Conv1D, Embedding and convolution layers; choose target_modules without "
                 "it, or a base that is not quantized"
             )

@@ -289,7 +289,7 @@ def _check_base(base: nn.Module) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if not isinstance(base, nn.Module):
-        raise FusionError(f"base is a {type(base).__name__}, not a torch.nn.Module")
+        raise FusionError(f"base must be a torch.nn.Module, got {type(base).__name__}")
     check_materialized(base, "base")
     for path, module in base.named_modules():
         if isinstance(module, BaseTunerLayer):

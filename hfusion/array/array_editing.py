@@ -14,7 +14,7 @@ from hfusion.array.joining_models import check_joining, partly_shared
 from hfusion.array.program_reuse import Kin
 from hfusion.array.resize_stacks import move_stacks
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
-from hfusion.capture.compare_models import Comparison
+from hfusion.capture.compare_models import Comparison, uncompiled
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.arguments import Arguments
@@ -134,14 +134,14 @@ def rearrange(array: Rows, sources: Sequence[Source]) -> None:
     Raises:
         FusionError: a model that cannot be fused with the members; the array is as it was.
     """
-    fused = cast("FusedModule", array)
-    if list(sources) == list(range(len(fused))):
+    fused, sources = cast("FusedModule", array), [uncompiled(source) for source in sources]
+    if sources == list(range(len(fused))):
         return
     for name, tensor in tensors(fused):
         if not has_address(tensor) and not tensor.is_meta:
             raise FusionError(
-                f"{name} is a {type(tensor).__name__}, whose rows cannot be moved here: keep, copy, append and put "
-                "members before fully_shard or whatever replaced it"
+                f"{name} must be a tensor whose rows can be moved, got {type(tensor).__name__}. Keep, copy, append and "
+                "put members before fully_shard or whatever replaced it."
             )
     joining = check_joining(fused, sources)
     members = len(fused)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hfusion.array.array_description import Array, empty_stack, stack_of
 from hfusion.array.module import FusedModule
 from hfusion.capture.attribute_fingerprint import fingerprint
-from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_pair, compare
+from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_list, check_pair, compare, uncompiled
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
@@ -24,8 +24,8 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
     Args:
         models: B modules of one structure: the same classes of submodules, and tensors of the same shapes. They are
             not changed; their tensors are copied. A frozen parameter that is the same object in all models is used
-            without a copy. A tensor that only some models share gets a row for each member. `hfusion.Population` takes
-            models of several structures.
+            without a copy. A tensor that only some models share gets a row for each member. Of models that torch.compile
+            has wrapped, the modules inside are fused. `hfusion.Population` takes models of several structures.
         verify: compare the outputs and gradients of the members with their original code, on a few samples of the
             first training batch of every signature.
         tune: time the possible implementations of operators at the first call of every signature, instead of estimating
@@ -42,6 +42,8 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
         >>> fused(torch.ones(5, 3)).shape  # every member sees the same input
         torch.Size([4, 5, 2])
     """
+    check_list(models)
+    models = [uncompiled(model) for model in models]
     comparison = compare(models)
     keep_large_blocks(len(models) * _largest(models[0]))
     skeletons = tuple(
@@ -152,7 +154,7 @@ def _check_created_model(index: int, model: object, first: nn.Module | None) -> 
 def _create_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
     with draws_kept():
         torch.manual_seed(seed)
-        return make_model()
+        return uncompiled(make_model())
 
 
 def _room(first: nn.Module, members: int, shared: frozenset[str]) -> dict[str, Tensor]:

@@ -196,8 +196,8 @@ class GatheredRows:
         for name, tensor in tensors(whole):
             if not has_address(tensor) and not tensor.is_meta:
                 raise FusionError(
-                    f"{name} is a {type(tensor).__name__}, whose rows cannot be taken out: step all rows, or choose "
-                    "them before fully_shard or whatever replaced it"
+                    f"{name} must be a tensor whose rows can be taken out, got {type(tensor).__name__}. Step all rows, "
+                    "or choose them before fully_shard or whatever replaced it."
                 )
             if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
                 raise FusionError(

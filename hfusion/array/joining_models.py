@@ -22,7 +22,7 @@ def check_joining(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn
     joining = {index: source for index, source in enumerate(sources) if isinstance(source, nn.Module)}
     stranger = next((s for s in sources if not isinstance(s, int | nn.Module)), None)
     if stranger is not None:
-        raise FusionError(f"a {type(stranger).__name__} cannot join an array; give torch.nn.Modules")
+        raise FusionError(f"only torch.nn.Modules can join an array, got {type(stranger).__name__}")
     if not joining:
         return joining
     stacks = dict(tensors(fused))

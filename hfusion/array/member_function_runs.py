@@ -168,7 +168,7 @@ def call_member(
 
 def _check_value(name: str, label: str, value: Any, like: Tensor) -> None:
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name} gave hf.each a {type(value).__name__} for {label}: give a tensor")
+        raise ValueError(f"{name} must give hf.each a tensor for {label}, got {type(value).__name__}")
     if (value.shape, value.dtype, value.device) != (like.shape, like.dtype, like.device):
         raise ValueError(
             f"{name} gave hf.each a tensor {list(value.shape)} {value.dtype} on {value.device} for {label}, which is "

@@ -93,7 +93,9 @@ class MemberFunction:
                 self._run(target, chosen, Arguments.of(args, kwargs))
         elif isinstance(target, nn.Module):
             if rows is not None:
-                raise ValueError(f"rows={rows!r}: a {type(target).__name__} is one model and has no rows")
+                raise ValueError(
+                    f"rows={rows!r} is for arrays, got {type(target).__name__}, which is one model. Leave it out."
+                )
             with torch.no_grad():
                 self._run_alone(target, args, kwargs)
         elif isinstance(target, Members):
@@ -133,7 +135,9 @@ class MemberFunction:
             (0,), {key: t[None] for key, t in tensors.items()}, frozenset(), Arguments.of(args, kwargs)
         )
         if any(isinstance(leaf, StackedInput) for leaf in call.arguments.leaves):
-            raise ValueError(f"{self!r} got hf.stacked for a {type(model).__name__}, which is one model: give its own")
+            raise ValueError(
+                f"{self!r} got hf.stacked for {type(model).__name__}, which is one model. Give its own tensor."
+            )
         run_looped(self._fn, self._name, call)
 
     def _run(self, fused: FusedModule, rows: Sequence[int], arguments: Arguments) -> None:

@@ -126,8 +126,8 @@ def _check_bound(index: int, module: nn.Module) -> None:
         method = vars(module).get(name)
         if method is not None and not (isinstance(method, types.MethodType) and method.__self__ is module):
             raise FusionError(
-                f"model {index}: {name} was set on a {type(module).__name__} as {method}, which does not work on "
-                "copies of it; define it in the class, or set types.MethodType(function, module)"
+                f"model {index}: {name} of {type(module).__name__} was set to {method}, which does not work on copies "
+                "of the module. Define it in the class, or set types.MethodType(function, module)."
             )
 
 

@@ -216,8 +216,8 @@ class _AttributeReader(KeyReader):
         held = value() if isinstance(value, weakref.ref) else value.__repr__.__self__
         if isinstance(held, Tensor | nn.Module):
             raise FusionError(
-                f"attribute {path.strip('.')} is a weak reference to a {type(held).__name__}, which a copy of the "
-                "model does not follow; keep the object itself in a list"
+                f"attribute {path.strip('.')} is a weak reference to {type(held).__name__}, which a copy of the model "
+                "does not follow; keep the object itself in a list"
             )
         return "weak", self.read(held, path)
 
@@ -257,8 +257,8 @@ class _AttributeReader(KeyReader):
             held = (*part._parameters.values(), *part._buffers.values())
             if id(part) not in self._registered and any(tensor is not None for tensor in held):
                 raise FusionError(
-                    f"attribute {path.strip('.')} holds a {type(module).__name__} that is not registered as a "
-                    "submodule, or is held by a closure, which a copy of the model shares with the model; keep "
+                    f"attribute {path.strip('.')} holds a module, {type(module).__name__}, that is not registered as "
+                    "a submodule, or is held by a closure, which a copy of the model shares with the model; keep "
                     "submodules in nn.ModuleList or nn.ModuleDict, and closures over a model out of it"
                 )
 

@@ -54,7 +54,7 @@ def compare(models: Sequence[nn.Module]) -> Comparison:
         FusionError: the first difference, or the first thing that fusion cannot honour, with the model's index, the
             module path, the values and the remedy.
     """
-    _check_list(models)
+    check_list(models)
     for index, model in enumerate(models):
         check_alone(index, model)
     for index, model in enumerate(models[1:], start=1):
@@ -68,7 +68,15 @@ def compare(models: Sequence[nn.Module]) -> Comparison:
     return Comparison(variants, sharing.keys, sharing.partly)
 
 
-def _check_list(models: Sequence[nn.Module]) -> None:
+def uncompiled(model: Any) -> Any:
+    """Return the module inside a wrapper of torch.compile; anything else as it is."""
+    while type(model).__module__ == "torch._dynamo.eval_frame":
+        model = model._orig_mod
+    return model
+
+
+def check_list(models: Sequence[nn.Module]) -> None:
+    """Raise FusionError unless ``models`` is a list of different modules."""
     if not isinstance(models, Sequence | nn.ModuleList) or isinstance(models, str):
         raise FusionError(f"fuse takes a list of modules, not {type(models).__name__}; write fuse([model, ...])")
     if len(models) == 0:
@@ -103,7 +111,7 @@ def check_alone(index: int, model: nn.Module) -> None:
     """Raise FusionError if ``model`` has features that a fused array cannot honour."""
     where = f"model {index}"
     if isinstance(model, torch.jit.ScriptModule | nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise FusionError(f"{where} is a {type(model).__name__}; fuse the plain module inside it")
+        raise FusionError(f"{where} must be a plain module, got {type(model).__name__}. Fuse the module inside it.")
     check_materialized(model, where)
     for name, tensor in tensors(model):
         if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
@@ -112,6 +120,11 @@ def check_alone(index: int, model: nn.Module) -> None:
                 "of its own kind (where a function makes the models, in that function)"
             )
     for path, module in model.named_modules():
+        if path and uncompiled(module) is not module:
+            raise FusionError(
+                f"{where}, module {path} is wrapped by torch.compile. Give the module inside it, and leave compiling to "
+                "hf.train_step."
+            )
         for hooks in _HOOKS:
             held = getattr(module, hooks).values()
             others = [hook for hook in held if not (is_part_of_forward(hook) or is_own_hook(hook))]

@@ -168,7 +168,7 @@ def _cacheless(model: nn.Module) -> str:
 
 
 def _describe(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+    return repr(value) if isinstance(value, str | int | float) else type(value).__name__
 
 
 def survey(model: nn.Module, records: Records, stubs: Mapping[Island, str], fitness: Fitness) -> dict[Island, str]:

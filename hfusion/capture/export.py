@@ -374,7 +374,9 @@ def _slots(specs: Sequence[Any]) -> tuple[Slot, ...]:
     for spec in specs:
         kind = _KINDS.get(spec.kind)
         if kind is None:
-            raise FusionError(f"the graph takes a {spec.kind.name} input, {spec.target}, which hfusion does not know")
+            raise FusionError(
+                f"input {spec.target} of the graph is of kind {spec.kind.name}, which hfusion does not know"
+            )
         position = sum(slot.kind is Kind.INPUT for slot in slots)
         slots.append(Slot(kind, str(position) if kind is Kind.INPUT else spec.target))
     return tuple(slots)

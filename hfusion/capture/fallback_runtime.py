@@ -329,7 +329,7 @@ def _check_shape(call: OpaqueCall, label: str, leaf: Any, expected: Result, shap
 
 
 def _describe(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    return repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
 
 
 def _check_apart(

@@ -117,7 +117,7 @@ def _refusal(value: Any, where: str) -> str:
         remedy = "give a plain tensor"
     elif base is not None:
         remedy = f"give {'dict' if base is Mapping else base.__name__}(...) of it"
-    return f"{where} is a {kind}, which only code can make again, and loading a checkpoint runs none: {remedy}"
+    return f"{where} is of class {kind}, which only code can make again, and loading runs none: {remedy}"
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

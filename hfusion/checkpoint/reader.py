@@ -240,7 +240,7 @@ class SaveReader:
                 or "all" not in schedules[0][2]
             ):
                 raise CheckpointError(
-                    f"{self.path}: a {type(scheduler).__name__} has one state for all members, and loads with all of "
+                    f"{self.path}: {type(scheduler).__name__} has one state for all members, and loads with all of "
                     "them only; use hf.optim.lr_scheduler.PerMember"
                 )
             self._check_kinds(schedules[0][2].get("kinds", []), [type(scheduler).__name__])
@@ -269,8 +269,8 @@ class SaveReader:
         for row, (saved_kind, kind) in enumerate(zip(saved_kinds, kinds, strict=bool(saved_kinds))):
             if saved_kind != kind and row not in self.free:
                 raise CheckpointError(
-                    f"{self.path} holds a {saved_kind} for {self.tags[row]!r}, and its scheduler here is a {kind}: "
-                    "give the scheduler that it was saved with"
+                    f"{self.path} holds {saved_kind} for {self.tags[row]!r}, and its scheduler here is {kind}: give "
+                    "the scheduler that it was saved with"
                 )
 
     def scaler(self, scaler: GradScaler) -> Callable[[], None]:

@@ -100,8 +100,8 @@ def gather(
     if loader is not None:
         if not hasattr(loader, "state_dict"):
             raise CheckpointError(
-                f"a {type(loader).__name__} as loader has no state_dict, by which it could go on: give torchdata's "
-                "StatefulDataLoader, or none"
+                f"loader must have a state_dict, by which it could go on, got {type(loader).__name__}. Give "
+                "torchdata's StatefulDataLoader, or none."
             )
         writer.body["loader"] = writer.tree("loader", loader.state_dict())
     writer.body["extra"] = writer.tree("extra", extra)
@@ -111,8 +111,8 @@ def gather(
 def _check_ours(name: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
         raise CheckpointError(
-            f"{name} is a {type(value).__module__}.{type(value).__qualname__}, whose state has no rows: give one of "
-            "hf.optim; the state of another one can be saved as extra=..."
+            f"{name} must be of hf.optim, got {type(value).__module__}.{type(value).__qualname__}, whose state has no "
+            "rows. The state of another one can be saved as extra=..."
         )
 
 

@@ -82,7 +82,7 @@ def _reached(roots: Iterable[object], *, writes: bool) -> Iterator[tuple[Hashabl
         visited_ids.add(id(value))
         visited.append(value)
         if not isinstance(value, _IMMUTABLE):
-            yield id(value), f"a {type(value).__name__}"
+            yield id(value), f"an object of class {type(value).__name__}"
         if isinstance(value, FunctionType):
             reads, written = _globals_of(value)
             for name in written if writes else reads:

@@ -37,7 +37,7 @@ from hfusion.tasks.task import Task
 from hfusion.tasks.train import TrainError, train_arranged
 from hfusion.tasks.training_report import Report
 
-_MACHINE = "give hf.Machine.detect(), or hf.Machine([hf.Device(...), ...])"
+_MACHINE = "Give hf.Machine.detect(), or hf.Machine([hf.Device(...), ...])"
 
 
 def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
@@ -72,7 +72,7 @@ def plan(tasks: Task | Iterable[Task], machine: Machine | None = None) -> Plan:
     """
     machine = Machine.detect() if machine is None else machine
     if not isinstance(machine, Machine):
-        raise PlanError(f"the machine is a {type(machine).__name__}: {_MACHINE}")
+        raise PlanError(f"machine must be an hf.Machine, got {type(machine).__name__}. {_MACHINE}.")
     return _arranged(listed(tasks), machine, keep=True)[1]
 
 
@@ -137,7 +137,7 @@ def train(
         options: dict[str, Any] = {"plan": plan, "progress": progress, "checkpoint": checkpoint, "every": every}
         return machine.train(tasks, policy, **options, resume=resume, on_result=on_result)
     if not isinstance(machine, Machine):
-        raise PlanError(f"the machine is a {type(machine).__name__}: {_MACHINE}, or an hf.Cluster")
+        raise PlanError(f"machine must be an hf.Machine, got {type(machine).__name__}. {_MACHINE}, or an hf.Cluster.")
     chosen, tasks, root = named(policy), listed(tasks), None if checkpoint is None else Path(checkpoint)
     with ExitStack() as stack:
         stack.enter_context(reserve_tensors(tasks))

@@ -47,8 +47,8 @@ class Arguments:
         for leaf in leaves:
             if not isinstance(leaf, _LEAVES):
                 raise ValueError(
-                    f"an argument is or holds a {type(leaf).__name__}; give tensors, numbers, strings, None, and nests "
-                    "of these that torch.utils._pytree knows"
+                    "arguments must be tensors, numbers, strings, None, and nests of these that torch.utils._pytree "
+                    f"knows, got {type(leaf).__name__}"
                 )
         return Arguments(tuple(leaves), spec)
 

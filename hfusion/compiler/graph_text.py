@@ -66,7 +66,7 @@ def _write_node(node: fx.Node, indices: dict[fx.Node, int], root: nn.Module | No
     elif node.op == "call_module" and root is not None:
         region = root.get_submodule(target)
         if not isinstance(region, Region):
-            raise Unwritable(f"a {type(region).__name__}")
+            raise Unwritable(type(region).__name__)
         target = [list(region.listed), region.members, write_graph(region.body.graph)]
     elif node.op not in ("placeholder", "output"):
         raise Unwritable(f"{node.op} {target}")
@@ -106,7 +106,7 @@ def _tagged(value: Any, indices: dict[fx.Node, int]) -> tuple[str, Any]:
             return kind, str(value).removeprefix("torch.")
     if callable(value):
         return "function", function_name(value)
-    raise Unwritable(f"a {type(value).__name__}")
+    raise Unwritable(type(value).__name__)
 
 
 def _read(value: Any, nodes: Sequence[fx.Node]) -> Any:

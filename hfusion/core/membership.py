@@ -78,8 +78,8 @@ def check_whole_stack(tensor: torch.Tensor, remedy: str) -> None:
         mark = membership(tensor)
         label = f"a tensor of shape {list(tensor.shape)}" if mark is None else repr(mark.name)
         raise FusionError(
-            f"{label} is a {type(tensor.detach()).__name__}, of which each rank holds a piece: {remedy}; or give each "
-            "rank members of its own, hf.fuse(models[hf.rows(len(models))]), and do not shard what they train"
+            f"{label} is of class {type(tensor.detach()).__name__}, of which each rank holds a piece: {remedy}; or "
+            "give each rank members of its own, hf.fuse(models[hf.rows(len(models))]), and do not shard what they train"
         )
 
 

@@ -62,7 +62,7 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
     def __init__(self, params: Any, defaults: Mapping[str, Any]) -> None:
         if isinstance(params, Module):
             # A fused module can be iterated over, so torch's own error message would be about the members.
-            raise TypeError(f"params is a {type(params).__name__}: give its parameters, fused.parameters()")
+            raise TypeError(f"params must be parameters, got {type(params).__name__}. Give fused.parameters().")
         self._prepared: dict[int, tuple[Settings, Groups | None]] = {}
         self._released: dict[tuple[int, ...], Groups] = {}
         self._cache: StepCache | None = None

@@ -34,7 +34,7 @@ def check_memory(tensor: Tensor, label: str) -> None:
         )
     else:
         remedy = "use torch.optim, or convert it to an ordinary torch.Tensor before the optimizer is made"
-    raise FusionError(f"{label} is a {kind}, and hf.optim updates ordinary tensors in memory only: {remedy}")
+    raise FusionError(f"{label} must be an ordinary tensor in memory to be updated by hf.optim, got {kind}: {remedy}")
 
 
 def check_rows(param: Tensor, mark: Membership) -> None:

@@ -73,18 +73,18 @@ def _checked(optimizers: Any, fused: Any, into: Any) -> list[Optimizer]:
     """Return the optimizers as a list. Raises FusionError for arguments of other kinds."""
     if not hasattr(fused, "origin"):
         raise FusionError(
-            f"hf.optim.fuse expects optimizers and the array of their members, fuse([opt, ...], fused); got a "
-            f"{type(fused).__name__} for the array: give what hf.fuse or hf.build returned"
+            f"hf.optim.fuse expects optimizers and the array of their members, got {type(fused).__name__} for the "
+            "array. Call hf.optim.fuse([opt, ...], fused) with what hf.fuse or hf.build returned."
         )
     if not isinstance(optimizers, Iterable) or isinstance(optimizers, str | torch.nn.Module):
         raise FusionError(f"hf.optim.fuse expects a list of one optimizer per member, got {type(optimizers).__name__}")
     optimizer_list = list(optimizers)
     for member, optimizer in enumerate(optimizer_list):
         if not isinstance(optimizer, Optimizer):
-            kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+            kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
             raise FusionError(
-                f"optimizer {member} is {kind}: give one optimizer per member, such as "
-                "[torch.optim.Adam(model.parameters()) for model in models]"
+                f"optimizer {member} must be an optimizer, got {kind}. Give one per member, such as "
+                "[torch.optim.Adam(model.parameters()) for model in models]."
             )
     if into is not None and not (isinstance(into, type) and issubclass(into, FusedOptimizer)):
         raise FusionError(f"into={into!r}: give a class of hf.optim, such as into=hf.optim.Adam")

@@ -14,8 +14,9 @@ from hfusion.optim.hyper import Hyper, HyperValue
 
 
 class Lion(FusedOptimizer):
-    """Lion with a value of each hyper-parameter per member (Chen and others, 2023, "Symbolic Discovery of Optimization
-    Algorithms", 2).
+    """Lion with a value of each hyper-parameter per member (Chen and others, 2023).
+
+    Source: "Symbolic Discovery of Optimization Algorithms", algorithm 2.
 
     ``params``: parameters of one fused module, or param groups of them. ``lr``, ``weight_decay``, which is
     decoupled, and each of ``betas``: one value, or one per member. ``maximize`` is set per param group. Raises

@@ -43,12 +43,12 @@ def check_entries(
     for key, param in zip(keys, params, strict=False):
         entry = state.get(key, {})
         if not isinstance(entry, Mapping):
-            raise CheckpointError(f"the state of parameter {key} is a {type(entry).__name__}, not a dict of tensors")
+            raise CheckpointError(f"the state of parameter {key} must be a dict of tensors, got {type(entry).__name__}")
         for name, value in entry.items():
             expected_shape = numbers_shape(param) if name in numbers else param.shape
             if not isinstance(value, Tensor):
                 kind = type(value).__name__
-                raise CheckpointError(f"the state {name!r} of parameter {key} is a {kind}, not a tensor")
+                raise CheckpointError(f"the state {name!r} of parameter {key} must be a tensor, got {kind}")
             if value.shape != expected_shape:
                 raise CheckpointError(
                     f"the state {name!r} of parameter {key} has shape {list(value.shape)}, this "
@@ -67,8 +67,8 @@ def parts_of(state_dict: Any) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, 
             return state, groups
     keys = f" with keys {sorted(map(str, state_dict))[:5]}" if isinstance(state_dict, Mapping) else ""
     raise CheckpointError(
-        f"the state is a {type(state_dict).__name__}{keys}, not what an optimizer's state_dict() returned: a dict of "
-        '"state", by parameter, and "param_groups", a list of dicts'
+        'the state must be what an optimizer\'s state_dict() returned: a dict of "state", by parameter, and '
+        f'"param_groups", a list of dicts. Got {type(state_dict).__name__}{keys}.'
     )
 
 

@@ -46,7 +46,7 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise ValueError(
-            f"the loader gave a {type(batch).__name__}{many}: evaluate takes batches (inputs, target); several inputs "
-            "are a tuple, ((x, mask), target)"
+            f"evaluate expects batches (inputs, target), got {type(batch).__name__}{many} from the loader. Several "
+            "inputs are a tuple, ((x, mask), target)."
         )
     return batch[0], batch[1]

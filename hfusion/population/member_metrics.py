@@ -60,8 +60,8 @@ def check_metric(metric: object) -> None:
     """Raise a ValueError if ``metric`` is not a metric, such as a loader in its place."""
     if not callable(metric) and not is_updated(metric):
         raise ValueError(
-            f"the metric is a {type(metric).__name__}: evaluate takes first a function of a member's outputs and "
-            "targets, then the loader"
+            f"the metric must be a function of a member's outputs and targets, got {type(metric).__name__}. Give "
+            "evaluate the metric first, then the loader."
         )
 
 
@@ -135,7 +135,7 @@ def number(value: Any, source: str = "the metric", subject: str = "one member") 
         is_real = not value.is_complex() if isinstance(value, Tensor) else value.dtype.kind in "biuf"
         if not is_real or math.prod(array.shape) != 1:
             shown = f"{kind} of {array.dtype} of shape {list(array.shape)}"
-            raise ValueError(f"{source} gave a {shown} for {subject}: it must give a number")
+            raise ValueError(f"{source} must give a number for {subject}, got {shown}")
         value = array.item()
     try:
         if isinstance(value, str | bytes):
@@ -143,4 +143,4 @@ def number(value: Any, source: str = "the metric", subject: str = "one member") 
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
         shown = f"{type(value).__name__} of {len(value)}" if isinstance(value, list | tuple) else type(value).__name__
-        raise ValueError(f"{source} gave a {shown} for {subject}: it must give a number") from error
+        raise ValueError(f"{source} must give a number for {subject}, got {shown}") from error

@@ -306,7 +306,7 @@ def listed(name: str, value: Any, kind: type) -> list[Any]:
     if isinstance(value, kind):
         return [value]
     if not isinstance(value, Iterable):
-        raise ValueError(f"{name}={value!r}: give a {kind.__name__}, or one for each row")
+        raise ValueError(f"{name} must be one {kind.__name__}, or one for each row, got {value!r}")
     return list(value)
 
 

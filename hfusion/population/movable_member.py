@@ -177,14 +177,14 @@ def _why_not(module: PlainModule, variables: Variables) -> str:
         if any(vars(part)[name] for name in HOOKS):
             return f"{path or 'the model'} has a hook"
         if is_array(part) or isinstance(part, torch.jit.ScriptModule):
-            return f"{path or 'the model'} is a {type(part).__name__}"
+            return f"{path or 'the model'} is of class {type(part).__name__}"
     for name, tensor in tensors(model):
         if not is_plain(tensor) or tensor.device.type != "cpu" or is_shared(tensor):
             return f"{name} is no tensor of the member alone"
     outside = ((f"{holder.title}{name}", holder.read(name)) for holder in variables.holders for name in holder.names)
     for name, value in (*_attributes(model), *outside):
         if value is not MISSING and not _is_value(value):
-            return f"{name} is a {type(value).__name__}"
+            return f"{name} is of class {type(value).__name__}"
     if variables.questions.random_state:
         return "forward reads the state of random numbers"
     return next(filter(None, map(_side_effect, functions_reached(model))), "")

@@ -109,8 +109,8 @@ class PlainModule:
 
     def _unfit(self, why: str) -> FusionError:
         return FusionError(
-            f"what was done to a plain member, a {self._original}, does not fit its optimizer: {why}. Undo it, or stop "
-            "the member, change its model and start it again: model = pop.stop(row); ...; pop.start(row, model)"
+            f"what was done to a plain member of class {self._original} does not fit its optimizer: {why}. Undo it, or "
+            "stop the member, change its model and start it again: model = pop.stop(row); ...; pop.start(row, model)"
         )
 
     def __len__(self) -> int:

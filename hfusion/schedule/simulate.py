@@ -41,10 +41,10 @@ def simulate(plan: Plan, policy: str | Policy = DEFAULT, measured: Timeline | No
     """
     if not isinstance(plan, Plan):
         raise PlanError(
-            f"hf.simulate runs a plan, not a {type(plan).__name__}: give what hf.plan(tasks, machine) gives"
+            f"hf.simulate expects a plan, got {type(plan).__name__}. Give what hf.plan(tasks, machine) returned."
         )
     if measured is not None and not isinstance(measured, Timeline):
-        raise PlanError(f"measured is a {type(measured).__name__}: give a timeline, such as report.timeline")
+        raise PlanError(f"measured must be a timeline, such as report.timeline, got {type(measured).__name__}")
 
     def estimated(task: int, unit: Unit, action: Action) -> float:
         overhead = plan.action_seconds if action.act.lane == "compute" else 0.0

@@ -111,7 +111,7 @@ def _read_source(written: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> B
 
 def _write_tensor(tensor: Tensor) -> dict[str, Any]:
     if not is_plain(tensor):
-        raise Unwritable(f"a {type(tensor).__name__} of layout {tensor.layout}")
+        raise Unwritable(f"{type(tensor).__name__} of layout {tensor.layout}")
     return {
         "shape": list(tensor.shape),
         "stride": list(tensor.stride()),

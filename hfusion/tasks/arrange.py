@@ -132,7 +132,7 @@ _SAME = ("name", "steps", "width", "epoch", "accumulate", "clipped", "evaluated"
 def checked_plan(plan: Plan, expected: Plan) -> Plan:
     """``plan``, if it is one of the same tasks as ``expected``, for devices that have no less."""
     if not isinstance(plan, Plan):
-        raise PlanError(f"the plan given is a {type(plan).__name__}: give what hf.plan gave, or leave it out")
+        raise PlanError(f"plan must be what hf.plan returned, got {type(plan).__name__}. Leave it out to plan anew.")
     for planned_task, expected_task in zip(plan.tasks, expected.tasks, strict=False):
         for field in _SAME:
             if getattr(planned_task, field) != getattr(expected_task, field):
@@ -331,8 +331,8 @@ def _planning_minibatch(task: Task, role: str, loader: Iterable[Any]) -> tuple[A
     with reading(loader) as items:
         if items is loader:
             raise PlanError(
-                f"task {task.name!r}: the {role}, a {type(loader).__name__}, can be read only once; give one that can "
-                "be read again for every epoch, such as a DataLoader or a list"
+                f"task {task.name!r}: the {role} of class {type(loader).__name__} can be read only once. Give one that "
+                "can be read again for every epoch, such as a DataLoader or a list."
             )
         if isinstance(loader, list | tuple) and loader:
             shapes = {id(item): shapes_of(item) for item in loader}

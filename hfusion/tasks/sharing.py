@@ -34,7 +34,7 @@ def listed(tasks: Any) -> list[Task]:
     by_name: dict[str, Task] = {}
     for index, task in enumerate(task_list):
         if not isinstance(task, Task):
-            raise PlanError(f"task {index} is a {type(task).__name__}: give an hf.Task, or a list of them")
+            raise PlanError(f"task {index} must be an hf.Task, got {type(task).__name__}")
         other = by_name.get(task.name)
         if other is task:
             raise PlanError(f"task {task.name!r} is given twice: give it once, or make a second one of its own")

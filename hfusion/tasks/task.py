@@ -85,7 +85,7 @@ class Task:
         eval_loader: minibatches like those of ``loader``, possibly with more samples. Their losses are computed after
             every epoch, in eval mode and without gradients. Unless it is a list or tuple, its first minibatch must be
             the largest.
-        name: one word.
+        name: one word without spaces.
         clip_norm: the maximum gradient norm, one value or one per member, as in `hfusion.optim.clip_grad_norm_`.
         accumulate: minibatches per optimizer step; losses are divided by it. The last group of an epoch may be smaller,
             as in Lightning.
@@ -172,8 +172,8 @@ class Task:
         self._check_scheduler()
 
     def _check_numbers(self) -> None:
-        if not isinstance(self.name, str):
-            raise PlanError(f"task {self.name!r}: a name is one word")
+        if not isinstance(self.name, str) or self.name.split() != [self.name]:
+            raise PlanError(f'task {self.name!r}: a name is one word without spaces, such as "first-sweep"')
         if not all(_whole(count) and count >= 1 for count in (self.epochs, self.accumulate)):
             counts = f"epochs={self.epochs!r}, accumulate={self.accumulate!r}"
             raise PlanError(f"task {self.name!r} has {counts}: give whole numbers of at least 1")
@@ -188,8 +188,8 @@ class Task:
         for model in models if isinstance(models, Sequence) else [models]:
             if not isinstance(model, nn.Module):
                 raise PlanError(
-                    f"task {self.name!r}: a {type(model).__name__} is no model: give one module, a list of them, or a "
-                    "fused array"
+                    f"task {self.name!r}: models must be one module, a list of them, or a fused array, got "
+                    f"{type(model).__name__}"
                 )
         if not models:
             raise PlanError(f"task {self.name!r} has no models: give at least one")
@@ -208,9 +208,9 @@ class Task:
         elif scheduler is not None and not callable(scheduler):
             if not isinstance(scheduler, Sequence) or not all(map(callable, scheduler)):
                 raise PlanError(
-                    f"{about} is a {type(scheduler).__name__}; give a function that makes one from the optimizer "
-                    "of one member, such as lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10), or a list with "
-                    "one for each"
+                    f"{about} must be a function that makes one from the optimizer of one member, got "
+                    f"{type(scheduler).__name__}. Give lambda opt: torch.optim.lr_scheduler.StepLR(opt, 10), or a list "
+                    "with one function for each."
                 )
             if len(scheduler) != self.members:
                 raise PlanError(
@@ -218,7 +218,7 @@ class Task:
                 )
 
     def _check_loader(self, role: str, loader: Iterable[Any]) -> None:
-        kind = f"task {self.name!r}: the {role}, a {type(loader).__name__},"
+        kind = f"task {self.name!r}: the {role} of class {type(loader).__name__}"
         try:
             count = length(loader)
         except TypeError as error:

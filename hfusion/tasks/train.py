@@ -22,6 +22,7 @@ from hfusion.core.errors import HFusionError
 from hfusion.core.event_log import first_line
 from hfusion.device.backend import backend, memory_of
 from hfusion.device.machine import Machine
+from hfusion.optim.hyper import member_vector, plain
 from hfusion.runtime.recipe import Recipe
 from hfusion.runtime.sliced_training import SlicedTraining
 from hfusion.runtime.spill import SpillFolder
@@ -49,7 +50,7 @@ from hfusion.tasks.source import Stream
 from hfusion.tasks.stepping import ArrayStep, eagerly
 from hfusion.tasks.stopping import OnResult, StoppedMembers
 from hfusion.tasks.task import Task
-from hfusion.tasks.training_report import ArrayReport, Report, TaskReport, epochs_in_order, in_order
+from hfusion.tasks.training_report import ArrayReport, Report, TaskReport, in_order
 
 
 class TrainError(HFusionError):
@@ -165,6 +166,11 @@ class _TrainRun:
         listen: ArrayListener | None,
     ) -> None:
         self.arrangements, self._listen = arrangements, listen
+        # As the user gave them: a scheduler may change them when it is made.
+        self._rates = [
+            plain(member_vector("lr", setup.optimizer.param_groups[0].get("lr", torch.nan), len(setup.members)))
+            for setup in arrangements
+        ]
         # The device of each array that has begun.
         self._computing: Mapping[int, str] = {}
         self.saves = saves
@@ -387,9 +393,10 @@ class _TrainRun:
         array_reports = tuple(map(self._array_report, indices))
         epochs = None
         if task.restores_best:
-            best = [(item.setup.members, item.stopped.best.epochs) for item in borders if item.stopped.best is not None]
-            epochs = epochs_in_order(best)
-        return TaskReport(losses, evaluated, dict(sorted(stopped.items())), arrays, array_reports, epochs)
+            best = [(item.setup.members, item.stopped.best) for item in borders if item.stopped.best is not None]
+            epochs = in_order([(members, [torch.tensor(kept.epochs, device="cpu")]) for members, kept in best])[0]
+        rates = in_order([(self.arrangements[index].members, [self._rates[index]]) for index in indices])[0]
+        return TaskReport(losses, evaluated, dict(sorted(stopped.items())), rates, arrays, array_reports, epochs)
 
     def _array_report(self, index: int) -> ArrayReport:
         arrangement, plan, step = self.arrangements[index], self.plan.tasks[index], self._steps.get(index)

@@ -48,6 +48,7 @@ class TaskReport:
         eval_losses: float ``[epochs, minibatches, B]``; None without an eval loader. Ends when the last member stopped.
         stopped: the members that stopped before the task ended, each with the number of minibatches that it was
             trained on. Its later losses are NaN.
+        rates: float64 ``[B]``, the learning rates before the first minibatch; NaN for an optimizer without ``lr``.
         arrays: how the members were computed.
         best_epochs: int64 ``[B]``, the epoch, from 0, whose weights were restored for each member, -1 if none; None
             unless the task restores best weights.
@@ -56,6 +57,7 @@ class TaskReport:
     losses: Tensor
     eval_losses: Tensor | None
     stopped: Mapping[int, int]
+    rates: Tensor
     _arrays: tuple[tuple[tuple[int, ...], FusedModule], ...]
     arrays: tuple[ArrayReport, ...] = ()
     best_epochs: Tensor | None = None
@@ -89,6 +91,13 @@ class TaskReport:
         return torch.stack([_last(column, column.isnan()) for column in means.unbind(1)])
 
     @property
+    def metric(self) -> str:
+        """What `final_losses` are: ``"last loss"``, ``"eval loss"`` or ``"best eval loss"``."""
+        return (
+            "last loss" if self.eval_losses is None else "eval loss" if self.best_epochs is None else "best eval loss"
+        )
+
+    @property
     def ranked(self) -> list[int]:
         """The members in order of their final losses, lowest first. Members with a loss of NaN come last."""
         values = self.final_losses.nan_to_num(torch.inf, torch.inf).tolist()
@@ -96,9 +105,9 @@ class TaskReport:
 
     def __str__(self) -> str:
         order = self.ranked
-        rows = [[str(m), _short(self.losses[0, m]), _short(self.final_losses[m]), self._end(m)] for m in order]
-        evaluated = "" if self.eval_losses is None else " (evaluated)"
-        head = ["member", "first loss", f"last loss{evaluated}", "minibatches"]
+        columns = (self.rates, self.losses[0], self.final_losses)
+        rows = [[str(m), *(_short(column[m]) for column in columns), self._end(m)] for m in order]
+        head = ["member", "lr", "first loss", self.metric, "minibatches"]
         table = aligned([head, *_shortened(rows, last=5)], left=1)
         arrays = [str(report)[:_COLUMNS] for report in self.arrays[:_MAX_ARRAYS]]
         more = [f"... {len(self.arrays) - _MAX_ARRAYS} more"] if len(self.arrays) > _MAX_ARRAYS else []
@@ -146,7 +155,7 @@ class Report(Mapping[str, TaskReport]):
         )
         peaks = [f"{_cut(n)} {readable(size)} of {readable(self.plan.devices[n])}" for n, size in self.peak.items()]
         rest = f", and {len(peaks) - _MAX_DEVICES} more" if len(peaks) > _MAX_DEVICES else ""
-        titles = ["task", "members", "stopped", "minibatches", "first loss", "best", "median", "worst"]
+        titles = ["task", "members", "stopped", "minibatches", "metric", "best", "member", "lr", "median", "worst"]
         rows = [_task_row(name, task) for name, task in self.items()]
         table = aligned([titles, *_shortened(rows, last=1)], left=1) if rows else []
         lines = [head, f"peak: {', '.join(peaks[:_MAX_DEVICES])}{rest}", *table]
@@ -157,11 +166,10 @@ class Report(Mapping[str, TaskReport]):
 
 def _task_row(name: str, task: TaskReport) -> list[str]:
     final, order = task.final_losses, task.ranked
-    best, middle, worst = (order[rank] for rank in (0, (len(order) - 1) // 2, -1))
+    best, middle, worst = order[0], order[(len(order) - 1) // 2], order[-1]
     counts = [str(number) for number in (len(order), len(task.stopped), len(task.losses))]
-    ends = [f"{_short(final[member])} ({member})" for member in (best, worst)]
-    first = _short(task.losses[0].nanmedian())
-    return [_cut(name), *counts, first, ends[0], _short(final[middle]), ends[1]]
+    member = [_short(final[best]), str(best), _short(task.rates[best])]
+    return [_cut(name), *counts, task.metric, *member, _short(final[middle]), _short(final[worst])]
 
 
 def _short(value: Tensor) -> str:
@@ -185,7 +193,7 @@ def _shortened(rows: Sequence[list[str]], last: int) -> list[list[str]]:
 
 
 def in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor:
-    """Merge the losses of arrays into ``[steps, B]`` in member order; NaN after the end of a shorter array."""
+    """Merge rows of values of arrays into ``[rows, B]`` in member order; NaN after the end of a shorter array."""
     members = [member for array_members, _ in arrays for member in array_members]
     steps = max(len(losses) for _, losses in arrays)
     blocks = []
@@ -198,14 +206,6 @@ def in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor
         )
         blocks.append(torch.cat([torch.stack([*losses]), missing]) if losses else missing)
     return torch.cat(blocks, 1)[:, torch.tensor(members, device="cpu").argsort()]
-
-
-def epochs_in_order(arrays: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Tensor:
-    """Merge the epochs of arrays, each with its members, into ``[B]`` in member order."""
-    epochs = {
-        member: epoch for members, array_epochs in arrays for member, epoch in zip(members, array_epochs, strict=True)
-    }
-    return torch.tensor([epochs[member] for member in sorted(epochs)], device="cpu")
 
 
 def joined(parts: Sequence[tuple[Sequence[int], TaskReport]]) -> TaskReport:
@@ -224,6 +224,8 @@ def joined(parts: Sequence[tuple[Sequence[int], TaskReport]]) -> TaskReport:
         evaluated = rows.unflatten(0, (-1, evaluations[0].shape[1]))
     stopped = {member: steps for _, part in parts for member, steps in part.stopped.items()}
     arrays = tuple(array for _, part in parts for array in part._arrays)
-    best = [part.best_epochs.tolist() for _, part in parts if part.best_epochs is not None]
-    epochs = epochs_in_order([*zip(array_members, best, strict=True)]) if best else None
-    return TaskReport(losses, evaluated, stopped, arrays, tuple(a for _, part in parts for a in part.arrays), epochs)
+    rates = in_order([(members, [part.rates]) for members, (_, part) in zip(array_members, parts, strict=True)])[0]
+    best = [[part.best_epochs] for _, part in parts if part.best_epochs is not None]
+    epochs = in_order([*zip(array_members, best, strict=True)])[0] if best else None
+    reports = tuple(array for _, part in parts for array in part.arrays)
+    return TaskReport(losses, evaluated, stopped, rates, arrays, reports, epochs)

@@ -39,8 +39,8 @@ def batches_on(role: str, loader: Iterable[Any], device: torch.device) -> Iterat
         for count, batch in enumerate(batches, 1):  # noqa: B007
             if not isinstance(batch, list | tuple) or len(batch) != 2:
                 raise PlanError(
-                    f"a minibatch of the {role} is a {type(batch).__name__}: it must be a pair (inputs, target), "
-                    "inputs a tensor, a tuple of arguments or a dict of keyword arguments"
+                    f"a minibatch of the {role} must be a pair (inputs, target), got {type(batch).__name__}. Inputs "
+                    "are a tensor, a tuple of arguments or a dict of keyword arguments."
                 )
             yield _on(batch[0], device), _on(batch[1], device)
     if not count:

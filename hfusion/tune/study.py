@@ -66,7 +66,7 @@ def open_study(
             load_if_exists=name is not None,
         )
     else:
-        raise ValueError(f"study is a {type(study).__name__}: give an optuna.Study, or the name of one")
+        raise ValueError(f"study must be an optuna.Study, or the name of one, got {type(study).__name__}")
     name, requested = ("direction", [direction]) if directions is None else ("directions", list(directions))
     names = [goal.name.lower() for goal in opened_study.directions]
     if requested != [None] and [str(getattr(goal, "name", goal)).lower() for goal in requested] != names:

@@ -298,7 +298,7 @@ def _global_tensor(params: Tensors, grads: Tensors) -> None:
 WRONG: list[tuple[Callable[..., Any], type[Exception], str]] = [
     (lambda params, grads: 3, ValueError, "returned int"),
     (lambda params, grads: {"0.weigth": params["0.weight"]}, ValueError, "0.weigth"),
-    (lambda params, grads: {"0.bias": 1.0}, ValueError, "a float"),
+    (lambda params, grads: {"0.bias": 1.0}, ValueError, "got float"),
     (lambda params, grads: {"0.bias": params["0.bias"].float()}, ValueError, "float32"),
     (lambda params, grads: {"0.bias": params["0.bias"].sum()}, ValueError, r"tensor \[\]"),
     (lambda params, grads: params.pop("0.bias") and None, RuntimeError, "Boolean"),

@@ -381,7 +381,7 @@ def by_a_function() -> nn.Module:
         ([Growing(4, 4), Growing(4, 4)], "model 0 .Growing. changes its modules, or shapes"),
         (sharing(SharedWrite), "model 0 writes into weight, which all members share"),
         (sharing(SharedAssign), "model 0 writes into weight, which all members share"),
-        ([by_a_function(), by_a_function()], "train was set on a Linear as .* define it in the class"),
+        ([by_a_function(), by_a_function()], "train of Linear was set to .* Define it in the class"),
     ],
 )
 def test_unsupported_mode_changes_are_refused_and_undone(models: list[nn.Module], words: str) -> None:

@@ -192,5 +192,5 @@ def test_graph_modules_with_different_code_are_reported() -> None:
 def test_weak_references_are_reported() -> None:
     model = Tied()
     model.ref = weakref.ref(model.a)
-    with pytest.raises(hf.FusionError, match="attribute ref is a weak reference to a Linear"):
+    with pytest.raises(hf.FusionError, match="attribute ref is a weak reference to Linear"):
         hf.fuse([model])

@@ -71,9 +71,9 @@ class Table(dict):  # type: ignore[type-arg]
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "namedtuple": (Point(1, 2), r"extra is a .*Point, .*give tuple\(\.\.\.\) of it"),
-    "within": ({"a": [Point(1, 2)]}, r"extra/a/0 is a .*Point"),
-    "key": ({Point(1, 2): 1}, r"extra is a .*Point"),
+    "namedtuple": (Point(1, 2), r"extra is of class .*Point, .*give tuple\(\.\.\.\) of it"),
+    "within": ({"a": [Point(1, 2)]}, r"extra/a/0 is of class .*Point"),
+    "key": ({Point(1, 2): 1}, r"extra is of class .*Point"),
     "structseq": (torch.ones(2).max(0), r"torch\.return_types\.max, .*give tuple\("),
     "enum": (Level.LOW, r"Level, .*give its \.value"),
     "str": (Name("a"), r"Name, .*give str\("),

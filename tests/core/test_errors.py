@@ -92,12 +92,12 @@ UNFUSABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "ties": (lambda: changed(lambda m: setattr(m, "twin", m[0])), "model 1 has a module twin"),
     "partly shared": (partly_shared, "0.bias is one object in some models but not in all"),
     "lazy": (lambda: [nn.LazyLinear(3)], "weight of a lazy module is not initialized; call each model once"),
-    "listed module": (lambda: [Listing()], r"layers.0 holds a Linear that is not registered.*nn.ModuleList"),
+    "listed module": (lambda: [Listing()], r"layers.0 holds a module, Linear, that is not registered.*nn.ModuleList"),
     "free tensor": (
         lambda: [free_tensor()],
         "attribute scale is a tensor that requires grad but no parameter",
     ),
-    "parallel": (lambda: [nn.DataParallel(mlp())], "is a DataParallel; fuse the plain module inside"),
+    "parallel": (lambda: [nn.DataParallel(mlp())], "got DataParallel. Fuse the module inside"),
     "forward hook": (
         lambda: changed(lambda m: m[1].register_forward_hook(hook)),
         r"model 1, module 1 \(ReLU\) has a hook",
@@ -160,7 +160,7 @@ CALLS: dict[str, tuple[Callable[[hf.FusedModule], Any], str]] = {
     "two inputs": (lambda f: f(1, 2), r"forward\(\.\.\., \.\.\.\): too many positional"),
     "keyword": (lambda f: f(z=normal(4, 4)), r"forward\(z=\.\.\.\): missing a required argument"),
     "leading size": (lambda f: f(hf.stacked(normal(3, 4, 4))), "leading size 3 .* array has 2 members"),
-    "object": (lambda f: f(object()), "holds a object; give tensors"),
+    "object": (lambda f: f(object()), "arguments must be tensors.* got object"),
     "nothing to stack": (lambda f: f(hf.stacked(3)), "hf.stacked got int"),
     "empty stack": (lambda f: f(hf.stacked([])), "hf.stacked got an empty list"),
     "ragged stack": (lambda f: f(hf.stacked([normal(2, 2), normal(2)])), "numbers of dims"),

@@ -141,7 +141,7 @@ def test_state_that_does_not_fit(name: str, options: dict[str, Any], steps: int,
     fused, array = begun(name, options, steps)
     before = [param.detach().clone() for param in array.params]
     change(state(fused, array))
-    with pytest.raises(hf.FusionError, match=r"of parameter 'p0' (is|are) "):
+    with pytest.raises(hf.FusionError, match=r"of parameter 'p0' (is|are|must) "):
         fused.step()
     assert all(map(torch.equal, array.params, before))
 
@@ -271,8 +271,8 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "parameter subclass": Weight,
 }
 ELSEWHERE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "fake": (fake, "is a FakeTensor.*step outside the FakeTensorMode"),
-    "wrapper": (lambda t: TwoTensor(t, t.clone()), "is a TwoTensor.*use torch.optim"),
+    "fake": (fake, "got FakeTensor.*step outside the FakeTensorMode"),
+    "wrapper": (lambda t: TwoTensor(t, t.clone()), "got TwoTensor.*use torch.optim"),
 }
 
 
@@ -304,18 +304,18 @@ def test_tensors_without_memory(
     entry = state(fused, array)
     original = entry[stack(entry)]
     entry[stack(entry)] = make(original)
-    with pytest.raises(hf.FusionError, match=f"the state '{stack(entry)}' of parameter 'p0' {message}"):
+    with pytest.raises(hf.FusionError, match=f"the state '{stack(entry)}' of parameter 'p0' .*{message}"):
         fused.step()
     entry[stack(entry)] = original
     param.grad = make(torch.ones_like(param))
-    with pytest.raises(hf.FusionError, match=f"the gradient of 'p0' {message}"):
+    with pytest.raises(hf.FusionError, match=f"the gradient of 'p0' .*{message}"):
         fused.step()
     assert torch.equal(param, before)
     for trained in (True, False):
         other = nn.Parameter(make(param.detach()), requires_grad=trained)
         mark(other, membership(param))  # type: ignore[arg-type]
         if trained:
-            with pytest.raises(hf.FusionError, match=f"parameter 'p0' {message}"):
+            with pytest.raises(hf.FusionError, match=f"parameter 'p0' .*{message}"):
                 getattr(hf.optim, name)([other], lr=0.1)
         else:
             getattr(hf.optim, name)([other], lr=0.1)

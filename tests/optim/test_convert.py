@@ -178,13 +178,19 @@ def test_optimizers_that_cannot_be_fused_are_refused(make: Any, message: str) ->
 
 
 OTHER_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "words": (lambda array: optim.fuse(["a"], array), "optimizer 0 is a str: give one optimizer per member"),
-    "classes": (lambda array: optim.fuse([torch.optim.Adam] * 2, array), "optimizer 0 is the class Adam"),
-    "models": (lambda array: optim.fuse([torch.nn.Linear(1, 1)] * 2, array), "optimizer 0 is a Linear"),
+    "words": (lambda array: optim.fuse(["a"], array), "optimizer 0 must be an optimizer, got str. Give one per member"),
+    "classes": (
+        lambda array: optim.fuse([torch.optim.Adam] * 2, array),
+        "optimizer 0 must be an optimizer, got the class Adam",
+    ),
+    "models": (
+        lambda array: optim.fuse([torch.nn.Linear(1, 1)] * 2, array),
+        "optimizer 0 must be an optimizer, got Linear",
+    ),
     "one optimizer": (lambda array: optim.fuse(adam(array.members[0]), array), "expects a list of .* got Adam"),
     "nothing": (lambda array: optim.fuse(None, array), "expects a list of .* got NoneType"),
-    "a model": (lambda array: optim.fuse([], torch.nn.Linear(1, 1)), "got a Linear for the array: give what hf.fuse"),
-    "the wrong order": (lambda array: optim.fuse(array, [adam(array.members[0])]), "got a list for the array"),
+    "a model": (lambda array: optim.fuse([], torch.nn.Linear(1, 1)), "got Linear for the array.*what hf.fuse"),
+    "the wrong order": (lambda array: optim.fuse(array, [adam(array.members[0])]), "got list for the array"),
     "into by name": (lambda array: optim.fuse([], array, into="Adam"), "into='Adam': give a class of hf.optim"),
     "into torch's": (lambda array: optim.fuse([], array, into=torch.optim.SGD), "give a class of hf.optim"),
 }

@@ -88,7 +88,7 @@ def test_parameters_of_no_array_are_refused() -> None:
 
 
 def test_a_module_is_refused_in_words() -> None:
-    with pytest.raises(TypeError, match=r"params is a FusedModule: give its parameters, fused.parameters\(\)"):
+    with pytest.raises(TypeError, match=r"params must be parameters, got FusedModule. Give fused.parameters\(\)"):
         optim.Adam(hf.fuse([nn.Linear(2, 1) for _ in range(2)]))
 
 

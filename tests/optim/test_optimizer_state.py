@@ -126,16 +126,25 @@ def test_state_of_another_array_is_refused() -> None:
 
 
 GARBAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "nothing": (lambda state: None, "the state is a NoneType, not what an optimizer's state_dict"),
-    "a word": (lambda state: "x", "the state is a str, not"),
-    "of a module": (lambda state: nn.Linear(1, 1).state_dict(), r"with keys \['bias', 'weight'\], not"),
-    "empty": (lambda state: {}, "the state is a dict with keys"),
-    "without groups": (lambda state: {"state": state["state"]}, "not what an optimizer's state_dict"),
-    "groups of words": (lambda state: {**state, "param_groups": ["x"]}, "not what an optimizer's state_dict"),
-    "one parameter": (lambda state: {**state, "param_groups": [{"params": 0}]}, "not what an optimizer's state_dict"),
-    "a list of state": (lambda state: {**state, "state": []}, "not what an optimizer's state_dict"),
-    "words of state": (lambda state: {**state, "state": {0: "x"}}, "state of parameter 0 is a str, not a dict"),
-    "a word of it": (lambda state: {**state, "state": {0: {"exp_avg": "x"}}}, "'exp_avg' of parameter 0 is a str, not"),
+    "nothing": (lambda state: None, "the state must be what an optimizer's state_dict.* Got NoneType"),
+    "a word": (lambda state: "x", "Got str"),
+    "of a module": (lambda state: nn.Linear(1, 1).state_dict(), r"Got OrderedDict with keys \['bias', 'weight'\]"),
+    "empty": (lambda state: {}, "Got dict with keys"),
+    "without groups": (lambda state: {"state": state["state"]}, "must be what an optimizer's state_dict"),
+    "groups of words": (lambda state: {**state, "param_groups": ["x"]}, "must be what an optimizer's state_dict"),
+    "one parameter": (
+        lambda state: {**state, "param_groups": [{"params": 0}]},
+        "must be what an optimizer's state_dict",
+    ),
+    "a list of state": (lambda state: {**state, "state": []}, "must be what an optimizer's state_dict"),
+    "words of state": (
+        lambda state: {**state, "state": {0: "x"}},
+        "state of parameter 0 must be a dict of tensors, got str",
+    ),
+    "a word of it": (
+        lambda state: {**state, "state": {0: {"exp_avg": "x"}}},
+        "'exp_avg' of parameter 0 must be a tensor, got str",
+    ),
     "an unknown one": (lambda state: {**state, "state": {9: {}}}, "a parameter 9 that is in none of its param groups"),
     "of one model": (lambda state: _of_one_model(), "the state is not one of this array and of Adam"),
     "a rate": (lambda state: _with_rate(state, "x"), "lr='x' is not a number"),

@@ -175,7 +175,10 @@ WRONG: dict[str, tuple[Callable[[hf.FusedModule], object], str]] = {
         "each member its own target",
     ),
     "shapes": (lambda fused: hf.select(fused, [(BATCHES[0][0], torch.zeros(6))], 1), r"\[6, 3\] for targets \[6\]"),
-    "score": (lambda fused: hf.select(fused, BATCHES, 1, lambda p, y: p), "the score gave a tensor of torch.float64"),
+    "score": (
+        lambda fused: hf.select(fused, BATCHES, 1, lambda p, y: p),
+        "the score must give a number for .* got tensor of torch.float64",
+    ),
     "no score": (lambda fused: hf.select(fused, BATCHES, 1, lambda p, y: float("nan")), "there is no member to choose"),
 }
 

@@ -67,7 +67,7 @@ class Banking(Dense):
         (Keeping, ""),
         (Printing, "names print"),
         (Drawing, "names random"),
-        (Banking, "BANK is a Tensor"),
+        (Banking, "BANK is of class Tensor"),
     ],
 )
 def test_members_whose_forward_has_effects_stay(make: Callable[[int], nn.Module], why: str, capsys: Any) -> None:
@@ -154,8 +154,8 @@ class Collecting(Dense):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (WithObject, "config is a Config"),
-        (WithGenerator, "generator is a Generator"),
+        (WithObject, "config is of class Config"),
+        (WithGenerator, "generator is of class Generator"),
         (with_partial, "act is a partial"),
         (lambda: Writing(3), "assigns items"),
         (lambda: Asking(3), "state of random numbers"),

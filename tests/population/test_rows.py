@@ -132,8 +132,8 @@ def test_an_update_that_fails_has_not_been(options: dict[str, Any], common: bool
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        (lambda output, target: {"loss": 1.0}, "the metric gave a dict for one member: it must give a number"),
-        (lambda output, target: None, "the metric gave a NoneType"),
+        (lambda output, target: {"loss": 1.0}, "the metric must give a number for one member, got dict"),
+        (lambda output, target: None, "the metric must give a number for one member, got NoneType"),
         (lambda output, target: (1.0, 2.0), "a tuple of 2 for one member"),
         (lambda output, target: torch.tensor(1j), r"tensor of torch.complex64 of shape \[\] for one member"),
         (lambda output, target: output[:, 0], r"tensor of torch.float32 of shape \[6\] for one member"),
@@ -178,9 +178,9 @@ def test_numbers_that_decide_are_not_rounded() -> None:
     assert optimizer.param_groups[0]["lr"].tolist() == [1.0]
 
 
-@pytest.mark.parametrize(("loader", "words"), [([(*BATCH, 1)], "a tuple of 3"), ([BATCH[0][:2]], "a Tensor")])
+@pytest.mark.parametrize(("loader", "words"), [([(*BATCH, 1)], "tuple of 3"), ([BATCH[0][:2]], "Tensor")])
 def test_a_batch_is_a_pair(loader: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=f"the loader gave {words}: evaluate takes batches"):
+    with pytest.raises(ValueError, match=rf"evaluate expects batches \(inputs, target\), got {words} from the loader"):
         population(2).evaluate(F.cross_entropy, loader)
 
 

@@ -185,7 +185,9 @@ def test_a_save_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytes
 
 def test_nothing_but_plain_values_is_saved(tmp_path: Path) -> None:
     pop = population(2)
-    with pytest.raises(hf.CheckpointError, match=r"extra/0/what is a builtins.function, which only code can make"):
+    with pytest.raises(
+        hf.CheckpointError, match=r"extra/0/what is of class builtins.function, which only code can make"
+    ):
         pop.save(tmp_path, extra=[{"what": lambda: None}])
     assert list(tmp_path.iterdir()) == []
     values = {1: "a", (2, 3): {4.0}, "~": b"\x00\xff", "n": [None, True, -math.inf, np.float32(1.5), np.arange(3)]}

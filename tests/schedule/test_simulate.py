@@ -207,9 +207,9 @@ def test_a_policy_that_breaks_rules_is_refused(name: str) -> None:
 def test_arguments_of_other_types_are_refused() -> None:
     empty, wrong = Plan((), {"d": 1}, 1.0, 1.0), object()
     for arguments, words in (
-        ((wrong,), "hf.simulate runs a plan, not a object: give what hf.plan"),
+        ((wrong,), "hf.simulate expects a plan, got object. Give what hf.plan"),
         ((empty, wrong), "unknown policy <object .* or give a Policy"),
-        ((empty, "fifo", wrong), "measured is a object: give a timeline"),
+        ((empty, "fifo", wrong), "measured must be a timeline, .* got object"),
     ):
         with pytest.raises(PlanError, match=words):
             simulate(*arguments)

@@ -67,9 +67,11 @@ def tied() -> list[nn.Module]:
 REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
     "no task": ([], "there is no task: give at least one hf.Task"),
     "one name": ([{}, {}], "two tasks are named 'mine': give each its own name"),
-    "a name of two words": ([{"name": "my task"}], "'my task': a name is one word without spaces"),
-    "read once": ([{"loader": Once([PAIR])}], "the loader, a Once, can be read only once; give one that can be read"),
-    "evaluated once": ([{"eval_loader": Once([PAIR])}], "the eval_loader, a Once, can be read only once"),
+    "read once": (
+        [{"loader": Once([PAIR])}],
+        "the loader of class Once can be read only once. Give one that can be read",
+    ),
+    "evaluated once": ([{"eval_loader": Once([PAIR])}], "the eval_loader of class Once can be read only once"),
     "nothing": ([{"loader": Lying()}], "'mine': the loader gives no minibatch, but its length is 3: give one whose"),
     "no pair": ([{"loader": [PAIR[0]]}], "'mine': a minibatch of the loader is Tensor; it must be a pair"),
     "three": ([{"loader": [(*PAIR, 1)]}], r"a minibatch of the loader is 3 values; .*pair \(inputs, target\), inputs"),
@@ -142,10 +144,12 @@ def test_a_plan_for_more_memory() -> None:
 @pytest.mark.parametrize("call", [hf.plan, hf.train])
 def test_other_types_for_machine_or_plan_are_refused(call: Callable[..., Any]) -> None:
     for value in (3, "cpu", hf.Device("cpu", memory="1GiB")):
-        with pytest.raises(PlanError, match=rf"the machine is a {type(value).__name__}: give hf.Machine.detect\(\)"):
+        with pytest.raises(
+            PlanError, match=rf"machine must be an hf.Machine, got {type(value).__name__}. Give hf.Machine.detect\(\)"
+        ):
             call(task(), value)
     no_plan: Any = "plan"
-    with pytest.raises(PlanError, match=r"the plan given is a str: give what hf.plan gave"):
+    with pytest.raises(PlanError, match=r"plan must be what hf.plan returned, got str"):
         hf.train(task(), machine(), plan=no_plan)
 
 

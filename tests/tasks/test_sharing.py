@@ -100,8 +100,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "one task twice": (twice, "task 'first' is given twice"),
     "one name": (lambda: [task("first", Net()), task("first", Net())], "two tasks are named 'first'"),
     "no task": (list, "there is no task"),
-    "models": (lambda: [Net()], "task 0 is a Net: give an hf.Task, or a list of them"),
-    "a model": (Net, "task 0 is a Net"),
+    "models": (lambda: [Net()], "task 0 must be an hf.Task, got Net"),
+    "a model": (Net, "task 0 must be an hf.Task, got Net"),
     "a number": (lambda: 3, "task 0 is a int"),
     "workers": (persistent, "'first' and 'second' read with the workers of one DataLoader: .*persistent_workers=False"),
     "a generator": (

@@ -17,7 +17,7 @@ from hfusion.tasks.training_report import Report, TaskReport
 from tests.trained import Way, batches, fused, machine
 from tests.trained import task as trained
 
-NAN = float("nan")
+NAN, RATES = float("nan"), torch.tensor([0.1, 0.2, 0.3])
 
 
 def task_report(
@@ -25,7 +25,7 @@ def task_report(
 ) -> TaskReport:
     losses = torch.arange(steps * members, dtype=torch.float64).reshape(steps, members).flip(0) / members
     evaluations = torch.arange(2 * members, dtype=torch.float64).reshape(1, 2, members) if evaluated else None
-    return TaskReport(losses, evaluations, stopped or {}, ())
+    return TaskReport(losses, evaluations, stopped or {}, torch.logspace(-3, 0, members), ())
 
 
 def whole(tasks: dict[str, TaskReport], devices: int = 2) -> Report:
@@ -50,21 +50,21 @@ def test_a_report_says_what_there_was() -> None:
     assert text.splitlines() == [
         "2 tasks, 4 members, 2 devices: 12.3 s, computing 88% of the time",
         "peak: device-0 1.0MiB of 1.0GiB, device-1 1.0MiB of 1.0GiB",
-        "task   members  stopped  minibatches  first loss     best  median      worst",
-        "sweep        3        1            4       3.333    0 (0)  0.6667  2.333 (1)",
-        "other        1        0            4           3  0.5 (0)     0.5    0.5 (0)",
+        "task   members  stopped  minibatches     metric  best  member     lr  median  worst",
+        "sweep        3        1            4  last loss     0       0  0.001  0.6667  2.333",
+        "other        1        0            4  eval loss   0.5       0  0.001     0.5    0.5",
     ]
 
 
 def test_the_last_losses_are_those_before_a_member_stopped() -> None:
-    report = TaskReport(torch.tensor([[3.0, 2.0, NAN], [1.0, NAN, NAN]]), None, {1: 1}, ())
+    report = TaskReport(torch.tensor([[3.0, 2.0, NAN], [1.0, NAN, NAN]]), None, {1: 1}, RATES, ())
     torch.testing.assert_close(report.final_losses, torch.tensor([1.0, 2.0, NAN]), equal_nan=True)
     assert report.ranked == [0, 1, 2]
     means = torch.tensor([[[3.0, 2.0, NAN], [1.0, 2.0, NAN]], [[0.5, NAN, NAN], [0.5, NAN, NAN]]])
-    report = TaskReport(report.losses, means, {1: 1}, ())
+    report = TaskReport(report.losses, means, {1: 1}, RATES, ())
     torch.testing.assert_close(report.final_losses, torch.tensor([0.5, 2.0, NAN]), equal_nan=True)
-    assert str(report).splitlines()[2].split() == ["0", "3", "0.5", "2"]
-    assert str(report).splitlines()[3].split() == ["1", "2", "2", "stopped", "after", "1"]
+    assert str(report).splitlines()[2].split() == ["0", "0.1", "3", "0.5", "2"]
+    assert str(report).splitlines()[3].split() == ["1", "0.2", "2", "2", "stopped", "after", "1"]
 
 
 def shown(tasks: int, console: Console, over: int | None = None) -> None:

@@ -282,7 +282,7 @@ def test_numbers_that_are_none(name: str, value: Any) -> None:
         ("optimizer", "adam", "optimizer='adam': give a function"),
         ("metric", "accuracy", "metric='accuracy': give a function of outputs and targets"),
         ("machine", "cpu", "machine='cpu': give an hf.Machine"),
-        ("metric", lambda output, target: None, "the metric gave a NoneType for one member: it must give a number"),
+        ("metric", lambda output, target: None, "the metric must give a number for one member, got NoneType"),
     ],
 )
 def test_arguments_of_the_wrong_type_are_refused(name: str, value: Any, message: str) -> None:
@@ -293,7 +293,7 @@ def test_arguments_of_the_wrong_type_are_refused(name: str, value: Any, message:
 def test_a_direction_is_refused_if_the_study_has_one() -> None:
     with pytest.raises(ValueError, match="direction='maximize': the study given has its own"):
         sweep(study=optuna.create_study(), direction="maximize")
-    with pytest.raises(ValueError, match=r"study is a list: give an optuna\.Study"):
+    with pytest.raises(ValueError, match=r"study must be an optuna\.Study, or the name of one, got list"):
         sweep(study=[])
 
 

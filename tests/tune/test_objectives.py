@@ -185,7 +185,7 @@ def test_schedules_that_watch_the_loss_of_steps_go_on() -> None:
         ({"direction": "minimize"}, "direction='minimize' and directions=.*: give one of them"),
         ({"metric": accuracy}, "the metric returned 1 value for one member, and the study has 2 objectives"),
         ({"metric": lambda *args: (1.0, 2.0, 3.0)}, "returned 3 values for one member"),
-        ({"metric": lambda *args: (1.0, "two")}, "the metric gave a str for one member"),
+        ({"metric": lambda *args: (1.0, "two")}, "the metric must give a number for one member, got str"),
     ],
 )
 def test_what_needs_one_objective(options: dict[str, Any], message: str) -> None:
