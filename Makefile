@@ -15,7 +15,7 @@ NULL_TORCH := 2.14.1
 NULL_VENV := .venv-null
 NULL_STAMP := $(NULL_VENV)/.torch-$(NULL_TORCH)
 
-.PHONY: test-matrix dist help demo test test-all lint style types suite suite-fast test-cluster test-foreign test-null docs linkcheck bench fuzz faults ops-sweep clean
+.PHONY: test-matrix dist help demo test test-all lint style types suite suite-fast test-cluster test-foreign test-null docs reference tutorials linkcheck bench fuzz faults ops-sweep clean
 
 help:
 	@echo "make demo   run the main job: an array of CNNs on real handwritten digits"
@@ -27,7 +27,9 @@ help:
 	@echo "make dist   build the wheel and the sdist, and check them"
 	@echo "make test-foreign  models of other packages, trained fused and alone"
 	@echo "make test-null  torch's CUDA build on a device that computes nothing: launches, waits and graphs are counted (5.5 GB)"
-	@echo "make docs   run the tutorials, and build the pages as a site in build/docs; warnings are errors"
+	@echo "make docs   build the pages as a site in build/docs; warnings are errors"
+	@echo "make reference  write the API part of docs/reference from the docstrings"
+	@echo "make tutorials  run the tutorials, and write what they print and draw into their pages"
 	@echo "make linkcheck  open every link of the pages to another site (needs a network)"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
 	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
@@ -104,8 +106,14 @@ docs: $(VENV)/.docs
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env --quiet docs build/docs
 	@echo "build/docs/index.html"
 
+reference: $(STAMP)
+	$(BIN)/python docs/api_reference.py
+
+tutorials: $(STAMP)
+	$(BIN)/python docs/tutorial_outputs.py
+
 linkcheck: $(VENV)/.docs
-	$(BIN)/sphinx-build --builder linkcheck --define nb_execution_mode=off --fail-on-warning --keep-going --quiet docs build/linkcheck
+	$(BIN)/sphinx-build --builder linkcheck --fail-on-warning --keep-going --quiet docs build/linkcheck
 
 bench: $(STAMP)
 	$(BIN)/python -m hfusion.bench $(ARGS)

@@ -123,8 +123,9 @@ def methods(name: str, kind: type) -> Iterator[tuple[str, Any]]:
     for base in bases:
         for label, value in vars(base).items():
             member = getattr(value, "__func__", getattr(value, "fget", getattr(value, "func", value)))
-            callable_here = inspect.isfunction(member) and bool(member.__doc__)
-            if callable_here and (label in chosen if chosen else not label.startswith("_")):
+            # torch puts wrappers into the classes of optimizers when the first one is made.
+            is_own = getattr(member, "__qualname__", "") == f"{base.__qualname__}.{label}"
+            if is_own and member.__doc__ and (label in chosen if chosen else not label.startswith("_")):
                 yield label, value
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import os
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +30,10 @@ SHOWN = {
 project = "hfusion"
 author = "the hfusion authors"
 release = hfusion.__version__
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx_copybutton"]
-nitpicky = True
-# Names in docstrings and signatures that have no page here, such as torch's.
-nitpick_ignore_regex = [("py:.*", ".*")]
-default_role = "py:obj"
-autodoc_member_order = "bysource"
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented"
-autosummary_generate = False
-napoleon_google_docstring = True
-# Needed by a class that a page describes, and not by the page.
-autodoc_mock_imports = [name for name in ("lightning", "sklearn") if find_spec(name) is None]
+extensions = ["myst_parser", "sphinx_copybutton"]
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 myst_heading_anchors = 3
-# The tutorials run at every build, so that they show what this version does. The kernels work in temporary folders.
-nb_execution_mode = "force"
-nb_execution_in_temp = True
-nb_execution_raise_on_error = True
-nb_execution_show_tb = True
-nb_execution_timeout = 600
-nb_merge_streams = True
-# Progress bars and hints of packages about missing widgets; in the tests warnings are errors.
-nb_output_stderr = "remove"
 myst_enable_extensions = ["colon_fence"]
 # `make linkcheck`. Links to files of the repository are checked as paths, by `read`.
 linkcheck_ignore = [re.escape(REPOSITORY)]
@@ -101,24 +80,6 @@ def include(app: Any, path: Path, parent: str, content: list[str]) -> None:
     content[0] = link_from(SHOWN[file], content[0], file.parent)
 
 
-# A word such as clip_grad_norm_, which reStructuredText takes for a link unless it is code.
-_UNDERSCORED = re.compile(r"``.*?``|(?<![`\w.])[\w.]*\w_(?![\w`])")
-
-
-def quote(app: Any, what: str, name: str, holder: object, options: object, lines: list[str]) -> None:
-    """Mark words that end with an underscore in docstrings as code."""
-
-    def quoted(match: re.Match[str]) -> str:
-        return match[0] if match[0].startswith("`") else f"``{match[0]}``"
-
-    lines[:] = [line if ">>>" in line else _UNDERSCORED.sub(quoted, line) for line in lines]
-
-
-def skip(app: Any, what: str, name: str, member: object, is_skipped: bool, options: object) -> bool | None:
-    """Leave out the methods that scikit-learn adds to every estimator."""
-    return True if re.fullmatch(r"set_\w+_request|get_metadata_routing", name) else None
-
-
 class FileTable(SphinxDirective):
     """A table of the files of a folder, each with the first line of its docstring."""
 
@@ -137,7 +98,5 @@ class FileTable(SphinxDirective):
 
 def setup(app: Any) -> None:
     app.add_directive("file-table", FileTable)
-    app.connect("autodoc-process-docstring", quote)
-    app.connect("autodoc-skip-member", skip)
     app.connect("source-read", read)
     app.connect("include-read", include)

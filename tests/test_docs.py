@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 
 import hfusion as hf
+from docs import api_reference, tutorial_outputs
 from tests.test_names import files
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {str(page.relative_to(ROOT)): page for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *DOCS.rglob("*.md")]}
-# Blocks of Python, and the cells of tutorials, which are notebooks.
-CODE = re.compile(r"^```(?:python|{code-cell} python)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # Of other packages, when they are used as the page shows.
 WARNINGS = (
     "ignore:.*does not have many workers",
@@ -56,15 +56,41 @@ def plots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.filterwarnings(*WARNINGS)
 @pytest.mark.usefixtures("threads", "plots")
-@pytest.mark.parametrize("page", [page for page, path in PAGES.items() if blocks(path)])
+@pytest.mark.parametrize(
+    "page", [page for page, path in PAGES.items() if path not in tutorial_outputs.PAGES and blocks(path)]
+)
 def test_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page one after the other, in one module, as they are printed."""
     monkeypatch.chdir(tmp_path)
-    if any("trials_dataframe(" in block for _, block in blocks(PAGES[page])):
-        pytest.importorskip("pandas")
     space: dict[str, object] = {"__name__": "page"}
     for line, block in blocks(PAGES[page]):
         exec(compile("\n" * line + block, page, "exec"), space)
+
+
+@pytest.mark.usefixtures("threads", "plots")
+@pytest.mark.parametrize("page", tutorial_outputs.PAGES, ids=lambda page: page.stem)
+def test_tutorials_show_what_they_print_and_draw(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first words of an output are compared: times, losses and the choices that follow from them differ."""
+    for package in ("matplotlib", "pandas", "sklearn"):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+
+    def form(text: str | None) -> list[str]:
+        return re.findall("[A-Za-z]+", text or "")[:2]
+
+    outputs = tutorial_outputs.run(page)
+    for shown, output in zip(tutorial_outputs.BLOCK.finditer(page.read_text()), outputs, strict=True):
+        assert form(shown[2]) == form(output.text), shown[1]
+        assert re.findall(r"!\[(.*)\]", shown[3]) == [title for title, _ in output.figures], shown[1]
+
+
+@pytest.mark.parametrize("page", api_reference.PAGES)
+def test_the_reference_is_that_of_the_docstrings(page: str) -> None:
+    """If they differ, run ``make reference``."""
+    for package in ("lightning", "sklearn") if page == "integrations" else ():
+        pytest.importorskip(package)
+    text = (DOCS / "reference" / f"{page}.md").read_text()
+    assert text.partition(api_reference.HEADING)[2].strip() == api_reference.generated(page).strip()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -118,7 +144,8 @@ MAX_SENTENCES, MAX_ITEM_SENTENCES = 5, 3
 
 def prose(page: Path) -> list[tuple[bool, str]]:
     """The paragraphs and list items of a page, each with whether it is an item."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    written = page.read_text().partition(api_reference.HEADING)[0]
+    text = re.sub(r"^```.*?^```", "", written, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^(#|\|).*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"^\s*(?=(?:[-*]|\d+\.) )", "\n", text, flags=re.MULTILINE)
     blocks = [re.sub(r"`[^`]*`|\]\([^)]*\)", "x", block.strip()) for block in re.split(r"\n\s*\n", text)]
@@ -146,8 +173,7 @@ def test_every_example_is_listed() -> None:
 
 
 def test_every_public_name_has_an_entry_in_the_reference() -> None:
-    reference = "".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
-    entries = set(re.findall(r"^\.\. auto(?:class|function|exception):: hfusion\.([\w.]+)$", reference, re.MULTILINE))
+    entries = {name for names in api_reference.PAGES.values() for name in names.split()}
     schedulers = [f"optim.lr_scheduler.{name}" for name in hf.optim.lr_scheduler.__all__]
     names = {*hf.__all__, *(f"optim.{name}" for name in hf.optim.__all__), *schedulers} - {
         "optim",

@@ -266,7 +266,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="optimizer gave SGD, one for all members"):
         trainer(tmp_path).fit(module, DataLoader(data(), batch_size=4))
-    with pytest.raises(ValueError, match=r"a batch is \(inputs, target\), got Tensor"):
+    with pytest.raises(ValueError, match=r"a batch must be \(inputs, target\), got Tensor"):
         trainer(tmp_path).fit(copy.deepcopy(array()), DataLoader(data().tensors[0], batch_size=4))
 
 

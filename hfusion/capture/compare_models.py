@@ -122,8 +122,8 @@ def check_alone(index: int, model: nn.Module) -> None:
     for path, module in model.named_modules():
         if path and uncompiled(module) is not module:
             raise FusionError(
-                f"{where}, module {path} is wrapped by torch.compile. Give the module inside it, and leave compiling to "
-                "hf.train_step."
+                f"{where}, module {path} is wrapped by torch.compile. Give the module inside it, and leave "
+                "compiling to hf.train_step."
             )
         for hooks in _HOOKS:
             held = getattr(module, hooks).values()

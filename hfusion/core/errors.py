@@ -41,6 +41,7 @@ class ForwardsDiffer(FusionError):
         ...     def __init__(self, kind):
         ...         super().__init__(2, 1)
         ...         self.kind = kind
+        ...
         ...     def forward(self, x):
         ...         return getattr(torch, self.kind)(super().forward(x))
         >>> fused = hf.fuse([Activated("tanh"), Activated("relu"), Activated("tanh")])

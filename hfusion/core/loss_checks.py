@@ -14,7 +14,9 @@ class PerMemberFunction:
 
 
 def check_loss_function(loss: Any) -> None:
-    """Raise ValueError if ``loss`` is `hfusion.per_model` of a function where the function itself is expected."""
+    """Raise ValueError unless ``loss`` is a function of outputs and targets, without `hfusion.per_model`."""
+    if not callable(loss):
+        raise ValueError(f"the loss must be a function, such as F.cross_entropy, got {type(loss).__name__}")
     if isinstance(loss, PerMemberFunction):
         raise ValueError(
             f"the loss is {loss!r}, but a loss is applied to each member here anyway. Pass the function itself, "

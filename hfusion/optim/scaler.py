@@ -34,7 +34,9 @@ class GradScaler:
         >>> opt, scaler = hf.optim.SGD(fused.parameters(), lr=0.1), hf.optim.GradScaler(init_scale=[8.0, 16.0])
         >>> losses = fused(torch.ones(3, 2)).square().mean(dim=(1, 2))
         >>> scaler.scale(losses).sum().backward()
-        >>> scaler.step(opt); scaler.update(); scaler.get_scale()
+        >>> scaler.step(opt)
+        >>> scaler.update()
+        >>> scaler.get_scale()
         tensor([ 8., 16.])
     """
 

@@ -88,7 +88,8 @@ class TaskReport:
         if self.best_epochs is not None:
             best = means.gather(0, self.best_epochs.clamp(min=0).unsqueeze(0))[0]
             return best.masked_fill(self.best_epochs < 0, torch.nan)
-        return torch.stack([_last(column, column.isnan()) for column in means.unbind(1)])
+        epochs = torch.arange(len(means), device="cpu").unsqueeze(1)
+        return means.gather(0, epochs.masked_fill(means.isnan(), 0).amax(0, keepdim=True))[0]
 
     @property
     def metric(self) -> str:
@@ -117,12 +118,6 @@ class TaskReport:
 
     def _end(self, member: int) -> str:
         return f"stopped after {self.stopped[member]}" if member in self.stopped else str(len(self.losses))
-
-
-def _last(column: Tensor, missing: Tensor) -> Tensor:
-    """Return the last value of a column that is not missing; NaN if all are."""
-    values = column[~missing]
-    return values[-1] if len(values) else column.new_tensor(torch.nan)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,13 +193,9 @@ def in_order(arrays: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> Tensor
     steps = max(len(losses) for _, losses in arrays)
     blocks = []
     for array_members, losses in arrays:
-        missing = torch.full(
-            (steps - len(losses), len(array_members)),
-            torch.nan,
-            dtype=losses[0].dtype if losses else None,
-            device="cpu",
-        )
-        blocks.append(torch.cat([torch.stack([*losses]), missing]) if losses else missing)
+        missing = torch.full((steps - len(losses), len(array_members)), torch.nan, device="cpu")
+        stacked = torch.stack([*losses]) if losses else missing
+        blocks.append(stacked if len(stacked) == steps else torch.cat([stacked, missing.to(stacked.dtype)]))
     return torch.cat(blocks, 1)[:, torch.tensor(members, device="cpu").argsort()]
 
 

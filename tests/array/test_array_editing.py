@@ -288,7 +288,7 @@ WRONG: dict[str, tuple[Callable[[hf.FusedModule], Any], type[Exception], str]] =
     "written twice": (lambda f: f.copy([0, 1], [2, 2]), ValueError, "row 2 comes 2 times"),
     "empty": (lambda f: f.append([]), hf.FusionError, "append takes a list of one model or more"),
     "bare": (lambda f: f.append(Net()), hf.FusionError, "append takes a list"),  # type: ignore[arg-type]
-    "no model": (lambda f: f.append(["x"]), hf.FusionError, "a str cannot join"),  # type: ignore[list-item]
+    "no model": (lambda f: f.append(["x"]), hf.FusionError, "can join an array, got str"),  # type: ignore[list-item]
     "shape": (lambda f: f.append([nn.Linear(4, 4)]), hf.FusionError, "is Net in model 0"),
     "mode": (lambda f: f.append([Net().eval()]), hf.FusionError, "train mode in model 0"),
     "models": (lambda f: f.put([0, 1], [Net()]), ValueError, "put of 1 models into 2 rows"),

@@ -148,7 +148,7 @@ def test_a_plain_model_is_one_member() -> None:
     for member in models:
         run(member)
     equal(fused, models)
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="is for arrays, got Sequential"):
         run(models[0], rows=[0])
 
 

@@ -131,7 +131,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
     "none": ({"keep": 0}, "keep=0"),
     "sparse": ({"extra": torch.eye(2).to_sparse()}, "extra is a tensor that is torch.sparse_coo on cpu"),
     "meta": ({"extra": torch.ones(2, device="meta")}, "extra is a tensor that is torch.strided on meta"),
-    "words": ({"extra": np.array(["a"])}, "extra is a numpy.ndarray of <U1"),
+    "words": ({"extra": np.array(["a"])}, "extra is of class numpy.ndarray of <U1"),
     "loader": ({"loader": 3}, "loader must have a state_dict, .* got int"),
 }
 

@@ -156,7 +156,7 @@ class Collecting(Dense):
     [
         (WithObject, "config is of class Config"),
         (WithGenerator, "generator is of class Generator"),
-        (with_partial, "act is a partial"),
+        (with_partial, "act is of class partial"),
         (lambda: Writing(3), "assigns items"),
         (lambda: Asking(3), "state of random numbers"),
         (hooked, "first has a hook"),

@@ -78,8 +78,8 @@ WRONG: dict[str, tuple[Callable[[hf.Population], object], str]] = {
     "rate": (lambda pop: pop.start(None, net(), lr=-1.0), "lr of member 4 is -1.0"),
     "tag": (lambda pop: pop.start(None, net(), tag="member 0"), "is the name of the member in row 0"),
     "surrogate": (lambda pop: pop.start(None, net(), tag="\ud800"), "letters that no file can hold"),
-    "number as tag": (lambda pop: pop.start(None, net(), tag=3), "tag=3: give a str"),  # type: ignore[arg-type]
-    "no model": (lambda pop: pop.start(None, None), "model=None: give a Module"),  # type: ignore[arg-type]
+    "number as tag": (lambda pop: pop.start(None, net(), tag=3), "tag must be one str, or one for each row, got 3"),  # type: ignore[arg-type]
+    "no model": (lambda pop: pop.start(None, None), "model must be one Module, or one for each row, got None"),  # type: ignore[arg-type]
     "part of a row": (lambda pop: pop.grow(1.5), "grow by 1.5"),  # type: ignore[arg-type]
 }
 
@@ -134,14 +134,14 @@ def test_an_update_that_fails_has_not_been(options: dict[str, Any], common: bool
     [
         (lambda output, target: {"loss": 1.0}, "the metric must give a number for one member, got dict"),
         (lambda output, target: None, "the metric must give a number for one member, got NoneType"),
-        (lambda output, target: (1.0, 2.0), "a tuple of 2 for one member"),
-        (lambda output, target: torch.tensor(1j), r"tensor of torch.complex64 of shape \[\] for one member"),
-        (lambda output, target: output[:, 0], r"tensor of torch.float32 of shape \[6\] for one member"),
+        (lambda output, target: (1.0, 2.0), "for one member, got tuple of 2"),
+        (lambda output, target: torch.tensor(1j), r"for one member, got tensor of torch.complex64 of shape \[\]"),
+        (lambda output, target: output[:, 0], r"for one member, got tensor of torch.float32 of shape \[6\]"),
         (lambda output, target: np.complex64(1j), "complex64 of complex64"),
-        (lambda output, target: np.zeros(2), r"ndarray of float64 of shape \[2\] for one member"),
-        (lambda output, target: 1j, "a complex for one member"),
-        (lambda output, target: "0.5", "a str for one member"),
-        (lambda output, target: 10**400, "a int for one member"),
+        (lambda output, target: np.zeros(2), r"for one member, got ndarray of float64 of shape \[2\]"),
+        (lambda output, target: 1j, "for one member, got complex"),
+        (lambda output, target: "0.5", "for one member, got str"),
+        (lambda output, target: 10**400, "for one member, got int"),
         (lambda output, target: 1 / 0, "division by zero"),
     ],
 )
