@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import dis
+import re
+import types
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, cast, overload
+from functools import lru_cache
+from typing import Any, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
 
-from hfusion.adapters.adapter_member import PREFIX, AdapterMember, member_class, patterns
-from hfusion.adapters.buffer_writes import may_be_written
 from hfusion.adapters.configs import Change, Config, changed, check_common, configs, target_only
 from hfusion.adapters.configs import check as check_config
-from hfusion.adapters.layers import NAME, dropout, fill, layers, lora_names, rank, settle
+from hfusion.adapters.layers import NAME, cut, dropout, fill, layers, lora_names, rank, settle
+from hfusion.capture.attribute_writes import functions_reached
 from hfusion.capture.registered_tensors import check_materialized
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import FusionError
+from hfusion.core.fingerprint import functions_behind, names_in
 from hfusion.device.generators import draws_kept
 
 
@@ -297,3 +302,180 @@ def _check_base(base: nn.Module) -> None:
                 f"base has an adapter already, in {path or '(root)'}; give the model without it: model.unload(), or "
                 "merge_and_unload() where the adapters are to be part of the base"
             )
+
+
+# Find the buffers of a base that its code may write to, such as running averages: each member gets its own.
+
+# Code that uses these may write to any buffer.
+_OF_ANY = frozenset({"buffers", "named_buffers", "_buffers", "state_dict"})
+
+
+def may_be_written(base: nn.Module) -> frozenset[str]:
+    """Return the keys of the buffers that forward of ``base`` may write to, judged by its code.
+
+    A function may write to what it names, by attribute or in a string, if it or a function that it calls writes in
+    place, or assigns attributes. So a buffer that is only read counts where the same function writes to another.
+    """
+    functions = {*functions_reached(base), *_functions_of_torch(base)}
+    named = {name for function in functions for name in _written_names(function)}
+    buffers = dict(base.named_buffers(remove_duplicate=False))
+    return frozenset(buffers if named & _OF_ANY else (key for key in buffers if key.rpartition(".")[2] in named))
+
+
+def _functions_of_torch(base: nn.Module) -> Iterator[types.FunctionType]:
+    """Yield the methods of torch's own modules in ``base``, such as norms, except methods like ``__init__``."""
+    kinds = {kind for module in base.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)}
+    for kind in kinds - {nn.Module}:
+        if kind.__module__.partition(".")[0] == "torch":
+            for name, value in vars(kind).items():
+                yield from functions_behind(value) if not name.startswith("__") else ()
+
+
+@lru_cache(maxsize=4096)
+def _written_names(function: types.FunctionType) -> frozenset[str]:
+    code = function.__code__
+    assigned = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_ATTR", "DELETE_ATTR")}
+    if not assigned and not any(_writes_in_place(candidate.__code__) for candidate in (function, *_called(function))):
+        return frozenset()
+    texts = {constant for constant in code.co_consts if isinstance(constant, str)}
+    return frozenset(assigned | texts | set(names_in(code).attributes))
+
+
+def _called(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """Yield the global functions, except torch's, that ``function`` may call directly or indirectly."""
+    visited, waiting = {function}, [function]
+    while waiting:
+        caller = waiting.pop()
+        for name in names_in(caller.__code__).variables:
+            value = caller.__globals__.get(name)
+            if isinstance(value, types.FunctionType) and value not in visited and not _is_of_torch(value):
+                visited.add(value)
+                waiting.append(value)
+                yield value
+
+
+def _is_of_torch(function: types.FunctionType) -> bool:
+    return (function.__module__ or "").partition(".")[0] == "torch"
+
+
+def _writes_in_place(code: types.CodeType) -> bool:
+    """Return whether ``code`` calls a method like ``add_``, assigns an item, or operates in place, as ``+=`` does."""
+    for step in dis.get_instructions(code):
+        name = step.argval if isinstance(step.argval, str) else ""
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and name.endswith("_") and not name.endswith("__"):
+            return True
+        if step.opname in ("STORE_SUBSCR", "STORE_SLICE"):
+            return True
+        if step.opname == "BINARY_OP" and step.argrepr.endswith("="):
+            return True
+    return any(_writes_in_place(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
+
+
+# A member of an array of adapters: a peft model whose layers have room for the largest rank of the array.
+
+PREFIX = "base_model.model."
+
+
+class AdapterMember(nn.Module):
+    """Overrides of the peft class that a member derives from."""
+
+    caches: Mapping[str, bool]
+    """The ``use_cache`` setting of modules of the base that have one, by path: it is turned off in a member."""
+
+    @property
+    def padded(self) -> frozenset[str]:
+        """The names of the tensors that hold zeros where the rank is less than the largest of the array."""
+        return lora_names(layers(self))
+
+    def plain(self) -> nn.Module:
+        """Return this adapter as a plain peft model of its own rank: its tensors are copied, the base's are shared."""
+        return plain(self)
+
+    def save_pretrained(self, save_directory: Any, **options: Any) -> None:
+        """Save the adapter in its own rank, as peft does, for ``PeftModel.from_pretrained(base, save_directory)``."""
+        cast(Any, plain(self)).save_pretrained(save_directory, **options)
+
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
+        """Same as in peft, but in a copy of the base: the base of the array is not changed."""
+        return cast(Any, plain(self, own_base=True)).merge_and_unload(*args, **kwargs)
+
+    def merge_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise a FusionError, as merging would write into the base that all members share."""
+        raise FusionError(
+            "merge_adapter would write into the base that all members of the array share; take merge_and_unload, which "
+            "copies it, or member.plain(), a peft model of its own"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is created dynamically, so pickle cannot find it by name.
+        return _blank, (kind_of(self),), self.__dict__
+
+
+_classes: dict[Any, Any] = {}
+
+
+def member_class(kind: Any) -> Any:
+    """Return the class of members for ``kind``, a class of peft models."""
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (AdapterMember, kind), {"__doc__": AdapterMember.__doc__})
+    return _classes[kind]
+
+
+def kind_of(member: nn.Module) -> type[nn.Module]:
+    """Return the peft class from which the class of a member was derived."""
+    peft_class: type[nn.Module] = type(member).__mro__[2]
+    return peft_class
+
+
+def _blank(kind: type[nn.Module]) -> Any:
+    member_type = member_class(kind)
+    return member_type.__new__(member_type)
+
+
+def plain(member: AdapterMember, own_base: bool = False) -> nn.Module:
+    """Return a peft model with this adapter only, in its own rank. ``own_base``: copy the base as well."""
+    frozen = [] if own_base else [tensor for tensor in member.parameters() if not tensor.requires_grad]
+    model = module_copy(member, {id(tensor): tensor for tensor in frozen})
+    caches: Mapping[str, bool] = vars(model).pop("caches")
+    model.__class__ = kind_of(member)
+    for path, value in caches.items():
+        cast(Any, model.get_submodule(f"{PREFIX}{path}".rstrip("."))).config.use_cache = value
+    adapter_layers = layers(model)
+    sizes = {path: cut(layer) for path, layer in adapter_layers.items()}
+    for path, (size, _) in sizes.items():
+        if not size:
+            _take_out(model, path, adapter_layers[path])
+    cast(Any, model).base_model.peft_config[NAME] = _own_config(model, adapter_layers, sizes)
+    return model
+
+
+def _take_out(model: nn.Module, path: str, layer: Any) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, layer.base_layer)
+    names = cast(Any, model).base_model.targeted_module_names
+    names.remove(path.removeprefix(PREFIX))
+
+
+def _own_config(model: nn.Module, adapter_layers: Mapping[str, Any], sizes: Mapping[str, tuple[int, float]]) -> Any:
+    """Return the LoraConfig from which peft creates exactly the adapter layers that this member has."""
+    config = copy.deepcopy(cast(Any, model).peft_config[NAME])
+    active_sizes = {path.removeprefix(PREFIX): terms for path, terms in sizes.items() if terms[0]}
+    if not active_sizes:
+        raise FusionError("this member has no adapter in any layer: there is nothing to save")
+    if len(active_sizes) < len(sizes):
+        target_only(config, active_sizes)
+    config.r, config.rank_pattern = _most({path: size for path, (size, _) in active_sizes.items()})
+    config.lora_alpha, config.alpha_pattern = _most({path: alpha for path, (_, alpha) in active_sizes.items()})
+    config.lora_dropout = max(dropout(adapter_layers[PREFIX + path]) for path in active_sizes)
+    return config
+
+
+def _most(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the most common value, and a pattern of the other values by path."""
+    common, _ = Counter(values.values()).most_common(1)[0]
+    return common, patterns({path: value for path, value in values.items() if value != common})
+
+
+def patterns(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a pattern of ranks or alphas for peft, whose keys are regular expressions that may match anywhere."""
+    return {f"^{re.escape(path)}": value for path, value in values.items()}

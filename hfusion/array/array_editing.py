@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.array.joining_models import check_joining, partly_shared
+from hfusion.array.array_description import Array
 from hfusion.array.program_reuse import Kin
-from hfusion.array.resize_stacks import move_stacks
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
-from hfusion.capture.compare_models import Comparison, uncompiled
+from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_pair, uncompiled
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiler import Compiler
 from hfusion.core.errors import FusionError
+from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.memory import has_address
-from hfusion.core.row_indices import check_once, copied, kept_rows, rows_of
+from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
 
 if TYPE_CHECKING:
     from hfusion.array.array_description import Array
     from hfusion.array.module import FusedModule
+
 
 # Maximum number of arrangements of members whose programs are cached; the least recently used is dropped first.
 MAX_STATES = 32
@@ -272,3 +275,100 @@ def _drop(fused: FusedModule, compiler: Compiler) -> None:
     for compiled in (compiled for family in compiler.families.values() for compiled in family):
         fused._bound.pop(id(compiled), None)
         fused._checks.pop(id(compiled), None)
+
+
+# Rearrange the stacks of an array whose members leave, join or are overwritten.
+
+
+@torch.no_grad()
+def move_stacks(fused: FusedModule, sources: Sequence[Source], after: Array) -> None:
+    """Rearrange each stack of an array to rows ``sources``, as the array ``after`` describes."""
+    joining = {index: dict(tensors(source)) for index, source in enumerate(sources) if isinstance(source, nn.Module)}
+    visited = set[int]()
+    for name, stack in tensors(fused):
+        if name in after.comparison.shared or name not in after.shapes or id(stack) in visited:
+            continue
+        visited.add(id(stack))
+        grad, old_shape = stack.grad, stack.shape
+        stack.grad = None
+        moved = moved_rows(stack.detach(), sources, {index: named[name] for index, named in joining.items()})
+        resize(stack, moved, moved.shape == old_shape)
+        if grad is not None:
+            stack.grad = _moved_grad(grad, sources, joining)
+
+
+def resize(tensor: Tensor, moved: Tensor, in_place: bool) -> None:
+    """Replace the data of ``tensor`` by ``moved``, unless ``in_place``: then it has been written in place."""
+    if not in_place:
+        if tensor.requires_grad:
+            # Autograd's node that accumulates into the tensor, which outputs that are still there hold, knows its
+            # old shape; torch forgets it where the dtype changes (as of 2.11 to 2.13, `VariableHooks::set_data`).
+            other_dtype = torch.float64 if tensor.dtype is torch.float32 else torch.float32
+            tensor.data = torch.empty(0, dtype=other_dtype, device=tensor.device)
+        tensor.data = moved
+    # Values that autograd saved of the tensor have changed.
+    increment_version(tensor)
+
+
+def _moved_grad(grad: Tensor, sources: Sequence[Source], joining: Mapping[int, Any]) -> Tensor:
+    absent = absent_rows(grad)
+    new_absent = torch.tensor(
+        [False if absent is None or not isinstance(s, int) else bool(absent[s]) for s in sources], device="cpu"
+    )
+    new_absent[list(joining)] = True
+    moved = moved_rows(grad, sources, dict.fromkeys(joining))
+    mark_absent(moved, new_absent)
+    return moved
+
+
+# Models that join an array: what they must have in common with its members.
+
+
+def check_joining(fused: FusedModule, sources: Sequence[Source]) -> dict[int, nn.Module]:
+    """Check joining models against the members, and return them by their new rows. Raises FusionError."""
+    joining = {index: source for index, source in enumerate(sources) if isinstance(source, nn.Module)}
+    stranger = next((s for s in sources if not isinstance(s, int | nn.Module)), None)
+    if stranger is not None:
+        raise FusionError(f"only torch.nn.Modules can join an array, got {type(stranger).__name__}")
+    if not joining:
+        return joining
+    stacks = dict(tensors(fused))
+    for index, model in joining.items():
+        check_alone(index, model)
+    first = fused._member(0)
+    for index, model in joining.items():
+        check_pair(first, index, model)
+    for index, model in joining.items():
+        for name in fused._array.comparison.shared:
+            _check_shared(name, stacks[name], index, dict(tensors(model)).get(name))
+    return joining
+
+
+def _check_shared(name: str, array_tensor: Tensor, index: int, model_tensor: Tensor | None) -> None:
+    if model_tensor is None:
+        raise FusionError(
+            f"{name} is one tensor for all members of the array, and model {index} has none; fuse a new array in "
+            "which members have their own"
+        )
+    if array_tensor.data_ptr() == model_tensor.data_ptr() and array_tensor.stride() == model_tensor.stride():
+        return
+    if not torch.equal(array_tensor.detach(), model_tensor.detach()):
+        raise FusionError(
+            f"{name} is one tensor for all members of the array, and model {index} has another value there; give it "
+            f"the array's own, fused[0].{name}, or fuse a new array in which members have their own"
+        )
+
+
+def partly_shared(joining: Mapping[int, nn.Module]) -> frozenset[str]:
+    """Return the keys of tensors that joining models share. Raises FusionError for a shared trained parameter."""
+    sharing = Sharing()
+    for index, model in enumerate(joining.values()):
+        sharing.add(index, model)
+    if len(joining) > 1:
+        named = dict(next(iter(joining.values())).named_parameters(remove_duplicate=False))
+        for name in sorted(sharing.keys):
+            if name in named and named[name].requires_grad:
+                raise FusionError(
+                    f"{name} is one object in all models that join, and is trained; give each its own, by copy.deepcopy"
+                )
+    return sharing.partly | (sharing.keys if len(joining) > 1 else frozenset())

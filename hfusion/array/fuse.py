@@ -24,8 +24,8 @@ def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False
     Args:
         models: B modules of one structure: the same classes of submodules, and tensors of the same shapes. They are
             not changed; their tensors are copied. A frozen parameter that is the same object in all models is used
-            without a copy. A tensor that only some models share gets a row for each member. Of models that torch.compile
-            has wrapped, the modules inside are fused. `hfusion.Population` takes models of several structures.
+            without a copy. A tensor that only some models share gets a row for each member. Of models wrapped by
+            torch.compile, the modules inside are fused. `hfusion.Population` takes models of several structures.
         verify: compare the outputs and gradients of the members with their original code, on a few samples of the
             first training batch of every signature.
         tune: time the possible implementations of operators at the first call of every signature, instead of estimating

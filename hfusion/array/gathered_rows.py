@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hfusion.array.array_editing import Kinds, changed_tensors, enter
+from hfusion.array.array_editing import Kinds, changed_tensors, enter, resize
+from hfusion.array.member_module import RowView
 from hfusion.array.member_views import Views
+from hfusion.array.members_apart import MembersApart
 from hfusion.array.program_reuse import Kin, trust
-from hfusion.array.resize_stacks import resize
 from hfusion.capture.registered_tensors import tensors
+from hfusion.capture.skeleton import live_rows
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.compiler.compiler import Compiler
@@ -272,3 +274,206 @@ class WholeKin:
         smaller = of_rows(program, rows, self.kin.compiler.subject)
         trust(self.whole, program, self.kin.fused, smaller)
         return smaller
+
+
+# Blocks of neighbouring members, as arrays in the memory of their rows, to compute one block after another.
+
+
+class MemberBlock(GatheredRows):
+    """Neighbouring members as a separate array, whose tensors are views of their rows.
+
+    Programs are derived from those of the whole array, if there are any. `load` moves the block to as many other
+    members.
+    """
+
+    # Views of rows have the full row shape, so members must not differ in shapes.
+
+    @staticmethod
+    def _room(stack: Tensor, rows: Sequence[int] | None) -> Tensor:
+        values = stack.detach() if rows is None else _view(stack, rows)
+        return nn.Parameter(values, requires_grad=stack.requires_grad) if isinstance(stack, nn.Parameter) else values
+
+    @torch.no_grad()
+    def _load_tensors(self, resized: bool) -> None:
+        shared, stacks = self.array._array.comparison.shared, dict(tensors(self.whole))
+        for name, tensor in tensors(self.array):
+            stack = stacks[name]
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad != stack.requires_grad:
+                tensor.requires_grad_(stack.requires_grad)
+            tensor.data = stack.detach() if name in shared else _view(stack, self.rows)
+            if name not in shared:
+                frozen = frozen_rows(stack)
+                freeze_rows(tensor, None if frozen is None else frozen[self.rows])
+
+
+def _view(stack: Tensor, rows: Sequence[int]) -> Tensor:
+    return stack.detach()[rows[0] : rows[-1] + 1]
+
+
+class BlockGradients:
+    """Collects the gradients of an array from one block of members after another.
+
+    They are added to the existing gradients of the array.
+    """
+
+    def __init__(self, whole: nn.Module) -> None:
+        self._params = dict(whole.named_parameters())
+        self._names_with_gradient = {name for name, param in self._params.items() if param.grad is not None}
+        # By name, a bool tensor [B] that is True for members without a gradient so far.
+        self._absent: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, block: MemberBlock) -> None:
+        """Move the gradients of ``block`` into the rows of its members; gradients of shared tensors are summed."""
+        block.array._views.settle()
+        shared, rows = block.array._array.comparison.shared, slice(block.rows[0], block.rows[-1] + 1)
+        for name, param in block.array.named_parameters():
+            grad, param.grad = param.grad, None
+            if grad is None:
+                continue
+            whole, absent = self._params[name], absent_rows(grad)
+            if name in shared:
+                if absent is not None and bool(absent.all()):
+                    continue
+                whole.grad = grad if whole.grad is None else whole.grad.add_(grad)
+                continue
+            if whole.grad is None:
+                whole.grad = torch.zeros_like(whole, memory_format=torch.contiguous_format)
+            if name not in self._absent:
+                before = absent_rows(whole.grad) if name in self._names_with_gradient else None
+                everybody = torch.full((len(whole),), name not in self._names_with_gradient, device="cpu")
+                self._absent[name] = everybody if before is None else before.clone()
+            if name in self._names_with_gradient:
+                whole.grad[rows] += grad
+                self._absent[name][rows] &= True if absent is None else absent
+            else:
+                whole.grad[rows] = grad
+                self._absent[name][rows] = False if absent is None else absent
+            mark_absent(whole.grad, self._absent[name])
+
+
+# A slice ``fused[1:3]`` as an array of neighbouring members, which are the same objects as in the whole array.
+
+
+def slice_of(fused: FusedModule, rows: slice, chosen: range) -> FusedModule:
+    """Return the slice of members ``chosen``, whose stacks are live views of their rows; cached while referenced."""
+    cached = fused._views.slices.get(chosen)
+    if cached is not None:
+        return cached
+    part = part_of(fused, chosen, lambda stack, members: live_rows(stack, None if members is None else rows))
+    part._views = SliceViews(part, fused, chosen)
+    fused._views.slices[chosen] = part
+    return part
+
+
+class SliceViews(Views):
+    """The members of a slice, which are members of the ``whole`` array."""
+
+    def __init__(self, part: FusedModule, whole: FusedModule, rows: range) -> None:
+        super().__init__(part)
+        self._whole, self._chosen = whole, rows
+        for row in rows:
+            whole[row]
+        # Stacks that were cut to smaller sizes of these members are copies, so they are left out.
+        self._joined = [name for name, stack in part.stacks.items() if _is_view(stack, self._in_whole(part, name))]
+        self.note(part)
+
+    def _in_whole(self, fused: FusedModule, name: str) -> Tensor:
+        """Return the rows of the whole array's stack ``name`` that belong to the slice."""
+        rows = None if name in fused._array.comparison.shared else slice(self._chosen.start, self._chosen.stop)
+        return live_rows(self._whole.stacks[name], rows).detach()
+
+    def follow(self, fused: FusedModule) -> None:
+        """Copy tensors that replaced the slice's into the whole array, and make them views of it again.
+
+        A slice that was moved to another dtype or device becomes an independent array.
+        """
+        for name in self._joined:
+            stack, rows = fused.stacks[name], self._in_whole(fused, name)
+            if _is_view(stack, rows):
+                continue
+            if (stack.shape, stack.dtype, stack.device) != (rows.shape, rows.dtype, rows.device):
+                self._whole._views.slices.pop(self._chosen, None)
+                fused._views = Views(fused)
+                return
+            rows.copy_(stack.detach())
+            stack.data = rows
+        super().follow(fused)
+
+    @property
+    def members_by_row(self) -> dict[int, RowView]:
+        """The members by their rows in the slice."""
+        return {index: self._whole._views.members[row] for index, row in enumerate(self._chosen)}
+
+    def __bool__(self) -> bool:
+        return True
+
+    def get(self, fused: FusedModule, row: int) -> nn.Module:
+        """Member ``row`` of the slice."""
+        return self._whole[self._chosen[row]]
+
+    def update(self, fused: FusedModule) -> None:
+        """Apply changes made to members, see `Views`."""
+        from hfusion.array.array_editing import Kinds, enter
+
+        if self._array_changed(fused):
+            self.follow(fused)
+            self._pass_on(fused)
+        whole = self._whole
+        whole._split()
+        before, after = Kinds.of(fused), Kinds.of(whole)
+        contents = [after.contents[row] for row in self._chosen]
+        if contents != before.contents:
+            comparison, variants = whole._array.comparison.of_members(self._chosen)
+            skeletons = tuple(whole._array.skeletons[variant] for variant in variants)
+            enter(fused, before.contents, contents, replace(fused._array, skeletons=skeletons, comparison=comparison))
+        for name, stack in fused.stacks.items():
+            whole_stack = whole.stacks[name]
+            if stack.requires_grad != whole_stack.requires_grad and name not in fused._array.comparison.shared:
+                stack.requires_grad_(whole_stack.requires_grad)
+            frozen = frozen_rows(whole_stack)
+            freeze_rows(stack, None if frozen is None else frozen[list(self._chosen)])
+        self.note(fused)
+
+    def heed(self, fused: FusedModule, calling: bool = False) -> MembersApart | None:
+        """Apply changes as `update` does. Raises FusionError if members then differ in modes or have hooks."""
+        self.update(fused)
+        whole, members = self._whole, self.members_by_row
+        modes = {index: member.training for index, member in members.items()}
+        hooked = {index: where for index, member in members.items() if (where := member.hooked)}
+        if hooked or any(member_modes != modes[0] for member_modes in modes.values()):
+            raise FusionError(
+                f"members {list(self._chosen)} of a fused {fused._original} cannot be computed together: "
+                f"{whole._views.split.why if whole._views.split is not None else hooked}; call the whole array, or "
+                "the members by themselves: fused[i](...)"
+            )
+        for path, branch in fused.named_modules(remove_duplicate=False):
+            branch.training = modes[0][path]
+        self.note(fused)
+        return None
+
+    def locate_members(self, fused: FusedModule) -> tuple[FusedModule, Sequence[int]]:
+        """Return the whole array, and the rows of the members there."""
+        return self._whole, self._chosen
+
+    def rearranged(self, fused: FusedModule, sources: Sequence[Any], members: int) -> None:
+        """Turn the slice into an independent array."""
+        self._whole._views.slices.pop(self._chosen, None)
+        fused._views = Views(fused)
+
+
+def _is_view(stack: Tensor, rows: Tensor) -> bool:
+    return has_address(stack) and stack.shape == rows.shape and stack.data_ptr() == rows.data_ptr()
+
+
+def chosen_rows(rows: slice, members: int) -> range:
+    """Return the rows of a slice. Raises ValueError if its step is not 1, IndexError if it is empty."""
+    chosen = range(*rows.indices(members))
+    if chosen.step != 1:
+        raise ValueError(
+            f"a slice of an array with step {chosen.step}: it must be 1, so that the stacks are contiguous; "
+            "hf.fuse([fused[i] for i in ...]) copies any members"
+        )
+    if not chosen:
+        raise IndexError(f"{rows} takes none of the {members} members of the array, which are 0 to {members - 1}")
+    return chosen

@@ -5,33 +5,33 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import reduce
+from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from hfusion.array.array_description import Array, ArrayState, mark_tensors, partly_written
 from hfusion.array.array_editing import Rows
-from hfusion.array.array_export import exported
-from hfusion.array.array_slices import chosen_rows, slice_of
-from hfusion.array.dynamo import finder, inline
-from hfusion.array.eval_mode import evaluating
-from hfusion.array.failed_assertions import REFUSALS, call_members
+from hfusion.array.eval_mode import evaluating, own_modes
 from hfusion.array.function_program_cache import note_call
+from hfusion.array.gathered_rows import chosen_rows, slice_of
 from hfusion.array.member_relocation import differing_settings, restore, unfused
 from hfusion.array.member_views import Views
 from hfusion.array.members_apart import MembersApart, check_together
 from hfusion.array.methods import call_method, method_names
 from hfusion.array.module_tree import STATE, Tree, fixed_of, grow, modules_by_path
-from hfusion.array.overridden_modes import own_modes
 from hfusion.array.program_reuse import TraceCache
 from hfusion.array.ragged_calls import run_ragged, size_reports
-from hfusion.array.unfused_calls import plain_stacks, run_members, unserved
-from hfusion.array.unstacked_inputs import UnstackedInputs, hint_at_stacked
+from hfusion.array.unfused_calls import REFUSALS, call_members, plain_stacks, run_members, unserved
 from hfusion.array.variable_states import Situations
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.capture.reachable_code import searched_once
@@ -42,11 +42,16 @@ from hfusion.compiler.bound_program import bind
 from hfusion.compiler.compiled_program import ArraySpec, Compiled
 from hfusion.compiler.compiler import Compiler, NotCaptured
 from hfusion.compiler.fusion_report import FusionReport, describe, joined
+from hfusion.compiler.sandbox import apart
 from hfusion.compiler.verify import CheckedArray, verify
+from hfusion.core.calls import StackedInput, is_stacked
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
+from hfusion.core.program import Kind
+from hfusion.ops.rule import hint
 from hfusion.optim import coupling
-from hfusion.torch_private.export_state import exporting
+from hfusion.torch_private.dynamo_state import outside_trace
+from hfusion.torch_private.export_state import exporting, outside_export
 from hfusion.torch_private.functorch import in_transform, outside_transforms, unwrapped
 
 
@@ -388,3 +393,206 @@ class FusedModule(Rows, Tree):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
         restore(self._views, self, settings)
+
+
+# The fused module under `torch.export`: its program is looked up with example tensors, then traced.
+
+
+def exported(
+    owner: nn.Module, find: Callable[[Arguments], Compiled], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return the result of a call of ``owner`` during an export, with dynamic sizes.
+
+    The program's assumptions about sizes are guarded.
+    """
+    arguments = Arguments.of(args, kwargs)
+    with outside_export(), apart():
+        stand_ins = Arguments(tuple(map(_stand_in, arguments.leaves)), arguments.spec)
+        try:
+            compiled = find(stand_ins)
+        except FusionError as error:
+            raise FusionError(f"torch.export cannot take what runs member by member: {error}") from error
+    for call in compiled.opaque:
+        raise FusionError(f"torch.export cannot take {call.path or 'forward'}, which runs member by member: {call.why}")
+    if compiled.program.gives_member_values:
+        raise FusionError(
+            "torch.export cannot take results that are no tensors and differ between members. Return tensors, or "
+            "export the members: fused[i]"
+        )
+    if not compiled.guards(arguments.shapes):
+        raise FusionError("torch.export was given sizes that the array's program does not hold for")
+    return bind(compiled, owner)(arguments.values)
+
+
+def _stand_in(leaf: Any) -> Any:
+    if is_stacked(leaf):
+        return StackedInput(_stand_in(leaf.tensor))
+    if not isinstance(leaf, Tensor):
+        return leaf
+    sizes = [hint(size) for size in leaf.shape]
+    if any(size is None for size in sizes):
+        raise FusionError(f"torch.export was given a tensor of unknown size, {tuple(leaf.shape)}; give it an example")
+    return torch.zeros(sizes, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad)  # type: ignore[arg-type]
+
+
+# The fused module under torch.compile: its program is looked up while Dynamo traces, and traced in its place.
+
+Find = Callable[[Arguments], Compiled]
+
+
+class Inlined(nn.Module):
+    """A program for Dynamo: a module whose submodules it follows.
+
+    ``paths``: the attributes of the fused module that lead to the program's tensors, empty for ``constants``.
+    """
+
+    def __init__(self, compiled: Compiled) -> None:
+        super().__init__()
+        program = compiled.program
+        slots = [slot for slot in program.slots if slot.kind is not Kind.INPUT]
+        self.code = program.code
+        self.paths = tuple(() if s.kind is Kind.CONSTANT else tuple(s.name.split(".")) for s in slots)
+        self.constants = tuple(compiled.constants[s.name] for s in slots if s.kind is Kind.CONSTANT)
+        self.spec = program.out_spec
+        self.single = program.out_spec.is_leaf()
+
+    def forward(self, owner: nn.Module, inputs: list[Any]) -> Any:
+        constants = iter(self.constants)
+        tensors = [reduce(_child, path, owner) if path else next(constants) for path in self.paths]
+        outputs = self.code(*tensors, *inputs)
+        return outputs[0] if self.single else pytree.tree_unflatten(list(outputs), self.spec)
+
+
+def _child(module: Any, name: str) -> Any:
+    for table in (module._parameters, module._buffers):
+        if name in table:
+            return table[name]
+    return module._modules[name]
+
+
+def finder(owner: nn.Module, find: Find) -> Callable[..., str]:
+    """Return a function that Dynamo treats as constant: it returns the name of the program in ``owner``."""
+    names: dict[int, str] = {}
+
+    def find_program_name(signature: Any, *args: Any, **kwargs: Any) -> str:
+        """Find the program. ``signature``: the positions and names of stacked arguments, then other constants."""
+        positions, keys = signature[0], signature[1]
+        plain = [StackedInput(value) if k in positions else value for k, value in enumerate(args)]
+        named = {key: StackedInput(value) if key in keys else value for key, value in kwargs.items()}
+        # Hide the trace: assumptions made during capture must not become its guards.
+        with outside_trace():
+            compiled = find(Arguments.of(tuple(plain), named))
+        if id(compiled) not in names:
+            name = names[id(compiled)] = f"_inlined_{len(names)}"
+            object.__setattr__(owner, name, Inlined(compiled))
+        return names[id(compiled)]
+
+    marked: Callable[..., str] = torch.compiler.assume_constant_result(find_program_name)
+    return marked
+
+
+def inline(
+    owner: nn.Module, find_name: Callable[..., str], pattern: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return the result of a call of ``owner`` in a form that Dynamo traces."""
+    positions = tuple([k for k, value in enumerate(args) if isinstance(value, StackedInput)])
+    keys = tuple([key for key, value in kwargs.items() if isinstance(value, StackedInput)])
+    plain = [_tensor(value) for value in args]
+    named = {key: _tensor(value) for key, value in kwargs.items()}
+    sizes = tuple(
+        [tuple([operator.index(n) for n in v.shape]) for v in (*plain, *named.values()) if isinstance(v, Tensor)]
+    )
+    program = getattr(owner, find_name((positions, keys, pattern, sizes), *plain, **named))
+    leaves, _ = pytree.tree_flatten((tuple(plain), named))
+    return program(owner, leaves)
+
+
+def _tensor(value: Any) -> Any:
+    return value.tensor if isinstance(value, StackedInput) else value
+
+
+# Inputs that probably hold a batch for each member, and were not wrapped in `hfusion.stacked`.
+
+# Operators that compute each position of the leading dims alone: a batch of batches passes through them unnoticed.
+_POSITION_WISE = frozenset(
+    {
+        "add",
+        "celu",
+        "div",
+        "dropout",
+        "elu",
+        "gelu",
+        "hardswish",
+        "hardtanh",
+        "layer_norm",
+        "leaky_relu",
+        "linear",
+        "mish",
+        "mul",
+        "prelu",
+        "relu",
+        "relu_",
+        "relu6",
+        "rms_norm",
+        "selu",
+        "sigmoid",
+        "silu",
+        "softplus",
+        "sub",
+        "tanh",
+    }
+)
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+@contextmanager
+def hint_at_stacked(arguments: Arguments, members: int) -> Iterator[None]:
+    """Context manager: add a note to errors of forward if every member was given a whole input ``[B, N, ...]``."""
+    try:
+        yield
+    except Exception as error:
+        for leaf in arguments.leaves:
+            if _may_be_stacked(leaf, members):
+                error.add_note(
+                    f"Each of the {members} members was called with the whole input of shape {list(leaf.shape)}. If it "
+                    "holds one batch per member, pass hf.stacked(x)."
+                )
+        raise
+
+
+class UnstackedInputs:
+    """Warns once of an input ``[B, N, F]`` of members that treat all its dims but the last alike, such as MLPs.
+
+    For these a batch per member and a batch of B sequences look the same, and the second is rare. Members with other
+    operators raise an error for the extra dim, or use it.
+    """
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def look(self, name: str, compiled: Compiled, arguments: Arguments, members: int) -> None:
+        """Warn if an argument of a new program is such an input."""
+        if self._warned or len(arguments.leaves) != 1 or not _may_be_stacked(arguments.leaves[0], members):
+            return
+        calls = [node.target for node in compiled.graph.nodes if node.op == "call_function"]
+        names = {getattr(target, "overloadpacket", target).__name__ for target in calls}
+        if "linear" in names and names <= _POSITION_WISE:
+            self._warned = True
+            shape = list(arguments.leaves[0].shape)
+            warnings.warn(
+                f"{name}: each of the {members} members sees the whole input of shape {shape}. If it holds one batch "
+                "per member, pass hf.stacked(x). To pass one batch to all members, as here, ignore this warning.",
+                stacklevel=_depth_of_caller(),
+            )
+
+
+def _may_be_stacked(leaf: object, members: int) -> bool:
+    return members > 1 and isinstance(leaf, Tensor) and leaf.dim() > 2 and len(leaf) == members
+
+
+def _depth_of_caller() -> int:
+    """Return the ``stacklevel`` that blames the code that called hfusion, for the caller of this function."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        depth, frame = depth + 1, frame.f_back
+    return depth

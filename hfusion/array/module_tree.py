@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.overridden_modes import ModeSetter
+from hfusion.array.eval_mode import ModeSetter
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import mark, membership
 from hfusion.optim import coupling

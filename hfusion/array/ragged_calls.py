@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from hfusion.array.failed_assertions import REFUSALS, call_members
 from hfusion.array.function_program_cache import note_call
 from hfusion.array.gathered_rows import copied_rows, part_of
 from hfusion.array.members_apart import flags_read, holding
 from hfusion.array.program_reuse import trust
 from hfusion.array.ragged_rows import DIFFERENT_SIZES, check_ragged, joined_blocks, rows_by_size
+from hfusion.array.unfused_calls import REFUSALS, call_members
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import bind

@@ -5,7 +5,7 @@ Those are calls with sparse arguments, and some inside the transforms of torch.f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
+from hfusion.capture.fallback_runtime import OtherSizes
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import Compiled
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import join, running, watched
 from hfusion.core.layout import Listed, member_values
+from hfusion.passes.expected_checks import FailedCheck
 from hfusion.torch_private.functorch import (
     derivative_order,
     in_forward_mode,
@@ -30,6 +32,7 @@ from hfusion.torch_private.functorch import (
 
 if TYPE_CHECKING:
     from hfusion.array.module import FusedModule
+
 
 aten = torch.ops.aten
 
@@ -120,3 +123,27 @@ def _stacked(results: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
 
 def _kind(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype, leaf.device, leaf.layout) if isinstance(leaf, Tensor) else None
+
+
+# Failed assertions in forward: the members are called in turn, so that one raises its own error.
+
+REFUSALS = (OtherSizes, FailedCheck)
+"""Errors raised by a program that is not valid for its inputs, so that another has to be compiled."""
+
+
+def call_members(array: Iterable[nn.Module], arguments: Arguments, refusal: FusionError) -> None:
+    """After a failed check, call the members of ``array`` in turn, so that one raises its own error.
+
+    If none does, because the caller of a submodule catches the error, parameters and buffers are restored.
+    """
+    if not isinstance(refusal, FailedCheck):
+        return
+    members = list(array)
+    saved_values: list[tuple[Tensor, Tensor]] = []
+    for index, member in enumerate(members):
+        args, kwargs = arguments.of_member(index)
+        saved_values += [(tensor, tensor.detach().clone()) for _, tensor in tensors(member)]
+        member(*args, **kwargs)
+    with torch.no_grad():
+        for tensor, value in saved_values:
+            tensor.copy_(value)

@@ -5,10 +5,13 @@ Source: https://docs.pytorch.org/docs/stable/export.html
 
 from __future__ import annotations
 
+import builtins
+import operator
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -18,26 +21,30 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from hfusion.capture.autograd_grad import derivatives_traced
-from hfusion.capture.capture_cache import capture_key, find_capture, forget_capture, keep_capture
 from hfusion.capture.dynamic_sizes import open_lengths, original, size_uses
 from hfusion.capture.eager_runs import ALIKE, Outcome, difference, python_random_state, run, run_graph, runnable, twin
 from hfusion.capture.export_context import assigned_as_writes
-from hfusion.capture.inline_regions import inlined
+from hfusion.capture.fallback_runtime import calls
 from hfusion.capture.observe import Observation, observe
 from hfusion.capture.python_reads import PythonReads
 from hfusion.capture.python_state import restored
+from hfusion.capture.reachable_code import search_of
 from hfusion.capture.state_check import judge
-from hfusion.capture.symbolic_len import symbolic_len
 from hfusion.core.copies import aliases, are_contiguous, contiguous_aliases
 from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import tracing
+from hfusion.core.fingerprint import read_model, tensors_of
 from hfusion.core.guards import Guards
 from hfusion.core.program import Capture, Kind, Slot, describe_graph, of_kind, writable
 from hfusion.core.stages import stage
 from hfusion.device.backend import random_states_kept
+from hfusion.ops.random import LIKE
 from hfusion.passes.check import check_member
 from hfusion.passes.functional import functional
-from hfusion.passes.view_or_copy import depends_on_strides
+from hfusion.passes.islands import OPAQUE
+from hfusion.passes.out_arguments import out_arguments, without_out
+from hfusion.passes.views import depends_on_strides, handed_back, writes
+from hfusion.torch_private.autocast import enter_autocast, exit_autocast
 from hfusion.torch_private.export_state import (
     has_transforms,
     import_exporter,
@@ -400,3 +407,227 @@ def _with_dense_gradients(graph: fx.Graph) -> fx.Graph:
             if len(node.args) > index:
                 node.update_arg(index, False)
     return graph
+
+
+# Cache of the captures of this process: models that are equal in all that forward can read share one graph.
+
+# The most recently used captures are kept, up to this number.
+MAX_CAPTURES = 64
+
+_captures: OrderedDict[Any, Capture] = OrderedDict()
+
+
+def capture_key(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opened: Sequence[tuple[bool, Any]]
+) -> Any:
+    """Return the cache key of a capture of ``module`` with these arguments; None if it cannot be cached.
+
+    ``opened``: for each export attempt, whether the first dim varies, and which other dims of each leaf vary.
+    """
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    ids = [id(leaf) for leaf in leaves]
+    kinds = [_kind(leaf) for leaf in leaves]
+    state = read_model(module, [leaf for leaf in leaves if not isinstance(leaf, Tensor)])
+    # Unregistered tensors of a model belong to it alone, and must not be kept alive by the cache.
+    if state is None or any(True for _ in tensors_of(state)):
+        return None
+    # If one tensor is passed as two arguments, a write into one changes the other.
+    ties = [ids.index(leaf_id) for leaf_id in ids]
+    return (
+        state,
+        str(spec),
+        tuple(kinds),
+        tuple(ties),
+        tuple((first, tuple(map(tuple, map(sorted, dims)))) for first, dims in opened),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _kind(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return type(leaf)
+    kind = (type(leaf), tuple(leaf.shape), leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad)
+    return (*kind, leaf.stride() if leaf.layout is torch.strided else None, leaf.is_conj(), leaf.is_neg())
+
+
+def find_capture(key: Any) -> Capture | None:
+    if key is None or key not in _captures:
+        return None
+    _captures.move_to_end(key)
+    return _captures[key]
+
+
+def keep_capture(key: Any, captured: Capture) -> None:
+    if key is not None:
+        _captures[key] = captured
+        if len(_captures) > MAX_CAPTURES:
+            _captures.popitem(last=False)
+
+
+def forget_capture(key: Any) -> None:
+    _captures.pop(key, None)
+
+
+# Inline the regions of an exported graph that set the grad mode or autocast.
+
+# In-place dropouts and their functional forms, which replace them where nothing is dropped, and so nothing written.
+_DROPOUTS = {
+    aten.dropout_.default: aten.dropout.default,
+    aten.feature_dropout_.default: aten.feature_dropout.default,
+    aten.alpha_dropout_.default: aten.alpha_dropout.default,
+    aten.feature_alpha_dropout_.default: aten.feature_alpha_dropout.default,
+}
+
+
+def inlined(module: fx.GraphModule, trained: Collection[str]) -> fx.Graph:
+    """Return the graph of ``module`` with its regions inlined; ``trained`` names the values that may need a gradient.
+
+    Where gradients are off, a call takes its operands detached. One that returns its operand itself (a dropout that
+    drops nothing, ``contiguous``, ``to``) returns it with its history, as the code does.
+    """
+    inliner = _Inliner(fx.Graph(), frozenset(trained))
+    inliner.graph.output(tuple(inliner.inline(module, None, enabled=True)))
+    return inliner.graph
+
+
+@dataclass(frozen=True, eq=False)
+class _Inliner:
+    """Copies nodes to ``graph``. ``attached``: nodes with a possible gradient; ``detached``: their detached copies."""
+
+    graph: fx.Graph
+    trained: frozenset[str]
+    attached: set[fx.Node] = field(default_factory=set)
+    detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def inline(self, module: fx.GraphModule, inputs: Sequence[Any] | None, enabled: bool) -> list[Any]:
+        env: dict[fx.Node, Any] = {}
+        operands = iter(inputs or ())
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = self._placeholder(node) if inputs is None else next(operands)
+            elif node.op == "get_attr":
+                env[node] = getattr(module, node.target)
+            elif node.op == "output":
+                outputs = node.args[0]
+                results = outputs if isinstance(outputs, list | tuple) else [outputs]
+                return [env[r] if isinstance(r, fx.Node) else r for r in results]
+            elif isinstance(node.target, HigherOrderOperator):
+                env[node] = self._region(node, env, enabled)
+            elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
+                env[node] = env[node.args[0]][node.args[1]]
+            else:
+                env[node] = self._call(node, env, enabled)
+        raise FusionError("a captured region has no output")
+
+    def _placeholder(self, node: fx.Node) -> fx.Node:
+        new = self.graph.node_copy(node)
+        if node.name in self.trained:
+            self.attached.add(new)
+        return new
+
+    def _region(self, node: fx.Node, env: Mapping[fx.Node, Any], enabled: bool) -> list[Any]:
+        name = str(node.target)
+        args: list[Any] = [env[a] if isinstance(a, fx.Node) else a for a in node.args]
+        if name == "wrap_with_set_grad_enabled":
+            inside, body, *operands = args
+            return self.inline(body, operands, inside)
+        if name == "wrap_with_autocast":
+            device, dtype, active, cache, body, *operands = args
+            token = self.graph.call_function(enter_autocast, (device, dtype, active, cache))
+            outputs = self.inline(body, operands, enabled)
+            self.graph.call_function(exit_autocast, (token,))
+            return outputs
+        raise FusionError(
+            f"forward uses {name}, a control flow that hfusion does not fuse: use torch.where, or call it in a "
+            "submodule, which then runs member by member"
+        )
+
+    def _call(self, node: fx.Node, env: Mapping[fx.Node, Any], enabled: bool) -> Any:
+        new = self.graph.node_copy(node, lambda n: env[n])
+        new.target = original(node.target)
+        if out_arguments(new.target):
+            return self._copied_out(new, enabled)
+        if new.target in _DROPOUTS:
+            in_place, new.target = new.target, _DROPOUTS[new.target]
+            if handed_back(new) is None:
+                new.target = in_place
+        return self._attach(new, enabled)
+
+    def _copied_out(self, call: fx.Node, enabled: bool) -> Any:
+        """Replace an ``out=`` call by its functional form, and copy the results into the ``out`` tensors."""
+        functional, tensors = without_out(self.graph, call)
+        self.graph.erase_node(call)
+        self._attach(functional, enabled)
+        copied = []
+        for k, tensor in enumerate(tensors):
+            result = functional
+            if len(tensors) > 1:
+                result = self.graph.call_function(operator.getitem, (functional, k))
+                result.meta["val"] = functional.meta["val"][k]
+                self._attach(result, enabled)
+            copy = self.graph.call_function(aten.copy_.default, (tensor, result))
+            copy.meta.update(functional.meta | {"val": tensor.meta["val"]})
+            copied.append(self._attach(copy, enabled))
+        return copied if len(tensors) > 1 else copied[0]
+
+    def _attach(self, new: fx.Node, enabled: bool) -> fx.Node:
+        """Detach the operands of a call where gradients are off; returns the node for its result."""
+        reached = any(operand in self.attached for operand in new.all_input_nodes)
+        if not reached or enabled or new.target is operator.getitem:
+            keeps = new.target not in LIKE
+        else:
+            keeps = handed_back(new) in self.attached or _gives_attached(new)
+        if keeps:
+            if reached:
+                self.attached.add(new)
+            return new
+        written = new.args[0] if writes(new) else None
+        self._detach_operands(new)
+        # An in-place operator returns its operand, which keeps its history.
+        return written if isinstance(written, fx.Node) and written in self.attached else new
+
+    def _detach_operands(self, call: fx.Node) -> None:
+        with self.graph.inserting_before(call):
+            for operand in call.all_input_nodes:
+                call.replace_input_with(operand, self._without_history(operand))
+
+    def _without_history(self, operand: fx.Node) -> fx.Node:
+        if operand not in self.attached or not isinstance(operand.meta.get("val"), Tensor):
+            return operand
+        if operand not in self.detached:
+            node = self.graph.call_function(aten.detach.default, (operand,))
+            node.meta["val"] = operand.meta["val"]
+            self.detached[operand] = node
+        return self.detached[operand]
+
+
+def _gives_attached(call: fx.Node) -> bool:
+    """Return whether ``call`` is an eager fallback whose results need a gradient although gradients are off."""
+    return call.target is OPAQUE and calls[call.args[3]].attached  # type: ignore[index]
+
+
+# Keep ``len(x)`` of a tensor dynamic while forward is traced, as in ``x.view(len(x), -1)`` or ``loss.sum() / len(x)``.
+
+
+@contextmanager
+def symbolic_len(module: nn.Module) -> Iterator[None]:
+    """Context manager: in the files of the code that ``module`` runs, ``len`` of a tensor returns ``shape[0]``.
+
+    Other threads that run this code meanwhile get the same numbers as from Python's own. Code that takes the length as
+    a key of a dict cannot be traced so, and is traced again: use it where sizes have varied.
+    """
+    files = [space for space, names in search_of([module]).spaces.values() if "len" in names and "len" not in space]
+    for names in files:
+        names["len"] = _len
+    try:
+        yield
+    finally:
+        for names in files:
+            names.pop("len", None)
+
+
+def _len(value: Any) -> Any:
+    # For a tensor without dims, Python's own len raises the usual error.
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else builtins.len(value)

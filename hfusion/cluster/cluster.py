@@ -99,8 +99,7 @@ class Cluster:
     def _open(self) -> Executor:
         if isinstance(self._where, Machine):
             return ProcessExecutor(self._where)
-        from hfusion.cluster.ray_devices import ActorOptions
-        from hfusion.cluster.ray_executor import RayExecutor
+        from hfusion.cluster.ray_executor import ActorOptions, RayExecutor
 
         resources = {name: value for name, value in self._options.items() if value is not None}
         machine = (self._memory, self._host, self._disk)

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import TreeSpec
 
 from hfusion.capture.capture_member import Member, VaryingSizes, capture_member
 from hfusion.capture.fallback_runtime import OpaqueCall
 from hfusion.capture.fallback_tracing import RULES as OPAQUE_RULES
 from hfusion.capture.method_interception import WHOLE, Island
+from hfusion.capture.python_differences import differing_attributes
 from hfusion.compiler.arguments import Arguments
-from hfusion.compiler.common_graph import common_graph
 from hfusion.compiler.fill_scalars import capture_variants
-from hfusion.compiler.unbatchable import module_path, unbatchable
 from hfusion.core.calls import StackedInput, is_stacked
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.guards import AllHold
 from hfusion.core.layout import Layout
 from hfusion.core.program import Capture, Kind, Program, Slot, describe_graph, input_dims, writable
 from hfusion.core.stages import stage
 from hfusion.device.calibrate import compute_rates
 from hfusion.ops import RULES as ATEN_RULES
+from hfusion.ops.rule import RuleTable
 from hfusion.ops.rule import merge as merge_tables
-from hfusion.passes.align import select
+from hfusion.passes.align import align, select
 from hfusion.passes.batch import batch
-from hfusion.passes.candidates import Unbatchable
+from hfusion.passes.candidates import Result, Unbatchable, candidates, result
 from hfusion.passes.check import check_array, check_code, check_member
 from hfusion.passes.cost.measure import Measured
 from hfusion.passes.cost.price import Model
@@ -294,3 +295,192 @@ def _layout(slot: Slot, subject: ArraySpec, arguments: Arguments, differing: fro
     if slot.kind is Kind.CONSTANT:
         return Layout.STACKED if slot.name in differing else Layout.SHARED
     return Layout.SHARED if slot.name in subject.shared else Layout.STACKED
+
+
+# Find all submodules of a member's graph with operators that cannot be batched, in one walk.
+
+
+def unbatchable(graph: fx.Graph, layouts: Sequence[Layout], members: int, rules: RuleTable) -> dict[Island, str]:
+    """Return the submodules that must run in a loop, with the reasons. ``layouts``: the layouts of the placeholders.
+
+    Operators that depend on one without a rule, in its submodule or by a number or size outside of it, are not judged:
+    they may be different once the submodule runs in a loop.
+    """
+    env: dict[fx.Node, Result] = {}
+    unknown: dict[fx.Node, str] = {}
+    reasons: dict[Island, str] = {}
+    input_layouts = iter(layouts)
+    for node in graph.nodes:
+        example = node.meta.get("val")
+        if node.op == "placeholder":
+            env[node] = result(node, next(input_layouts), example)
+            continue
+        if node.op != "call_function":
+            continue
+        layout, path = Layout.STACKED, module_path(node)
+        if any(_inside(path, around) or not _has_known_sizes(source) for source, around in _sources(node, unknown)):
+            unknown[node] = path
+        else:
+            try:
+                if candidates(node, env, members, rules)[0].layout is Layout.SHARED:
+                    layout = Layout.SHARED
+            except Unbatchable as error:
+                reasons.setdefault(Island(path), str(error))
+                unknown[node] = path
+        env[node] = result(node, layout, example)
+    return reasons
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the path of the innermost submodule whose code calls ``node``; empty for the model's own code."""
+    return next((path for path, _ in reversed((node.meta.get("nn_module_stack") or {}).values())), "")
+
+
+def _sources(node: fx.Node, unknown: dict[fx.Node, str]) -> Iterator[tuple[fx.Node, str]]:
+    return ((source, unknown[source]) for source in node.all_input_nodes if source in unknown)
+
+
+def _inside(path: str, around: str) -> bool:
+    return not around or path == around or path.startswith(f"{around}.")
+
+
+def _has_known_sizes(node: fx.Node) -> bool:
+    """Return whether the value of ``node`` is a tensor whose sizes do not depend on values."""
+    # Imported late: it imports sympy.
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    example: Any = node.meta.get("val")
+    return isinstance(example, Tensor) and not free_unbacked_symbols(example)
+
+
+# Build one graph for members with the same operators, or raise an error that names the member that differs.
+
+# Largest number of models per group whose attributes are compared with another group.
+_COMPARED = 8
+# Largest number of members that a message names.
+_NAMED = 6
+
+
+@dataclass(frozen=True, eq=False)
+class CommonGraph:
+    """The graph of all members of an array.
+
+    Attributes:
+        slots: the slots of the placeholders.
+        constants: the constants that the graph holds.
+        differing: the names of the constants that differ between members and are stacked.
+    """
+
+    graph: fx.Graph
+    slots: tuple[Slot, ...]
+    constants: dict[str, Tensor]
+    differing: frozenset[str]
+
+
+def common_graph(
+    captures: Sequence[Capture],
+    variants: Sequence[int],
+    name: str,
+    member: Callable[[int], nn.Module],
+) -> CommonGraph:
+    """Combine the graphs of all variants of an array into one.
+
+    Args:
+        member: ``member(b)`` returns member b.
+
+    Raises:
+        ForwardsDiffer: members do different things; the message names the attributes in which they differ.
+    """
+    if len(captures) == 1:
+        # Cached programs must not keep the user's tensors alive, so they hold aliases of them.
+        constants = {name: tensor.detach() for name, tensor in captures[0].constants.items()}
+        return CommonGraph(captures[0].graph, captures[0].slots, constants, frozenset())
+    try:
+        graph = _aligned(captures, variants)
+        return CommonGraph(graph, captures[0].slots, *_constants(captures, variants))
+    except FusionError as error:
+        groups = _alike(captures)
+        if len(groups) == 1:
+            raise
+        rows = [tuple(row for row, variant in enumerate(variants) if variant in group) for group in groups]
+        first_models, second_models = (
+            [member(variants.index(variant)) for variant in group[:_COMPARED]] for group in groups[:2]
+        )
+        attributes = differing_attributes(first_models, second_models, (f"model {rows[0][0]}", f"model {rows[1][0]}"))
+        raise ForwardsDiffer(
+            f"the models of {name} do different things in forward: "
+            + (f"{attributes}; " if attributes else "")
+            + f"{error}. Fuse {' and '.join(map(_named, rows))} by themselves, or make them equal; "
+            "hf.Population, hf.train and hf.sweep make an array of each",
+            tuple(rows),
+        ) from error
+
+
+def _aligned(captures: Sequence[Capture], variants: Sequence[int]) -> fx.Graph:
+    """Return the common graph. Raises FusionError if members do different things."""
+    first = captures[0]
+    graph = align([capture.graph for capture in captures], variants)
+    for variant, capture in enumerate(captures):
+        model = variants.index(variant)
+        for attribute in ("out_spec", "modes", "slots"):
+            reference, other = getattr(first, attribute), getattr(capture, attribute)
+            if reference != other:
+                words = {"out_spec": "returns", "modes": "sets train and eval modes", "slots": "reads"}[attribute]
+                raise FusionError(
+                    f"forward {words} {_shown(reference)} in model 0 and {_shown(other)} in model {model}"
+                )
+        for name, (reference, other) in _sizes(first, capture):
+            if reference != other:
+                raise FusionError(f"{name} has shape {reference} in model 0 and {other} in model {model}")
+        for name, tensor in first.constants.items():
+            kinds = [f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (tensor, capture.constants[name])]
+            if kinds[0] != kinds[1]:
+                raise FusionError(f"the tensor {name} is {kinds[0]} in model 0, {kinds[1]} in model {model}")
+    return graph
+
+
+def _constants(captures: Sequence[Capture], variants: Sequence[int]) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """Return the constants of the captures, stacked per member if they differ, and the names of the stacked ones."""
+    constants, differing = {}, set()
+    for name, tensor in captures[0].constants.items():
+        rows = [c.constants[name] for c in captures]
+        if all(torch.equal(row, tensor) for row in rows):
+            constants[name] = tensor.detach()
+        else:
+            constants[name] = torch.stack([rows[v] for v in variants]).detach()
+            differing.add(name)
+    return constants, frozenset(differing)
+
+
+def _sizes(first: Capture, capture: Capture) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield the key of each parameter and buffer, with its shapes in two captures."""
+    columns = [capture.graph.find_nodes(op="placeholder") for capture in (first, capture)]
+    for slot, *nodes in zip(first.slots, *columns, strict=True):
+        if slot.kind in (Kind.PARAMETER, Kind.BUFFER):
+            first_shape, shape = (tuple(node.meta["val"].shape) for node in nodes)
+            yield slot.name, (first_shape, shape)
+
+
+def _shown(value: Any) -> str:
+    return "a tensor" if isinstance(value, TreeSpec) and value.is_leaf() else " ".join(str(value).split())
+
+
+def _alike(captures: Sequence[Capture]) -> list[list[int]]:
+    """Group variants that run the same operators, in the order of the first variant of each group."""
+    groups: list[list[int]] = []
+    for variant, capture in enumerate(captures):
+        for group in groups:
+            try:
+                _aligned([captures[group[0]], capture], (0, 1))
+            except FusionError:
+                continue
+            group.append(variant)
+            break
+        else:
+            groups.append([variant])
+    return groups
+
+
+def _named(rows: Sequence[int]) -> str:
+    shown = ", ".join(map(str, rows[:_NAMED])) + (", ..." if len(rows) > _NAMED else "")
+    return f"model{'s' if len(rows) > 1 else ''} {shown}"

@@ -8,33 +8,34 @@ for dtypes of less than 32 bits, and complex ones, torch's own class runs on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import repeat, starmap
 from operator import attrgetter, is_
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from hfusion.core.errors import CheckpointError
-from hfusion.core.gradient_usage import any_absent
+from hfusion.core.errors import CheckpointError, FusionError
+from hfusion.core.gradient_usage import absent_rows, any_absent
 from hfusion.core.membership import mark, membership
 from hfusion.core.row_gradients import settle
-from hfusion.optim import coupling, master_weights, native_kernels, skipped_members
+from hfusion.device.backend import Recorder, backend
+from hfusion.device.recordings import Recordings
+from hfusion.optim import coupling, master_weights, native_kernels
 from hfusion.optim.checks import check_memory, check_padding
+from hfusion.optim.device_numbers import sent
 from hfusion.optim.formula import Formula
-from hfusion.optim.group import Groups, State, common_members, membership_of, same_objects
+from hfusion.optim.group import Group, Groups, RecordableStepper, State, common_members, membership_of, same_objects
 from hfusion.optim.hyper import copy_vectors, plain, read, unchanged
 from hfusion.optim.optimizer_rows import MemberRows, check_width, first_values
 from hfusion.optim.optimizer_state import check_entries, complete_state, member_state_dicts, paired, parts_of
 from hfusion.optim.param_groups import asked_of_members
-from hfusion.optim.recording import RecordedUpdates, recording_on
 from hfusion.optim.settings import Options, ParamGroup, Settings, named
-from hfusion.optim.skipped_members import SkippedRows, of_members, together
 from hfusion.optim.step_cache import StepCache, Work
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.optimizer_hooks import spare_dynamo
@@ -143,13 +144,13 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
                 loss = closure()
         settle(self._params())
         work = self._work()
-        skipped = skipped_members.without_gradient(self._params()) if any_absent() else {}
+        skipped = without_gradient(self._params()) if any_absent() else {}
         if (found_inf := getattr(self, "found_inf", None)) is not None:
             skipped = together(skipped, self._unscaled(found_inf))
             work = self._work()
         if self._held is not None:
             skipped = together(skipped, of_members(self._active(), self._held))
-        with torch.no_grad(), skipped_members.restore_skipped(skipped, self.state) if skipped else nullcontext():
+        with torch.no_grad(), restore_skipped(skipped, self.state) if skipped else nullcontext():
             if isinstance(self._recording, RecordedUpdates):
                 self._recording.step(work)
             else:
@@ -174,8 +175,8 @@ class FusedOptimizer(MemberRows, Formula, Optimizer):
         active = self._active()
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
-            skipped_members.divide(active, scale)
-        return skipped_members.overflown(active, self.members) if found_inf.item() else {}
+            divide(active, scale)
+        return overflown(active, self.members) if found_inf.item() else {}
 
     def _active(self) -> list[Tensor]:
         return [param for param in self._params() if param.grad is not None]
@@ -393,3 +394,191 @@ def _torch_defaults(kind: type[Optimizer] | None) -> tuple[ParamGroup, bool]:
 def _observed(optimizer: Optimizer) -> bool:
     """Return whether a profiler or a hook observes the steps of ``optimizer``."""
     return is_profiling() or coupling.has_hooks(optimizer)
+
+
+# Members that do not take a step: their rows of parameters, state and step counts stay as they are.
+
+SkippedRows = dict[Tensor, Tensor]
+"""For each parameter the members that do not step: bool ``[B]``, or ``[]`` for a parameter that all members share."""
+
+
+def without_gradient(params: Iterable[Tensor]) -> SkippedRows:
+    """The members for which a parameter that has a gradient was not used, and so would have none alone."""
+    skipped = {}
+    for param in params:
+        rows = absent_rows(param.grad) if param.grad is not None else None
+        if rows is not None:
+            skipped[param] = rows
+    return skipped
+
+
+def of_members(params: Iterable[Tensor], members: Tensor) -> SkippedRows:
+    """Return ``members``, bool ``[B]``, for each of their parameters; those that all members share are left out."""
+    marks = {param: membership_of(param) for param in params}
+    return {param: members if mark.stacked else members.reshape(()) for param, mark in marks.items() if mark.is_own}
+
+
+def together(*several: SkippedRows) -> SkippedRows:
+    """Return the union: the members that are skipped by at least one of ``several``."""
+    union: SkippedRows = {}
+    for skipped in several:
+        for param, rows in skipped.items():
+            union[param] = union[param] | rows if param in union else rows
+    return union
+
+
+@contextmanager
+def restore_skipped(skipped: SkippedRows, state: Mapping[Tensor, State]) -> Iterator[None]:
+    """Context manager: restore the ``skipped`` rows of parameters and ``state`` after the step inside."""
+    saved = [(tensor, rows, tensor[rows]) for tensor, rows in _rows(skipped, state)]
+    yield
+    for tensor, rows, values in saved:
+        tensor[rows] = values
+
+
+def _rows(skipped: SkippedRows, state: Mapping[Tensor, State]) -> Sequence[tuple[Tensor, Tensor]]:
+    pairs = []
+    device_rows: dict[tuple[int, torch.device], Tensor] = {}
+    for param, members in skipped.items():
+        # If no member is skipped, nothing is copied. A tensor without a member dim is handled as a stack of one row.
+        rows = members.reshape(-1).nonzero().reshape(-1)
+        if len(rows):
+            for tensor in (param.detach(), *state.get(param, {}).values()):
+                stack = tensor if members.dim() else tensor.unsqueeze(0)
+                key = id(members), tensor.device
+                if key not in device_rows:
+                    device_rows[key] = sent(rows, tensor.device)
+                pairs.append((stack, device_rows[key]))
+    return pairs
+
+
+@torch.no_grad()
+def divide(params: Sequence[Tensor], scale: Tensor) -> None:
+    """Divide the gradients in place as ``GradScaler.unscale_`` does."""
+    inverse = scale.double().reciprocal().float()
+    for param in params:
+        assert param.grad is not None
+        param.grad.mul_(inverse.to(param.grad.device))
+
+
+@torch.no_grad()
+def overflown(params: Sequence[Tensor], members: int) -> SkippedRows:
+    """Return what must not step: members with a non-finite gradient, in all parameters, and shared parameters with one.
+
+    Raises FusionError if all gradients are finite.
+    """
+    bad = torch.zeros(members, dtype=torch.bool, device="cpu")
+    shared_overflows: SkippedRows = {}
+    for param in params:
+        assert param.grad is not None
+        finite = param.grad.isfinite()
+        if membership_of(param).stacked:
+            bad |= ~finite.reshape(members, -1).all(1).cpu()
+        elif not finite.all():
+            shared_overflows[param] = torch.ones((), dtype=torch.bool, device="cpu")
+    if not bad.any() and not shared_overflows:
+        raise FusionError(
+            "the GradScaler found gradients that are not finite, and there are none left: they were changed between "
+            "scaler.unscale_ and scaler.step (clip_grad_value_, nan_to_num_), so that the members they belong to are "
+            "unknown; clip with hf.optim.clip_grad_norm_, or change the gradients before scaler.unscale_"
+        )
+    return together(shared_overflows, of_members(params, bad))
+
+
+# Record the launches of an optimizer's steps once and replay them with one call, as a CUDA graph.
+
+# How often gradients must have the same addresses before launches are recorded: autograd may allocate them elsewhere.
+STEADY = 3
+# Largest number of different sets of gradient addresses that are counted.
+MAX_ADDRESS_COUNTS = 64
+
+_Part: TypeAlias = tuple[RecordableStepper, Sequence[torch.Tensor]]
+
+
+class _Recorded(NamedTuple):
+    """A function that replays recorded launches, and the objects that must stay alive for it."""
+
+    replay: Callable[[], object]
+    references: object
+
+
+class RecordedUpdates:
+    """The steps of one optimizer. ``record``: as `hfusion.device.backend.Recorder`."""
+
+    def __init__(self, record: Recorder) -> None:
+        self._record = record
+        self._groups: list[Group] = []
+        self._address_counts: dict[Hashable, int] = {}
+        self._recorded = Recordings[_Recorded]()
+        self._unrecordable = ""
+
+    @property
+    def how(self) -> str:
+        """Description of how a step is launched, with the reason if its launches are not recorded."""
+        if self._recorded.why:
+            return f"launched one by one: {self._recorded.why}"
+        if self._unrecordable:
+            return f"launched one by one: {self._unrecordable}"
+        if self._recorded:
+            return "recorded and replayed as one"
+        return f"launched one by one so far: gradients must lie at the same addresses in {STEADY} steps"
+
+    def step(self, work: Work) -> None:
+        """Run a step of all groups in ``work``, and record or replay its launches where that is possible."""
+        if self._record.recording:
+            raise FusionError(
+                "opt.step() was called while a graph of the device is being captured, which would repeat this step's "
+                "hyper-parameters and counts for ever: capture forward and backward, and call opt.step() behind the "
+                "replay, which records its own launches; or use hf.train_step, which records both"
+            )
+        parts: list[_Part] = [
+            (recordable, grads) for _, group, grads in work if (recordable := group.recordable) is not None
+        ]
+        self._unrecordable = next((why for _, group, _ in work if (why := group.unrecordable)), "")
+        if self._unrecordable or not work or self._recorded.why:
+            for settings, group, grads in work:
+                group.step(grads, settings)
+            return
+        self._look([group for _, group, _ in work])
+        for (settings, group, grads), (stepper, _) in zip(work, parts, strict=True):
+            torch.autograd.graph.increment_version(group.written)
+            stepper.ready(grads, settings)
+        key = tuple((stepper.key, *((grad.data_ptr(), grad.stride()) for grad in grads)) for stepper, grads in parts)
+        recorded = self._recorded.get(key)
+        if recorded is None and self._steady(key):
+            # Recording does not run the launches; the replay below does.
+            recorded = self._recorded.add(key, lambda: _Recorded(*self._record(lambda: _launch(parts))))
+        if recorded is None:
+            _launch(parts)
+        else:
+            recorded.replay()
+
+    def forget(self) -> None:
+        """Discard recordings and counts of addresses, which are no longer valid."""
+        self._groups = []
+        self._address_counts.clear()
+        self._recorded.forget()
+
+    def _look(self, groups: list[Group]) -> None:
+        if not same_objects(groups, self._groups):
+            self.forget()
+            self._groups = groups
+
+    def _steady(self, key: Hashable) -> bool:
+        """Count ``key``, and return whether gradients had these addresses often enough to record the launches."""
+        if len(self._address_counts) == MAX_ADDRESS_COUNTS:
+            self._address_counts.clear()
+        count = self._address_counts[key] = self._address_counts.get(key, 0) + 1
+        return count >= STEADY and not self._recorded.full
+
+
+def _launch(parts: Sequence[_Part]) -> object:
+    return [stepper.launch(grads) for stepper, grads in parts]
+
+
+def recording_on(device: torch.device) -> RecordedUpdates | str:
+    """Return a `RecordedUpdates` for ``device``, or the reason why it cannot record launches (empty for the host)."""
+    record = backend(device).recorder()
+    if isinstance(record, str):
+        return record and f"launched one by one: {record}"
+    return RecordedUpdates(record)

@@ -12,12 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from itertools import pairwise, zip_longest
+from math import fsum
 from pathlib import Path
 
 from hfusion.core import html
 from hfusion.core.errors import HFusionError
-from hfusion.schedule import gantt
+from hfusion.core.text import aligned, readable
 from hfusion.schedule.actions import Act
 from hfusion.schedule.drawing import new_figure
 from hfusion.schedule.plan import Phase, Plan, TaskPlan
@@ -58,6 +60,97 @@ class Span:
         except ValueError as error:
             form = "start end KIND device task shard step bytes"
             raise TimelineError(f"cannot read the action {line!r} ({error}): write {form!r}") from error
+
+
+# A timeline on one screen: numbers by device and by task, and a small picture without matplotlib.
+
+# The most rows of devices, and of tasks, in a summary and in a picture.
+MAX_SHOWN = 10
+_LANES = ("compute", "in", "out")
+# Pixels. Actions on the same pixels are drawn once, so the size of the picture does not depend on the run's length.
+_WIDTH, _ROW, _LABEL = 600, 30, 120
+_HEIGHTS = {"compute": (0, 16), "in": (17, 4), "out": (22, 4)}
+
+
+def headline(timeline: Timeline) -> str:
+    """Return one line: seconds, devices, actions, the lower bound, and how busy the devices were."""
+    counts = f"{len(timeline.devices)} devices, {len(timeline.actions)} actions"
+    seconds = f"{timeline.makespan:.4g} s (lower bound {timeline.lower_bound:.4g} s)"
+    return f"timeline  {seconds}, {counts}, computing {timeline.utilisation:.0%} of the time"
+
+
+def device_rows(timeline: Timeline) -> list[tuple[str, ...]]:
+    """Return a title, and for each device the share of the makespan that its lanes are busy, and its peak memory."""
+    busy: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for span in timeline.actions:
+        busy[span.device, span.act.lane].append(span.end - span.start)
+    whole = timeline.makespan or 1.0
+    rows: list[tuple[str, ...]] = [("device", "computing", "loading", "evicting", "peak")]
+    for name in timeline.devices[:MAX_SHOWN]:
+        shares = [f"{fsum(busy[name, lane]) / whole:.0%}" for lane in _LANES]
+        rows.append((name, *shares, readable(timeline.peak[name])))
+    return rows
+
+
+def task_rows(timeline: Timeline) -> list[tuple[str, ...]]:
+    """Return a title, and for each task when it began and ended, the seconds it computed and the bytes it loaded."""
+    spans = defaultdict(list)
+    for span in timeline.actions:
+        spans[span.task].append(span)
+    rows: list[tuple[str, ...]] = [("task", "began", "ended", "computed", "loaded")]
+    for name, actions in list(spans.items())[:MAX_SHOWN]:
+        computed = fsum(span.end - span.start for span in actions if span.act.lane == "compute")
+        loaded = sum(span.bytes for span in actions if span.act.lane == "in")
+        times = (min(span.start for span in actions), max(span.end for span in actions), computed)
+        rows.append((name, *(f"{seconds:.4g} s" for seconds in times), readable(loaded)))
+    return rows
+
+
+def summary(timeline: Timeline) -> str:
+    """Return the headline and both tables, at most MAX_SHOWN rows each."""
+    tasks = len({span.task for span in timeline.actions})
+    lines = [headline(timeline)]
+    for rows, count, noun in (
+        (device_rows(timeline), len(timeline.devices), "devices"),
+        (task_rows(timeline), tasks, "tasks"),
+    ):
+        lines += aligned(rows, left=1)
+        if count > MAX_SHOWN:
+            lines.append(f"... {count - MAX_SHOWN} more {noun}")
+    return "\n".join(lines)
+
+
+def svg(timeline: Timeline) -> str:
+    """Return a Gantt chart as SVG: a row per device, a colour per task, loads and evictions below computing."""
+    rows = {name: number for number, name in enumerate(timeline.devices[:MAX_SHOWN])}
+    hues = {task: number * 137 % 360 for number, task in enumerate(dict.fromkeys(s.task for s in timeline.actions))}
+    last = max((span.end for span in timeline.actions), default=0.0)
+    scale = _WIDTH / (last or 1.0)
+    bars: dict[tuple[str, str, str], list[list[int]]] = defaultdict(list)
+    for span in timeline.actions:
+        if span.device in rows:
+            _add(bars[span.device, span.act.lane, span.task], int(span.start * scale), int(span.end * scale))
+    shapes = [
+        f'<text x="0" y="{row * _ROW + 12}" font-size="11" fill="currentColor">{escape(name[:18])}</text>'
+        for name, row in rows.items()
+    ]
+    for (device, lane, task), ranges in bars.items():
+        low, height = _HEIGHTS[lane]
+        top = rows[device] * _ROW + low
+        path = "".join(
+            f"M{_LABEL + start} {top}h{max(1, end - start)}v{height}h-{max(1, end - start)}z" for start, end in ranges
+        )
+        shapes.append(f'<path d="{path}" fill="hsl({hues[task]} 60% 50%)"><title>{escape(task)}: {lane}</title></path>')
+    size = f'width="{_LABEL + _WIDTH}" height="{len(rows) * _ROW}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(shapes)}</svg>'
+
+
+def _add(ranges: list[list[int]], start: int, end: int) -> None:
+    """Add pixels ``start`` to ``end`` to a sorted list of ranges, and merge ranges that touch."""
+    if ranges and start <= ranges[-1][1] + 1:
+        ranges[-1][1] = max(ranges[-1][1], end)
+    else:
+        ranges.append([start, end])
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,20 +225,16 @@ class Timeline:
 
     def summary(self) -> str:
         """Return how busy each device was, its peak memory, and when each task ran: at most ten rows each."""
-        return gantt.summary(self)
+        return summary(self)
 
     __str__ = summary
 
     def __repr__(self) -> str:
-        return f"<{gantt.headline(self)}>"
+        return f"<{headline(self)}>"
 
     def _repr_html_(self) -> str:
-        tables = [
-            html.table(rows[0], rows[1:], len(rows) - 1) for rows in (gantt.device_rows(self), gantt.task_rows(self))
-        ]
-        return (
-            html.paragraph(gantt.headline(self)) + gantt.svg(self) + html.folded("devices and tasks", "".join(tables))
-        )
+        tables = [html.table(rows[0], rows[1:], len(rows) - 1) for rows in (device_rows(self), task_rows(self))]
+        return html.paragraph(headline(self)) + svg(self) + html.folded("devices and tasks", "".join(tables))
 
     def text(self) -> str:
         """Return every action as a line of text, which `parse` reads."""

@@ -5,27 +5,37 @@ Convolutions on a CPU are faster in a loop over members, but a program for the w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from hfusion.capture.dynamic_sizes import recurrent
 from hfusion.compiler.bound_program import BoundProgram, Location
 from hfusion.compiler.graph_text import Unwritable
-from hfusion.core.member_random import new_seeds
+from hfusion.core.differences import distance, norm
+from hfusion.core.member_random import draws_random, new_seeds
+from hfusion.core.program import describe_value
 from hfusion.core.row_indices import blocks_of
+from hfusion.device.backend import random_states_kept
 from hfusion.device.team import Team
+from hfusion.ops.rule import hint
 from hfusion.passes.align import scalars
 from hfusion.step import program_cache
 from hfusion.step.compile_limits import TooManyOperators, Unprofitable, check_open, check_operators
 from hfusion.step.compile_request import CompileRequest, write_request
-from hfusion.step.inductor_compile import build
 from hfusion.step.program_cache import KeptGraph, NoProgram, StepPrograms
-from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, trace, trace_rows
+from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, trace, trace_rows, written_inputs
+from hfusion.torch_private.cpp_block_entry import with_row_entries
+from hfusion.torch_private.cpp_entry import entry_of
+from hfusion.torch_private.graph_passes import CustomGraphPass, get_hash_for_files, passes_already_set
+from hfusion.torch_private.inductor_patches import quick_inductor
+from hfusion.torch_private.inductor_settings import compile_graph
+from hfusion.torch_private.tracer_warnings import silence_tracers
 
 # The most looped calls of a forward that are compiled as one program: with 32, a CNN took 1.3 times as long.
 MAX_LOOPED_CALLS = 16
@@ -361,3 +371,259 @@ def scalars_of(forward: BoundProgram, loss: BoundProgram, rows: range) -> tuple[
     """Return, for each of ``rows``, the scalars in which members differ; equal blocks share a program."""
     values = [v for compiled in (forward.compiled, loss.compiled) for v in scalars(compiled.graph)]
     return tuple(tuple(repr(per_member[member]) for per_member in values) for member in rows)
+
+
+# Compile the graph of a step with Inductor, and check the program.
+
+
+class WrongProgram(Exception):
+    """A compiled program does not compute what its graph computes; the message names the difference."""
+
+
+def build(graph: StepGraph, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """Compile ``graph.module`` with Inductor, and check it on ``tensors`` and ``batch``, copying written tensors.
+
+    Raises WrongProgram if results are wrong, and whatever Inductor raises, such as without a C++ compiler, or its code.
+    """
+    # Imported late: it imports Inductor.
+    kind = graph.examples[0].device.type
+    # Calls of small operators take less time from C++ than from Python.
+    options: dict[str, Any] = {"post_grad_custom_post_pass": CopiesOfOverlaps(), "cpp_wrapper": kind == "cpu"}
+    with silence_tracers(), torch.no_grad(), torch.autocast(kind, enabled=False):
+        with with_row_entries(), quick_inductor():
+            run = compile_graph(graph.module, [e.detach() for e in graph.examples], options)
+        written = written_inputs(graph.module.graph)
+
+        def fresh() -> list[Tensor]:
+            return [tensor.clone() if index in written else tensor for index, tensor in enumerate(tensors)]
+
+        batch = [*batch, *(torch.zeros(seeds.shape, dtype=seeds.dtype, device="cpu") for seeds in graph.drawn)]
+        # Programs draw from torch's global generator without the dispatcher, in any thread.
+        with random_states_kept():
+            results = _results(run, fresh(), batch)
+        if not any(draws_random(node.target) for node in graph.module.graph.nodes):
+            by_operator, generator = ByOperator(graph.module).run, torch.Generator().manual_seed(0)
+
+            def nearby() -> list[Tensor]:
+                return _results(by_operator, shaken(fresh(), generator), shaken(batch, generator))
+
+            problem = disagreement(graph, results, _results(by_operator, fresh(), batch), nearby)
+            if problem:
+                raise WrongProgram(f"what torch.compile made of it is wrong: {problem}")
+        entry = entry_of(run, len(tensors) + len(batch), len(results) - len(tensors))
+        if entry is None:
+            return run
+
+        def rerun_program(call: Callable[..., Sequence[Tensor]]) -> list[Tensor]:
+            with random_states_kept():
+                return _results(call, fresh(), batch)
+
+        # Without torch's wrappers, the program must give the same bits.
+        difference = _difference(graph, rerun_program(entry), results)
+        repeats = not difference or not _difference(graph, rerun_program(run), results)
+    if not difference:
+        return entry
+    warnings.warn(_fallback(difference, repeats), stacklevel=2)
+    return run
+
+
+def _fallback(difference: str, repeats: bool) -> str:
+    """Return the warning for a program that needs torch's wrappers; ``repeats``: whether with them its bits repeat."""
+    why = (
+        f"called past torch's wrappers, its program gives {difference}"
+        if repeats
+        else f"its program gives other bits each time, such as {difference}; an operator in it sums in no fixed order"
+    )
+    remedy = (
+        "report it with the versions of torch and of the C++ compiler"
+        if repeats
+        else "torch.use_deterministic_algorithms(True) names the operator"
+    )
+    return f"a compiled step runs through torch's wrappers, in one part, exact but slower: {why}; {remedy}"
+
+
+def _difference(graph: StepGraph, results: Sequence[Tensor], references: Sequence[Tensor]) -> str:
+    """Describe the first difference between results of a step; empty if all bits are equal."""
+    for name, actual, expected in zip(result_names(graph, len(results)), results, references, strict=True):
+        if _same_bits(actual, expected):
+            continue
+        kinds = [
+            f"{describe_value(tensor, None, 0)} of strides {list(tensor.stride())}" for tensor in (actual, expected)
+        ]
+        if kinds[0] != kinds[1]:
+            return f"{name} as {kinds[0]} instead of {kinds[1]}"
+        index = tuple(((actual != expected) & ((actual == actual) | (expected == expected))).nonzero()[0].tolist())
+        return f"{actual[index].item()!r} instead of {expected[index].item()!r} in {name}, {kinds[0]}, at {list(index)}"
+    return ""
+
+
+def _results(run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs of a program, in host memory, and the tensors that it may have written.
+
+    Outputs move to host memory because two programs are compared, but memory plans count one set of gradients.
+    """
+    return [*(output.cpu() for output in run(*tensors, *batch)), *tensors]
+
+
+def _same_bits(result: Tensor, reference: Tensor) -> bool:
+    if (result.shape, result.stride(), result.dtype) != (reference.shape, reference.stride(), reference.dtype):
+        return False
+    return bool(((result == reference) | ((result != result) & (reference != reference))).all())
+
+
+# A pass for Inductor that copies a tensor before values are scattered into it that are views of the same tensor.
+
+_aten = torch.ops.aten
+# Operators whose first argument is the tensor that they put values into.
+_PUT_INTO = frozenset(
+    {
+        _aten.index_put.default,
+        _aten._unsafe_index_put.default,
+        _aten.slice_scatter.default,
+        _aten.select_scatter.default,
+        _aten.diagonal_scatter.default,
+        _aten.as_strided_scatter.default,
+    }
+)
+
+
+class CopiesOfOverlaps(CustomGraphPass):
+    """Runs the passes that are already set, then makes scatters with overlapping operands write into a copy."""
+
+    def __init__(self) -> None:
+        self._earlier_passes = passes_already_set()
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for graph_pass in self._earlier_passes:
+            graph_pass(graph)
+        for node in list(graph.nodes):
+            if node.target in _PUT_INTO and _overlaps(node):
+                with graph.inserting_before(node):
+                    copy = graph.call_function(_aten.clone.default, (node.args[0],))
+                copy.meta["val"] = node.args[0].meta["val"].clone()
+                node.args = (copy, *node.args[1:])
+
+    def uuid(self) -> Any:
+        names = [graph_pass.uuid() for graph_pass in self._earlier_passes]
+        # With None, torch caches no program.
+        return None if None in names else (get_hash_for_files((__file__,)), *names)
+
+
+def _overlaps(node: fx.Node) -> bool:
+    """Return whether the tensor that an operator writes into shares its storage with another operand."""
+    target = _memory(node.args[0])
+    others: list[Any] = []
+    fx.node.map_arg((node.args[1:], node.kwargs), others.append)
+    return target is not None and any(_memory(other) == target for other in others)
+
+
+def _memory(node: Any) -> int | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+# Check that a program compiled by Inductor computes the same as its graph.
+
+# Perturbed inputs that are tried. A value that rounds to either side of zero changes its sign in about half of them.
+_NEARBY = 12
+# Inputs are perturbed by this power of the dtype's eps: 54 eps of float32, 3 of bfloat16. In a small CNN, whose program
+# normalizes a batch differently, 8 eps were too few to flip a ReLU at zero that the program had flipped.
+_OFF = 3 / 4
+# A program may differ by this multiple of what the perturbed inputs change in the graph's own results.
+_AS_MUCH = 2.0
+
+
+class ByOperator(fx.Interpreter):
+    """Interprets a graph for Inductor. Views become reshapes: Inductor ignores the strides that a view requires."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+        return super().call_function(torch.ops.aten.reshape.default if target in views else target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node. Operators that need exact strides get operands in the memory order of the trace."""
+        if torch.Tag.needs_exact_strides not in getattr(n.target, "tags", ()):
+            return super().run_node(n)
+        before = {operand: self.env[operand] for operand in n.all_input_nodes}
+        self.env |= {
+            operand: _in_order(value, operand.meta["val"]) if isinstance(value, Tensor) else value
+            for operand, value in before.items()
+        }
+        try:
+            return super().run_node(n)
+        finally:
+            self.env |= before
+
+
+def _in_order(tensor: Tensor, example: Tensor) -> Tensor:
+    """Return ``tensor`` with its dims in the same memory order as those of ``example``."""
+    strides = [hint(stride) or 0 for stride in example.stride()]
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.dim())])
+
+
+def disagreement(
+    graph: StepGraph, actual: Sequence[Tensor], expected: Sequence[Tensor], nearby: Callable[[], Sequence[Tensor]]
+) -> str:
+    """Describe the first result that differs from the graph's by more than rounding; empty if there is none.
+
+    A program sums in another order, and may flip a ReLU at zero, so norms of differences are compared. A relative
+    difference above the cube root of eps, 0.5% in float32, indicates an error, with two exceptions. Gradients that
+    consist of rounding errors only, such as that of a bias before a BatchNorm, are compared with the largest gradient.
+    And a result may differ as much as the graph's own result changes if its inputs are perturbed by rounding.
+
+    Args:
+        actual: results of the compiled program: losses, gradients, written tensors.
+        expected: results of the graph for the same inputs.
+        nearby: returns the graph's results for freshly perturbed inputs at each call.
+    """
+    rounding = max(_rounding(node.meta.get("val")) for node in graph.module.graph.nodes)
+    largest = max((norm(tensor) for tensor in expected[1 : 1 + len(graph.trained)]), default=0.0)
+    least = max(largest, 1.0) * rounding ** (2 / 3)
+    distances = [_apart(result, other) for result, other in zip(actual, expected, strict=True)]
+    norms = list(map(norm, expected))
+    suspects = [k for k, size in enumerate(norms) if not distances[k] <= max(size * rounding ** (1 / 3), least)]
+    if not suspects:
+        return ""
+    moved = dict.fromkeys(suspects, 0.0)
+    for _ in range(_NEARBY):
+        other = nearby()
+        moved = {k: max(most, _apart(other[k], expected[k])) for k, most in moved.items()}
+    names = result_names(graph, len(actual))
+    for k, most in moved.items():
+        if not distances[k] <= _AS_MUCH * most:
+            kind = describe_value(expected[k], None, 0)
+            return f"{names[k]}, {kind} of norm {norms[k]:.3g}, differs by {distances[k]:.3g}"
+    return ""
+
+
+def shaken(tensors: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """Return ``tensors`` with each number changed randomly by a few eps of its dtype; zeros stay zeros."""
+    return [_shaken(tensor.detach(), _rounding(tensor) ** _OFF, generator) for tensor in tensors]
+
+
+def _shaken(tensor: Tensor, most: float, generator: torch.Generator) -> Tensor:
+    if not most:
+        return tensor
+    noise = 2 * torch.rand(tensor.shape, dtype=torch.float64, generator=generator, device="cpu") - 1
+    return (tensor.cpu() * (1 + most * noise)).to(tensor.device, tensor.dtype)
+
+
+def _apart(tensor: Tensor, reference: Tensor) -> float:
+    """Return the norm of the difference; 0 if the tensors are empty or ``reference`` is not finite."""
+    if tensor is reference or not (tensor.numel() and torch.isfinite(reference).all()):
+        return 0.0
+    return distance(tensor, reference)
+
+
+def result_names(graph: StepGraph, count: int) -> list[str]:
+    """Return the names of a step's losses, gradients and written tensors for messages."""
+    names = ["the losses", *(f"the gradient of tensor {k}" for k in graph.trained)]
+    return [*names, *(f"tensor {k} after it" for k in range(count - len(names)))]
+
+
+def _rounding(value: object) -> float:
+    """Return eps of the dtype of a floating-point or complex tensor; 0 for everything else."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return 0.0
+    return torch.finfo(value.dtype).eps

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from hfusion.array.member_block import BlockGradients, MemberBlock
+from hfusion.array.gathered_rows import BlockGradients, MemberBlock
 from hfusion.array.module import FusedModule
 from hfusion.array.per_model import PerModel
 from hfusion.array.program_reuse import trust

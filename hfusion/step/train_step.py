@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from threading import RLock
 from time import perf_counter
@@ -21,8 +21,10 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.bound_program import BoundProgram, Location
 from hfusion.compiler.compiler import MAX_KEYS
 from hfusion.core.calls import call_arguments
+from hfusion.core.errors import FusionError
 from hfusion.core.exclusive import compiling
 from hfusion.core.member_random import keyed
+from hfusion.core.membership import check_whole_stack
 from hfusion.device.backend import active_autocast, random_states_kept, without_autocast
 from hfusion.device.team import helped_by
 from hfusion.optim import coupling
@@ -32,11 +34,10 @@ from hfusion.step.eager_comparison import EagerProgram
 from hfusion.step.eager_step import EagerStep
 from hfusion.step.memory_budget import MemoryBudget, StepPlans
 from hfusion.step.program_lifecycle import Eager, Refused
-from hfusion.step.replaced_parameters import TrainedParameters
-from hfusion.step.step_assertions import checked_step
 from hfusion.step.step_graph import ProgramMismatch, StepCall
 from hfusion.step.step_signatures import (
     CallReport,
+    GuardedTensors,
     StepReport,
     StepVariant,
     family,
@@ -395,3 +396,65 @@ def train_step(
         )
     coupling.check(optimizer)
     return TrainStep(fused, loss, optimizer, CompileMode.of(compile, eager_steps, parts, steps), memory)
+
+
+# Check that an optimizer still has the parameters of its array, which `fully_shard` replaces.
+
+
+class TrainedParameters:
+    """Checks that an optimizer has parameters of its array. If all were replaced, steps would train nothing.
+
+    Raises FusionError if the optimizer has none of the array's parameters.
+    """
+
+    def __init__(self, fused: FusedModule, optimizer: Optimizer) -> None:
+        self._fused, self._optimizer = fused, optimizer
+        self._checked_tensors: GuardedTensors | None = None
+
+    def check_backward(self) -> None:
+        """Check after a backward that started without gradients: only parameters of the array can have one now."""
+        if all(param.grad is None for group in self._optimizer.param_groups for param in group["params"]):
+            self._check()
+
+    def check_program(self, tensors: GuardedTensors | None) -> None:
+        """Check before a compiled step with ``tensors``. Does nothing if they passed at the previous step."""
+        if tensors is None or tensors is not self._checked_tensors:
+            self._check()
+            self._checked_tensors = tensors
+
+    def _check(self) -> None:
+        parameters = {id(param): param for param in self._fused.parameters()}
+        if any(id(param) in parameters for group in self._optimizer.param_groups for param in group["params"]):
+            # Gradients are missing for another reason: parameters are frozen, or forward does not use them.
+            return
+        for param in parameters.values():
+            check_whole_stack(
+                param, "shard a frozen base only, fully_shard(fused, ignored_params={those that are trained})"
+            )
+        raise FusionError(
+            f"the parameters of the fused {self._fused._original} were replaced after train_step was made, and the "
+            f"{type(self._optimizer).__name__} has none of them: make the optimizer and the step of fused.parameters() "
+            "again"
+        )
+
+
+# Assertions of forward and loss in a compiled step. If one fails, the step is undone.
+
+
+def checked_step(variant: StepVariant, call: StepCall, buffers: Iterable[Tensor]) -> Tensor | None:
+    """Run the compiled step of ``variant``, which writes gradients and buffers, and return its losses ``[B]``.
+
+    If an assertion fails for some member, restore ``buffers`` and return None; an eager step then raises the error.
+    """
+    assert variant.program is not None
+    assert variant.sources is not None
+    failed = variant.sources[0].failed.get("members")
+    if failed is None:
+        return variant.program.step(call)
+    before = [(buffer.detach(), buffer.detach().clone()) for buffer in buffers]
+    losses = variant.program.step(call)
+    if not failed.any():
+        return losses
+    for buffer, value in (*before, (failed, torch.zeros_like(failed))):
+        buffer.copy_(value)
+    return None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -15,22 +18,15 @@ from torch.utils.data import DataLoader
 
 from hfusion.capture.registered_tensors import tensors
 from hfusion.checkpoint.packed import PackedSave
-from hfusion.device.forked_process import note_start, start_seconds, why_no_fork
+from hfusion.cluster.messages import Raised
+from hfusion.core.errors import HFusionError
+from hfusion.device.forked_process import EndedProcess, ForkedProcess, note_start, start_seconds, why_no_fork
 from hfusion.device.native import cores
 from hfusion.device.openmp import torch_threads
 from hfusion.tune.epoch_result import EpochResult
 from hfusion.tune.plain_trials import PlainTrials, TrainedEpoch
-from hfusion.tune.space import ArrayChoices, TrialModel
+from hfusion.tune.space import ArrayChoices, ModelMaker, Suggestion, TrialModel
 from hfusion.tune.training_setup import SweepRecipe
-from hfusion.tune.trial_process import (
-    DiscardRequest,
-    EpochRequest,
-    JoinRequest,
-    StatesRequest,
-    TrialCargo,
-    TrialProcess,
-    packed,
-)
 
 _log = logging.getLogger(__name__)
 
@@ -334,3 +330,155 @@ def _why_no_readers(recipe: SweepRecipe) -> str:
     loaders = (*recipe.loaders.created_loaders, recipe.eval_loader)
     reads = any(isinstance(loader, DataLoader) and loader.num_workers for loader in loaders)
     return "a DataLoader has processes of its own" if reads else ""
+
+
+# A process that trains plain trials. It is forked, so that it has all functions, loaders and imports already.
+
+
+@dataclass(frozen=True, eq=False)
+class TrialCargo:
+    """A plain trial sent to another process. ``state``: see `PlainTrials.state`; None before its first epoch."""
+
+    number: int
+    suggestion: Suggestion
+    model: nn.Module
+    state: dict[str, Any] | None
+
+    def member(self) -> TrialModel:
+        """Return the trial with this model, which is not made again."""
+        member = TrialModel(self.number, self.suggestion, cast(ModelMaker, None))
+        member.__dict__["model"] = self.model
+        return member
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """Add trials to the array ``name``. ``cargo`` are pickled `TrialCargo`, ``choices`` pickled `ArrayChoices`."""
+
+    name: str
+    choices: bytes
+    cargo: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class EpochRequest:
+    """Train trials ``(array name, tag, evaluates)`` for an epoch."""
+
+    seed: int
+    trials: tuple[tuple[str, str, bool], ...]
+
+
+@dataclass(frozen=True)
+class StatesRequest:
+    """Return the states of trials ``(array name, tag)``. If ``leaving``, the worker removes them."""
+
+    trials: tuple[tuple[str, str], ...]
+    leaving: bool
+
+
+@dataclass(frozen=True)
+class DiscardRequest:
+    """Remove the trial ``tag`` of the array ``name``."""
+
+    name: str
+    tag: str
+
+
+Request: TypeAlias = JoinRequest | EpochRequest | StatesRequest | DiscardRequest
+
+
+class TrialProcess:
+    """One worker process that trains plain trials, see `ForkedProcess`."""
+
+    def __init__(self, recipe: SweepRecipe, siblings: Sequence[TrialProcess]) -> None:
+        self._process: ForkedProcess = ForkedProcess(
+            partial(_answers, recipe), [sibling._process for sibling in siblings]
+        )
+
+    def send(self, request: Request) -> None:
+        """Send a request without waiting. The worker answers every request, in order."""
+        try:
+            self._process.send(request)
+        except EndedProcess as error:
+            raise _lost(error) from error
+
+    def answer(self) -> Any:
+        """Wait for the answer to the oldest request, and return it, or raise the error that it raised."""
+        try:
+            answer = self._process.answer()
+        except EndedProcess as error:
+            raise _lost(error) from error
+        if isinstance(answer, Raised):
+            raise answer.error
+        return answer
+
+    def ask(self, request: Request) -> Any:
+        """Send a request, and wait for its answer."""
+        self.send(request)
+        return self.answer()
+
+    def close(self) -> None:
+        """End the process immediately. It holds nothing that outlives the sweep."""
+        self._process.close()
+
+
+def _lost(ended: EndedProcess) -> HFusionError:
+    return HFusionError(
+        f"a process that trained trials of the sweep ended with exit code {ended.exitcode}, as if the "
+        "system had killed it, which it does when memory runs out: call hf.sweep with fewer rows, or with "
+        "processes=0; with a directory the sweep goes on where it was"
+    )
+
+
+def packed(value: Any) -> bytes:
+    """Pickle a value; with cloudpickle only if pickle fails, as a fork can import classes by name.
+
+    Raises:
+        Exception: the error of pickle, or of cloudpickle if it is installed.
+    """
+    try:
+        return pickle.dumps(value)
+    except Exception:
+        try:
+            import cloudpickle
+        except ImportError:
+            cloudpickle = None
+        if cloudpickle is None:
+            raise
+    data: bytes = cloudpickle.dumps(value)
+    return data
+
+
+def _answers(recipe: SweepRecipe, is_orphan: Callable[[], bool]) -> Callable[[Any], Any]:
+    """Return the function that answers requests in a worker process."""
+    arrays: dict[str, PlainTrials] = {}
+
+    def answer(request: Request) -> Any:
+        try:
+            return _done(request, arrays, recipe, is_orphan)
+        except BaseException as error:
+            return Raised(error)
+
+    return answer
+
+
+def _done(request: Request, arrays: dict[str, PlainTrials], recipe: SweepRecipe, stop: Any) -> Any:
+    if isinstance(request, EpochRequest):
+        results: dict[tuple[str, str], TrainedEpoch] = {}
+        for name, tag, evaluates in request.trials:
+            results[name, tag] = arrays[name].train(tag, request.seed, evaluates)
+        return results
+    if isinstance(request, StatesRequest):
+        if request.leaving:
+            return {(name, tag): arrays[name].take(tag) for name, tag in request.trials}
+        return {(name, tag): arrays[name].state(tag) for name, tag in request.trials}
+    if isinstance(request, DiscardRequest):
+        arrays[request.name].discard(request.tag)
+        return None
+    if request.name not in arrays:
+        arrays[request.name] = PlainTrials(recipe, pickle.loads(request.choices), stop)
+    for data in request.cargo:
+        cargo: TrialCargo = pickle.loads(data)
+        member = cargo.member()
+        arrays[request.name].join([member], None if cargo.state is None else {member.tag: cargo.state})
+    return None

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
 
 from hfusion.core.errors import PlanError
 from hfusion.core.program import Kind, Part, Program, Slot
 from hfusion.core.python_values import IdentityRef
+from hfusion.core.tree import leaves
 from hfusion.passes.cost.cost import operators, viewed
 from hfusion.passes.islands import OPAQUE
-from hfusion.passes.partition.retarget import retarget_device
 from hfusion.passes.regions import regions
 from hfusion.passes.side_effects import RUNNING_STATISTICS, has_effect, written_inputs
 from hfusion.torch_private.autocast import enter_autocast, exit_autocast
@@ -170,3 +173,28 @@ def _targets(node: fx.Node, origin: fx.Node) -> Sequence[fx.Node]:
     if origin.target is torch.ops.aten.copy_.default:
         return node.args[:1]  # type: ignore[return-value]
     return node.args[_CHANGING] if origin.target is OPAQUE else ()  # type: ignore[return-value]
+
+
+# Let a graph that was captured on one device run on another: the devices that its calls name are replaced.
+
+
+def retarget_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """``module`` with every device in the arguments of a call replaced by ``device``; itself if none differs."""
+    nodes = [node for sub in _graphs(module) for node in sub.graph.nodes]
+    if all(node_device == device for node in nodes for node_device in leaves((node.args, node.kwargs), torch.device)):
+        return module
+
+    def swapped(value: Any) -> Any:
+        return device if isinstance(value, torch.device) else value
+
+    moved = copy.deepcopy(module)
+    for sub in _graphs(moved):
+        for node in sub.graph.nodes:
+            node.args, node.kwargs = (map_aggregate(value, swapped) for value in (node.args, node.kwargs))
+        sub.recompile()
+    return moved
+
+
+def _graphs(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """The module itself and the bodies of its loops."""
+    return [sub for sub in module.modules() if isinstance(sub, fx.GraphModule)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.adapters.buffer_writes import may_be_written
+from hfusion.adapters.lora import may_be_written
 from tests.adapters.models import (
     AVERAGED,
     BERT,

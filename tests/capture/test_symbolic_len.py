@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.capture.symbolic_len import symbolic_len
+from hfusion.capture.export import symbolic_len
 
 
 class Flat(nn.Module):

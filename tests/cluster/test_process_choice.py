@@ -14,7 +14,7 @@ from torch import nn
 
 import hfusion as hf
 from hfusion.cluster.process_choice import ArraySeconds, choose_processes, devices_at_once
-from hfusion.cluster.process_settings import ProcessSettings
+from hfusion.cluster.process_executor import ProcessSettings
 from hfusion.device.native import cores
 from hfusion.tasks.arrange import arrange
 from tests.trained import RATES

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.capture import capture_cache, export
+from hfusion.capture import export
 from hfusion.compiler.fill_scalars import MAX_CAPTURES
 from hfusion.core.errors import ForwardsDiffer
 
@@ -33,7 +33,7 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return exported(module, *args)
 
     monkeypatch.setattr(export, "_exported", counted)
-    monkeypatch.setattr(capture_cache, "_captures", type(capture_cache._captures)())
+    monkeypatch.setattr(export, "_captures", type(export._captures)())
     return names
 
 

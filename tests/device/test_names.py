@@ -27,7 +27,7 @@ WHY = {
     "hfusion/bench/contact_facts.py": "reports the driver and the settings of a GPU",
     "hfusion/bench/contact_item.py": "tells the checks that need CUDA",
     "hfusion/bench/contact_speed.py": "times the contender of CUDA graphs",
-    "hfusion/cluster/process_settings.py": "carries the flags of torch.backends to other processes",
+    "hfusion/cluster/process_executor.py": "carries the flags of torch.backends to other processes",
 }
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hfusion.core.layout import Layout
 from hfusion.core.member_random import recording, seeded
-from hfusion.ops import attention, attention_dropout
+from hfusion.ops import attention
 from hfusion.passes.batch import batch
 from tests.oracle import Case, check, member_graph, t
 
@@ -50,8 +50,8 @@ def dropped(p: float, mask: Any, causal: bool, gqa: bool) -> Case:
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "by blocks":
         # Two queries of three members, two samples, two heads and five keys.
-        monkeypatch.setattr(attention_dropout, "BLOCK_BYTES", 2 * 3 * 2 * 2 * 5 * 8)
-        monkeypatch.setattr(attention_dropout, "KEPT_BYTES", 0)
+        monkeypatch.setattr(attention, "BLOCK_BYTES", 2 * 3 * 2 * 2 * 5 * 8)
+        monkeypatch.setattr(attention, "KEPT_BYTES", 0)
     return str(request.param)
 
 
@@ -143,18 +143,18 @@ def test_blocks_of_queries_give_what_all_give_together(
     draws = [t(3, 2, 4 if gqa else 2, 3, 4), t(3, 2, 2, 5, 4), t(3, 2, 2, 5, 6), *([] if mask is None else [mask])]
     inputs = [draw.sample(generator) for draw in draws]
     inputs = [x.requires_grad_(x.is_floating_point()) for x in inputs]
-    expected = outcome(attention_dropout.attend_with_dropout, inputs, p, causal, gqa)
-    monkeypatch.setattr(attention_dropout, "BLOCK_BYTES", 1)
-    actual = outcome(attention_dropout.attend_by_blocks, inputs, p, causal, gqa)
+    expected = outcome(attention.attend_with_dropout, inputs, p, causal, gqa)
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 1)
+    actual = outcome(attention.attend_by_blocks, inputs, p, causal, gqa)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 def test_blocks_draw_the_same_in_backward_by_torchs_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_dropout, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 1)
     q, k, v = (torch.randn(3, 2, 2, 7, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     with recording() as draws:
-        y = attention_dropout.attend_by_blocks(0.5, 3, q, k, v, None, True, None, False)
+        y = attention.attend_by_blocks(0.5, 3, q, k, v, None, True, None, False)
     weights = torch.randn_like(y)
     grads = torch.autograd.grad((y * weights).sum(), (q, k, v))
     (noise,) = draws
@@ -168,11 +168,11 @@ def test_blocks_draw_the_same_in_backward_by_torchs_generator(monkeypatch: pytes
 
 
 def test_backward_of_blocks_keeps_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_dropout, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 1 << 12)
     q = torch.randn(2, 1, 1, 64, 8, requires_grad=True)
     saved_sizes: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved_sizes.append(x.numel()) or x, lambda x: x):
-        attention_dropout.attend_by_blocks(0.5, 2, q, q * 2, q * 3, None, False, None, False)
+        attention.attend_by_blocks(0.5, 2, q, q * 2, q * 3, None, False, None, False)
     assert max(saved_sizes) == q.numel()
 
 
@@ -180,7 +180,7 @@ def test_backward_of_blocks_keeps_no_weights(monkeypatch: pytest.MonkeyPatch) ->
 def test_torchs_kernel_drops_each_members_weights(p: Any) -> None:
     """If all values are ones, each result is the sum of the kept weights, divided by the keep rate."""
     q, k = (torch.randn(3, 2, 2, 64, 8, dtype=torch.float64) for _ in range(2))
-    y = attention_dropout.attend_dropping(p, q, k, torch.ones_like(k), None, False, None, False)
+    y = attention.attend_dropping(p, q, k, torch.ones_like(k), None, False, None, False)
     rates = [p] * 3 if isinstance(p, float) else p
     for row, rate in zip(y, rates, strict=True):
         torch.testing.assert_close(row.mean(), torch.tensor(0.0 if rate == 1 else 1.0).double(), rtol=0, atol=0.05)

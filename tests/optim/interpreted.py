@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfusion.optim import clip, gpu, gpu_gradients, group
+from hfusion.optim import clip, gpu, group
 
 
 def interpret(patch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def forget() -> None:
     """Import the kernels again: what is imported is interpreted or compiled for good."""
     sys.modules.pop("hfusion.optim.triton_kernels", None)
     gpu._loaded.cache_clear()
-    gpu_gradients._tables.cache_clear()
+    clip._tables.cache_clear()
 
 
 def _rounding(cast: Any) -> Any:

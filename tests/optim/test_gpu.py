@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfusion as hf
-from hfusion.optim import gpu, gpu_gradients
+from hfusion.optim import clip, gpu
 from tests.optim.arrays import CASES, Array, Per, beside_a_bad_member, for_array, run, run_shared, start
 from tests.optim.interpreted import forget, interpret
 
@@ -212,23 +212,23 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("order", gpu_gradients.ORDERS)
+@pytest.mark.parametrize("order", clip.ORDERS)
 def test_tritons_launcher_takes_the_kernels_that_clip(
     compiling: Any, order: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu_gradients._tables.cache_clear()
+    clip._tables.cache_clear()
     kernels = {name: Unlaunched(getattr(compiling, name)) for name in ("partial_norms", "row_norms", "scale_rows")}
     for name, kernel in kernels.items():
         monkeypatch.setattr(compiling, name, kernel)
     grads = [torch.zeros(3, 8, dtype=dtype), torch.zeros(3, 3, dtype=torch.float32)]
-    table = gpu_gradients.on_accelerator(grads, 3)
+    table = clip.on_accelerator(grads, 3)
     assert table is not None
     table.norms(order)
     table.scale(torch.ones(3, dtype=dtype))
     launches = 1 if dtype is torch.float32 else 2
     assert [len(kernel.compiled) for kernel in kernels.values()] == [2, launches, 2]
     assert all("cubin" in compiled.asm for kernel in kernels.values() for compiled in kernel.compiled)
-    gpu_gradients._tables.cache_clear()
+    clip._tables.cache_clear()
 
 
 @ONE_EACH

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfusion import optim
-from hfusion.optim import gpu, gpu_gradients
+from hfusion.optim import clip, gpu
 from tests.optim.arrays import Array
 from tests.optim.interpreted import forget, interpret
 
@@ -31,13 +31,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     if DEVICE == "cpu":
         interpret(monkeypatch)
     created: list[object] = []
-    original = gpu_gradients.StackedGradients.__init__
+    original = clip.StackedGradients.__init__
 
     def counted(self: object, *args: object) -> None:
         created.append(self)
         original(self, *args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(gpu_gradients.StackedGradients, "__init__", counted)
+    monkeypatch.setattr(clip.StackedGradients, "__init__", counted)
     yield created
     if DEVICE == "cpu":
         forget()
@@ -163,7 +163,7 @@ def test_launches_know_how_gradients_are_aligned() -> None:
     whole = torch.randn(2 * 8 + 1, device=DEVICE)
     for offset in (0, 1):
         grad = whole[offset : offset + 16].view(2, 8)
-        table = gpu_gradients.on_accelerator([grad], 2)
+        table = clip.on_accelerator([grad], 2)
         assert table is not None
         assert table._wide == (offset == 0)
         torch.testing.assert_close(table.norms(2.0)[0], grad.norm(dim=1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hfusion.optim import base, recording
+from hfusion.optim import base
 from tests.optim.arrays import CASES, EVERY, Array, Per, start
 from tests.optim.interpreted import forget, interpret
 from tests.optim.tape import Closure
@@ -31,7 +31,7 @@ EXACT = {
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Steps by the Triton kernels, in the interpreter, whose launches are recorded."""
     interpret(monkeypatch)
-    monkeypatch.setattr(base, "recording_on", lambda device: recording.RecordedUpdates(Closure()))
+    monkeypatch.setattr(base, "recording_on", lambda device: base.RecordedUpdates(Closure()))
     yield
     forget()
 

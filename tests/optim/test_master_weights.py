@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import hfusion as hf
-from hfusion.optim import base, recording
+from hfusion.optim import base
 from tests.optim.arrays import CASES, EVERY, FORMULAS, Array, alone_class, for_array, for_member, start
 from tests.optim.interpreted import forget, interpret
 from tests.optim.tape import Closure
@@ -87,7 +87,7 @@ def test_steps_are_recorded_on_an_accelerator(
     name: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interpret(monkeypatch)
-    monkeypatch.setattr(base, "recording_on", lambda device: recording.RecordedUpdates(Closure()))
+    monkeypatch.setattr(base, "recording_on", lambda device: base.RecordedUpdates(Closure()))
     array = Array(3, SHAPES, dtype)
     fused, alone = fused_optimizer(name, options, array), Masters(name, options, array)
     train(fused, alone, 6)

@@ -14,7 +14,7 @@ from torch import Tensor
 import hfusion as hf
 from hfusion.core.errors import FusionError
 from hfusion.device import recordings
-from hfusion.optim import base, group, recording
+from hfusion.optim import base, group
 from tests.optim.arrays import EVERY, FORMULAS, Array, run, start
 from tests.optim.interpreted import forget, interpret
 from tests.optim.tape import Closure, Tape
@@ -39,7 +39,7 @@ def _made(patch: pytest.MonkeyPatch, kind: str, name: str, options: dict[str, An
         patch.setattr(group, "KERNELS", {})
     else:
         interpret(patch)
-    patch.setattr(base, "recording_on", lambda device: recording.RecordedUpdates(tape))
+    patch.setattr(base, "recording_on", lambda device: base.RecordedUpdates(tape))
     array = Array(3)
     yield array, *start(name, options, array), tape
     if kind == "triton":
@@ -223,7 +223,7 @@ def test_a_device_that_records_nothing_says_why(monkeypatch: pytest.MonkeyPatch)
 
 def test_steps_of_torchs_own_class_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     tape = Tape()
-    monkeypatch.setattr(base, "recording_on", lambda device: recording.RecordedUpdates(tape))
+    monkeypatch.setattr(base, "recording_on", lambda device: base.RecordedUpdates(tape))
     array = Array(2, dtype=torch.bfloat16)
     fused, alone = start("Adam", {"lr": 0.1}, array)
     assert fused.launches == ""

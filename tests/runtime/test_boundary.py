@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hfusion.runtime.boundary import BoundaryStore
 from hfusion.runtime.copying import copy_now
+from hfusion.runtime.training import BoundaryStore
 
 CPU = torch.device("cpu")
 MAKERS = {"a": 0, "b": 1}

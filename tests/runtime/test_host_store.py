@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfusion.core.errors import SpillError
 from hfusion.runtime.copying import copy_now
-from hfusion.runtime.host_store import STATE, BufferLayout, Copy, HostStore
+from hfusion.runtime.task_state import STATE, BufferLayout, Copy, HostStore
 from hfusion.schedule.actions import Section
 
 CPU = torch.device("cpu")

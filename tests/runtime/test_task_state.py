@@ -12,8 +12,7 @@ import hfusion as hf
 from hfusion.core.errors import SpillError
 from hfusion.core.program import Kind, Slot
 from hfusion.runtime.copying import copy_now
-from hfusion.runtime.host_store import STATE
-from hfusion.runtime.task_state import Holding, TaskTensors, holdings
+from hfusion.runtime.task_state import STATE, Holding, TaskTensors, holdings
 from hfusion.schedule.actions import Section
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from hfusion.core.errors import FusionError
 from hfusion.ops.rnn_steps import MIN_MEMBERS
 from hfusion.passes.cost.cost import operators
 from hfusion.passes.inductor.decompositions import DECOMPOSITIONS
-from hfusion.runtime.loss_ring import Arrived, LossRing
+from hfusion.runtime.whole_minibatch import Arrived, LossRing
 from hfusion.step.step_graph import StepCall, trace
 from hfusion.tasks.arrange import arrange
 from tests.simulated.device import install

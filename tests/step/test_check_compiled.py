@@ -13,7 +13,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import hfusion as hf
-from hfusion.step.check_compiled import disagreement, shaken
+from hfusion.step.compiled_step import disagreement, shaken
 from hfusion.step.step_graph import StepGraph
 from tests.step.test_train_step import needs_compiler
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.step import inductor_compile
+from hfusion.step import compiled_step
 from hfusion.torch_private.cpp_entry import entry_of
 from tests.step.test_train_step import needs_compiler
 
@@ -53,7 +53,7 @@ def test_what_differs_is_told_and_the_wrappers_are_used(
         entry = entry_of(*arguments)
         return entry and (lambda *tensors: change(list(entry(*tensors))))
 
-    monkeypatch.setattr(inductor_compile, "entry_of", changed)
+    monkeypatch.setattr(compiled_step, "entry_of", changed)
     with pytest.warns(UserWarning, match=f"in one part, exact but slower: .* gives .*{message}; report it"):
         losses, report = steps(4)
     assert "in one part: its program is more than C++" in report
@@ -71,6 +71,6 @@ def test_a_program_that_does_not_repeat_itself_is_reported(monkeypatch: pytest.M
         losses, *others = run(*parameters, *batch)
         return [losses + 1e-6 * next(times), *others, *parameters]
 
-    monkeypatch.setattr(inductor_compile, "_results", results)
+    monkeypatch.setattr(compiled_step, "_results", results)
     with pytest.warns(UserWarning, match=r"gives other bits each time, such as .* in the losses, f32\[[24]\]"):
         steps(3)

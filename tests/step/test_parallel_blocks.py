@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.ops import attention_dropout
+from hfusion.ops import attention
 from hfusion.step.parallel_blocks import TURNS, ParallelBlocksStep, ThreadTrial
 from hfusion.step.program_lifecycle import InUse
 from tests.step.test_step_graph import arrays, loss_of
@@ -411,8 +411,8 @@ def test_attention_by_blocks_of_queries_compiles_to_the_same_numbers(monkeypatch
     results = []
     # One block of 6 queries, then blocks of 3.
     for limit in (1 << 30, 3 * 2 * 4 * 6 * 4):
-        monkeypatch.setattr(attention_dropout, "BLOCK_BYTES", limit)
-        monkeypatch.setattr(attention_dropout, "KEPT_BYTES", limit)
+        monkeypatch.setattr(attention, "BLOCK_BYTES", limit)
+        monkeypatch.setattr(attention, "KEPT_BYTES", limit)
         torch.manual_seed(5)
         fused = hf.fuse([Attending(1, 2) for _ in range(2)])
         step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hfusion as hf
 from hfusion.tune.epoch_result import EpochResult
-from hfusion.tune.minibatch_seconds import EpochSeconds
 from hfusion.tune.shape_array import ShapeArray
 from hfusion.tune.sweep_runner import SweepRunner
+from hfusion.tune.trial_placement import EpochSeconds
 from tests.cluster.test_ray import Nodes, cluster
 
 EPOCHS, TRIALS, ROWS = 8, 48, 16

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import hfusion as hf
-from hfusion.tune.asynchronous_runner import AsynchronousSweepRunner
-from hfusion.tune.report_order import ORDER, ReportOrder
+from hfusion.tune.asynchronous_runner import ORDER, AsynchronousSweepRunner, ReportOrder
 from tests.cluster.temporary_files import nothing_left, shared_memory, use_temporary
 from tests.tune.cases import EPOCHS, MACHINE, alone, loaders, make_model, space
 from tests.tune.killed import at, everything, run

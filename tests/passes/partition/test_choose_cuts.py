@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, OperatorCost, Storage, Weight
-from hfusion.passes.partition.choose_cuts import _MAX_PLACES, Partition, _seconds, choose_cuts, cut
-from hfusion.passes.partition.cut_shards import _between, tightest
+from hfusion.passes.partition.cut_shards import _MAX_PLACES, Partition, _between, _seconds, choose_cuts, cut, tightest
 from hfusion.passes.partition.segments import Segments
 from hfusion.schedule.plan import Shard, TaskPlan
 from tests.lines import lines

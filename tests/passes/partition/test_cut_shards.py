@@ -19,8 +19,7 @@ from hfusion.core.errors import PlanError
 from hfusion.core.program import Program
 from hfusion.device.calibrate import Rates
 from hfusion.passes.cost.cost import Line, OperatorCost, Weight, line, operators
-from hfusion.passes.partition.choose_cuts import cut
-from hfusion.passes.partition.cut_shards import _between, sharding, tightest
+from hfusion.passes.partition.cut_shards import _between, cut, sharding, tightest
 from hfusion.passes.partition.segments import Segments
 from hfusion.schedule.plan import Shard, TaskPlan
 from tests.lines import crossing, lines, need

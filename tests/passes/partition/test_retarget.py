@@ -8,7 +8,7 @@ from torch import Tensor
 
 import hfusion as hf
 from hfusion.compiler.arguments import Arguments
-from hfusion.passes.partition.retarget import retarget_device
+from hfusion.passes.partition.split_program import retarget_device
 from tests import zoo
 
 META = torch.device("meta")
