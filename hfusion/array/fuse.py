@@ -154,7 +154,8 @@ def _check_created_model(index: int, model: object, first: nn.Module | None) -> 
 def _create_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
     with draws_kept():
         torch.manual_seed(seed)
-        return uncompiled(make_model())
+        model: nn.Module = uncompiled(make_model())
+        return model
 
 
 def _room(first: nn.Module, members: int, shared: frozenset[str]) -> dict[str, Tensor]:
