@@ -1,33 +1,33 @@
-"""The sub-benchmark ``optim``: the step of an optimizer alone, over B members with B learning rates.
+"""Optimizers alone, in ns per parameter (``optim``): a step over B members with B learning rates.
 
-hfusion runs its own kernel with one pass over the stacks, or the optimizer's formula over the stacks where the kernel
-cannot run (``hfusion.optim.native_kernels``, ``gpu``). It is compared with the user's alternatives, and with the
-bound: torch's fused kernel over the whole stack, which takes only one learning rate.
+hfusion is compared with what users write otherwise, and with a bound: torch's fastest kernel over the whole stacks,
+which takes only one learning rate.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from hfusion import optim
-from hfusion.bench import timing
-from hfusion.bench.progress import Meter
+from hfusion.bench import harness
+from hfusion.bench.cases import Contender
+from hfusion.bench.harness import Benchmark, Row
 from hfusion.core.membership import Membership, mark
 from hfusion.optim import gpu, native_kernels
 
 Step = Callable[[], object]
 Shapes = tuple[tuple[int, ...], ...]
 
-BOUND = "stack, one lr"
-OURS = "hfusion"
 OPTIMIZERS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}, "Adam": {}, "AdamW": {}, "Adadelta": {}}
 
 
@@ -40,31 +40,8 @@ class OptimCase:
     shapes: Callable[[int], Shapes]
 
 
-@dataclass(frozen=True)
-class OptimSettings:
-    """Settings of the comparison. ``slot`` is the least time in seconds that a contender runs in a round."""
-
-    cases: tuple[OptimCase, ...]
-    members: tuple[int, ...]
-    rounds: int
-    slot: float
-    device: torch.device
-
-
-@dataclass(frozen=True)
-class OptimRow:
-    """One contender: median ns per step and parameter, counted over all ``params`` of all members."""
-
-    optimizer: str
-    case: str
-    params: int
-    members: int
-    contender: str
-    ns_per_param: float
-
-
 def _layers(total: int) -> Callable[[int], Shapes]:
-    """Two square layers with bias, so large that all members together have about ``total`` parameters."""
+    """Return two square layers with bias, so large that all members together have about ``total`` parameters."""
 
     def shapes(members: int) -> Shapes:
         width = max(1, round(math.sqrt(total / members / 2)))
@@ -91,30 +68,24 @@ class OptimWorkload:
     device: torch.device
 
     @property
-    def params(self) -> int:
-        return self.members * sum(math.prod(shape) for shape in self.shapes)
-
-    @property
     def rates(self) -> list[float]:
         return [1e-3 * (1 + member / self.members) for member in range(self.members)]
 
-    def tensors(self, *leading: int) -> list[torch.nn.Parameter]:
-        """Fresh parameters ``[*leading, *shape]`` with gradients."""
-        params = [torch.nn.Parameter(torch.randn(*leading, *shape, device=self.device)) for shape in self.shapes]
+    def tensors(self, *leading: int) -> list[nn.Parameter]:
+        """Return fresh parameters ``[*leading, *shape]`` with gradients."""
+        params = [nn.Parameter(torch.randn(*leading, *shape, device=self.device)) for shape in self.shapes]
         for param in params:
             param.grad = torch.randn_like(param)
         return params
 
-    def torch_optimizer(self, params: list[torch.nn.Parameter], lr: float, **options: Any) -> Any:
+    def torch_optimizer(self, params: list[nn.Parameter], lr: float, fast: bool) -> Any:
+        """Return torch's optimizer, if ``fast`` with its fastest kernel; there is no fused Adadelta."""
+        options = {"foreach" if self.optimizer == "Adadelta" else "fused": True} if fast else {}
         return getattr(torch.optim, self.optimizer)(params, lr=lr, **OPTIMIZERS[self.optimizer], **options)
 
-    def fastest(self) -> dict[str, bool]:
-        """Torch's options for its fastest kernel; there is no fused Adadelta."""
-        return {"foreach": True} if self.optimizer == "Adadelta" else {"fused": True}
 
-
-def _serial(workload: OptimWorkload, **options: bool) -> Step:
-    alone = [workload.torch_optimizer(workload.tensors(), lr, **options) for lr in workload.rates]
+def _serial(workload: OptimWorkload, fast: bool = False) -> Step:
+    alone = [workload.torch_optimizer(workload.tensors(), lr, fast) for lr in workload.rates]
 
     def step() -> None:
         for optimizer in alone:
@@ -124,23 +95,23 @@ def _serial(workload: OptimWorkload, **options: bool) -> Step:
 
 
 def _bound(workload: OptimWorkload) -> Step:
-    params = workload.tensors(workload.members)
-    step: Step = workload.torch_optimizer(params, 1e-3, **workload.fastest()).step
+    step: Step = workload.torch_optimizer(workload.tensors(workload.members), 1e-3, fast=True).step
     return step
 
 
-def _hfusion(workload: OptimWorkload, lr: float | list[float]) -> Step:
+def _hfusion(workload: OptimWorkload, lr: float | None = None) -> Step:
     params = [
         mark(param, Membership(str(index), workload.members, True))
         for index, param in enumerate(workload.tensors(workload.members))
     ]
-    optimizer = getattr(optim, workload.optimizer)(params, lr=lr, **OPTIMIZERS[workload.optimizer])
-    step: Step = optimizer.step
+    step: Step = getattr(optim, workload.optimizer)(
+        params, lr=lr or workload.rates, **OPTIMIZERS[workload.optimizer]
+    ).step
     return step
 
 
 def _eager(workload: OptimWorkload) -> Step:
-    """The obvious way: whole stacks, with the learning rates as a tensor that broadcasts."""
+    """Start the obvious way: whole stacks, with the learning rates as a tensor that broadcasts."""
     params = [param.detach() for param in workload.tensors(workload.members)]
     grads = [torch.randn_like(param) for param in params]
     state = [[torch.zeros_like(param) for param in params] for _ in range(2)]
@@ -190,23 +161,21 @@ EAGER: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], None]] 
 }
 
 
-CONTENDERS: dict[str, Callable[[OptimWorkload], Step]] = {
-    "serial": lambda workload: _serial(workload),
-    "serial fused": lambda workload: _serial(workload, **workload.fastest()),
-    "eager stack": _eager,
-    OURS: lambda workload: _hfusion(workload, workload.rates),
-    "hfusion, one lr": lambda workload: _hfusion(workload, 1e-3),
-    BOUND: _bound,
-}
-
-ABOUT = {
-    "serial": "B default torch.optim optimizers, one after the other",
-    "serial fused": "B of them with torch's fastest kernel (fused; foreach for Adadelta)",
-    "eager stack": "broadcasting arithmetic on the stacks with lr as a tensor",
-    OURS: "hf.optim with B learning rates",
-    "hfusion, one lr": "hf.optim with one learning rate for all",
-    BOUND: "torch's fastest kernel over the whole stacks: the bound, it cannot have B learning rates",
-}
+OURS, BOUND = "hfusion", "stack, one lr"
+CONTENDERS = (
+    Contender("serial", "B default torch.optim optimizers, one after the other", _serial),
+    Contender(
+        "serial fused",
+        "B of them with torch's fastest kernel (fused; foreach for Adadelta)",
+        partial(_serial, fast=True),
+    ),
+    Contender("eager stack", "broadcasting arithmetic on the stacks with lr as a tensor", _eager),
+    Contender(OURS, "hf.optim with B learning rates", _hfusion),
+    Contender("hfusion, one lr", "hf.optim with one learning rate for all", partial(_hfusion, lr=1e-3)),
+    Contender(
+        BOUND, "torch's fastest kernel over the whole stacks: the bound, it cannot have B learning rates", _bound
+    ),
+)
 
 
 def form(device: torch.device) -> str:
@@ -215,56 +184,40 @@ def form(device: torch.device) -> str:
     return f"formula: {library}" if isinstance(library, str) else "native"
 
 
-def pieces(settings: OptimSettings) -> int:
-    """Return the number of pieces of work that ``run`` reports: one per contender and round."""
-    return len(OPTIMIZERS) * len(settings.cases) * len(settings.members) * len(CONTENDERS) * settings.rounds
-
-
-def run(settings: OptimSettings, meter: Meter) -> Iterator[list[OptimRow]]:
-    """The rows of one optimizer on one case and number of members after the other."""
+def _run(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each contender: median ns per step and parameter, counted over all parameters of all members."""
     for name in OPTIMIZERS:
-        for case in settings.cases:
-            for members in settings.members:
-                meter.say(f"{name}, {case.name} x {members}")
-                workload = OptimWorkload(name, case.shapes(members), members, settings.device)
-                yield _compare(case.name, workload, settings, meter)
+        for case in CASES[: 1 if options.quick else None]:
+            for members in options.members or ((4,) if options.quick else (4, 16, 64)):
+                harness.say(f"{name}, {case.name} x {members}")
+                workload = OptimWorkload(name, case.shapes(members), members, options.device)
+                params = members * sum(math.prod(shape) for shape in workload.shapes)
+                times = harness.interleave(
+                    {contender.name: contender.start(workload) for contender in CONTENDERS},
+                    options.repeats or (3 if options.quick else 7),
+                    0.01 if options.quick else 0.04,
+                    options.device,
+                )
+                for contender, seconds in times.items():
+                    yield {
+                        "optimizer": name,
+                        "case": case.name,
+                        "params": params,
+                        "members": members,
+                        "contender": contender,
+                        "ns_per_param": 1e9 * statistics.median(seconds) / params,
+                        "over_bound": statistics.median(seconds) / statistics.median(times[BOUND]),
+                        "note": f"kernel: {form(options.device)}" if contender == OURS else "",
+                    }
 
 
-def _compare(case: str, workload: OptimWorkload, settings: OptimSettings, meter: Meter) -> list[OptimRow]:
-    steps = {name: start(workload) for name, start in CONTENDERS.items()}
-    times = timing.interleave(
-        steps,
-        rounds=settings.rounds,
-        slot=settings.slot,
-        device=settings.device,
-        tick=lambda: meter.advance(1),
-    )
-    return [
-        OptimRow(
-            workload.optimizer,
-            case,
-            workload.params,
-            workload.members,
-            name,
-            ns_per_param=1e9 * statistics.median(seconds) / workload.params,
-        )
-        for name, seconds in times.items()
-    ]
+def _table(rows: Sequence[Row]) -> Table:
+    values: dict[str, Callable[[Row], harness.Cell]] = {
+        "ns per parameter": lambda row: f"{row['ns_per_param']:.2f}",
+        f"over {BOUND}": lambda row: f"{row['over_bound']:.2f}x",
+    }
+    labels = ("optimizer", "case", "params", "members", "contender")
+    return harness.row_table("one optimizer step", rows, labels, values)
 
 
-def table(rows: Sequence[OptimRow]) -> Table:
-    """ns per parameter, a row per optimizer, case and members, and how far hfusion is from the bound."""
-    shown = Table(title="one optimizer step, ns per parameter")
-    for heading in ("optimizer", "case"):
-        shown.add_column(heading, no_wrap=True)
-    for heading in ("params", "members", *CONTENDERS, f"{OURS} / {BOUND}"):
-        shown.add_column(heading, justify="right")
-    times: dict[tuple[str, str, int, int], dict[str, float]] = {}
-    for row in rows:
-        key = (row.optimizer, row.case, row.params, row.members)
-        times.setdefault(key, {})[row.contender] = row.ns_per_param
-    for (name, case, params, members), values in times.items():
-        cells = [f"{values[contender]:.2f}" for contender in CONTENDERS]
-        ratio = f"{values[OURS] / values[BOUND]:.2f}x"
-        shown.add_row(name, case, f"{params:,}", str(members), *cells, ratio)
-    return shown
+BENCHMARK = Benchmark(__doc__, _run, _table, {"cases": CASES, "ways": CONTENDERS}, members=True)

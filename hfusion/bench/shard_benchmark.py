@@ -1,4 +1,4 @@
-"""The sub-benchmark ``shard``: a step of arrays that do not fit their device, with and without hfusion's runtime.
+"""A step of arrays that do not fit their device (``shard``), by hf.train and by what one could do without it.
 
 A budget of 1/4 is a quarter of what the array needs to be trained in one piece. All contenders of a case train the
 same array from the same weights, and their losses are compared.
@@ -6,73 +6,135 @@ same array from the same weights, and their losses are compared.
 
 from __future__ import annotations
 
+import argparse
+import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from rich.table import Table
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from hfusion import optim
-from hfusion.array.fuse import fuse
-from hfusion.array.module import FusedModule
-from hfusion.array.per_model import per_model
-from hfusion.bench.offload import ComputeOnly, FsdpWorkload, LoadComputeEvict, fsdp_offload
-from hfusion.bench.progress import Meter
-from hfusion.bench.shard_cases import ShardCase
-from hfusion.bench.shard_results import (
-    ALONE,
-    BY_HAND,
-    FSDP,
-    OURS,
-    PLAIN,
-    STILL,
-    Sample,
-    ShardRow,
-    StepTimes,
-    filled,
-    limits,
-    steady,
-    warm,
-)
-from hfusion.bench.timing import collector_off
-from hfusion.bench.workload import Disagreement, Unavailable, check_agreement
-from hfusion.cluster.train_tasks import train
+import hfusion as hf
+from hfusion.bench import harness, models
+from hfusion.bench.cases import Contender, Disagreement, Unavailable, check_agreement, classified, tokens
+from hfusion.bench.contenders import trained
+from hfusion.bench.harness import Benchmark, Row
 from hfusion.core.errors import PlanError
 from hfusion.device.backend import backend
-from hfusion.device.machine import Device, Machine
-from hfusion.schedule.actions import Act
-from hfusion.schedule.plan import Phase, Plan, TaskPlan
-from hfusion.schedule.task_plan import UnitActions
-from hfusion.schedule.timeline import Timeline
-from hfusion.tasks.arrange import arrange
-from hfusion.tasks.task import Task
 
 # Sums in another order than the array's; Adam divides by small gradients.
 TOLERANCE = 1e-2
 
 
-@dataclass(frozen=True)
-class ShardSettings:
-    """Settings of the comparison, in runs of ``steps`` minibatches, the first of which are not counted."""
-
-    cases: tuple[ShardCase, ...]
-    rounds: int
-    steps: int
-    device: torch.device
+# Cases
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A contender at a budget; ``equal``: its losses must be the plain loop's to the last bit."""
+class ShardCase:
+    """Some members, one batch, and the parts of the need that are tried as budgets: 4 means a quarter.
 
-    budget: str
-    contender: str
-    run: Callable[[], Sample]
-    equal: bool = False
+    Attributes:
+        make_models: makes the members, always with the same weights.
+        units: the modules of a model that FSDP gathers one at a time.
+    """
+
+    name: str
+    about: str
+    make_models: Callable[[], list[nn.Module]]
+    make_batch: Callable[[], tuple[Tensor, Tensor]]
+    units: Callable[[Any], Sequence[nn.Module]]
+    parts: tuple[int, ...] = (1, 2, 4, 8)
+
+
+def seeded(make_models: Callable[[], list[nn.Module]]) -> list[nn.Module]:
+    """Return models whose random weights are the same at every call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return make_models()
+
+
+def adapters(members: int, width: int, layers: int, rank: int) -> list[nn.Module]:
+    """Return members that are adapters of one base, which is the same object in all."""
+    base = models.frozen(width, layers)
+    return [models.lora(base, rank) for _ in range(members)]
+
+
+def linears(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def mlps(name: str, about: str, width: int, batch: int, parts: tuple[int, ...] = (1, 2, 4, 8)) -> ShardCase:
+    make = partial(seeded, lambda: [models.mlp(*[width] * 21) for _ in range(4)])
+    return ShardCase(name, about, make, partial(classified, batch, width), linears, parts)
+
+
+def transformers(name: str, about: str, width: int, batch: int, parts: tuple[int, ...] = (1, 2, 4, 8)) -> ShardCase:
+    make = partial(models.TransformerLM, vocabulary=64, width=width, layers=6, heads=4, length=32)
+    members = partial(seeded, lambda: [make() for _ in range(4)])
+    return ShardCase(name, about, members, partial(tokens, batch, 32, 64), lambda model: [*model.blocks], parts)
+
+
+def _lora(members: int, parts: tuple[int, ...] = (1, 2)) -> ShardCase:
+    about = f"{members} adapters of rank 8 on one frozen base, 6 layers of 1024, batch 32"
+    make = partial(seeded, partial(adapters, members, 1024, 6, 8))
+    return ShardCase(f"lora x {members}", about, make, partial(classified, 32, 1024), lambda model: [*model], parts)
+
+
+CASES = (
+    mlps("mlp, batch 128", "4 MLPs of 20 layers of 256: more to compute than to move", 256, 128),
+    mlps("mlp, batch 16", "the same with less to compute", 256, 16),
+    transformers("transformer", "4 transformer LMs d=128, 6 layers, sequence 32, batch 4", 128, 4),
+    mlps("large mlp", "4 MLPs of 20 layers of 512, batch 128", 512, 128, (1, 4, 8)),
+    transformers("large transformer", "the transformer LMs with d=256, batch 8", 256, 8, (1, 8)),
+    *map(_lora, (1, 4, 16)),
+)
+QUICK_CASES = (replace(CASES[0], parts=(1, 4)), _lora(1, parts=(2,)), _lora(4, parts=(2,)))
+
+
+# Contenders
+
+
+@dataclass(frozen=True)
+class ShardSample:
+    """One run: seconds of a steady step, and losses ``[steps, B]`` on the CPU.
+
+    Attributes:
+        peak: bytes that the plan or the executor accounts for, None if they are not counted.
+        shards: 1 is resident.
+        figures: further numbers of the run.
+    """
+
+    seconds: float
+    losses: Tensor
+    peak: int | None = None
+    shards: int | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+def warm(steps: int) -> int:
+    """Return the number of warm-up steps among ``steps``, which are not counted.
+
+    They prepare kernels, and for some ten steps the heap grows until it has room for every shard: a page that is
+    touched for the first time can cost thirty times its copy.
+    """
+    return steps // 2
+
+
+def steady(ends: Sequence[float]) -> float:
+    """Return the median seconds between the ends of steps, without those that are `warm`."""
+    return statistics.median(b - a for a, b in pairwise(ends[warm(len(ends)) - 1 :]))
 
 
 @dataclass(frozen=True)
@@ -88,16 +150,12 @@ class ShardWorkload:
         return self.case.make_models()
 
     @cached_property
-    def array(self) -> FusedModule:
-        return fuse(self.models)
+    def array(self) -> hf.FusedModule:
+        return hf.fuse(self.models)
 
     @cached_property
     def _first(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.array.state_dict().items()}
-
-    def _on(self, device: torch.device) -> FusedModule:
-        """The array, there; it forgets its captured programs when it is moved."""
-        return self.array if next(self.array.parameters()).device.type == device.type else self.array.to(device)
 
     @property
     def rates(self) -> list[float]:
@@ -110,31 +168,29 @@ class ShardWorkload:
     @cached_property
     def need(self) -> int:
         """Bytes to train the array in one piece."""
-        return self.plan(1 << 62).tasks[0].device_bytes
+        return hf.plan([self.task()], self.machine(1 << 62)).tasks[0].device_bytes
 
-    def optimizer(self, params: Sequence[nn.Parameter]) -> optim.Adam:
-        return optim.Adam([param for param in params if param.requires_grad], lr=self.rates)
+    def _on(self, device: torch.device) -> hf.FusedModule:
+        """Return the array, there; it forgets its captured programs when it is moved."""
+        return self.array if next(self.array.parameters()).device.type == device.type else self.array.to(device)
 
-    def task(self) -> Task:
-        """The training of the array, from its first weights."""
-        self._on(torch.device("cpu")).load_state_dict(self._first)
+    def task(self) -> hf.Task:
+        """Return the training of the array, from its first weights."""
+        self._on(harness.CPU).load_state_dict(self._first)
         self.array.zero_grad()
-        optimizer = self.optimizer(list(self.array.parameters()))
-        return Task(self.array, self.case.loss, optimizer, [self.batch] * self.steps)
+        optimizer = hf.optim.Adam(trained(self.array), lr=self.rates)
+        return hf.Task(self.array, F.cross_entropy, optimizer, [self.batch] * self.steps)
 
-    def machine(self, budget: int) -> Machine:
-        return Machine([Device(str(self.device), memory=budget)])
+    def machine(self, budget: int) -> hf.Machine:
+        return hf.Machine([hf.Device(str(self.device), memory=budget)])
 
-    def plan(self, budget: int) -> Plan:
-        return arrange([self.task()], self.machine(budget))[1]
-
-    def plain(self) -> Sample:
-        """The loop in memory."""
+    def run_loop(self, budget: int) -> ShardSample:
+        """Train in a loop, with all in memory."""
         need = self.need
         self.task()
         array = self._on(self.device)
-        optimizer = self.optimizer(list(array.parameters()))
-        loss_of = per_model(self.case.loss)
+        optimizer = hf.optim.Adam(trained(array), lr=self.rates)
+        loss_of = hf.per_model(F.cross_entropy)
         inputs, target = (tensor.to(self.device) for tensor in self.batch)
         ends, losses = [], []
         for _ in range(self.steps):
@@ -145,134 +201,125 @@ class ShardWorkload:
             backend(self.device).wait()
             ends.append(time.perf_counter())
             losses.append(row.detach().cpu())
-        return Sample(steady(ends), torch.stack(losses), peak=need, moved=0.0, shards=1)
+        return ShardSample(steady(ends), torch.stack(losses), peak=need, shards=1)
 
-    def run_hfusion(self, budget: int, *, prefetch: bool) -> Sample:
-        """hf.train; without ``prefetch`` on a device that holds no more than the largest shard with its unit."""
-        training_plan = self.plan(budget)
-        if not prefetch:
-            training_plan = without_prefetch(training_plan)
-        task = self.task()
-        report = train([task], self.machine(budget), plan=training_plan)
+    def run_hfusion(self, budget: int) -> ShardSample:
+        """Train by hf.train."""
+        task, machine = self.task(), self.machine(budget)
+        report = hf.train([task], machine)
+        ends = [0.0] * self.steps
+        for action in report.timeline.actions:
+            if action.act.lane == "compute":
+                ends[action.step] = max(ends[action.step], action.end)
         (peak,) = report.peak.values()
-        return replace(read(report.timeline, training_plan), losses=report[task.name].losses, peak=peak)
+        shards = len(report.plan.tasks[0].shards)
+        return ShardSample(steady(ends), report[task.name].losses, peak, shards)
 
-    def by_hand(self, budget: int) -> Sample:
-        """The same shards without the runtime."""
-        (arrangement,), training_plan = arrange([self.task()], self.machine(budget))
-        return LoadComputeEvict(arrangement, training_plan.tasks[0], self.device).run()
+    def run_fsdp(self, budget: int) -> ShardSample:
+        """Train the members one after the other in FSDP2, parameters, gradients and optimizer on the host.
 
-    def still(self, budget: int) -> Sample:
-        """The computing of these shards with nothing copied; it needs as much memory as the plain loop."""
-        (arrangement,), training_plan = arrange([self.task()], self.machine(budget))
-        return replace(ComputeOnly(arrangement, training_plan.tasks[0], self.device).run(), peak=None, moved=None)
+        https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html; one process, so that nothing is sharded
+        but all is offloaded. Raises Unavailable with torch's message if torch cannot run it.
+        """
+        if dist.is_initialized():
+            raise Unavailable("a process group exists already")
+        try:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            backend_name = dist.get_default_backend_for_device(self.device)
+            dist.init_process_group(backend_name, store=store, rank=0, world_size=1)
+            try:
+                with warnings.catch_warnings():
+                    # Views that models return may not be written to from outside, which no code here does.
+                    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+                    return self._run_fsdp(CPUOffloadPolicy(pin_memory=backend(self.device).pins))
+            finally:
+                dist.destroy_process_group()
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise Unavailable(f"FSDP2: {str(error).splitlines()[0]}") from error
 
-    def fsdp(self) -> Sample:
-        workload = FsdpWorkload(self.models, self.case.units, self.rates, self.case.loss, self.batch)
-        return fsdp_offload(workload, self.steps, self.device)
-
-    def entries(self) -> list[Entry]:
-        """Return the contenders; the plain loop is first, since its losses are the reference."""
-        entries = [Entry("1/1", PLAIN, self.plain, equal=True)]
-        for part in self.case.parts:
-            name, budget = f"1/{part}", self.need // part
-            entries.append(Entry(name, OURS, partial(self.run_hfusion, budget, prefetch=True), equal=True))
-            if part > 1:
-                entries.append(Entry(name, ALONE, partial(self.run_hfusion, budget, prefetch=False), equal=True))
-                entries.append(Entry(name, BY_HAND, partial(self.by_hand, budget)))
-                entries.append(Entry(name, STILL, partial(self.still, budget)))
-        return [*entries, Entry("-", FSDP, self.fsdp)]
-
-
-def without_prefetch(plan: Plan) -> Plan:
-    """The plan of one task, on a device that holds no more than its largest shard with its unit."""
-    return replace(plan, devices=dict.fromkeys(plan.devices, plan.tasks[0].device_bytes))
-
-
-def read(timeline: Timeline, plan: Plan) -> Sample:
-    """Read the times of the steady steps of one task from its timeline, which has no losses."""
-    (task,) = plan.tasks
-    # The last step writes back what no other step does, and loads nothing ahead.
-    first = warm(task.steps)
-    counted = range(first, task.steps - 1) if task.steps > first + 1 else range(task.steps)
-    spent = [{"compute": 0.0, "in": 0.0, "out": 0.0} for _ in range(task.steps)]
-    ends = [0.0] * task.steps
-    for action in timeline.actions:
-        spent[action.step][action.act.lane] += action.end - action.start
-        if action.act.lane == "compute":
-            ends[action.step] = max(ends[action.step], action.end)
-    lanes = StepTimes.middle([StepTimes(*spent[step].values()) for step in counted])
-    moved = _moved(timeline, task)
-    mean = statistics.mean(moved[step] for step in counted)
-    return Sample(steady(ends), torch.empty(0), lanes, moved=mean, shards=len(task.shards))
+    def _run_fsdp(self, policy: CPUOffloadPolicy) -> ShardSample:
+        mesh = init_device_mesh(self.device.type, (1,))
+        members = [copy.deepcopy(model) for model in self.models]
+        for model in members:
+            for unit in (*self.case.units(model), model):
+                fully_shard(unit, mesh=mesh, offload_policy=policy)
+        pairs = zip(members, self.rates, strict=True)
+        steps = [(model, torch.optim.Adam(model.parameters(), lr=rate)) for model, rate in pairs]
+        inputs, target = (tensor.to(self.device) for tensor in self.batch)
+        ends, losses = [], []
+        for _ in range(self.steps):
+            row = []
+            for model, optimizer in steps:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(inputs), target)
+                loss.backward()
+                optimizer.step()
+                row.append(loss.detach().cpu())
+            backend(self.device).wait()
+            ends.append(time.perf_counter())
+            losses.append(torch.stack(row))
+        return ShardSample(steady(ends), torch.stack(losses))
 
 
-def _moved(timeline: Timeline, task: TaskPlan) -> list[int]:
-    """Return the planned bytes that each step of an unclipped task copies; a load counts in the step that uses it."""
-    moved = [0] * task.steps
-    loading: set[int] = set()
-    ran: dict[int, UnitActions] = {}
-    for action in timeline.actions:
-        if action.act is Act.LOAD:
-            loading.add(action.shard)
-        elif action.act is Act.EVICT:
-            actions = ran.pop(action.shard, None)
-            moved[action.step] += 0 if actions is None else actions.evict.moves
-        elif action.act is not Act.STEP:
-            phase = Phase.FORWARD if action.act is Act.FORWARD else Phase.BACKWARD
-            ran[action.shard] = actions = task.unit_actions[phase, action.shard]
-            if action.shard in loading:
-                loading.remove(action.shard)
-                load = actions.load or task.pins.get(action.shard)
-                moved[action.step] += 0 if load is None else load.moves
-    return moved
+PLAIN = Contender("plain loop", "the array in memory, in a loop: what everybody writes", ShardWorkload.run_loop)
+OURS = Contender("hf.train", "resident where the budget holds the array; else in shards", ShardWorkload.run_hfusion)
+FSDP = Contender("fsdp2 offload", "fully_shard with CPUOffloadPolicy; it knows no budget", ShardWorkload.run_fsdp)
 
 
-def pieces(settings: ShardSettings) -> int:
-    """Return the number of pieces of work that ``run`` reports: one per contender, budget and round."""
-    return settings.rounds * sum(4 * len(case.parts) - 3 * (1 in case.parts) + 2 for case in settings.cases)
+def compare(workload: ShardWorkload, ways: Sequence[tuple[Contender, int]], rounds: int) -> list[Row]:
+    """Return a row for each contender at a part of the need, 0 for none, which run in turn in every round.
 
-
-def run(settings: ShardSettings, meter: Meter) -> Iterator[list[ShardRow]]:
-    """The rows of one case after the other; contenders run in turn, in every round."""
-    for case in settings.cases:
-        meter.say(case.name)
-        workload = ShardWorkload(case, settings.steps, settings.device)
-        yield compare(workload, workload.entries(), settings.rounds, meter)
-
-
-def compare(workload: ShardWorkload, entries: Sequence[Entry], rounds: int, meter: Meter) -> list[ShardRow]:
-    """Return the rows of ``entries``; those that cannot run, or whose losses differ from the first, have a reason."""
-    samples: list[list[Sample]] = [[] for _ in entries]
+    The first one must be the plain loop. Rows have medians of milliseconds per step, and bytes; ``speedup`` over the
+    plain loop is the median of the ratios within rounds.
+    """
+    samples: list[list[ShardSample]] = [[] for _ in ways]
     failed: dict[int, Exception] = {}
     for _ in range(rounds):
-        for number, entry in enumerate(entries):
+        for number, (contender, part) in enumerate(ways):
             if number not in failed:
+                harness.say(f"{workload.case.name}, {contender.name} 1/{part}")
+                gc.collect()
                 try:
-                    samples[number].append(_sample(entry, samples[0]))
+                    with harness.collector_off():
+                        sample: ShardSample = contender.start(workload, workload.need // max(part, 1))
+                    expected = (samples[0] or [sample])[0].losses.double()
+                    exact = contender is PLAIN or contender.name.startswith(OURS.name)
+                    tolerance = 0.0 if exact else TOLERANCE
+                    check_agreement(contender.name, expected, sample.losses.double(), tolerance)
+                    samples[number].append(sample)
                 except (Unavailable, PlanError, Disagreement) as error:
                     failed[number] = error
-            meter.advance(1)
-    good = {
-        (e.budget, e.contender): s for i, (e, s) in enumerate(zip(entries, samples, strict=True)) if i not in failed
-    }
-    limit = limits(good)
-    plain = [] if 0 in failed else samples[0]
-    rows = []
-    for number, entry in enumerate(entries):
-        head = ShardRow(workload.case.name, len(workload.models), entry.budget, entry.contender)
-        reason = failed.get(number)
-        if reason is None:
-            rows.append(filled(head, samples[number], plain, limit.get(entry.budget, ())))
-        else:
-            rows.append(replace(head, reason=str(reason), disagrees=isinstance(reason, Disagreement)))
+    rows: list[Row] = []
+    plain = [] if 0 in failed else [sample.seconds for sample in samples[0]]
+    for number, ((contender, part), found) in enumerate(zip(ways, samples, strict=True)):
+        head = {"case": workload.case.name, "members": len(workload.models), "budget": f"1/{part}" if part else "-"}
+        row: Row = head | {"contender": contender.name, "reason": str(failed.get(number, ""))}
+        rows.append(row | {"disagrees": isinstance(failed.get(number), Disagreement)})
+        if number not in failed:
+            seconds, last = [sample.seconds for sample in found], found[-1]
+            rows[-1] |= {"ms": 1e3 * statistics.median(seconds), "peak_bytes": last.peak, "shards": last.shards}
+            rows[-1]["speedup"] = harness.speedup(plain, seconds) if plain else None
+            rows[-1] |= {name: statistics.median(s.figures[name] for s in found) for name in last.figures}
     return rows
 
 
-def _sample(entry: Entry, plain: Sequence[Sample]) -> Sample:
-    gc.collect()
-    with collector_off():
-        sample = entry.run()
-    expected = (plain[0] if plain else sample).losses.double()
-    check_agreement(entry.contender, expected, sample.losses.double(), 0.0 if entry.equal else TOLERANCE)
-    return sample
+def _run(options: argparse.Namespace) -> Iterator[Row]:
+    for case in QUICK_CASES if options.quick else CASES:
+        workload = ShardWorkload(case, 5 if options.quick else 24, options.device)
+        ways = [(PLAIN, 1), *((OURS, part) for part in case.parts), (FSDP, 0)]
+        yield from compare(workload, ways, options.repeats or (1 if options.quick else 3))
+
+
+def table(rows: Sequence[Row], further: Mapping[str, Callable[[Row], harness.Cell]] | None = None) -> Table:
+    """Return the rows as a table, with ``further`` columns by heading."""
+    columns: dict[str, Callable[[Row], harness.Cell]] = {
+        "shards": lambda row: str(row["shards"] or "-"),
+        "ms": lambda row: harness.number(row["ms"]),
+        f"vs {PLAIN.name}": lambda row: harness.factor(row["speedup"]),
+        "peak MiB": lambda row: harness.number(row["peak_bytes"] and row["peak_bytes"] / 2**20),
+    }
+    labels = ("case", "members", "budget", "contender")
+    return harness.row_table("one training step of arrays that do not fit", rows, labels, columns | dict(further or {}))
+
+
+BENCHMARK = Benchmark(__doc__, _run, table, {"cases": CASES, "ways": (PLAIN, OURS, FSDP)})

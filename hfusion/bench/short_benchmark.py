@@ -1,4 +1,4 @@
-"""The sub-benchmark ``short``: jobs of some seconds, from the start of their process to its end.
+"""Jobs of some seconds, from the start of their process to its end (``short``), with cold and warm caches.
 
 A user also waits for imports, the capture and the compiler. So each job is a process of its own: the serial loop,
 whose processes are not charged for the import of hfusion; and hfusion's modes, with empty cache folders, and with
@@ -7,6 +7,7 @@ folders that a compiling job has filled.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import subprocess
@@ -19,18 +20,15 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
-from hfusion.bench.comparison_table import Footnotes
-from hfusion.bench.progress import Meter
-from hfusion.bench.results import BASELINE
-from hfusion.bench.timing import children_cpu_seconds
+from hfusion.bench import harness
+from hfusion.bench.cases import CASES
+from hfusion.bench.harness import Benchmark, Row
 
 # Which the serial loop of 16 members does in some ten seconds on two cores of an AMD EPYC (third generation).
 STEPS = {"mlp-small": 300, "cnn": 30, "transformer": 60}
 DEFAULT_STEPS = 60
-MEMBERS = (16,)
 # Float32, after some hundred steps of Adam that round differently.
-TOLERANCE = 0.05
-
+_TOLERANCE = 0.05
 _CHILD = """
 import sys, time
 import torch
@@ -56,178 +54,115 @@ _VARIANTS = {
     "background": 'hf.train_step(compile="background")',
     "steps": "hf.train_step(steps=n)",
 }
-FILLER = "compiled-cold"
+BASELINE, FILLER = "serial", "compiled-cold"
 CONTENDERS = (
     ShortContender(BASELINE, "the loop over members, each with an Adam of torch", BASELINE),
     *(
-        ShortContender(
-            f"{variant}-{'warm' if warm else 'cold'}", f"{call}, {'full' if warm else 'empty'} caches", variant, warm
-        )
+        ShortContender(f"{variant}-{state}", f"{call}, {caches} caches", variant, state == "warm")
         for variant, call in _VARIANTS.items()
-        for warm in (False, True)
+        for state, caches in (("cold", "empty"), ("warm", "full"))
     ),
 )
 
 
 @dataclass(frozen=True)
-class ShortSettings:
-    """``models`` are names of cases of ``fuse``; every contender runs once in each of ``rounds``."""
-
-    models: tuple[str, ...]
-    members: tuple[int, ...]
-    contenders: tuple[ShortContender, ...]
-    rounds: int
-    threads: int
-
-
-@dataclass(frozen=True)
-class ShortRow:
-    """One contender: medians of wall time and processor times.
-
-    Processor times are those of its process with its children, and of its process alone, for which the user waits if a
-    core is free for the others. ``beyond``: seconds more than the serial loop took in the same round, the median.
-    Without times, ``reason`` says why; ``disagrees``: its last losses differ from those of the serial loop.
-    """
-
-    model: str
-    members: int
-    steps: int
-    contender: str
-    seconds: float | None = None
-    cpu_seconds: float | None = None
-    own_cpu_seconds: float | None = None
-    beyond: float | None = None
-    reason: str = ""
-    disagrees: bool = False
-
-
-class WrongJob(Exception):
-    """A job failed, or gives other losses than the serial loop."""
-
-
-@dataclass(frozen=True)
 class JobTime:
-    """The times of a job and its last losses, or why it failed."""
+    """Seconds of a job: wall time, processor time with its children, and without them; and its last losses."""
 
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    own_cpu_seconds: float = 0.0
-    losses: tuple[float, ...] = ()
-    reason: str = ""
-
-
-def pieces(settings: ShortSettings) -> int:
-    """Return the number of pieces of work that ``run`` reports."""
-    return len(settings.models) * len(settings.members) * settings.rounds
+    seconds: float
+    cpu_seconds: float
+    own_cpu_seconds: float
+    losses: tuple[float, ...]
 
 
-def run(settings: ShortSettings, meter: Meter) -> Iterator[ShortRow]:
-    """A row for each model, number of members and contender."""
-    for model in settings.models:
-        for members in settings.members:
-            rounds = []
-            for number in range(settings.rounds):
-                meter.say(f"{model} x {members}, round {number + 1}")
-                rounds.append(_round(settings, model, members))
-                meter.advance(1)
-            for contender in settings.contenders:
-                yield row(model, members, contender.name, rounds)
+Job = JobTime | str
+"""The times of a job, or why it has failed."""
 
 
-def _round(settings: ShortSettings, model: str, members: int) -> dict[str, JobTime]:
-    """Return times by contender. The one that fills the caches runs first; the serial loop always runs."""
-    chosen = {contender.name: contender for contender in (*CONTENDERS[:1], *settings.contenders)}
-    times = {}
-    with tempfile.TemporaryDirectory() as filled:
-        if FILLER in chosen or any(contender.warm for contender in chosen.values()):
-            times[FILLER] = _job(model, members, settings.threads, "compiled", filled)
-        for name, contender in chosen.items():
-            if name not in times:
-                with tempfile.TemporaryDirectory() as empty:
-                    folder = filled if contender.warm else empty
-                    times[name] = _job(model, members, settings.threads, contender.variant, folder)
-    return times
-
-
-def _job(model: str, members: int, threads: int, variant: str, folder: str) -> JobTime:
-    try:
-        return run_job(model, members, threads, variant, folder)
-    except WrongJob as error:
-        return JobTime(reason=str(error))
-
-
-def run_job(model: str, members: int, threads: int, variant: str, folder: str, steps: int | None = None) -> JobTime:
-    """One process with its caches in ``folder``. Raises WrongJob if it fails."""
-    arguments = [model, str(members), str(steps or _steps(model)), str(threads), variant]
+def run_job(model: str, members: int, steps: int, threads: int, variant: str, folder: str) -> Job:
+    """Run one process with its caches in ``folder``."""
+    command = [sys.executable, "-c", _CHILD, model, *map(str, (members, steps, threads)), variant]
     caches = {"XDG_CACHE_HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-    before, began = children_cpu_seconds(), time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD, *arguments],
-        env={**os.environ, **caches, "OMP_NUM_THREADS": str(threads)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, **caches, "OMP_NUM_THREADS": str(threads)}
+    before, began = harness.children_cpu_seconds(), time.perf_counter()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - began
     if done.returncode:
-        raise WrongJob(f"{variant} of {model}: {done.stderr.strip().rpartition(chr(10))[2]}")
+        return f"{variant} of {model}: {done.stderr.strip().rpartition(chr(10))[2]}"
     losses, times = done.stdout.splitlines()[-2:]
     own_cpu, uncounted, uncounted_cpu = map(float, times.split())
-    cpu = children_cpu_seconds() - before - uncounted_cpu
+    cpu = harness.children_cpu_seconds() - before - uncounted_cpu
     return JobTime(seconds - uncounted, cpu, own_cpu - uncounted_cpu, tuple(map(float, losses.split())))
 
 
-def _steps(model: str) -> int:
-    return STEPS.get(model, DEFAULT_STEPS)
+def run_round(
+    contenders: Sequence[ShortContender], model: str, members: int, steps: int, threads: int
+) -> dict[str, Job]:
+    """Run each contender once. The one that fills the caches runs first; the serial loop always runs."""
+    chosen = {contender.name: contender for contender in (*CONTENDERS[:1], *contenders)}
+    if any(contender.warm for contender in contenders) or FILLER in chosen:
+        chosen = {contender.name: contender for contender in CONTENDERS if contender.name == FILLER} | chosen
+    times = {}
+    with tempfile.TemporaryDirectory() as filled:
+        for name, contender in chosen.items():
+            with tempfile.TemporaryDirectory() as empty:
+                folder = filled if contender.warm or name == FILLER else empty
+                times[name] = run_job(model, members, steps, threads, contender.variant, folder)
+    return times
 
 
-def row(model: str, members: int, name: str, rounds: Sequence[Mapping[str, JobTime]]) -> ShortRow:
-    """Return the medians of contender ``name``, or the reason why it has none."""
-    key = (model, members, _steps(model), name)
-    jobs, alone = [job_times[name] for job_times in rounds], [job_times[BASELINE] for job_times in rounds]
-    failed = next((job.reason for job in (*jobs, *alone) if job.reason), "")
+def row_of(name: str, rounds: Sequence[Mapping[str, Job]]) -> Row:
+    """Return the medians of a contender, or why there are none. ``beyond``: seconds more than the serial loop's."""
+    pairs = [(each[name], each[BASELINE]) for each in rounds]
+    good = [(job, alone) for job, alone in pairs if isinstance(job, JobTime) and isinstance(alone, JobTime)]
+    failed = [job for pair in pairs for job in pair if isinstance(job, str)]
     if failed:
-        return ShortRow(*key, reason=failed)
-    try:
-        for job, other in zip(jobs, alone, strict=True):
-            check_losses(f"{name} of {model}", other.losses, job.losses)
-    except WrongJob as error:
-        return ShortRow(*key, reason=str(error), disagrees=True)
-    return ShortRow(
-        *key,
-        seconds=statistics.median(job.seconds for job in jobs),
-        cpu_seconds=statistics.median(job.cpu_seconds for job in jobs),
-        own_cpu_seconds=statistics.median(job.own_cpu_seconds for job in jobs),
-        beyond=statistics.median(job.seconds - other.seconds for job, other in zip(jobs, alone, strict=True)),
+        return {"reason": failed[0]}
+    for job, alone in good:
+        actual, expected = (torch.tensor(each.losses, dtype=torch.float64) for each in (job, alone))
+        if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+            reason = f"{name} ends with the losses {[*job.losses]}, trained alone {[*alone.losses]}"
+            return {"reason": reason, "disagrees": True}
+    return {
+        "seconds": statistics.median(job.seconds for job, _ in good),
+        "cpu_seconds": statistics.median(job.cpu_seconds for job, _ in good),
+        "own_cpu_seconds": statistics.median(job.own_cpu_seconds for job, _ in good),
+        "beyond": statistics.median(job.seconds - alone.seconds for job, alone in good),
+        "reason": "",
+    }
+
+
+def _run(options: argparse.Namespace) -> Iterator[Row]:
+    models = [case.name for case in options.models] if options.models else [*STEPS][: 1 if options.quick else None]
+    contenders = options.contenders or CONTENDERS
+    for model in models:
+        steps = options.steps or STEPS.get(model, DEFAULT_STEPS)
+        for members in options.members or (16,):
+            rounds = []
+            for number in range(options.repeats or (1 if options.quick else 3)):
+                harness.say(f"{model} x {members}, round {number + 1}")
+                rounds.append(run_round(contenders, model, members, steps, options.threads))
+            for contender in contenders:
+                key = {"model": model, "members": members, "steps": steps, "contender": contender.name}
+                yield key | row_of(contender.name, rounds)
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    return harness.row_table(
+        "seconds from the start of a process to its end",
+        rows,
+        ("model", "members", "steps", "contender"),
+        {
+            "seconds": lambda row: harness.number(row["seconds"]),
+            "processor": lambda row: harness.number(row["cpu_seconds"]),
+            "own": lambda row: harness.number(row["own_cpu_seconds"]),
+            "beyond serial": lambda row: f"{row['beyond']:+.1f}",
+        },
     )
 
 
-def check_losses(name: str, expected: Sequence[float], actual: Sequence[float]) -> None:
-    """Raise WrongJob where a member ends elsewhere than alone."""
-    actual_tensor, expected_tensor = (torch.tensor(values, dtype=torch.float64) for values in (actual, expected))
-    if actual_tensor.shape != expected_tensor.shape or not torch.allclose(
-        actual_tensor, expected_tensor, rtol=TOLERANCE, atol=TOLERANCE
-    ):
-        raise WrongJob(f"{name} ends with the losses {[*actual]}, trained alone {[*expected]}")
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=harness.count, help="of each job, instead of about ten seconds of the loop")
 
 
-def table(rows: Sequence[ShortRow]) -> tuple[Table, list[str]]:
-    """A line for each job, and footnotes."""
-    shown = Table(title="seconds from the start of a process to its end")
-    shown.add_column("model", no_wrap=True)
-    for title in ("members", "steps", "contender", "seconds", "processor", "own", "beyond serial"):
-        shown.add_column(title, justify="left" if title == "contender" else "right")
-    footnotes = Footnotes()
-    for row in rows:
-        word = ("WRONG" if row.disagrees else "n/a") + footnotes.mark(row.reason)
-        times = [_shown(value, word) for value in (row.seconds, row.cpu_seconds, row.own_cpu_seconds)]
-        shown.add_row(
-            row.model, str(row.members), str(row.steps), row.contender, *times, _shown(row.beyond, word, sign="+")
-        )
-    names = {row.contender for row in rows}
-    about = [f"{contender.name}: {contender.about}" for contender in CONTENDERS if contender.name in names]
-    return shown, [*about, *footnotes.lines()]
-
-
-def _shown(seconds: float | None, word: str, sign: str = "") -> str:
-    return word if seconds is None else f"{seconds:{sign}.1f}"
+BENCHMARK = Benchmark(__doc__, _run, _table, {"models": CASES, "contenders": CONTENDERS}, True, _options)

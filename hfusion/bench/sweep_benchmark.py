@@ -1,31 +1,41 @@
-"""The sub-benchmark ``sweep``: random search with Hyperband, HFHT's study (Wang et al., MLSys 2021), several ways.
+"""A search of hyper-parameters with Hyperband, in several ways (``sweep``): HFHT's study (Wang et al., MLSys 2021).
 
 Every contender trains the same configurations on the same data, each from the weights of its trial's seed, and calls
-Optuna's Hyperband pruner after every epoch, or Ray's scheduler of the same brackets. As the decisions of pruners
+Optuna's Hyperband pruner after every epoch. As the decisions of pruners
 depend on the values reported so far, contenders train different numbers of epochs. So the table has seconds and
-epochs.
+epochs. Needs Optuna and scikit-learn.
 """
 
 from __future__ import annotations
 
-import importlib
-import math
+import argparse
+import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 
-from hfusion.bench.progress import Meter
+import hfusion as hf
+from hfusion.bench import harness
+from hfusion.bench.cases import Contender
+from hfusion.bench.harness import Benchmark, Row
+from hfusion.device.native import cores
 
 BATCH = 64
 # Of a bracket of Hyperband: so many times fewer configurations get so many times more epochs.
 REDUCTION = 3
+
+
+# Models and data
 
 
 class Shuffled:
@@ -51,7 +61,7 @@ class SweepData:
 
 
 def digits() -> SweepData:
-    """scikit-learn's handwritten digits, 3 to 1."""
+    """Return scikit-learn's handwritten digits, 3 to 1."""
     from sklearn.datasets import load_digits
 
     dataset = load_digits()
@@ -62,7 +72,7 @@ def digits() -> SweepData:
 
 
 def solids() -> SweepData:
-    """Clouds of 64 points on spheres, cubes, cylinders and cones, turned and scaled at random."""
+    """Return clouds of 64 points on spheres, cubes, cylinders and cones, turned and scaled at random."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(1344) % 4
     points = torch.stack([_solid(int(label), generator) for label in labels])
@@ -70,7 +80,7 @@ def solids() -> SweepData:
 
 
 def _solid(kind: int, generator: torch.Generator) -> Tensor:
-    """``[3, points]``"""
+    """Return a cloud ``[3, points]``."""
     u = torch.randn(3, 64, generator=generator)
     ring, height = u[:2] / u[:2].norm(dim=0), torch.rand(1, 64, generator=generator) * 2 - 1
     shapes = (
@@ -87,21 +97,14 @@ def _solid(kind: int, generator: torch.Generator) -> Tensor:
 
 def cnn() -> nn.Module:
     """Return the CNN of examples/digits_sweep.py."""
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Conv2d(8, 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(16 * 4 * 4, 10),
-    )
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((1, 8), (8, 16)):
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * 4 * 4, 10))
 
 
 def pointnet() -> nn.Module:
-    """Shared layers over the points, the largest of each feature, and a classifier (Qi et al., 2017), small."""
+    """Return a small PointNet (Qi et al., 2017): layers over the points, the largest of each feature, a classifier."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise([3, 32, 64, 128]):
         layers += [nn.Conv1d(inputs, outputs, 1), nn.BatchNorm1d(outputs), nn.ReLU()]
@@ -137,61 +140,8 @@ def accuracy(output: Tensor, target: Tensor) -> float:
     return (output.argmax(1) == target).double().mean().item()
 
 
-@dataclass(frozen=True)
-class SweepSettings:
-    """Settings of the comparison on ``cores`` cores. ``pruned``: with Hyperband, else every trial has all epochs."""
-
-    cases: Sequence[SweepCase]
-    contenders: Sequence[SweepContender]
-    trials: int
-    epochs: int
-    cores: int
-    pruned: bool = True
-
-
-@dataclass(frozen=True)
-class SweepRow:
-    """``speedup``: of the seconds of the contender ``one by one``; NaN where that did not run."""
-
-    case: str
-    contender: str
-    trials: int
-    epochs: int
-    best: float
-    seconds: float
-    speedup: float
-
-
-@dataclass(frozen=True)
-class Searched:
-    """The outcome of a contender: the epochs of all trials, and the best value."""
-
-    trials: int
-    epochs: int
-    best: float
-
-
-@dataclass(frozen=True)
-class SweepContender:
-    """``threaded``: torch may use all cores within an operator. ``needs``: the package, besides Optuna."""
-
-    name: str
-    about: str
-    search: Callable[[SweepCase, SweepSettings], Searched]
-    threaded: bool = False
-    needs: str = "optuna"
-
-    def missing(self) -> bool:
-        """True if the package, or one that it needs, is not installed."""
-        try:
-            importlib.import_module(self.needs)
-        except ImportError:
-            return True
-        return False
-
-
 def train(case: SweepCase, data: SweepData, params: dict[str, Any], number: int, epochs: int) -> Iterator[float]:
-    """One configuration alone: its accuracy after each epoch."""
+    """Train one configuration alone, and yield its accuracy after each epoch."""
     torch.manual_seed(number)
     model = case.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), **params)
@@ -207,44 +157,170 @@ def train(case: SweepCase, data: SweepData, params: dict[str, Any], number: int,
         model.train()
 
 
-def pieces(settings: SweepSettings) -> int:
-    """Return the number of rows."""
-    return len(settings.cases) * len(settings.contenders)
+# Contenders
 
 
-def run(settings: SweepSettings, meter: Meter) -> Iterator[SweepRow]:
-    """One contender after the other, each once: they take minutes. One whose package is missing is left out."""
-    for case in settings.cases:
-        serial = math.nan
-        for contender in settings.contenders:
-            meter.say(f"{case.name}, {contender.name}")
-            if contender.missing():
-                meter.advance(1)
-                continue
-            threads = torch.get_num_threads()
-            torch.set_num_threads(settings.cores if contender.threaded else 1)
+@dataclass(frozen=True)
+class Search:
+    """The size of a search of one case, on ``cores`` cores."""
+
+    case: SweepCase
+    trials: int
+    epochs: int
+    cores: int
+
+    def configurations(self) -> list[dict[str, float]]:
+        """Return the configurations, the same for all contenders."""
+        import optuna
+
+        study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+        return [space(study.ask()) for _ in range(self.trials)]
+
+    def study(self, journal: str | None = None) -> Any:
+        """Return a study with all configurations enqueued, kept in a file if there is one that does not exist."""
+        import optuna
+        from optuna.storages.journal import JournalFileBackend
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        options: dict[str, Any] = {"direction": "maximize", "study_name": "bench", "load_if_exists": True}
+        if journal is not None:
+            options["storage"] = optuna.storages.JournalStorage(JournalFileBackend(journal))
+        study = optuna.create_study(pruner=optuna.pruners.HyperbandPruner(1, self.epochs, REDUCTION), **options)
+        for configuration in self.configurations() if not study.get_trials(deepcopy=False) else []:
+            study.enqueue_trial(configuration)
+        return study
+
+
+class Searched(NamedTuple):
+    """The outcome of a search: how many trials, the epochs of all, and the best value."""
+
+    trials: int
+    epochs: int
+    best: float
+
+
+def _searched(study: Any) -> Searched:
+    trials = study.get_trials(deepcopy=False)
+    return Searched(len(trials), sum(len(trial.intermediate_values) for trial in trials), study.best_value)
+
+
+def _optimize(search: Search, study: Any, trials: int, jobs: int = 1) -> None:
+    import optuna
+
+    data = search.case.data()
+
+    def objective(trial: Any) -> float:
+        value = 0.0
+        for step, value in enumerate(train(search.case, data, space(trial), trial.number, search.epochs)):
+            trial.report(value, step)
+            if trial.should_prune():
+                raise optuna.TrialPruned
+        return value
+
+    study.optimize(objective, n_trials=trials, n_jobs=jobs)
+
+
+def optimize(search: Search, threads: bool = False) -> Searched:
+    """Search by study.optimize, one trial after the other or in a thread for each core."""
+    study = search.study()
+    torch.set_num_threads(1 if threads else search.cores)
+    _optimize(search, study, search.trials, search.cores if threads else 1)
+    return _searched(study)
+
+
+def _worker(search: Search, journal: str, trials: int) -> None:
+    torch.set_num_threads(1)
+    _optimize(search, search.study(journal), trials)
+
+
+def processes(search: Search) -> Searched:
+    """Search in a process for each core, with the study in a journal."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "journal"))
+        study = search.study(path)
+        context = multiprocessing.get_context("spawn")
+        ends = [search.trials * core // search.cores for core in range(search.cores + 1)]
+        workers = [context.Process(target=_worker, args=(search, path, b - a)) for a, b in pairwise(ends)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+            if worker.exitcode:
+                raise RuntimeError(f"a worker ended with status {worker.exitcode}; see its error above")
+        return _searched(study)
+
+
+def arrays(search: Search, rows: int | None = None, compile: bool | None = False) -> Searched:
+    """Search by hf.sweep."""
+    data, study = search.case.data(), search.study()
+    inputs, target = data.judge
+    hf.sweep(
+        search.case.make_model,
+        space,
+        F.cross_entropy,
+        data.train,
+        eval_loader=list(zip(inputs.split(BATCH), target.split(BATCH), strict=True)),
+        metric=accuracy,
+        study=study,
+        trials=search.trials,
+        epochs=search.epochs,
+        rows=rows,
+        compile=compile,
+    )
+    return _searched(study)
+
+
+CONTENDERS = (
+    Contender("one-by-one", "study.optimize: one trial after the other, torch on all cores", optimize),
+    Contender("threads", "study.optimize(n_jobs=cores)", partial(optimize, threads=True)),
+    Contender("processes", "study.optimize in a process for each core, one journal", processes),
+    Contender("hfusion", "hf.sweep", arrays),
+    Contender("hfusion-wide", "hf.sweep of 64 rows", partial(arrays, rows=64)),
+    Contender("hfusion-compiled", "the same, compiled where that pays", partial(arrays, rows=64, compile=None)),
+)
+
+
+def _run(options: argparse.Namespace) -> Iterator[Row]:
+    """Run each contender once, as they take minutes. ``speedup``: of the seconds of ``one-by-one``."""
+    trials, epochs = (6, 3) if options.quick else (256, 9)
+    for case in options.models or CASES[: 1 if options.quick else None]:
+        search, serial = Search(case, options.trials or trials, options.epochs or epochs, cores()), None
+        for contender in options.contenders or CONTENDERS:
+            harness.say(f"{case.name}, {contender.name}")
+            row: Row = {"case": case.name, "contender": contender.name, "trials": search.trials}
+            torch.set_num_threads(search.cores)
             start = time.perf_counter()
-            result = contender.search(case, settings)
+            try:
+                searched: Searched = contender.start(search)
+            except ModuleNotFoundError as error:
+                yield row | {"reason": str(error)}
+                continue
             seconds = time.perf_counter() - start
-            torch.set_num_threads(threads)
             serial = seconds if contender.name == "one-by-one" else serial
-            counts = result.trials, result.epochs, result.best
-            yield SweepRow(case.name, contender.name, *counts, seconds, serial / seconds)
-            meter.advance(1)
+            row |= searched._asdict() | {"seconds": seconds, "speedup": serial and serial / seconds}
+            if searched.trials != search.trials:
+                row |= {"reason": f"{searched.trials} trials of {search.trials}", "disagrees": True}
+            yield row
 
 
-def table(rows: Sequence[SweepRow]) -> Table:
-    """A row for each case and contender."""
-    shown = Table(title="a sweep, from the first trial to the last")
-    for heading in ("case", "contender"):
-        shown.add_column(heading, no_wrap=True)
-    for heading in ("trials", "epochs", "best accuracy", "seconds", "ms / epoch", "speed-up"):
-        shown.add_column(heading, justify="right")
-    for row in rows:
-        epoch_ms = 1e3 * row.seconds / row.epochs if row.epochs else math.nan
-        counts = (str(row.trials), str(row.epochs))
-        speedup = "" if math.isnan(row.speedup) else f"{row.speedup:.2f}"
-        shown.add_row(
-            row.case, row.contender, *counts, f"{row.best:.3f}", f"{row.seconds:.1f}", f"{epoch_ms:.1f}", speedup
-        )
-    return shown
+def _table(rows: Sequence[Row]) -> Table:
+    return harness.row_table(
+        "a sweep, from the first trial to the last",
+        rows,
+        ("case", "contender", "trials"),
+        {
+            "epochs": lambda row: str(row["epochs"]),
+            "best accuracy": lambda row: f"{row['best']:.3f}",
+            "seconds": lambda row: f"{row['seconds']:.1f}",
+            "ms / epoch": lambda row: f"{1e3 * row['seconds'] / row['epochs']:.1f}",
+            "speed-up": lambda row: harness.factor(row["speedup"]),
+        },
+    )
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trials", type=harness.count, help="how many (default 256)")
+    parser.add_argument("--epochs", type=harness.count, help="of a trial that is not pruned (default 9)")
+
+
+BENCHMARK = Benchmark(__doc__, _run, _table, {"models": CASES, "contenders": CONTENDERS}, add_options=_options)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfusion.bench.placement_simulation import RealCluster, SimulatedRun, VirtualClock, loaded
 from hfusion.cluster.longest_first import Load, lower_bound, place_arrays
 from hfusion.cluster.placement import Placement
 from hfusion.core.errors import PlanError
+from tests.cluster.simulated_placement import RealCluster, SimulatedRun, VirtualClock, loaded
 
 
 def loads_of(seconds: Sequence[float], speeds: Sequence[float] = (1.0,)) -> list[Load]:

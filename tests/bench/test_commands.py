@@ -1,0 +1,244 @@
+"""``python -m hfusion.bench`` and the scripts of benchmarks/: every command runs, and says what was wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import draw, memory
+from hfusion.bench import contact_benchmark, fuse_benchmark, harness, shard_benchmark, short_benchmark
+from hfusion.bench.__main__ import NAMES, main
+from hfusion.bench.cases import CASES, Contender, Running, Workload, classified
+from hfusion.bench.contenders import CONTENDERS, SerialLoop, start_hfusion, start_serial, start_vmap
+from hfusion.bench.models import mlp
+from hfusion.bench.shard_benchmark import ShardCase, linears, seeded
+from tests.bench.tiny import CPU, workload
+
+SERIAL = Contender("serial", "", start_serial)
+SHARDED = ShardCase(
+    "tiny",
+    "",
+    partial(seeded, lambda: [mlp(*[8] * 7) for _ in range(2)]),
+    partial(classified, 6, 8),
+    linears,
+    parts=(1, 2),
+)
+
+
+@pytest.fixture(autouse=True)
+def standard_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFUSION_RATES", "standard")
+
+
+def rows_of(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    assert main([*arguments, "--json", str(folder / "bench.json")]) == 0
+    rows: list[dict[str, Any]] = json.loads((folder / "bench.json").read_text())["rows"]
+    return rows
+
+
+def test_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    shown = capsys.readouterr().out
+    for name in (*NAMES, *(each.name for each in (*CASES, *CONTENDERS))):
+        assert name in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fuse", "--models", "cnn,mlp"], "unknown name 'mlp': choose from mlp-small, mlp-large, cnn, resnet8,"),
+        (["--contenders", "vmap,vmap"], "a name occurs twice in 'vmap,vmap'"),
+        (["--members", "4,-1"], "'-1' is not a whole number of at least 1"),
+        (["optim", "--repeats", "0"], "'0' is not a whole number of at least 1"),
+        (["--device", "tpu"], "unknown device 'tpu': choose from cpu, cuda"),
+        (["optim", "--models", "cnn"], "unrecognized arguments: --models cnn"),
+        (["--json", "no-such-directory/x.json"], "there is no directory"),
+        (["--amp", "fp8"], "argument --amp: invalid choice: 'fp8'"),
+    ],
+)
+def test_a_bad_argument_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(arguments)
+    assert exited.value.code == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+def test_an_unknown_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fus"]) == 2
+    assert "unknown benchmark 'fus': choose from fuse, optim" in capsys.readouterr().err
+
+
+def test_fuse(tmp_path: Path) -> None:
+    target = tmp_path / "bench.json"
+    arguments = ["--quick", "--models", "mlp-small", "--members", "2", "--contenders", "serial,vmap,hfusion"]
+    command = [sys.executable, "-m", "hfusion.bench", *arguments, "--json", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "mlp-small" in done.stdout
+    read = json.loads(target.read_text())
+    assert {"cpu", "cores", "threads", "torch", "python", "platform", "date", "command"} <= read["machine"].keys()
+    assert [row["contender"] for row in read["rows"]] == ["serial", "vmap", "hfusion"]
+    assert read["rows"][0]["speedup"] == 1.0
+    assert all(row["ms"] > 0 and row["reason"] == "" for row in read["rows"])
+    assert read["rows"][2]["best_other"] in ("serial", "vmap")
+    pytest.importorskip("matplotlib")
+    draw.main([str(target), str(tmp_path / "bench.svg")])
+    assert "mlp-small" in (tmp_path / "bench.svg").read_text()
+
+
+def test_optim(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "optim", "--quick", "--members", "2", "--repeats", "1")
+    assert len(rows) == 4 * 6
+    assert all(row["ns_per_param"] > 0 for row in rows)
+
+
+def test_sweep(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    pytest.importorskip("sklearn")
+    threads = torch.get_num_threads()
+    names = "one-by-one,threads,hfusion"
+    rows = rows_of(tmp_path, "sweep", "--quick", "--contenders", names, "--trials", "3")
+    torch.set_num_threads(threads)
+    assert [row["contender"] for row in rows] == names.split(",")
+    for row in rows:
+        assert row["trials"] == 3
+        assert 3 <= row["epochs"] <= 9
+        assert row["speedup"] == rows[0]["seconds"] / row["seconds"]
+
+
+def test_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_benchmark, "QUICK_CASES", (SHARDED,))
+    rows = rows_of(tmp_path, "shard", "--quick")
+    ours = shard_benchmark.OURS.name
+    assert [(row["budget"], row["contender"]) for row in rows] == [
+        ("1/1", "plain loop"),
+        ("1/1", ours),
+        ("1/2", ours),
+        ("-", "fsdp2 offload"),
+    ]
+    assert all(row["ms"] > 0 for row in rows)
+    assert [row["shards"] for row in rows[:2]] == [1, 1]
+    assert rows[2]["shards"] > 1
+    assert rows[2]["peak_bytes"] <= rows[0]["peak_bytes"] // 2
+
+
+def test_short(tmp_path: Path) -> None:
+    options = ("--members", "2", "--steps", "2", "--repeats", "1", "--contenders", "serial,eager-cold")
+    rows = rows_of(tmp_path, "short", "--models", "mlp-small", *options)
+    assert [row["reason"] for row in rows] == ["", ""]
+    assert all(row["seconds"] > 0 and row["own_cpu_seconds"] > 0 for row in rows)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora() -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("transformers")
+    from hfusion.bench import lora_benchmark
+
+    # What is compiled is tested where it is compiled.
+    steps = [each.start(lora_benchmark.CASES[0], 2) for each in lora_benchmark.CONTENDERS[:2]]
+    first, second = (torch.stack([torch.stack(list(step())) for _ in range(3)]) for step in steps)
+    torch.testing.assert_close(second, first, rtol=1e-3, atol=1e-3)
+
+
+def test_contact(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, "contact", "--quick", "--only", "facts,pytest")
+    assert [row["status"] for row in rows] == ["ok", "skipped"]
+    assert rows[0]["figures"]["computes"] is True
+
+
+@pytest.mark.parametrize("name", ["hf.train spilled", "train_step mlp-small float32 B=4"])
+def test_checks_of_a_first_contact(name: str) -> None:
+    assert contact_benchmark.checks_of(quick=True)[name][1](CPU)
+
+
+def test_a_check_that_fails_or_takes_too_long() -> None:
+    assert contact_benchmark.run_check("no such check", CPU, True, 60.0)["status"] == "failed"
+    assert contact_benchmark.run_check("facts", CPU, True, 0.01)["status"] == "timeout"
+
+
+def start_wrong(chosen: Workload) -> Running:
+    return Running(SerialLoop(replace(chosen, members=chosen.members + 1), range(1, chosen.members + 1)).step)
+
+
+def start_broken(chosen: Workload) -> Running:
+    raise RuntimeError(f"no {chosen.members} members here\nand a second line")
+
+
+def step_broken(chosen: Workload) -> Running:
+    def step() -> Tensor:
+        raise RuntimeError("the step is broken")
+
+    return Running(step)
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [
+        (start_wrong, "it: member 0 has loss"),
+        (start_broken, "RuntimeError: no 3 members here"),
+        (step_broken, "RuntimeError: the step is broken"),
+    ],
+)
+def test_a_contender_without_a_time_has_a_reason(start: Callable[[Workload], Running], reason: str) -> None:
+    chosen = (SERIAL, Contender("it", "", start), Contender("one rate", "", start_vmap, one_rate=True))
+    serial, row, other = fuse_benchmark.compare(workload(), chosen, 1, 1e-6, 1)
+    assert row["reason"].startswith(reason)
+    assert row["disagrees"] == (start is start_wrong)
+    assert "ms" not in row
+    assert serial["ms"] > 0
+    assert other["ms"] > 0
+    assert fuse_benchmark.BENCHMARK.table([serial, row, other]).row_count == 3
+
+
+def test_an_interruption_keeps_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(options: object) -> Iterator[harness.Row]:
+        yield {"contender": "a", "disagrees": True, "reason": "no good"}
+        raise KeyboardInterrupt
+
+    benchmark = harness.Benchmark("it", run, lambda rows: harness.row_table("it", rows, ["contender"], {"ms": str}), {})
+    assert harness.run_command(benchmark, "it", ["--json", str(tmp_path / "x.json")]) == 130
+    shown = capsys.readouterr().out
+    assert "WRONG: no good" in shown
+    assert "interrupted" in shown
+    assert json.loads((tmp_path / "x.json").read_text())["rows"][0]["contender"] == "a"
+
+
+def test_times_are_interleaved_and_ratios_within_rounds() -> None:
+    order: list[str] = []
+    steps = {name: partial(order.append, name) for name in "ab"}
+    times = harness.interleave(steps, 3, 1e-9, CPU)
+    # One call each to calibrate.
+    assert order == ["a", "b"] * 4
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+    # The ratio of the medians would be 4.0 / 2.0.
+    assert harness.speedup([1.0, 4.0, 9.0], [1.0, 2.0, 3.0]) == 2.0
+    assert harness.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2.0 / 3.0)
+
+
+def test_jobs_are_compared_with_the_loop_of_their_round() -> None:
+    job = partial(short_benchmark.JobTime, cpu_seconds=1.0, own_cpu_seconds=1.0)
+    good = {"serial": job(10.0, losses=(1.0,)), "a": job(12.0, losses=(1.0,)), "b": job(4.0, losses=(2.0,)), "c": "no"}
+    rows = [short_benchmark.row_of(name, [good] * 3) for name in "abc"]
+    assert rows[0]["beyond"] == 2.0
+    assert [row["reason"] for row in rows] == ["", "b ends with the losses [2.0], trained alone [1.0]", "no"]
+
+
+def test_bytes_at_the_peak_of_a_step() -> None:
+    chosen = [SERIAL, Contender("hfusion", "", start_hfusion)]
+    rows = list(memory.rows_of(Workload(CASES[1], 2, CPU), chosen))
+    parameters = sum(parameter.nbytes for parameter in CASES[1].make_model().parameters())
+    # Parameters, gradients and two moments, and at most as much again of temporaries.
+    assert all(4 * parameters <= row["bytes_per_member"] < 8 * parameters for row in rows)
