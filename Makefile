@@ -66,7 +66,7 @@ suite-fast: $(STAMP)
 	$(BIN)/python -m pytest $(LIMIT) --fast --numprocesses $(WORKERS)
 
 test-cluster: $(VENV)/.cluster
-	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m cluster tests/cluster tests/tune tests/bench
+	RAY_AUTH_MODE=disabled $(BIN)/python -m pytest -m cluster tests/cluster tests/tune
 
 test-foreign: $(VENV)/.foreign
 	$(BIN)/python -m pytest -m foreign tests/foreign
