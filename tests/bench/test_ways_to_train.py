@@ -15,8 +15,6 @@ from benchmarks.rivals import FORMS, RIVALS
 from hfusion.bench import cases, contenders, optim_benchmark
 from hfusion.bench.cases import FuseCase, Running, Unavailable, Workload, check_agreement, losses
 from hfusion.bench.contenders import start_hfusion, start_processes, start_serial, start_train_step, start_vmap
-from hfusion.bench.shard_benchmark import CASES as SHARD_CASES
-from hfusion.bench.shard_benchmark import ShardCase, ShardWorkload
 from tests.bench.tiny import ADAPTERS, BATCH_NORM, BRANCHING, CPU, IMAGES, TINY, workload
 from tests.step.test_train_step import needs_compiler
 
@@ -139,13 +137,3 @@ def test_the_eager_optimizer_computes_as_torchs(optimizer: str) -> None:
     for index, stack in enumerate(stacks):
         expected = torch.stack([each.param_groups[0]["params"][index].detach() for each in alone])
         torch.testing.assert_close(stack, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("case", SHARD_CASES, ids=lambda case: case.name)
-def test_the_smallest_budget_of_every_case_of_shard_can_be_planned(case: ShardCase) -> None:
-    import hfusion as hf
-
-    chosen = ShardWorkload(case, 4, CPU)
-    for part in {1, max(case.parts)}:
-        (task,) = hf.plan([chosen.task()], chosen.machine(chosen.need // part)).tasks
-        assert task.resident == (part == 1)
