@@ -29,7 +29,7 @@ from hfusion.bench import fuse_benchmark, sweep_benchmark
 from hfusion.bench.cases import Contender, Running, Unavailable, Workload
 from hfusion.bench.contenders import BETA1, BETA2, EPS, SerialLoop, models_for_vmap, trained
 from hfusion.bench.harness import run_command
-from hfusion.bench.sweep_benchmark import REDUCTION, Search, Searched, train
+from hfusion.bench.sweep_benchmark import REDUCTION, Searched, SweepSearch, train
 
 try:
     import jax
@@ -386,7 +386,7 @@ def start_jax(workload: Workload) -> Running:
 # Ray Tune
 
 
-def ray_tune(search: Search, share: float) -> Searched:
+def ray_tune(search: SweepSearch, share: float) -> Searched:
     """Search by Ray Tune: each trial is an actor that has ``share`` of a core."""
     import ray
     from ray import tune

@@ -161,7 +161,7 @@ def train(case: SweepCase, data: SweepData, params: dict[str, Any], number: int,
 
 
 @dataclass(frozen=True)
-class Search:
+class SweepSearch:
     """The size of a search of one case, on ``cores`` cores."""
 
     case: SweepCase
@@ -204,7 +204,7 @@ def _searched(study: Any) -> Searched:
     return Searched(len(trials), sum(len(trial.intermediate_values) for trial in trials), study.best_value)
 
 
-def _optimize(search: Search, study: Any, trials: int, jobs: int = 1) -> None:
+def _optimize(search: SweepSearch, study: Any, trials: int, jobs: int = 1) -> None:
     import optuna
 
     data = search.case.data()
@@ -220,7 +220,7 @@ def _optimize(search: Search, study: Any, trials: int, jobs: int = 1) -> None:
     study.optimize(objective, n_trials=trials, n_jobs=jobs)
 
 
-def optimize(search: Search, threads: bool = False) -> Searched:
+def optimize(search: SweepSearch, threads: bool = False) -> Searched:
     """Search by study.optimize, one trial after the other or in a thread for each core."""
     study = search.study()
     torch.set_num_threads(1 if threads else search.cores)
@@ -228,12 +228,12 @@ def optimize(search: Search, threads: bool = False) -> Searched:
     return _searched(study)
 
 
-def _worker(search: Search, journal: str, trials: int) -> None:
+def _worker(search: SweepSearch, journal: str, trials: int) -> None:
     torch.set_num_threads(1)
     _optimize(search, search.study(journal), trials)
 
 
-def processes(search: Search) -> Searched:
+def processes(search: SweepSearch) -> Searched:
     """Search in a process for each core, with the study in a journal."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder, "journal"))
@@ -250,7 +250,7 @@ def processes(search: Search) -> Searched:
         return _searched(study)
 
 
-def arrays(search: Search, rows: int | None = None, compile: bool | None = False) -> Searched:
+def arrays(search: SweepSearch, rows: int | None = None, compile: bool | None = False) -> Searched:
     """Search by hf.sweep."""
     data, study = search.case.data(), search.study()
     inputs, target = data.judge
@@ -284,7 +284,7 @@ def _run(options: argparse.Namespace) -> Iterator[Row]:
     """Run each contender once, as they take minutes. ``speedup``: of the seconds of ``one-by-one``."""
     trials, epochs = (6, 3) if options.quick else (256, 9)
     for case in options.models or CASES[: 1 if options.quick else None]:
-        search, serial = Search(case, options.trials or trials, options.epochs or epochs, cores()), None
+        search, serial = SweepSearch(case, options.trials or trials, options.epochs or epochs, cores()), None
         for contender in options.contenders or CONTENDERS:
             harness.say(f"{case.name}, {contender.name}")
             row: Row = {"case": case.name, "contender": contender.name, "trials": search.trials}
