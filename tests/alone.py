@@ -1,14 +1,16 @@
-"""Fused equals alone, call by call: outputs, gradients and tensors of an array against copies of its members."""
+"""Members alone in plain torch: call by call beside an array, and trained by themselves."""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
@@ -123,3 +125,126 @@ def _compare_gradients(fused: hf.FusedModule, alone: Sequence[nn.Module], what: 
         assert parameter.grad is not None, f"{what}: no gradient of {name}"
         filled = [torch.zeros_like(present[0]) if row is None else row for row in rows]
         close(parameter.grad, filled, f"{what}: gradient of {name}")
+
+
+@dataclass
+class Own:
+    """What a member has of its own besides its model."""
+
+    lr: float = 0.01
+    schedule: Callable[[Any], Any] | None = None
+    accumulate: int = 1
+    norm: float = math.inf
+    value: float = math.inf
+
+
+class Member:
+    """A model that plain torch trains alone.
+
+    Args:
+        make: makes its optimizer from parameters; the rate of ``own`` is set afterwards.
+        scale: the first scale of a GradScaler; None without one.
+        nonfinite: what becomes of an update that is not finite: "freeze", "raise" (undone, as with "freeze", but the
+            member is free to go on) or "ignore".
+        trained: the names of the optimizer's parameters; by default those that require a gradient.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Callable[[Any], Any],
+        loss: Callable[..., Tensor],
+        own: Own,
+        *,
+        scale: float | None = None,
+        nonfinite: str = "ignore",
+        trained: Sequence[str] | None = None,
+    ) -> None:
+        self.model, self.make, self.loss, self.own = model, make, loss, own
+        self.scale, self.nonfinite = scale, nonfinite
+        self.names = [n for n, p in model.named_parameters() if p.requires_grad] if trained is None else trained
+        self.trained = [model.get_parameter(name) for name in self.names]
+        self.opt = make(self.trained)
+        for group in self.opt.param_groups:
+            group["lr"] = own.lr
+        self.scheduler = None if own.schedule is None else own.schedule(self.opt)
+        self.scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+        self.frozen = self.spoilt = False
+        self.age = self.calls = 0
+        self.before: dict[str, Tensor] = {}
+        self.kind: tuple[int, int] = 0, 0
+
+    def twin(self, copied: Callable[[nn.Module], nn.Module]) -> Member:
+        """Return a member that goes on as this one would; ``copied`` copies its model."""
+        options: dict[str, Any] = {"scale": self.scale, "nonfinite": self.nonfinite, "trained": self.names}
+        twin = Member(copied(self.model), self.make, self.loss, self.own, **options)
+        state = copy.deepcopy(self.opt.state_dict())
+        twin.opt.load_state_dict(state)
+        for ours, theirs in zip(self.trained, twin.trained, strict=True):
+            theirs.grad = None if ours.grad is None else ours.grad.clone()
+            # Loading makes tensors of NAdam float64.
+            twin.opt.state[theirs] = copy.deepcopy(self.opt.state.get(ours, {}))
+        for mine, other in ((self.scheduler, twin.scheduler), (self.scaler, twin.scaler)):
+            if mine is not None and other is not None and mine.state_dict():
+                other.load_state_dict(copy.deepcopy(mine.state_dict()))
+        twin.kind = self.kind
+        twin.frozen, twin.spoilt, twin.age, twin.calls = self.frozen, self.spoilt, self.age, self.calls
+        twin.before = {name: tensor.clone() for name, tensor in self.before.items()}
+        return twin
+
+    def call(self, inputs: Any, target: Any, weights: Tensor | None = None) -> tuple[Tensor, bool]:
+        """Make a call of a training step; return its loss, and whether an update was made."""
+        if self.calls == 0:
+            self.opt.zero_grad()
+            self.model.zero_grad()
+            self.before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        output = self.model(inputs)
+        if weights is None:
+            value = self.loss(output, target)
+        else:
+            value = (self.loss(output, target, reduction="none") * weights).sum() / weights.sum()
+        self.spoilt |= not bool(value.detach().isfinite())
+        part = value / self.own.accumulate
+        (part if self.scaler is None else self.scaler.scale(part)).backward()
+        self.calls += 1
+        updates = self.calls == self.own.accumulate
+        if updates:
+            self.update()
+        return value.detach(), updates
+
+    def update(self) -> None:
+        """Clip the gradients and step; schedules are stepped by the caller."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.opt)
+        finite = all(bool(p.grad.isfinite().all()) for p in self.trained if p.grad is not None)
+        if self.nonfinite != "ignore" and (self.spoilt or (self.scaler is None and not finite)):
+            self.frozen = self.nonfinite == "freeze"
+            self.forget_calls()
+            if self.scaler is not None:
+                self.scaler.update()
+            return
+        if self.own.value < math.inf:
+            nn.utils.clip_grad_value_(self.trained, self.own.value)
+        if self.own.norm < math.inf:
+            nn.utils.clip_grad_norm_(self.trained, self.own.norm)
+        if self.scaler is None:
+            self.opt.step()
+        else:
+            self.scaler.step(self.opt)
+            self.scaler.update()
+        self.age += finite or self.scaler is None
+        self.calls, self.spoilt = 0, False
+
+    def forget_calls(self) -> None:
+        """Begin the present update again."""
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                if self.calls and name in self.before:
+                    buffer.copy_(self.before[name])
+        self.calls, self.spoilt = 0, False
+
+    def step_schedule(self, metric: float) -> None:
+        if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(metric)
+        elif self.scheduler is not None:
+            self.scheduler.step()

@@ -216,13 +216,16 @@ class Views:
         if self._array_changed(fused):
             return True
         counts = list(map(getrefcount, self._flat))
+        if tensor_states(self._flat) != self._states:
+            # Autograd may have held a reference when ours were counted, so a parameter that is held is not watched.
+            self.watched |= set(self._rows)
+            return True
         if counts == self._own_counts:
             self._release(set())
-            return False
-        if counts != self._last_counts:
+        elif counts != self._last_counts:
             self._last_counts = counts
             self._watch_held(counts)
-        return bool(tensor_states(self._flat) != self._states)
+        return False
 
     def _watch_held(self, counts: list[int]) -> set[int]:
         """Watch and return the rows whose parameters have more references than our own, so are held outside."""

@@ -55,6 +55,10 @@ def torch_optimizer(make: MakeOptimizer, model: nn.Module) -> Optimizer | None:
         for group in fused.param_groups
     ]
     optimizer: Optimizer = kind(groups)
+    for group in optimizer.param_groups:
+        # Adagrad begins all groups with its default, not with their own values.
+        for state in (optimizer.state[param] for param in group["params"] if "initial_accumulator_value" in group):
+            state["sum"].fill_(group["initial_accumulator_value"])
     parameters = [param for group in groups for param in group["params"]]
     if kind in _FUSED and all(p.device.type == "cpu" and p.is_floating_point() for p in parameters):
         for group in optimizer.param_groups:

@@ -1,0 +1,96 @@
+"""Every act with every client and model, every client with every model, and every two acts in a row, beside torch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.acts.clients import CLIENTS
+from tests.acts.sweeps import ACTS as SWEEP_ACTS
+from tests.acts.sweeps import Sweep, sweep_of
+from tests.acts.walk import Plan, possible, run, setup_of
+from tests.acts.zoo import ZOO
+
+ACTS_OF_A_WALK = 8
+
+
+def pairs(client: str, entry: str, acts: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield what a walk shows together."""
+    for act in acts:
+        yield "client", client, act
+        yield "model", entry, act
+    for two in itertools.pairwise(acts):
+        yield "acts", *two
+
+
+def needed() -> set[tuple[str, ...]]:
+    """Return all pairs that some walk can show."""
+    found = set[tuple[str, ...]]()
+    for client in CLIENTS:
+        for entry in ZOO:
+            acts = possible(client, entry)
+            found.update(*(pairs(client, entry, (first, second)) for first in acts for second in acts))
+    return found
+
+
+def table() -> list[Plan]:
+    """Choose a walk for each client with each model; the next act is the one that adds the most pairs.
+
+    Further walks follow until every pair is shown.
+    """
+    draw, missing, plans = random.Random(0), needed(), list[Plan]()
+    for turn in range(4):
+        for entry in ZOO:
+            for client in CLIENTS:
+                choices, acts = possible(client, entry), tuple[str, ...]()
+                while choices and len(acts) < ACTS_OF_A_WALK:
+                    draw.shuffle(choices)
+                    gains = {act: len(missing & set(pairs(client, entry, (*acts[-1:], act)))) for act in choices}
+                    if turn:
+                        for act in choices:
+                            gains[act] += any(("acts", act, then) in missing for then in choices)
+                    act = max(choices, key=gains.__getitem__)
+                    if turn and not gains[act]:
+                        break
+                    acts = (*acts, act)
+                    missing -= set(pairs(client, entry, acts[-2:]))
+                if acts:
+                    plans.append(Plan(client, setup_of(client, entry, acts, draw), acts, len(plans)))
+    return plans
+
+
+PLANS = table()
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.client}-{plan.setup.entry}-{plan.seed}")
+def test_walk(plan: Plan) -> None:
+    run(plan)
+
+
+def test_the_table_shows_every_pair() -> None:
+    shown = {pair for plan in PLANS for pair in pairs(plan.client, str(plan.setup.entry), plan.acts)}
+    assert needed() - shown == set()
+
+
+def sweeps() -> list[Sweep]:
+    """Choose sweeps with four acts each, such that every act meets every model and every other act."""
+    draw, plans = random.Random(0), list[Sweep]()
+    missing = {(entry, act) for entry in ZOO for act in SWEEP_ACTS}
+    missing |= set(itertools.combinations(sorted(SWEEP_ACTS), 2))
+    while missing:
+        shows = {}
+        for entry in ZOO:
+            acts = tuple(sorted(draw.sample(SWEEP_ACTS, 4)))
+            shows[entry, acts] = {(entry, act) for act in acts} | set(itertools.combinations(acts, 2))
+        entry, acts = max(shows, key=lambda sweep: len(shows[sweep] & missing))
+        missing -= shows[entry, acts]
+        plans.append(sweep_of(entry, acts, draw, len(plans)))
+    return plans
+
+
+@pytest.mark.parametrize("sweep", sweeps(), ids=lambda sweep: f"{sweep.setup.entry}-{sweep.seed}")
+def test_sweep(sweep: Sweep) -> None:
+    sweep.run()
