@@ -32,7 +32,7 @@ help:
 	@echo "make tutorials  run the tutorials, and write what they print and draw into their pages"
 	@echo "make linkcheck  open every link of the pages to another site (needs a network)"
 	@echo "make bench  compare fused and unfused training (ARGS='--quick' passes arguments on)"
-	@echo "make fuzz   random programs, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
+	@echo "make fuzz   random programs and acts, fused against alone (SECONDS=600 SEED=1 COMPILED=1)"
 	@echo "make faults plant the faults of tests/planted_faults.toml in a copy, one at a time, and see which tests find them"
 	@echo "make soak   10,000 damaged checkpoints; 200 killed runs; 200 faults of clusters (FILES= KILLS= CLUSTER_FAULTS=)"
 	@echo "make ops-sweep  compare every operator of PyTorch's database, and write docs/reference/coverage.md"
@@ -122,6 +122,7 @@ SECONDS ?= 600
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(COMPILED),--compiled)
 	$(BIN)/python -m tests.fuzz.optimizers --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.acts.walk --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 FILES ?= 10000
 KILLS ?= 200

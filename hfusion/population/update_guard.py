@@ -173,6 +173,18 @@ class Buffers:
         # Called with programs that this step creates, before they run. The array holds only a weak reference.
         fused._on_program = on_program
 
+    def __getstate__(self) -> tuple[FusedModule, dict[str, Tensor]]:
+        return self._fused, self.saved_values
+
+    def __setstate__(self, state: tuple[FusedModule, dict[str, Tensor]]) -> None:
+        # A pickle does not keep that the rows are views of the array's tensors.
+        fused, values = state
+        Buffers.__init__(self, fused)
+        named = dict(tensors(fused))
+        self._keep((name, named[name]) for name in values.keys() - self._snapshots.keys())
+        for name, value in values.items():
+            self._snapshots[name][1].copy_(value)
+
     def _keep_written(self, keys: frozenset[str]) -> None:
         if further := keys - self._snapshots.keys():
             self._keep((name, tensor) for name, tensor in tensors(self._fused) if name in further)

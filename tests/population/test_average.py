@@ -13,15 +13,16 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import hfusion as hf
-from tests.population.walk import MODELS
+from tests.acts.zoo import ZOO
 
 DOUBLE = torch.float64
+MODELS = ("batch norm", "tied", "convolution", "gru", "frozen base")
 
 
 def population(kind: str, count: int = 4, **options: Any) -> hf.Population:
     torch.manual_seed(5)
     pop = hf.Population(
-        [MODELS[kind]() for _ in range(count)],
+        [ZOO[kind].model(0) for _ in range(count)],
         optimizer=lambda params: hf.optim.SGD(params, lr=[0.1 * (k + 1) for k in range(count)], momentum=0.9),
         loss=F.cross_entropy,
         compile=False,
@@ -81,7 +82,7 @@ def test_the_mean_of_members(kind: str, weighted: bool) -> None:
 @pytest.mark.parametrize("into", ["all", 1, [3, 0]])
 @pytest.mark.parametrize("optimizer", ["keep", "reset"])
 def test_it_is_written_into_rows(into: Any, optimizer: Any) -> None:
-    pop = population("normed")
+    pop = population("batch norm")
     before = states(pop)
     moments = {name: value.clone() for name, value in momentum(pop).items()}
     assert pop.average([0, 1], [1, 3], into=into, optimizer=optimizer) is None
@@ -101,7 +102,7 @@ def momentum(pop: hf.Population) -> dict[str, Tensor]:
 
 
 def test_integers_are_those_of_the_last_as_of_averaged_models() -> None:
-    pop = population("normed", 2)
+    pop = population("batch norm", 2)
     pop.fused[0].get_buffer("1.num_batches_tracked").fill_(17)
     torch_average = AveragedModel(pop.fused[1])
     torch_average.update_parameters(pop.fused[1])
@@ -116,7 +117,7 @@ def test_integers_are_those_of_the_last_as_of_averaged_models() -> None:
 
 
 def test_a_member_of_weight_zero_has_no_effect_on_the_average() -> None:
-    pop = population("normed", 2)
+    pop = population("batch norm", 2)
     before = states(pop)
     with torch.no_grad():
         pop.fused.get_parameter("0.weight")[1] = torch.nan
@@ -155,7 +156,7 @@ WRONG: dict[str, tuple[Callable[[hf.Population], object], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_change_nothing(name: str) -> None:
-    pop = population("normed")
+    pop = population("batch norm")
     before = states(pop)
     call, words = WRONG[name]
     with pytest.raises(ValueError, match=words):
@@ -165,6 +166,6 @@ def test_errors_change_nothing(name: str) -> None:
 
 
 def test_between_updates_only() -> None:
-    pop = population("normed", 2, accumulate=2)
+    pop = population("batch norm", 2, accumulate=2)
     with pytest.raises(ValueError, match="1 of 2 steps of an update of row 0 are made"):
         pop.average(into="all")

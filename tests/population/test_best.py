@@ -15,14 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.population.walk import MODELS
+from tests.acts.zoo import ZOO
 
 DOUBLE = torch.float64
+MODELS = ("batch norm", "tied", "convolution", "gru", "frozen base")
 OPTIONS: dict[str, Any] = {
     "optimizer": lambda params: hf.optim.Adam(params, lr=0.05),
     "loss": F.cross_entropy,
     "compile": False,
 }
+
+
+def normed() -> nn.Module:
+    return ZOO["batch norm"].model(0)
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -38,7 +43,7 @@ def same(model: nn.Module, state: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_best_are_those_of_members_alone(kind: str) -> None:
     torch.manual_seed(0)
-    models = [MODELS[kind]() for _ in range(3)]
+    models = [ZOO[kind].model(0) for _ in range(3)]
     pop = hf.Population(models, **OPTIONS)
     copies = [copy.deepcopy(model) for model in models]
     opts = [torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05) for model in copies]
@@ -70,7 +75,7 @@ def test_the_best_are_those_of_members_alone(kind: str) -> None:
 
 def population(count: int, **options: Any) -> hf.Population:
     torch.manual_seed(7)
-    return hf.Population([MODELS["normed"]() for _ in range(count)], **OPTIONS, **options)
+    return hf.Population([normed() for _ in range(count)], **OPTIONS, **options)
 
 
 def shot(pop: hf.Population, row: int) -> dict[str, Tensor]:
@@ -94,7 +99,7 @@ def test_records_follow_members() -> None:
     assert pop.compact() == [1, 3]
     assert pop.best.scores.tolist()[0] == 4.0
     same(pop.best[0], first[0])
-    row = pop.start(None, MODELS["normed"](), tag="a")
+    row = pop.start(None, normed(), tag="a")
     assert math.isnan(pop.best.scores[row])
     pop.copy(0, row)
     same(pop.best[row], first[0])
@@ -121,7 +126,7 @@ def test_records_are_saved(tmp_path: Path) -> None:
         trained_pop.save(tmp_path / str(number))
 
     def load(*folders: str, **options: Any) -> hf.Population:
-        return hf.Population.load([tmp_path / name for name in folders], MODELS["normed"], **OPTIONS, **options)
+        return hf.Population.load([tmp_path / name for name in folders], normed, **OPTIONS, **options)
 
     whole = load("0")
     assert whole.tags == [None, "b", "c"]
@@ -132,7 +137,7 @@ def test_records_are_saved(tmp_path: Path) -> None:
     assert merged.best.ages.tolist() == [-1, 0, -1, -1]
     same(merged.best[1], expected[2])
     other = {**OPTIONS, "optimizer": lambda params: hf.optim.Adam(params, lr=0.5)}
-    assert hf.Population.load(tmp_path / "1", MODELS["normed"], **other).best.scores.isnan().all()
+    assert hf.Population.load(tmp_path / "1", normed, **other).best.scores.isnan().all()
 
 
 def test_a_parameter_of_all_members_has_no_best() -> None:
@@ -200,9 +205,9 @@ def test_errors(name: str) -> None:
         call(pop)
 
 
-@pytest.mark.parametrize("kinds", [("normed", "normed"), ("normed", "tied")], ids="-".join)
-def test_a_copy_of_a_member_without_a_record_has_none(kinds: tuple[str, str]) -> None:
-    pop = hf.Population([MODELS[kind]() for kind in kinds], **OPTIONS)
+@pytest.mark.parametrize("other", [normed, lambda: nn.Linear(5, 3).double()], ids=["alike", "unlike"])
+def test_a_copy_of_a_member_without_a_record_has_none(other: Callable[[], nn.Module]) -> None:
+    pop = hf.Population([normed(), other()], **OPTIONS)
     pop.best.update([0.5, 0.25])
     pop.best.clear(0)
     pop.copy(0, 1)
