@@ -160,7 +160,7 @@ def test_views_live_on(change: Callable[[hf.FusedModule], object]) -> None:
 def test_a_hook_on_a_parameter_of_one_member_runs() -> None:
     fused, models = pair()
     for module in (fused[1], models[1]):
-        module.get_parameter("fc.bias").register_hook(lambda grad: grad * 3)
+        module.get_parameter("out.bias").register_hook(lambda grad: grad * 3)
     backward(fused, models, inputs())
     compare(fused, models)
 

@@ -85,6 +85,7 @@ def test_parameters_of_no_array_are_refused() -> None:
     with pytest.raises(ValueError, match="param group 1 belongs to an array of 2 members, the first group to one of 3"):
         fused.add_param_group({"params": Array(2).params})
     assert len(fused.param_groups) == 1
+    assert len(fused.param_groups) == 1
 
 
 def test_a_module_is_refused_in_words() -> None:
