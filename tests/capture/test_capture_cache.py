@@ -159,14 +159,6 @@ class Asking(nn.Module):
         return self.linear(x.to(self.linear.weight)) * x.element_size()
 
 
-def test_another_default_dtype_is_captured_again() -> None:
-    x = torch.ones(4, 3)
-    first = found(FIRST, x).graph
-    assert found(FIRST, x).graph is first
-    torch.set_default_dtype(torch.float64)
-    assert found(FIRST, x).graph is not first
-
-
 def test_inputs_of_another_dtype_are_captured_again() -> None:
     module = Asking()
     single, again, double = (found(module, torch.ones(4, 3, dtype=d)).graph for d in (FLOAT, FLOAT, torch.float64))
