@@ -157,10 +157,3 @@ def test_tensors_are_what_they_were(name: str, sent: Any) -> None:
     assert vars(first) == vars(tensor)
     with torch.no_grad():
         first.untyped_storage().fill_(0)
-
-
-def test_views_of_one_memory_stay_views_of_one_memory() -> None:
-    whole = torch.arange(6.0)
-    first, second = unpack(pack("views", [whole[:4], whole[2:]], {}))
-    first[3] = 9.0
-    assert second.tolist() == [2.0, 9.0, 4.0, 5.0]
