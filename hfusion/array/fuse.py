@@ -155,7 +155,7 @@ def _create_model(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
     with draws_kept():
         torch.manual_seed(seed)
         model: nn.Module = uncompiled(make_model())
-        return model
+    return model
 
 
 def _room(first: nn.Module, members: int, shared: frozenset[str]) -> dict[str, Tensor]:

@@ -105,3 +105,28 @@ def test_a_run_prints_its_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "10/10 minibatches of task" in printed[9]
     assert printed[10].startswith("1 task, 3 members, 1 device: ")
     assert "stopped after 1" in printed[-1]
+
+
+def test_rates_are_those_before_schedules_in_the_order_of_the_models() -> None:
+    """Also where members of one task are trained as several arrays."""
+    models = [torch.nn.Linear(4, 3), torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.nn.Linear(4, 3)]
+    loader = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(2)]
+    task = hf.Task(
+        models,
+        torch.nn.functional.cross_entropy,
+        lambda params: hf.optim.SGD(params, lr=[0.1, 0.2, 0.3]),
+        loader,
+        epochs=2,
+        eval_loader=loader,
+        scheduler=lambda opt: torch.optim.lr_scheduler.LinearLR(opt, 0.5),
+        restore_best=True,
+    )
+    report = hf.train(task, machine())["task"]
+    assert report.rates.tolist() == [0.1, 0.2, 0.3]
+    assert report.best_epochs is not None
+    assert report.best_epochs.dtype is torch.int64
+    best = report.ranked[0]
+    lines = str(report).splitlines()
+    row = lines[next(index for index, line in enumerate(lines) if line.startswith("member")) + 1]
+    assert row.split()[:2] == [str(best), f"{report.rates[best]:.4g}"]
+    assert report.metric == "best eval loss"
