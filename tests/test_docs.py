@@ -189,6 +189,7 @@ def mistakes() -> dict[str, Callable[[], object]]:
     losses = hf.per_model(F.cross_entropy)(outputs, target)
     return {
         "grad can be": losses.backward,
+        "optimizer can": lambda: torch.optim.SGD(fused, lr=0.1),
         "Expected input": lambda: F.cross_entropy(outputs, target),
         "Expected target": lambda: F.cross_entropy(outputs[:, :3], target[:3]),
         "Target size": lambda: F.binary_cross_entropy_with_logits(outputs, torch.rand(32, 2)),

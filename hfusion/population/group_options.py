@@ -71,6 +71,9 @@ class GroupOptions:
     ) -> GroupOptions:
         """Create options. Raises ValueError for a list without ``total`` values, or a loss of `hfusion.per_model`."""
         check_loss_function(loss)
+        if not callable(optimizer):
+            kind = type(optimizer).__name__
+            raise ValueError(f"optimizer must be a function that makes one from parameters, got {kind}")
         if processes is not None and (not is_row(processes) or processes < 0):
             raise ValueError(f"processes={processes!r}: a whole number of processes, or None for one for each core")
         schedules = None if scheduler is None else tuple(one_for_each(scheduler, total))

@@ -70,7 +70,7 @@ LOADER = DataLoader(DATA, sampler=RandomSampler(DATA))
         pytest.param(lambda event, data=DATA: None, LOADER, "TensorDataset", id="a default"),
         pytest.param(writes_scale, reads_scale, "the variable SCALE", id="a global number that is written"),
         pytest.param(lambda event: SCALE, reads_scale, None, id="a global number that is read"),
-        pytest.param(ADD, COUNT, "a cell", id="a number of an outer function"),
+        pytest.param(ADD, COUNT, "an object of class cell", id="a number of an outer function"),
     ],
 )
 def test_shared_objects(callback: Any, sent: Any, text: str | None) -> None:

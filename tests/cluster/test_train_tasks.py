@@ -203,7 +203,7 @@ def slow_python(monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "reason"),
     [
         ("lock", "cannot go to another process, as pickle fails"),
-        ("reach", "callbacks reach a TensorDataset that the training uses"),
+        ("reach", "callbacks reach an object of class TensorDataset that the training uses"),
         ("scheduler", "a scheduler that exists cannot go to another process"),
         ("host", "exceed the host's"),
     ],

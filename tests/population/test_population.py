@@ -642,6 +642,8 @@ def test_options_that_are_none() -> None:
         ({"on_nonfinite": "stop"}, 'it is "freeze", "raise" or "ignore"'),
         ({"accumulate": 0}, "accumulate=0"),
         ({"optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}, "gave SGD, whose state has no rows"),
+        ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "must be a function that makes one .*, got SGD"),
+        ({"loss": "mse"}, "the loss must be a function, .* got str"),
         ({"tags": ["a"]}, "1 tags for 2 models"),
         ({"tags": ["a", "a"]}, "tag='a' is the name of the member in row 0"),
         ({"clip_norm": -1.0}, "every limit must be at least 0"),

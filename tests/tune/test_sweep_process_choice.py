@@ -69,7 +69,7 @@ SHARED, LOCK = loaders()["loader"], threading.Lock()
     [
         (
             {"callbacks": [lambda study, trial: SHARED.batch_size]},
-            "callbacks reach a DataLoader that the training uses",
+            "callbacks reach an object of class DataLoader that the training uses",
         ),
         ({"pbt": hf.PBT()}, "pbt compares the trials of a shape"),
         ({"metric": lambda output, target, lock=LOCK: output.mean()}, "pickle fails"),
