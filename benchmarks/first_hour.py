@@ -6,6 +6,7 @@ folders, and then *warm*, with those that the cold run has left. Both ways must 
 
     python benchmarks/first_hour.py  # all jobs, three rounds: a quarter of an hour on two cores
     python benchmarks/first_hour.py --jobs seeds,folds --rounds 1 --json rows.json
+    python benchmarks/first_hour.py --startup  # processor seconds of imports and of the first steps of a small MLP
 """
 
 from __future__ import annotations
@@ -459,13 +460,37 @@ def compare(job: str, rounds: int) -> dict[str, object]:
     return {"job": job, "rounds": rounds, **medians}
 
 
+def startup() -> None:
+    """Print what this process has spent on torch, on what torch's own optimizers import, and on hfusion."""
+    began = [time.process_time()]
+
+    def spent(what: str) -> None:
+        began.append(time.process_time())
+        print(f"{began[-1] - began[-2]:.2f} s  {what}")
+
+    fused_adam(mlp())
+    spent("torch.optim.Adam, which imports Dynamo")
+    inputs, target = torch.randn(32, 64), torch.randint(10, (32,))
+    fused = hf.build(mlp, seeds=SEEDS)
+    step = hf.train_step(fused, F.cross_entropy, hf.optim.Adam(fused.parameters(), lr=1e-3), steps=1000)
+    spent("hf.build and hf.train_step, with their imports")
+    step(inputs, target)
+    spent("the first step")
+    step(inputs, target)
+    spent("the second step")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", default=",".join(JOBS), help="of " + ", ".join(JOBS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="a file for the rows")
     parser.add_argument("--run", nargs=2, metavar=("JOB", "WAY"), help=argparse.SUPPRESS)
+    parser.add_argument("--startup", action="store_true", help="print the parts of the start of a process")
     options = parser.parse_args()
+    if options.startup:
+        startup()
+        return
     if options.run:
         warnings.simplefilter("ignore")
         print(json.dumps(JOBS[options.run[0]][int(options.run[1])]()))

@@ -2,8 +2,8 @@
 
     python examples/kfold.py --folds 5 --epochs 20
 
-Every member trains on its own part of the data. The parts differ in size, so a smaller last minibatch is a separate
-step: no sample is padded or left out.
+Every member trains on its own part of the data. The parts differ in size, and so do their last minibatches: these are
+one step at the end of the epoch, and no sample is left out.
 """
 
 from __future__ import annotations
