@@ -75,8 +75,8 @@ test-foreign: $(VENV)/.foreign
 # KEEP=1 keeps the environments, of about 5 GB each on Linux.
 PYTHONS ?= $(PYTHON)
 TORCHES ?= 2.11.0 2.14.1
-SMOKE := tests/test_training.py tests/test_main.py tests/test_import.py tests/test_slices.py tests/schedule tests/core/test_errors.py \
-	tests/array/test_array_export.py tests/capture/test_export.py tests/capture/test_export_context.py
+SMOKE := tests/test_training.py tests/test_main.py tests/test_import.py tests/test_slices.py tests/schedule tests/test_refusals.py \
+	tests/array/test_array_export.py tests/test_forwards.py
 test-matrix:
 	@set -e; for python in $(PYTHONS); do for torch in $(TORCHES); do \
 		version=$$($$python -c 'import sys; print("{}.{}.{}".format(*sys.version_info))'); \

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.array.function_program_cache import MAX_REMADE, MAX_VARIANTS
 from tests.alone import Call, call, normal
-from tests.capture.test_export import Sevenfold
+from tests.forwards.table import Sevenfold
 
 TARGET = torch.tensor([0, 3, 1, 2, 0])
 
@@ -226,20 +226,6 @@ def test_nests() -> None:
     result = hf.per_model(lambda d, t: {"loss": F.cross_entropy(d["a"], t) + d["b"].sum(), "n": 5})(inputs, TARGET)
     assert result["n"] == 5
     assert result["loss"].shape == (3,)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((3,), "holds no tensor"),
-        ((torch.tensor(1.0),), "without dims"),
-        ((torch.ones(3, 5), hf.stacked(torch.ones(2, 5))), "leading size 2"),
-        (({"a": torch.ones(3, 5), "b": torch.ones(2, 5)},), "leading size 2"),
-    ],
-)
-def test_wrong_sizes(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hf.per_model(lambda *args: args)(*arguments)
 
 
 def test_a_loss_that_writes_into_its_inputs_is_reported() -> None:

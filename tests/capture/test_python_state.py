@@ -1,382 +1,296 @@
-"""Python state that crosses the border of a submodule that runs member by member: fused equals alone."""
+"""State that a trial run of forward changes is restored, and numbers in nested containers and far functions count."""
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Callable
-from types import SimpleNamespace
+import importlib
+import sys
+import types
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.compiler.arguments import Arguments
-from tests.alone import assert_alone, looped, normal
+from hfusion.capture.python_state import restored, variables
+from hfusion.capture.reachable_code import CodeSearch
+from tests.alone import net, normal
 
-FAR = 1e9
-
-
-class Memory:
-    def __init__(self) -> None:
-        self.h: Tensor | None = None
+OWN: dict[str, int] = {}
+HELPERS: list[int] = []
+OTHERS: dict[str, int] = {}
 
 
-CONFIG = SimpleNamespace(limit=FAR)
-KEPT: dict[str, Tensor | None] = {}
-LAST: Tensor | None = None
+def help_out(x: Tensor) -> Tensor:
+    HELPERS.append(len(HELPERS))
+    return x
 
 
-class Cell(nn.Module):
-    """Adds what it remembers; a branch on values keeps it out of a graph."""
-
-    def __init__(self, memory: Memory | None = None, detached: bool = True) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4).double()
-        self.detached = detached
-        self.state: Any = None
-        self.past: list[Tensor] = []
-        self.table: Tensor | None = None
-        self.memory = memory or Memory()
-        self.scale, self.count, self.mean = 1.0, 0, 0.0
-        self.large = False
-        self.config = CONFIG
+class Counting(nn.Module):
+    calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.fc(x if x.sum() < FAR else -x)
-        if self.state is not None:
-            h = h + self.state
-        self.state = h.detach() if self.detached else h
-        return h
-
-    def configured(self, x: Tensor) -> Tensor:
-        if self.config.limit is None:
-            self.config.limit = FAR
-        return self.fc(x if x.sum() < self.config.limit else -x)  # type: ignore[no-any-return]
-
-    of_all: Tensor | None = None
-
-    def of_the_class(self, x: Tensor) -> Tensor:
-        h: Tensor = self.fc(x if x.sum() < FAR else -x)
-        Cell.of_all = h.detach() if Cell.of_all is None else h.detach() + Cell.of_all
-        return h + Cell.of_all
-
-    def of_a_dict(self, x: Tensor) -> Tensor:
-        h: Tensor = self.fc(x if x.sum() < FAR else -x)
-        total = KEPT.get("h")
-        KEPT["h"] = h if total is None else h + total
-        return h if total is None else h * total
-
-    def of_the_file(self, x: Tensor) -> Tensor:
-        global LAST
-        h: Tensor = self.fc(x if x.sum() < FAR else -x)
-        LAST = h if LAST is None else h + LAST
-        return LAST
-
-    def reset(self) -> None:
-        self.state = None
-
-    def listed(self, x: Tensor) -> Tensor:
-        self.past.append(self.fc(x if x.sum() < FAR else -x))
-        return torch.stack(self.past).sum(0)
-
-    def remembered(self, x: Tensor) -> Tensor:
-        h: Tensor = self.fc(x if x.sum() < FAR else -x)
-        self.memory.h = h if self.memory.h is None else h + self.memory.h
-        return self.memory.h
-
-    def counted(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return (self.fc(x) if x.sum() < FAR else x) * self.count
-
-    def scaled(self, x: Tensor) -> Tensor:
-        return (self.fc(x) if x.sum() < FAR else x) * self.scale
-
-    def told(self, x: Tensor) -> Tensor:
-        h: Tensor = self.fc(x if x.sum() < FAR else -x)
-        self.state, self.mean, self.large = h.square().mean(), float(h.detach().mean()), bool(h.detach().mean() > 0)
-        return h
-
-    def flagged(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:
-            self.large = True
-        return self.fc(x) * 2 if self.large else -self.fc(x)
-
-    def rare(self, x: Tensor) -> Tensor:
-        self.state = x.detach().mean() if x.sum() > 0 else None
-        return self.fc(x)
-
-    def tabled(self, x: Tensor) -> Tensor:
-        if self.table is None or len(self.table) != len(x):
-            self.table = torch.arange(len(x), dtype=x.dtype).cos()[:, None]
-        return (self.fc(x) if x.sum() < FAR else x) * self.table
-
-    def started(self, x: Tensor, step: int) -> Tensor:
-        if step == 0:
-            self.state = None
-        return self(x)
-
-
-class Net(nn.Module):
-    def __init__(self, run: Callable[[Any, Tensor], Any], **options: Any) -> None:
-        super().__init__()
-        self.run = run
-        self.c, self.out = Cell(**options), nn.Linear(4, 4).double()
-        self.seen = self.c.memory
-
-    def forward(self, x: Tensor) -> Any:
-        return self.run(self, x)
-
-
-def cleared_first(self: Any, x: Tensor) -> Tensor:
-    self.c.state = None
-    return self.out(self.c(x))
-
-
-def cleared_last(self: Any, x: Tensor) -> Tensor:
-    y = self.out(self.c(x))
-    self.c.state = None
-    return y
-
-
-def cleared_by_a_method(self: Any, x: Tensor) -> Tensor:
-    self.c.reset()
-    return self.out(self.c(x))
-
-
-def cleared_between(self: Any, x: Tensor) -> Tensor:
-    y = self.out(x)
-    for _ in range(2):
-        self.c.state = None
-        y = self.c(self.c(y))
-    self.c.state = None
-    return y
-
-
-def begun_with_a_tensor(self: Any, x: Tensor) -> Tensor:
-    self.c.state = self.out(x).tanh()
-    return self.c(self.c(x))
-
-
-def cleared_list(self: Any, x: Tensor) -> Tensor:
-    self.c.past.clear()
-    return self.out(self.c.listed(x) + self.c.listed(-x))
-
-
-def new_list(self: Any, x: Tensor) -> Tensor:
-    self.c.past = []
-    return self.out(self.c.listed(x) + self.c.listed(-x))
-
-
-def shared_object(self: Any, x: Tensor) -> Tensor:
-    self.seen.h = None
-    return self.out(self.c.remembered(x))
-
-
-def shared_object_read(self: Any, x: Tensor) -> Tensor:
-    self.seen.h = None
-    self.c.remembered(x)
-    return self.out(self.seen.h)
-
-
-def count_from_zero(self: Any, x: Tensor) -> Tensor:
-    self.c.count = 0
-    return self.out(self.c.counted(self.c.counted(x)))
-
-
-def other_scale(self: Any, x: Tensor) -> Tensor:
-    self.c.scale = 3.0
-    return self.out(self.c.scaled(x))
-
-
-def read_afterwards(self: Any, x: Tensor) -> Any:
-    return self.out(self.c.told(x)), self.c.state * 1
-
-
-def given_back(self: Any, x: Tensor) -> Any:
-    return self.out(self.c.told(x)), self.c.state
-
-
-def read_number(self: Any, x: Tensor) -> Tensor:
-    return self.c.told(self.out(x)) * self.c.mean
-
-
-def read_flag(self: Any, x: Tensor) -> Tensor:
-    y = self.c.told(self.out(x))
-    return y * 2 if self.c.large else -y
-
-
-def cleared_flag(self: Any, x: Tensor) -> Tensor:
-    # Only some batches set the flag.
-    self.c.large = False
-    return self.c.flagged(self.out(x))
-
-
-def rarely_left(self: Any, x: Tensor) -> Tensor:
-    y = self.c.rare(self.out(x))
-    return y if self.c.state is None else y + self.c.state
-
-
-def class_variable(self: Any, x: Tensor) -> Tensor:
-    Cell.of_all = None
-    return self.out(self.c.of_the_class(self.out(self.c.of_the_class(x))))
-
-
-def dict_of_the_file(self: Any, x: Tensor) -> Tensor:
-    KEPT.clear()
-    return self.out(self.c.of_a_dict(self.out(self.c.of_a_dict(x))))
-
-
-def global_variable(self: Any, x: Tensor) -> Tensor:
-    global LAST
-    LAST = None
-    return self.out(self.c.of_the_file(self.out(self.c.of_the_file(x))))
-
-
-def table(self: Any, x: Tensor) -> Tensor:
-    return self.out(self.c.tabled(x))
-
-
-def steps(self: Any, x: Tensor) -> Tensor:
-    return self.out(self.c.started(x, 0) + self.c.started(-x, 1))
-
-
-def configured(self: Any, x: Tensor) -> Tensor:
-    if CONFIG.limit is None:
-        CONFIG.limit = FAR
-    return self.out(self.c.configured(x))
-
-
-CROSSING = [
-    cleared_first,
-    cleared_last,
-    cleared_by_a_method,
-    cleared_between,
-    begun_with_a_tensor,
-    cleared_list,
-    new_list,
-    shared_object,
-    shared_object_read,
-    count_from_zero,
-    other_scale,
-    read_afterwards,
-    given_back,
-    read_number,
-    read_flag,
-    cleared_flag,
-    rarely_left,
-    class_variable,
-    dict_of_the_file,
-    global_variable,
-]
-CALLS = (normal(3, 4), normal(3, 4), normal(2, 4), normal(3, 4))
-
-
-def _alone(run: Callable[[Any, Tensor], Any], training: bool, **options: Any) -> hf.FusedModule:
-    models = [Net(run, **options).train(training) for _ in range(2)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "forward of Net leaves results")
-        return assert_alone(models, *CALLS)
-
-
-@pytest.mark.parametrize("run", CROSSING)
-def test_state_that_others_write_or_read(run: Callable[[Any, Tensor], Any]) -> None:
-    # In eval mode no self-check would tell.
-    fused = _alone(run, training=False)
-    assert looped(fused.report().parts[0]) == {"forward"}
-
-
-@pytest.mark.parametrize("detached", [True, False])
-@pytest.mark.parametrize("run", [cleared_first, begun_with_a_tensor])
-def test_state_in_training(run: Callable[[Any, Tensor], Any], detached: bool) -> None:
-    _alone(run, training=True, detached=detached)
-
-
-@pytest.mark.parametrize(
-    ("run", "path"), [(table, "c.tabled()"), (steps, "c.started()"), (configured, "c.configured()")]
-)
-def test_state_that_no_other_module_uses(run: Any, path: str) -> None:
-    fused = _alone(run, training=True)
-    assert looped(fused.report().parts[0]) == {path}
-
-
-def test_self_check_leaves_no_state() -> None:
-    fused = hf.fuse([Net(table) for _ in range(2)])
-    arguments = Arguments.of((normal(3, 4),), {})
-    compiled = fused.compiled(arguments)
-    fused.check(compiled, arguments)
-    assert "passed" in str(fused.report())
-    assert all(body.table is None for call in compiled.opaque for body in call.bodies)
-
-
-class Detector(nn.Module):
-    """Notes in shared state that a value was large, which trial runs on usual values do not."""
-
-    def __init__(self, state: Any, note: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.state, self.note, self.hot = state, note, False
-
+        global MADE
+        MADE = 1
+        OWN["calls"] = OWN.get("calls", 0) + 1
+        Counting.calls += 1
+        self.last: Any = x
+        return help_out(x)
+
+
+def test_variables_that_forward_names_are_restored() -> None:
+    module = Counting()
+    search = CodeSearch([module])
+    before = variables(search)
+    with restored(module, search):
+        module(torch.zeros(1))
+        OTHERS["elsewhere"] = 1
+        assert variables(search) != before
+    assert (OWN, HELPERS, Counting.calls) == ({}, [], 0)
+    assert "MADE" not in globals()
+    assert not hasattr(module, "last")
+    assert OTHERS == {"elsewhere": 1}
+    assert variables(search) == before
+
+
+class Adding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        if x.max() > 5:
-            self.hot = True
-            self.note(self.state)
+        SEEN.highest = x.max().item()  # type: ignore[attr-defined]
+        SEEN.parts = Row([x])  # type: ignore[attr-defined]
         return x
 
 
-def note_in_dict(state: Any) -> None:
-    state["hot"] = True
+def test_attributes_that_forward_adds_to_an_object_are_variables() -> None:
+    search = CodeSearch([Adding()])
+    before = variables(search)
+    with restored(Adding(), search):
+        Adding()(torch.zeros(1))
+        after = variables(search)
+    assert {name.rpartition(".")[2] for name in after if name not in before} == {"highest", "parts"}
+    assert vars(SEEN).keys() == {"samples"}
 
 
-def note_in_list(state: Any) -> None:
-    state.append(1)
+class Table(dict[Any, Any]):
+    """A dict that refuses item assignment, clear and update."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise TypeError("a Table is never overwritten")
+
+    clear = update = __setitem__  # type: ignore[assignment]
 
 
-def note_in_object(state: Any) -> None:
-    state.hot = True
+class Row(list[Any]):
+    pass
 
 
-class Shared:
+@pytest.mark.parametrize("make", [dict, Table, Counter, OrderedDict, list, Row, deque, set])
+def test_containers_of_any_class_come_back(make: Callable[..., Any]) -> None:
+    module = nn.Module()
+    module.held = make({"a": 1, "b": 2})
+    # Python promises no order of a set of strings.
+    ordered = sorted if make is set else list
+    before = ordered(module.held)
+    with restored(module):
+        base = next(kind for kind in (OrderedDict, dict, list, deque, set) if isinstance(module.held, kind))
+        base.clear(module.held)
+        (base.update if base not in (list, deque) else base.extend)(module.held, {"c": 3})
+        assert list(module.held) == ["c"]
+    assert ordered(module.held) == before
+    if isinstance(module.held, dict):
+        assert list(module.held.items()) == [("a", 1), ("b", 2)]
+
+
+def test_a_deque_of_any_length_comes_back() -> None:
+    module = nn.Module()
+    module.held = deque([1], maxlen=1000)
+    with restored(module):
+        module.held.append(2)
+    assert module.held == deque([1])
+
+
+def test_the_order_of_an_ordered_dict_comes_back() -> None:
+    module = nn.Module()
+    module.held = OrderedDict(a=1, b=2)
+    with restored(module):
+        module.held.move_to_end("a")
+    assert list(module.held) == ["a", "b"]
+
+
+class Seen:
     def __init__(self) -> None:
-        self.hot = False
+        self.samples = 0
 
 
-class Reader(nn.Module):
-    """Computes something else once the detector has seen a large value; detects before or after it reads."""
+SEEN = Seen()
 
-    def __init__(self, kind: str, first: bool) -> None:
-        super().__init__()
-        state, note = {
-            "dict": ({"hot": False}, note_in_dict),
-            "list": ([], note_in_list),
-            "object": (Shared(), note_in_object),
-            "attribute": (None, lambda state: None),
-        }[kind]
-        self.kind, self.first, self.state = kind, first, state
-        self.detector, self.linear = Detector(state, note), nn.Linear(3, 3)
 
-    def is_hot(self) -> bool:
-        if self.kind == "attribute":
-            return self.detector.hot
-        if self.kind == "object":
-            return self.state.hot
-        return bool(self.state["hot"] if self.kind == "dict" else self.state)
-
+class Reading(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        if self.first:
-            x = self.detector(x)
-        x = self.linear(x) * (2 if self.is_hot() else 1)
-        return x if self.first else self.detector(x)
+        return x if SEEN.samples >= 0 else x * Seen().samples
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["detects, reads", "reads, detects"])
-@pytest.mark.parametrize("kind", ["dict", "list", "object", "attribute"])
-def test_state_that_only_rare_values_change_is_read_by_all(kind: str, first: bool) -> None:
-    models = [Reader(kind, first).double() for _ in range(2)]
-    fused = hf.fuse(copy.deepcopy(models))
-    for size in (1.0, 1.0, 100.0, 1.0):
-        # Only the first member meets large values.
-        x = torch.rand(2, 4, 3, dtype=torch.float64) * torch.tensor([size, 1.0]).reshape(2, 1, 1)
-        expected = torch.stack([model(row) for model, row in zip(models, x, strict=True)])
-        torch.testing.assert_close(fused(hf.stacked(x)), expected, rtol=1e-9, atol=1e-9)
+def test_variables_that_are_only_read_are_not_restored() -> None:
+    with restored(Reading()):
+        SEEN.samples += 1
+    assert SEEN.samples == 1
+
+
+class Options(dict[str, Any]):
+    pass
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+
+class Config:
+    pass
+
+
+def attribute_of(value: Any) -> Callable[[Any], Any]:
+    def holding(inner: Any) -> Any:
+        holder = value()
+        holder.held = inner
+        return holder
+
+    return holding
+
+
+def function() -> Callable[[Tensor], Tensor]:
+    return lambda x: x
+
+
+# How a value holds another one, and the expression that reads it.
+HOLDERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "list": (lambda inner: [0.0, inner], "[1]"),
+    "dict": (lambda inner: {"a": 0.0, "held": inner}, "['held']"),
+    "deque": (lambda inner: deque([inner]), "[0]"),
+    "attribute of a list": (attribute_of(lambda: Row([0.0])), ".held"),
+    "attribute of a dict": (attribute_of(lambda: Options(a=0.0)), ".held"),
+    "object": (attribute_of(Config), ".held"),
+    "slot": (attribute_of(Slotted), ".held"),
+    "namespace": (attribute_of(types.SimpleNamespace), ".held"),
+    "function": (attribute_of(function), ".held"),
+    "tensor": (attribute_of(lambda: torch.ones(2)), ".held"),
+}
+OUTSIDE = {**HOLDERS, "module": (attribute_of(nn.Identity), ".held")}
+PATHS = st.lists(st.sampled_from(sorted(HOLDERS)), min_size=1, max_size=3)
+PATHS_OUTSIDE = st.lists(st.sampled_from(sorted(OUTSIDE)), min_size=1, max_size=3)
+
+
+def nested(path: list[str], number: float) -> tuple[Any, str]:
+    """Return a value that holds ``number`` behind the holders ``path``, and the expression that leads to it."""
+    value: Any = number
+    for kind in reversed(path):
+        value = OUTSIDE[kind][0](value)
+    return value, "".join(OUTSIDE[kind][1] for kind in path)
+
+
+def functions(text: str, space: dict[str, Any]) -> dict[str, Any]:
+    """Return a forward and a loss that read the expression ``text``, and a function that assigns it."""
+    source = f"""
+def forward(self, x):
+    return self.fc(x) * {text}
+
+def loss(y, target):
+    return (y - target).square().mean() * {text}
+
+def put(number):
+    {text} = number
+"""
+    exec(compile(source, "<nested>", "exec"), space)
+    return space
+
+
+@given(path=PATHS, other=st.sampled_from([1.5, 2.5]))
+@settings(deadline=None, max_examples=15)
+def test_members_may_differ_in_a_nested_number(path: list[str], other: float) -> None:
+    text = nested(path, 0.0)[1]
+    kind = net(functions(f"self.config{text}", {"__name__": __name__})["forward"])
+    models: list[Any] = [kind() for _ in range(2)]
+    for model, number in zip(models, (1.5, other), strict=True):
+        model.config = nested(path, number)[0]
+    x = normal(3, 4)
+    torch.testing.assert_close(hf.fuse(models)(x), torch.stack([model(x) for model in models]))
+
+
+@given(path=PATHS_OUTSIDE)
+@settings(deadline=None, max_examples=15)
+def test_a_nested_number_outside_of_the_models_counts_at_each_call(path: list[str]) -> None:
+    value, text = nested(path, 1.5)
+    space = functions(f"CONFIG{text}", {"CONFIG": value, "__name__": __name__})
+    models, x = [net(space["forward"])() for _ in range(2)], normal(3, 4)
+    fused, plain, losses = hf.fuse(models), hf.fuse([nn.Linear(4, 4).double() for _ in range(2)]), space["loss"]
+    for number in (1.5, 2.5, 1.5):
+        space["put"](number)
+        torch.testing.assert_close(fused(x), torch.stack([model(x) for model in models]))
+        outputs = plain(x)
+        expected = torch.stack([losses(output, x) for output in outputs])
+        torch.testing.assert_close(hf.per_model(losses)(outputs, x), expected)
+
+
+# The number of functions of the package that call one another.
+LENGTH = 250
+
+SOURCE = "\n".join(
+    [
+        "LEVEL, FAR_LEVEL, IS_READ = 1.0, 1.0, False",
+        "def last(x): return x * FAR_LEVEL if IS_READ else x",
+        *(
+            f"def f{k}(x): return x if x is None else {f'f{k + 1}' if k < LENGTH else 'last'}(x)"
+            for k in range(LENGTH + 1)
+        ),
+        "def scale(x): return f0(x) * LEVEL",
+    ]
+)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "chained_functions.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module("chained_functions")
+    monkeypatch.delitem(sys.modules, "chained_functions")
+
+
+def scaled() -> list[nn.Module]:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            import chained_functions
+
+            return chained_functions.scale(super().forward(x))  # type: ignore[no-any-return]
+
+    return [Scaled(3, 2).double() for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", ["LEVEL", "FAR_LEVEL"])
+def test_variables_of_a_package(package: types.ModuleType, name: str) -> None:
+    """What forward's own code calls is followed; what is far away costs no capture when it changes."""
+    models, x = scaled(), torch.randn(4, 3, dtype=torch.float64)
+    fused = hf.fuse(models)
+    for value in range(1, 8):
+        setattr(package, name, float(value))
+        torch.testing.assert_close(fused(x), torch.stack([model(x) for model in models]), rtol=1e-12, atol=0)
+    assert ("more than 4 values" in str(fused.report())) == (name == "LEVEL")
+
+
+def test_functions_that_name_one_another() -> None:
+    space: dict[str, Any] = {"__name__": "chained"}
+    for k in range(200):
+        exec(f"def f{k}(x): return f{k + 1}(x) if x is not None else x", space)
+    space["f200"] = torch.tanh
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return first(super().forward(x))  # type: ignore[no-any-return]
+
+    first = space["f0"]
+    models, x = [Model(3, 2).double() for _ in range(2)], torch.randn(4, 3, dtype=torch.float64)
+    torch.testing.assert_close(hf.fuse(models)(x), torch.stack([model(x) for model in models]))

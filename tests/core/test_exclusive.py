@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.core.exclusive import FairLock, tracing
 from tests.alone import normal
-from tests.capture.test_export import Sevenfold
+from tests.forwards.table import Sevenfold
 
 
 class Branch(nn.Linear):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfusion.core.fingerprint import read_state
-from tests.capture.test_reachable_code import READS
+from tests.forwards.outside import READS
 
 
 @pytest.mark.parametrize("kind", READS)

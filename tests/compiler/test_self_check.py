@@ -1,22 +1,28 @@
-"""The self-check catches a wrong rule and names the node, and stays silent on right ones."""
+"""The self-check catches a wrong rule and names the node, stays silent on right ones, and leaves no trace."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hfusion as hf
 from hfusion.compiler import compiled_program as compiling
-from hfusion.compiler.verify import relative_difference
+from hfusion.compiler import verify
+from hfusion.compiler.sandbox import without_trace
+from hfusion.compiler.verify import MAX_COMPARED_WHOLE, MIN_COMPARED, relative_difference
 from hfusion.core.layout import Layout, Listed
 from hfusion.ops.rule import Call, Site, Value
 from hfusion.passes import batch as batching
+from tests.forwards.table import branch, buffer, module
 from tests.zoo import MODELS, Model
 
 aten = torch.ops.aten
@@ -61,33 +67,25 @@ def test_a_wrong_rule_is_caught(
     assert "self-check not run" in str(unchecked.report())
 
 
-class Branching(nn.Module):
-    """Runs in a loop over members."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() < 1e9 else -x
-
-
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled = x / (self.count + 1)
-        self.count += 1
-        return scaled
+def counted(self: Any, x: Tensor) -> Tensor:
+    scaled = x / (self.count + 1)
+    self.count += 1
+    return scaled
 
 
-@pytest.mark.parametrize("around", [Branching, lambda: nn.Dropout(0.5), Counting, lambda: nn.BatchNorm1d(4)])
+BRANCHING, COUNTING = module(lambda self, x: branch(x)), module(counted, count=buffer(0.0, 1))
+AROUND = [BRANCHING, lambda: nn.Dropout(0.5), COUNTING, lambda: nn.BatchNorm1d(4).double()]
+
+
+@pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize(("rule", "message"), [(wrong_values, "differs is tanh"), (wrong_gradient, "a gradient does")])
 def test_only_the_wrong_node_is_named(
     around: Callable[[], nn.Module], rule: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "RULES", {**compiling.RULES, aten.tanh.default: rule})
-    models = [nn.Sequential(nn.Linear(4, 4), around(), nn.Tanh(), around(), nn.Linear(4, 4)) for _ in range(2)]
+    models = [nn.Sequential(nn.Linear(4, 4), around(), nn.Tanh(), around(), nn.Linear(4, 4)).double() for _ in "ab"]
     with pytest.raises(hf.FusionError, match=f"self-check: .*{message}"):
-        hf.fuse(models)(torch.randn(3, 4))
+        hf.fuse(models)(torch.randn(3, 4, dtype=torch.float64))
 
 
 def test_a_wrong_value_that_is_no_tensor_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,8 +122,8 @@ def test_the_check_leaves_no_trace() -> None:
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(states[0], states[1])
     assert all(p.grad is None for p in arrays[0].parameters())
-    for (name, buffer), expected in zip(arrays[0].named_buffers(), arrays[1].buffers(), strict=True):
-        assert torch.equal(buffer, expected), name
+    for (name, value), expected in zip(arrays[0].named_buffers(), arrays[1].buffers(), strict=True):
+        assert torch.equal(value, expected), name
 
 
 @pytest.mark.parametrize(
@@ -178,3 +176,92 @@ def test_a_value_that_is_no_number_differs_from_one() -> None:
     assert relative_difference(none, numbers) == math.inf
     assert relative_difference(numbers, none) == math.inf
     assert relative_difference(none, none) == 0.0
+
+
+MEMBERS = 40
+
+
+class Sloped(nn.Module):
+    def __init__(self, slope: float, scale: float, act: type[nn.Module] = nn.Tanh) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.slope, self.scale, self.act = slope, scale, act()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.leaky_relu(self.first(x), self.slope)
+        y: Tensor = self.second(self.act(hidden)) * self.scale
+        return y
+
+
+CASES: dict[str, tuple[Callable[[int], nn.Module], set[int]]] = {
+    "equal": (lambda b: Sloped(0.1, 2.0), {0, MEMBERS - 1}),
+    # The greatest slope and the least, the scale nearest to zero.
+    "numbers": (lambda b: Sloped((b * 7 + 3) % MEMBERS / 100, (b * 3 + 4) % MEMBERS - 19.5), {11, 28, 12, 25, 5}),
+    "few values": (lambda b: Sloped([0.1, 0.2, 0.3][b >= 13 and b % 13 % 2 + 1], 2.0), {0, 13, 14}),
+    "variants": (lambda b: Sloped(0.1, 2.0, nn.Tanh if b != 23 else nn.Sigmoid), {0, 23}),
+}
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    members: list[int] = []
+    outcome = verify._member_outcome
+
+    def noting(subject: Any, member: int, *more: Any) -> Any:
+        members.append(member)
+        return outcome(subject, member, *more)
+
+    monkeypatch.setattr(verify, "_member_outcome", noting)
+    return members
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_member_is_compared(case: str, compared: list[int]) -> None:
+    make, expected = CASES[case]
+    models, x = [make(b).double() for b in range(MEMBERS)], torch.randn(5, 3, dtype=torch.float64)
+    fused = hf.fuse(models)
+    outputs = fused(x)
+    outputs.sum().backward()
+    assert expected <= set(compared)
+    assert MIN_COMPARED <= len(compared) <= MIN_COMPARED + 8
+    assert f"gradients of {len(compared)} of {MEMBERS} members" in str(fused.report())
+    for member, model in enumerate(models):
+        torch.testing.assert_close(outputs[member], model(x), rtol=1e-9, atol=1e-11)
+
+
+def test_small_arrays_are_compared_whole(compared: list[int]) -> None:
+    fused = hf.fuse([Sloped(0.1, 1.0) for _ in range(MAX_COMPARED_WHOLE)])
+    fused(torch.randn(5, 3))
+    assert sorted(compared) == list(range(MAX_COMPARED_WHOLE))
+
+
+def drawing_and_failing() -> None:
+    with without_trace():
+        torch.rand(3), random.random(), np.random.rand(2)
+        torch.set_default_dtype(torch.float64)
+        raise ZeroDivisionError
+
+
+def test_random_states_and_the_default_dtype_are_as_before_also_after_an_error() -> None:
+    def state() -> tuple[object, ...]:
+        numpy = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
+        return torch.get_rng_state().tolist(), random.getstate(), numpy, torch.get_default_dtype()
+
+    before = state()
+    with pytest.raises(ZeroDivisionError):
+        drawing_and_failing()
+    assert state() == before
+
+
+def test_an_outer_checkpoint_sees_nothing_of_it() -> None:
+    outputs = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not outputs:
+            with without_trace():
+                outputs.append(x.sin().exp())
+        return x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(forward, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None

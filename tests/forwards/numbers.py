@@ -1,0 +1,372 @@
+"""Forwards with values of the member's own: numbers, settings and objects in attributes, equal or unlike."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict, UserDict, UserList, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.nn.utils import parametrizations
+
+from tests.alone import normal
+from tests.forwards.table import Table, buffer, each, linear, module, stacked
+
+ROWS = Table()
+row = ROWS
+
+# Numbers that differ between members: one capture serves them all.
+NUMBERS = Table(calls=lambda: [normal(8, 4), normal(5, 4)], loops=None, exports=True)
+FLOATS = each(*(0.1 + 0.07 * k for k in range(6)))
+INTS = each(*range(1, 7))
+
+
+@dataclass
+class Config:
+    beta: float
+    inner: dict[str, float]
+
+
+def numbers(name, act, values=FLOATS, **has):
+    """Add a row whose forward is ``act(self, h)`` of the layer's result; ``self.number`` is the member's own."""
+    NUMBERS(f"number: {name}", lambda self, x: act(self, self.fc(x)), number=values, **has)
+
+
+def made(make):
+    """Return what ``make`` gives for each of the numbers."""
+    return each(*map(make, FLOATS))
+
+
+numbers("attribute", lambda m, x: x * m.number)
+numbers("reciprocal", lambda m, x: x + 1 / m.number)
+numbers("sum", lambda m, x: (x - m.number) * (2 * m.number + 1))
+numbers("made an int", lambda m, x: x * int(m.number * 100))
+numbers("zero and one", lambda m, x: F.leaky_relu(x, m.number), each(0.0, 1.0, -0.0, 0.5, 0.25, 2.0))
+numbers("ints and floats", lambda m, x: x * m.number, each(1, 1.5, 2, 2.5, 3, 0))
+numbers("twice the same", lambda m, x: F.elu(x, m.number) * m.number, each(0.5, 0.5, 1.0, 1.0, 1.5, 2.0))
+numbers("data class", lambda m, x: F.softplus(x, m.held.beta), held=made(lambda v: Config(v, {})))
+numbers("dict in it", lambda m, x: x / m.held.inner["a"], held=made(lambda v: Config(v, {"a": v})))
+numbers("list", lambda m, x: x * m.held[1] + m.held[0], held=made(lambda v: [1.0, v]))
+numbers("partial", lambda m, x: m.held(x), held=made(lambda v: functools.partial(F.leaky_relu, negative_slope=v)))
+numbers("closure", lambda m, x: m.held(x), held=made(lambda v: lambda x: x * v))
+numbers("tensor made of it", lambda m, x: x * torch.tensor(m.number, dtype=x.dtype))
+numbers("tensor of several", lambda m, x: x + torch.tensor([m.number, 1, 2, 1 / m.number], dtype=x.dtype))
+numbers("filled tensor", lambda m, x: x * torch.full((4,), m.number, dtype=x.dtype))
+numbers("exponent", lambda m, x: (x * x + 1) ** m.number)
+numbers("int exponent", lambda m, x: x**m.number, INTS)
+numbers("int shift", lambda m, x: x.roll(m.number, 1), INTS)
+numbers("repetition", lambda m, x: x.repeat(1, m.number).view(len(x), -1, 4).sum(1), INTS, calls=lambda: [normal(8, 4)])
+numbers("bound", lambda m, x: x.clamp(max=m.number), INTS)
+numbers("flag of an operator", lambda m, x: x.std(0, unbiased=m.number), each(True, False, True, False, True, False))
+numbers("with sizes", lambda m, x: x * m.number / x.shape[0])
+numbers("check that passes", lambda m, x: x * m.number if m.number < 5 else x)
+numbers(
+    "place of many", lambda m, x: _many(m.held, x), held=each(*([1 + (p == k) for k in range(8)] for p in range(6)))
+)
+
+
+def _many(held, x):
+    for k, number in enumerate(held):
+        x = x.sin() * number + k
+    return x
+
+
+@functools.partial(numbers, "k of topk", values=each(1, 2, 3, 4, 3, 1))
+def topk(m, x):
+    values, places = x.topk(m.number, -1)
+    return torch.zeros_like(x).scatter(-1, places, values / values.shape[-1])
+
+
+@functools.partial(numbers, "buffer that is assigned", average=buffer())
+def assigns(m, x):
+    m.average = m.average * m.number + x.detach().mean(0) * (1 - m.number)
+    return x + m.average
+
+
+@functools.partial(numbers, "buffer that is written", average=buffer())
+def writes(m, x):
+    m.average.mul_(m.number).add_(x.detach().mean(0), alpha=1 - m.number)
+    return x.clone().mul_(m.number) + m.average
+
+
+@functools.partial(numbers, "without gradients")
+def without_gradients(m, x):
+    with torch.no_grad():
+        weights = (x * m.number).softmax(1)
+    return x * weights + m.number
+
+
+@functools.partial(numbers, "of a hook", exports=False)
+def hook(m, x):
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad * m.number)
+    return x * 1.0
+
+
+TORCH_LAYERS = {
+    "LayerNorm": lambda k: nn.LayerNorm(4, eps=0.1 + 0.1 * k),
+    "BatchNorm1d": lambda k: nn.BatchNorm1d(4, eps=0.1 + 0.1 * k, momentum=0.2 * k),
+    "activations": lambda k: nn.Sequential(nn.ELU(0.5 + k), nn.Hardtanh(-0.3 - k, 0.4), nn.Softplus(0.7 + k)),
+    "LeakyReLU": lambda k: nn.LeakyReLU(0.1 * k),
+    "GroupNorm": lambda k: nn.GroupNorm(2, 4, eps=0.1 + 0.1 * k),
+}
+for name, make in TORCH_LAYERS.items():
+    NUMBERS(
+        f"numbers of {name}", make=lambda k, make=make: nn.Sequential(nn.Linear(4, 4), make(k)).double(), members=5,
+        training=(True, False),
+    )  # fmt: skip
+
+# Numbers that meet a size, or steer forward: right at every size, or refused.
+STEERS = "number is .* in model 0 and .* in model"
+
+
+def three_sizes():
+    return [normal(size, 4) for size in (8, 5, 2)]
+
+
+STEERED = {
+    "limit": lambda m, x: x * 2 if x.shape[0] > m.number else x,
+    "limit in a local": lambda m, x: x * 2 if x.shape[0] > (limit := int(m.number)) and limit else x,
+    "shared part": lambda m, x: x + x[: max(x.shape[0] // (m.number + 1), 1)].sum(0),
+}
+for name, act in STEERED.items():
+    forward = lambda self, x, act=act: act(self, self.fc(x))  # noqa: E731
+    row(f"number and size: {name}", forward, number=each(9, 10, 11, 12, 13, 30), loops=None)
+    row(f"number and size: {name} of some", forward, number=each(0, 0, 0, 0, 0, 3), refused=STEERS, calls=three_sizes)
+row(
+    "number that steers",
+    lambda self, x: self.fc(x).relu() if self.number > 0.3 else self.fc(x).tanh(),
+    number=FLOATS,
+    refused=STEERS,
+)
+
+# Attributes of any kind in which members differ, or which are equal.
+Row, Options, Number = type("Row", (list,), {}), type("Options", (dict,), {}), type("Number", (float,), {})
+Slotted = type("Slotted", (), {"__slots__": ("scale",)})
+
+
+class Scaling:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, x):
+        return x * self.scale
+
+    def grown(self, x):
+        self.scale += 1
+        return x * self.scale
+
+
+def with_scale(value, scale):
+    value.scale = scale
+    return value
+
+
+def of_attribute(scale):
+    def function(x):
+        return x * function.scale
+
+    return with_scale(function, scale)
+
+
+def scale(held, x):
+    return x * held.scale
+
+
+def called(held, x):
+    return held(x)
+
+
+HELD = {
+    "list with an attribute": (lambda v: with_scale(Row([1]), v), scale),
+    "dict with an attribute": (lambda v: with_scale(Options(a=1), v), scale),
+    "number with an attribute": (lambda v: with_scale(Number(1), v), scale),
+    "tensor with an attribute": (lambda v: with_scale(torch.ones(1), v), scale),
+    "slots": (lambda v: with_scale(Slotted(), v), scale),
+    "deque": (lambda v: deque([v], 3), lambda held, x: x * held[0]),
+    "length of a deque": (lambda v: deque([1.0], int(v)), lambda held, x: x * held.maxlen),
+    "set": (lambda v: {v}, lambda held, x: x * sum(held)),
+    "frozenset": (lambda v: frozenset([v]), lambda held, x: x * sum(held)),
+    "list in a tuple": (lambda v: ([v],), lambda held, x: x * held[0][0]),
+    "UserDict": (lambda v: UserDict(a=v), lambda held, x: x * held["a"]),
+    "UserList": (lambda v: UserList([v]), lambda held, x: x * held[0]),
+    "namespace": (lambda v: types.SimpleNamespace(a=types.SimpleNamespace(b=v)), lambda held, x: x * held.a.b),
+    "attribute of a function": (of_attribute, called),
+    "default of a function": (lambda v: lambda x, factor=v: x * factor, called),
+    "bound method": (lambda v: Scaling(v).__call__, called),
+    "object that is called": (Scaling, called),
+    "partial": (lambda v: functools.partial(torch.mul, torch.tensor(v).double()), called),
+    "partial with a keyword": (lambda v: functools.partial(torch.add, alpha=v), lambda held, x: held(x, x)),
+    "array": (lambda v: np.full(2, v), lambda held, x: x * float(held.sum())),
+    "tensor": (lambda v: torch.full((4,), v).double(), lambda held, x: x * held),
+    "list of tensors": (lambda v: [torch.full((4,), v).double(), 1.0], lambda held, x: x * held[0] + held[1]),
+    "text": (str, lambda held, x: x * float(held)),
+}
+for name, (make, use) in HELD.items():
+    for scales in ((1.5, 1.5), (1.5, 3.5)):
+        forward = lambda self, x, use=use: use(self.held, self.fc(x))  # noqa: E731
+        row(f"attribute: {name} of {scales}", forward, held=each(*map(make, scales)), loops=None)
+
+
+# Parameters outside of the models.
+WEIGHT = nn.Parameter(torch.ones(4).double(), requires_grad=False)
+row("parameter outside", lambda self, x: self.fc(x) * WEIGHT, loops=None)
+
+
+# Objects whose methods raise: no method is called to look into them.
+def _raise(*_):
+    raise NotImplementedError
+
+
+SPECIAL = ["__iter__", "__len__", "__contains__", "__getitem__", "__eq__", "__hash__", "__bool__", "__repr__"]
+SPECIAL += ["items", "keys", "values", "count", "index"]
+
+
+def raising(base, *values):
+    """Return a function that makes an object of a subclass of ``base`` whose methods raise."""
+    kind = types.new_class("Raising", (base,), exec_body=lambda space: space.update(dict.fromkeys(SPECIAL, _raise)))
+    return lambda: kind(*values)
+
+
+def kind(**space):
+    return type("Kind", (), space)
+
+
+LazyMapping = type("LazyMapping", (OrderedDict,), {"items": _raise})
+RAISING = {
+    "tuple": lambda: type("Irrep", (tuple,), {"__len__": _raise})((1, 2)),
+    "OrderedDict": lambda: LazyMapping(tau=1.0),
+    **{kind.__name__: raising(kind, [1]) for kind in (list, tuple, set, frozenset, deque)},
+    **{f"{kind.__name__} with items": raising(kind, [("tau", 1.0)]) for kind in (dict, OrderedDict)},
+    "Mapping": raising(Mapping),
+    "UserDict": raising(UserDict),
+    **{kind.__name__: raising(kind, "1") for kind in (int, float, str)},
+    "object": raising(object),
+    "__getattr__": kind(__getattr__=_raise),
+    "__dict__": kind(__dict__=property(_raise)),
+    "iterator": kind(__iter__=_raise, __next__=_raise, __reduce_ex__=_raise, __repr__=_raise),
+    "class without a file": kind(__module__=None),
+    "class with a property for its file": kind(__module__=property(_raise)),
+    "key": lambda: {kind(__repr__=_raise)(): 1.0},
+    "proxy": lambda: types.MappingProxyType(LazyMapping(tau=1.0)),
+}
+
+
+def names(value):
+    held = [value]
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y if held is not None and held[0] is value else -y
+
+    return forward
+
+
+for name, make in RAISING.items():
+    row(f"names an object whose methods raise: {name}", names(make()), calls=lambda: [normal(3, 4)], loops=None)
+    # Python cannot copy some of them itself, and a counter is refused in words.
+    counting = lambda make=make: _counting(make)  # noqa: E731
+    row(f"holds an object whose methods raise: {name}", make=counting, refused="deep-copied|calls")
+
+
+def _counting(make):
+    def forward(self, x):
+        self.calls += 1
+        return self.fc(x) if self.held else x
+
+    return module(forward, fc=linear, calls=0, held=lambda: [make()])()
+
+
+# Structures: what is tied, used twice, held by reference, parametrized, traced.
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.c = nn.Sequential(self.a, nn.BatchNorm1d(4))
+        self.d = self.c
+        self.register_buffer("hidden", torch.randn(4), persistent=False)
+        self.register_buffer("nothing", None)
+
+    def forward(self, x):
+        return self.d(self.c(self.b(x))) * self.hidden
+
+
+class Held(nn.Module):
+    """References to registered modules, in whatever holds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.again = nn.Sequential(self.fc)
+        partial = functools.partial(self.fc)
+        self.refs = {"list": [self.fc], "method": self.fc.forward, "partial": partial, "me": self}
+        object.__setattr__(self, "hidden", self.fc)
+        self.acts = {"tanh": nn.Tanh()}
+
+    def forward(self, x):
+        x = self.refs["list"][0](x) + self.refs["method"](x) + self.refs["partial"](x) + self.hidden(x)
+        return self.acts["tanh"](self.refs["me"].again(x))
+
+
+def made_here(k):
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * float(k + 1)
+
+    return Scaled(4, 4).double()
+
+
+def after(layer):
+    return lambda: nn.Sequential(layer(), nn.Linear(4, 4))
+
+
+def traced():
+    return fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+STRUCTURES = {
+    "tied, used twice, non-persistent": Tied,
+    "references": Held,
+    "graph module": after(traced),
+    "class of each instance": made_here,
+    "weight_norm": after(lambda: parametrizations.weight_norm(nn.Linear(4, 4))),
+    "spectral_norm": after(lambda: parametrizations.spectral_norm(nn.Linear(4, 4))),
+    "orthogonal": after(lambda: parametrizations.orthogonal(nn.Linear(4, 4))),
+    "cumulative BatchNorm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)),
+    "no parameters": lambda: nn.Sequential(nn.ReLU(), nn.Flatten()),
+    "identity": nn.Identity,
+}
+for name, make in STRUCTURES.items():
+    numbered = (lambda k: made_here(k)) if make is made_here else (lambda make=make: make().double())
+    row(f"structure: {name}", make=numbered, calls=stacked(), loops=None)
+SEQUENCES = {
+    "LSTM": lambda: nn.LSTM(4, 3, 2, bidirectional=True),
+    "GRU": lambda: nn.GRU(4, 3, 2),
+    "encoder": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0),
+}
+for name, make in SEQUENCES.items():
+    calls = lambda: [normal(5, 2, 4), normal(3, 2, 4)]  # noqa: E731
+    row(f"structure: {name}", make=lambda make=make: make().double(), calls=calls, training=(True, False), loops=None)
+
+
+def partly_shared():
+    layer = nn.Linear(4, 4).double().requires_grad_(False)
+    return lambda k: nn.Sequential(
+        nn.Linear(4, 4).double().requires_grad_(False) if k == 1 else layer, nn.Linear(4, 3).double()
+    )
+
+
+row("layer of the first and the last model", make=partly_shared(), members=3, loops=None)
+row(
+    "two codes of a graph module",
+    make=lambda k: fx.symbolic_trace(module(lambda self, x: x ** (k + 2))()),
+    refused="a class with other code, in model 1",
+)
+
+ROWS += NUMBERS

@@ -1,0 +1,202 @@
+"""Forwards of models that others have changed: tensors that are held twice, hooks of torch's tools, nested backward."""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+
+import torch
+from torch import fx, nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+from tests.alone import normal
+from tests.forwards.table import Table, branch, buffer, linear, module, stacked
+
+ROWS = Table(calls=stacked())
+row = ROWS
+
+# Registered tensors that a looped module holds a second time, in plain attributes, are the array's in the loop.
+Gains = namedtuple("Gains", ["gain", "power"])
+Slotted = type("Slotted", (), {"__slots__": ("gain",)})
+Holder = type("Holder", (), {})
+
+
+def in_object(kind):
+    def make(self):
+        holder = kind()
+        holder.gain = self.g
+        return holder
+
+    return make
+
+
+def optimizer(self):
+    return torch.optim.lr_scheduler.StepLR(torch.optim.Adam(self.parameters(), lr=1e-3), 1)
+
+
+def own(self):
+    return self.g
+
+
+HELD = {
+    "optimizer": (optimizer, own),
+    "optimizer that is read": (optimizer, lambda self: self.held.optimizer.param_groups[0]["params"][0]),
+    "nested": (lambda self: {"a": [self.n, {"g": self.g}]}, lambda self: self.held["a"][1]["g"] + self.held["a"][0]),
+    "namedtuple": (lambda self: Gains(self.g, 2), lambda self: self.held.gain**self.held.power),
+    "list in a tuple": (lambda self: ([self.g],), lambda self: self.held[0][0]),
+    "set that is not read": (lambda self: {self.g}, own),
+    "partial": (lambda self: functools.partial(torch.add, self.g), lambda self: self.held(1)),
+    "object": (in_object(Holder), lambda self: self.held.gain),
+    "slots": (in_object(Slotted), lambda self: self.held.gain),
+    "attribute": (own, lambda self: self.held),
+    "buffer": (lambda self: [self.n], lambda self: self.held[0]),
+    # As torchvision's feature extractors, which keep graphs for both modes.
+    "graph": (lambda self: fx.Tracer().trace(nn.Sequential(self.fc)), own),
+    # As torchrl's actors, which hold a part of their modules in a second container.
+    "container": (lambda self: nn.Sequential(self.fc, nn.Tanh()), lambda self: self.held(self.g)),
+}
+
+
+class Holding(nn.Module):
+    """Multiplies by what ``gain`` reads; a branch on values keeps it out of a graph."""
+
+    def __init__(self, make, gain):
+        super().__init__()
+        self.gain = gain
+        self.fc, self.g, self.n = nn.Linear(4, 4).double(), nn.Parameter(normal(4)), buffer()()
+        vars(self)["held"] = make(self)
+
+    def forward(self, x):
+        self.n.add_(x.detach().mean(0))
+        return self.fc(branch(x)) * self.gain(self)
+
+
+for name, (make, gain) in HELD.items():
+    row(f"held twice: {name}", make=lambda make=make, gain=gain: Holding(make, gain), loops="forward")
+    inner = lambda make=make, gain=gain: Holding(make, gain)  # noqa: E731
+    row(f"held twice in a part: {name}", lambda self, x: self.fc(self.inner(x)), inner=inner, loops="inner")
+
+
+def over(tensor):
+    return lambda x: x * tensor
+
+
+FUNCTIONS = {
+    "default": lambda self: lambda x, gain=self.g: x * gain,
+    "closure": lambda self: over(self.g),
+    "closure over a buffer": lambda self: over(self.n),
+}
+for name, make in FUNCTIONS.items():
+    holding = lambda make=make: Holding(make, lambda self: self.held(1.0))  # noqa: E731
+    row(f"held by a function: {name}", make=holding, refused="held is a function that holds [gn] in a closure or a def")
+
+
+class Remade(nn.Module):
+    """Copied by calling ``__init__``, as einops' layers."""
+
+    def forward(self, x):
+        return x * 2 if self.training else x * 3
+
+    def __setstate__(self, state):
+        self.__init__()
+
+
+row(
+    "copies in the modes of the original",
+    lambda self, x: self.inner[0](self.fc(branch(x))),
+    inner=lambda: nn.ModuleList([Remade()]),
+    training=(True, False),
+    loops="forward",
+)
+
+
+# Hooks of torch's own tools, on a layer that is captured and on one that runs member by member.
+class Threshold(prune.BasePruningMethod):
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, tensor, default_mask):
+        return default_mask * (tensor.abs() > 0.2)
+
+
+def by_threshold(m):
+    Threshold.apply(m, "weight")
+    return m
+
+
+class Branch(nn.Linear):
+    """Runs member by member."""
+
+    def forward(self, x):
+        return super().forward(branch(x))
+
+
+HOOKED = {
+    "unstructured": lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    "random": lambda m: prune.random_unstructured(m, "bias", 0.5),
+    "structured": lambda m: prune.random_structured(m, "weight", 0.5, dim=0),
+    "by norm": lambda m: prune.ln_structured(m, "weight", 1, n=2, dim=1),
+    "identity": lambda m: prune.identity(m, "weight"),
+    "by mask": lambda m: prune.custom_from_mask(m, "weight", torch.eye(4)),
+    "own method": by_threshold,
+    "twice": lambda m: prune.l1_unstructured(prune.random_structured(m, "weight", 0.25, dim=0), "weight", 2),
+    "both": lambda m: prune.l1_unstructured(prune.l1_unstructured(m, "weight", 2), "bias", 1),
+    "old weight norm": lambda m: nn.utils.weight_norm(m, dim=1),
+    "old spectral norm": lambda m: nn.utils.spectral_norm(m, n_power_iterations=2),
+}
+for name, hook in HOOKED.items():
+    fields = {"loops": "", "training": (True, False), "calls": lambda: [normal(5, 4), normal(5, 4)]}
+    dense = lambda hook=hook: hook(nn.Linear(4, 4)).double()  # noqa: E731
+    looped = lambda hook=hook: hook(Branch(4, 4)).double()  # noqa: E731
+    row(f"hooked: {name}", make=dense, **fields)
+    row(f"hooked loop: {name}", lambda self, x: self.inner(self.fc(x)), inner=looped, **(fields | {"loops": "inner"}))
+
+
+# Custom functions whose backward calls backward, as reentrant checkpoints do.
+class Rerun(torch.autograd.Function):
+    """A reentrant checkpoint that does not refuse torch.autograd.grad, as reversible layers and older packages have."""
+
+    @staticmethod
+    def forward(ctx, run, x):
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.run(x)
+        torch.autograd.backward(output, *grads)
+        return None, x.grad
+
+
+def reentrant(run, x):
+    return checkpoint(run, x, use_reentrant=True)
+
+
+def chosen(self, x):
+    """Compute a layer, and one that only some members use."""
+    layer = self.fc if float(self.other.bias[0].detach()) > 0 else self.other
+    return layer(self.fc(x).tanh())
+
+
+def block(run=reentrant):
+    return module(lambda self, x: run(lambda h: chosen(self, h), x), fc=linear, other=linear)
+
+
+NESTED = {
+    "a part": lambda self, x: self.fc(self.first(self.fc(x)).relu()),
+    "two parts": lambda self, x: self.fc(self.second(self.fc(self.first(self.fc(x)).relu())).relu()),
+    "a part in another": lambda self, x: self.fc(
+        reentrant(lambda h: reentrant(self.first, self.second(h)), self.fc(x))
+    ),
+    "the whole": lambda self, x: self.fc(reentrant(self.first, self.fc(x))),
+    "a part that is shared": lambda self, x: self.fc(self.first(self.first(self.first.fc(self.fc(x))))),
+}
+for name, forward in NESTED.items():
+    row(f"backward in backward: {name}", forward, first=block(), second=block(), loops=None)
+row(
+    "backward in backward: no refusal", NESTED["a part"], first=block(lambda run, x: Rerun.apply(run, x)), loops="first"
+)

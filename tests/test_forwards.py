@@ -1,0 +1,429 @@
+"""Every row of the table of forwards: an array gives what its members give alone, in the expected way."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import hfusion as hf
+from hfusion.capture import python_state
+from hfusion.compiler.arguments import Arguments
+from hfusion.compiler.verify import FEW, shortened
+from tests.alone import normal
+from tests.forwards import gradients, numbers, outside, reads, sizes, state, submodules, tools, writes
+from tests.forwards.table import Row, exports
+from tests.trained import Way, assert_same, machine, momentum, plain, planned, task
+
+TABLES = (gradients, writes, submodules, tools, numbers, reads, state, sizes)
+ROWS = [row for table in TABLES for row in table.ROWS]
+BY_NAME = {row.name: row for row in ROWS}
+
+pytestmark = [pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")]
+
+
+@pytest.mark.parametrize("row", ROWS[::8], ids=str)
+def test_one_forward_of_eight(row: Row) -> None:
+    row.check()
+
+
+@pytest.mark.parametrize("row", [row for number, row in enumerate(ROWS) if number % 8], ids=str)
+def test_other_forwards(row: Row) -> None:
+    row.check()
+
+
+def test_every_row_has_a_name_of_its_own() -> None:
+    assert len(BY_NAME) == len(ROWS)
+
+
+@pytest.mark.parametrize("row", [row for row in numbers.ROWS if row.exports and row.make is None], ids=str)
+def test_members_that_join_cost_no_export(row: Row) -> None:
+    models, (x, *_) = row.models(), row.calls()
+    fused = hf.fuse(copy.deepcopy(models[:-1]))
+    with exports() as names:
+        fused(x)
+        before = len(names)
+        joined = [*fused.unfuse(), copy.deepcopy(models[-1])]
+        fused.append([models[-1]])
+        outputs = fused(x)
+        # Where an int may decide on sizes, an export asks.
+        assert len(names) == before or row.name == "number: int shift"
+    assert_close(outputs, torch.stack([model(x) for model in joined]), rtol=1e-9, atol=1e-12)
+
+
+# Rows whose steps are compiled, and of which shards or whole minibatches are trained.
+COMPILED = ["derivative: residual", "parameter written: norms bounded", "parameter written: teacher in place"]
+COMPILED += ["parameter written: bounded Embedding", "side effect: unused", "write into what may be a view: flatten"]
+
+
+def mean(y: Any, _: Any = None) -> Tensor:
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(y) if isinstance(leaf, Tensor)]
+    return torch.stack([leaf.square().mean() for leaf in leaves]).sum()
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.filterwarnings("ignore:.* runs in a loop over members")
+def test_a_compiled_step_trains_as_alone(name: str) -> None:
+    models = BY_NAME[name].models()
+    batches = [x for x in BY_NAME[name].calls() if isinstance(x, Tensor)][:3] * 2
+    fused = hf.fuse(copy.deepcopy(models))
+    step = hf.train_step(fused, mean, hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9), compile=True)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    for x in batches:
+        losses = step(x, x)
+        for row, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss = mean(model(x))
+            loss.backward()
+            optimizer.step()
+            assert_close(losses[row], loss.detach(), rtol=1e-9, atol=1e-11)
+    for key, stack in fused.state_dict().items():
+        assert_close(stack, torch.stack([model.state_dict()[key] for model in models]), rtol=1e-9, atol=1e-11)
+
+
+TASKS = ["parameter written: norms bounded", "parameter written: teacher by foreach", "parameter written: in a part"]
+NESTED = ["backward in backward: a part in another", "backward in backward: the whole"]
+
+
+@pytest.mark.parametrize("name", [*TASKS, *NESTED])
+def test_tasks_give_the_bits_of_the_loop(name: str) -> None:
+    array = hf.fuse(replace(BY_NAME[name], members=3).models(), verify=False)
+    loader = [(normal(5, 4), torch.zeros(())) for _ in range(3)]
+
+    def evaluate(_: Callable[..., Tensor]) -> None:
+        array.eval()
+        with torch.no_grad():
+            array(loader[0][0])
+        array.train()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return output.square().mean() + target
+
+    expected = plain(array, Way(momentum), loader, loss, evaluate)
+    sharded = task(array, Way(momentum), loader, loss=loss, eval_loader=loader[:1])
+    for resident in (True, False):
+        assert_same([array], [sharded], [expected], machine(), planned([sharded], machine(), [1], [resident]))
+    if name in TASKS:
+        with pytest.raises(hf.PlanError, match=r"writes into the parameter .* which shards of it cannot follow"):
+            hf.train([sharded], machine(), plan=planned([sharded], machine(), [3], [False]))
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("name", ["parameter written: norms bounded", "parameter written: teacher by foreach"])
+def test_a_step_that_does_not_count_writes_nothing(name: str, bad: int) -> None:
+    pop = hf.Population(
+        BY_NAME[name].models(),
+        optimizer=lambda parameters: hf.optim.SGD(parameters, lr=0.1),
+        loss=lambda y, t: (y * t).square().mean(),
+        compile=False,
+    )
+    for step in range(4):
+        before = {key: value.clone() for key, value in pop.fused.state_dict().items()}
+        scale = torch.tensor([[1.0], [math.nan if step == bad else 1.0]], dtype=torch.float64)
+        pop.step(normal(5, 4), hf.stacked(scale))
+        changed = {key for key, value in pop.fused.state_dict().items() if not torch.equal(value[1], before[key][1])}
+        assert bool(changed) == (step < bad), changed
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_the_check_changes_no_gradient(name: str) -> None:
+    fused = hf.fuse(BY_NAME[name].models())
+    before = [torch.rand_like(parameter) for parameter in fused.parameters()]
+    for parameter, grad in zip(fused.parameters(), before, strict=True):
+        parameter.grad = grad.clone()
+    fused(normal(5, 4))
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(fused.parameters(), before, strict=True))
+
+
+# Values outside of the models.
+def model_that_uses(read: Callable[[], float]) -> nn.Module:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * read()
+
+    return Scaled(4, 2).double()
+
+
+@pytest.fixture
+def _outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Values outside are what they were, before and after."""
+    monkeypatch.delenv("TAU", raising=False)
+    outside.reset()
+    yield
+    outside.reset()
+
+
+@pytest.mark.usefixtures("_outside")
+@pytest.mark.parametrize("kind", outside.READS)
+def test_a_value_that_others_change_counts_at_each_call(kind: str) -> None:
+    read, put = outside.READS[kind]
+    models = [model_that_uses(read) for _ in range(2)]
+    fused = hf.fuse(models)
+    try:
+        for value in (1.0, 0.5, 0.25, 1.0):
+            put(value)
+            x = normal(3, 4)
+            assert_close(fused(x), torch.stack([model(x) for model in models]), rtol=1e-12, atol=0)
+    finally:
+        put(1.0)
+        vars(outside.CONFIG).pop("level", None)
+
+
+@pytest.mark.usefixtures("_outside")
+@pytest.mark.parametrize("count", [*outside.COUNTERS, outside.draw])
+def test_a_value_that_forward_changes_counts_as_in_the_loop(count: Callable[[], float]) -> None:
+    models, batches = [model_that_uses(count) for _ in range(2)], [normal(3, 4) for _ in range(4)]
+    expected = [torch.stack([model(x) for model in models]) for x in batches]
+    outside.reset()
+    fused = hf.fuse(models)
+    for x, rows in zip(batches, expected, strict=True):
+        assert_close(fused(x), rows, rtol=1e-12, atol=0)
+
+
+@pytest.mark.usefixtures("_outside")
+@pytest.mark.parametrize("count", outside.COUNTERS)
+def test_a_trial_run_leaves_no_count(count: Callable[[], float]) -> None:
+    model = model_that_uses(count)
+    count()
+    with python_state.restored(model):
+        later = [count(), count()]
+        assert later[0] != later[1]
+    assert [count(), count()] == later
+
+
+ITERATORS: Mapping[str, Callable[[], float]] = {
+    "count": lambda: next(outside.NUMBERED),
+    "list": lambda: next(outside.LISTED),
+    "generator": lambda: next(outside.YIELDED),
+}
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+def test_an_iterator_outside_is_refused(kind: str) -> None:
+    fused = hf.fuse([model_that_uses(ITERATORS[kind]) for _ in range(2)])
+    with pytest.raises(hf.FusionError, match="an iterator outside of the model, and so do captures"):
+        fused(normal(3, 4))
+
+
+@pytest.mark.usefixtures("_outside")
+def test_a_large_tensor_outside_is_not_written_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_state, "MAX_TENSOR_BYTES", 3)
+    fused = hf.fuse([model_that_uses(outside.of_tensor) for _ in range(2)])
+    with pytest.raises(hf.FusionError, match=r"forward writes into TOTAL, a tensor of shape \(\) outside of the model"):
+        fused(normal(3, 4))
+
+
+def test_a_parameter_outside_gets_its_gradient() -> None:
+    layer = nn.Linear(4, 2).double()
+    models, x = [model_that_uses(lambda: layer.weight.sum()) for _ in range(2)], normal(3, 4)
+    fused = hf.fuse(models)
+    (gradient,) = torch.autograd.grad(fused(x).square().sum(), [layer.weight])
+    (expected,) = torch.autograd.grad(torch.stack([model(x) for model in models]).square().sum(), [layer.weight])
+    assert_close(gradient, expected)
+    assert "that the model does not register" in str(fused.report())
+
+
+def test_a_number_of_many_values_is_reported() -> None:
+    powered = [type("Powered", (nn.Linear,), {"forward": _power})(4, 4).double() for _ in range(2)]
+    array, x = hf.fuse(powered, verify=False), normal(3, 4).abs()
+    for value in range(1, 16):
+        array(x, value)
+    with pytest.warns(UserWarning, match=r"16 values of a number, now \[16\].* such as torch.tensor\(16\)"):
+        array(x, 16)
+    for value in (17, torch.tensor(3)):
+        assert_close(array(x, value), torch.stack([model(x, value) for model in powered]))
+
+
+def _power(self: nn.Linear, x: Tensor, power: Any) -> Tensor:
+    return nn.functional.linear(x, self.weight, self.bias) ** power
+
+
+def test_outputs_of_a_loop_are_the_callers() -> None:
+    array, x = hf.fuse(BY_NAME["looped: number"].models()), normal(5, 4)
+    before = x.clone()
+    array(x).add_(1)
+    assert torch.equal(x, before)
+    assert not [name for name in vars(x) if "dynamo" in name]
+
+
+def test_autocast_regions() -> None:
+    class Region(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                h = super().forward(x).relu()
+            return h.float() + super().forward(x)
+
+    models, x = [Region(4, 4) for _ in range(3)], torch.randn(5, 4)
+    assert torch.allclose(hf.fuse(models)(x), torch.stack([model(x) for model in models]), rtol=1e-5, atol=1e-6)
+    assert not torch.is_autocast_enabled("cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert hf.fuse([nn.Linear(4, 4)])(x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_dense_in_an_array(make: Callable[..., nn.Module]) -> None:
+    models, ids = [make(6, 4, sparse=True) for _ in range(2)], torch.tensor([[1, 2, 2], [0, 1, 5]])
+    fused = hf.fuse(models)
+    fused(ids).sin().sum().backward()
+    for row, model in zip(fused.weight.grad, models, strict=True):
+        model(ids).sin().sum().backward()
+        assert_close(row, model.weight.grad.to_dense())
+
+
+def test_tensors_of_all_members_are_not_written() -> None:
+    models: list[Any] = BY_NAME["parameter written: teacher in place"].models()
+    models[1].teacher = models[0].teacher
+    with pytest.raises(hf.FusionError, match="is one object in all members"):
+        hf.fuse(models)(normal(5, 4))
+
+
+def test_a_loop_writes_what_it_did_not_when_it_was_captured() -> None:
+    def rarely(weight: nn.Parameter) -> None:
+        if weight.abs().max() > 5:
+            weight.data = weight.data / 2
+
+    models = [writes.Convex(rarely) for _ in range(2)]
+    alone = copy.deepcopy(models)
+    fused, x = hf.fuse(models), normal(5, 4)
+    for scale in (1.0, 20.0, 1.0):
+        with torch.no_grad():
+            for weight in (fused.get_parameter("inner.weight"), *(model.inner.weight for model in alone)):
+                weight.mul_(scale)
+        assert_close(fused(x), torch.stack([model(x) for model in alone]), rtol=1e-9, atol=0)
+        weights = torch.stack([model.inner.weight for model in alone])
+        assert_close(fused.get_parameter("inner.weight"), weights, rtol=1e-9, atol=0)
+
+
+def test_a_failed_check_of_all_values_raises_the_error_of_the_member() -> None:
+    array = hf.fuse(BY_NAME["checks"].models())
+    array(normal(3, 4))
+    with pytest.raises(RuntimeError, match="too large"):
+        array(normal(3, 4) + 1000)
+
+
+def test_state_outside_of_members_counts_each_call_once() -> None:
+    outside.reset()
+    fused = hf.fuse([model_that_uses(outside.of_object) for _ in range(2)])
+    for step in (1, 2):
+        fused(normal(3, 4))
+        assert outside.COUNTER.count == 2 * step
+    outside.reset()
+
+
+class Masked(nn.TransformerEncoder):
+    """While gradients are off torch takes another way, in which what is masked gives zeros."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, src_key_padding_mask=torch.arange(x.shape[1]).expand(x.shape[:2]) > 2)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_part_that_asks_for_gradients_gives_what_it_gives_alone(off: Callable[[], Any]) -> None:
+    models = [nn.Sequential(nn.Linear(4, 4), Masked(), nn.Linear(4, 4)).double().eval() for _ in range(2)]
+    array, x = hf.fuse(models), normal(3, 5, 4)
+    for mode in (torch.enable_grad, off, torch.enable_grad):
+        with mode():
+            assert_close(array(x), torch.stack([model(x) for model in models]), rtol=1e-9, atol=1e-12)
+    assert "loop over members, 1: in forward output 0 differs while gradients are off" in str(array.report())
+
+
+def test_recomputed_dropout_has_the_mask_of_the_forward() -> None:
+    drop = submodules.module(
+        lambda self, x: tools.reentrant(lambda h: nn.functional.dropout(h * self.w, 0.5), x),
+        w=lambda: nn.Parameter(torch.ones(64)),
+    )
+    fused = hf.fuse([nn.Sequential(nn.Identity(), drop()) for _ in range(3)])
+    for _ in range(2):
+        fused.zero_grad()
+        y = fused(torch.ones(64, requires_grad=True, dtype=torch.float64))
+        y.sum().backward()
+        (w,) = fused.parameters()
+        assert torch.equal(w.grad, y)
+        assert not torch.equal(y[0], y[1])
+
+
+def test_a_loss_over_a_python_loop() -> None:
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return torch.stack([(y[:, t] - target[:, t]).square().mean() * (t + 1) for t in range(y.shape[1])]).sum()
+
+    losses = hf.per_model(loss)
+    for t in (3, 5, 4, 7, 6, 9):
+        y, target = normal(2, 3, t, 4), normal(3, t, 4)
+        assert_close(losses(y, target), torch.stack([loss(row, target) for row in y]), rtol=1e-9, atol=1e-11)
+    assert len(losses.programs) <= 2
+
+
+LOSSES: Mapping[str, Callable[..., Tensor]] = {
+    "len": lambda y, target: (y - target).square().sum() / len(y),
+    "len of a helper": lambda y, target: (y - target).square().sum() / _rows(target),
+    "module": submodules.module(lambda self, y, target: (y - target).abs().sum() / len(y))(),
+}
+
+
+def _rows(x: Tensor) -> int:
+    return len(x)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_with_len_stay_fused_at_all_sizes(name: str) -> None:
+    make = submodules.module(lambda self, x: self.fc(x.view(len(x), -1)) / len(x), fc=lambda: nn.Linear(6, 2))
+    models = [make() for _ in range(3)]
+    fused = hf.fuse(models)
+    step = hf.train_step(fused, LOSSES[name], hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)
+    for count in (8, 5, 3, 4):
+        x, target = normal(count, 2, 3), normal(count, 2)
+        assert_close(step(x, target), torch.stack([LOSSES[name](model(x), target).detach() for model in models]))
+    assert "loop" not in str(fused.report())
+
+
+def test_sizes_met_in_training_are_open_in_evaluation() -> None:
+    fused = hf.fuse(BY_NAME["sizes of gru"].models())
+    for training, met in ((True, sizes.SIZES[:3]), (False, sizes.SIZES)):
+        fused.train(training)
+        for t, n in met:
+            fused(normal(n, t, 4))
+    assert sum(map(len, fused._compiler.families.values())) <= 4
+
+
+def test_the_check_takes_few_samples_where_values_name_none() -> None:
+    for row in sizes.ROWS:
+        if row.name.startswith("samples: ") and row.members == 3:
+            few = row.name.partition(": ")[2] in ("pairs of samples", "mask", "rows in groups", "one sample")
+            (made,) = row.calls()
+            array = hf.fuse(row.models(), verify=False)
+            arguments = Arguments.of(made.args, {})
+            short = shortened(array.compiled(arguments), arguments)
+            assert row.name == "samples: fails on few samples" or (short is not None) == few, row.name
+            assert short is None or short.leaves[0].shape[0] == min(FEW, made.args[0].shape[0])
+
+
+def test_a_population_takes_members_with_numbers_of_their_own() -> None:
+    numbers_of_members = iter(range(1, 20))
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.01 * next(numbers_of_members)), nn.Linear(4, 3))
+
+    population = hf.Population(
+        [model() for _ in range(5)],
+        optimizer=lambda parameters: hf.optim.SGD(parameters, lr=0.1),
+        loss=nn.functional.cross_entropy,
+        compile=False,
+    )
+    x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+    population.step(x, y)
+    with exports() as names:
+        for row in (0, 1, 4):
+            population.stop(row)
+            population.start(row, model())
+            population.step(x, y)
+    assert names == []
