@@ -272,40 +272,6 @@ def _other_base() -> OnBase:
     return model
 
 
-def _twice() -> list[nn.Module]:
-    first, other = Net(), Net()
-    other.norm = first.norm
-    return [first, other]
-
-
-WRONG: dict[str, tuple[Callable[[hf.FusedModule], Any], type[Exception], str]] = {
-    "none": (lambda f: f.keep([]), ValueError, "keep got no rows"),
-    "twice": (lambda f: f.keep([0, 1, 0]), ValueError, "row 0 comes 2 times"),
-    "beyond": (lambda f: f.keep([0, 3]), ValueError, "3 is no row of an array of 3 members"),
-    "no number": (lambda f: f.keep(["a"]), ValueError, "'a' is no row"),  # type: ignore[list-item]
-    "flag": (lambda f: f.keep([True]), ValueError, "True is no row"),
-    "counts": (lambda f: f.copy([0, 1], [2]), ValueError, "copy of 2 members over 1"),
-    "written twice": (lambda f: f.copy([0, 1], [2, 2]), ValueError, "row 2 comes 2 times"),
-    "empty": (lambda f: f.append([]), hf.FusionError, "append takes a list of one model or more"),
-    "bare": (lambda f: f.append(Net()), hf.FusionError, "append takes a list"),  # type: ignore[arg-type]
-    "no model": (lambda f: f.append(["x"]), hf.FusionError, "can join an array, got str"),  # type: ignore[list-item]
-    "shape": (lambda f: f.append([nn.Linear(4, 4)]), hf.FusionError, "is Net in model 0"),
-    "mode": (lambda f: f.append([Net().eval()]), hf.FusionError, "train mode in model 0"),
-    "models": (lambda f: f.put([0, 1], [Net()]), ValueError, "put of 1 models into 2 rows"),
-    "shared among the new": (lambda f: f.append(_twice()), hf.FusionError, "is one object in"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_errors_leave_the_array_as_it_was(name: str) -> None:
-    fused = hf.fuse([Net() for _ in range(3)])
-    before = {key: value.clone() for key, value in fused.state_dict().items()}
-    act, kind, words = WRONG[name]
-    with pytest.raises(kind, match=words):
-        act(fused)
-    assert all(torch.equal(before[key], value) for key, value in fused.state_dict().items())
-
-
 def test_another_base_cannot_join() -> None:
     fused = hf.fuse([OnBase(), OnBase()])
     with pytest.raises(hf.FusionError, match="is one tensor for all members"):

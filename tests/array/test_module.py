@@ -385,9 +385,3 @@ def test_a_dict_that_is_no_keyword_arguments() -> None:
     with pytest.raises(ValueError, match=r"forward\(x=\.\.\.\): .*in a tuple it is an argument itself"):
         step(batch, torch.zeros(4, 2))
     assert step((batch,), torch.zeros(4, 2)).shape == (2,)
-
-
-def test_a_module_of_its_own_is_refused() -> None:
-    fused = hf.fuse([nn.Sequential(nn.Linear(2, 2)) for _ in range(2)])
-    with pytest.raises(hf.FusionError, match="extra, added to a fused Sequential, would have no effect"):
-        fused.extra = nn.Linear(2, 2)

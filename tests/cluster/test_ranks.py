@@ -31,22 +31,6 @@ def test_rows_are_all_members_once_and_balanced(members: int, world: int) -> Non
     assert min(map(len, parts)) >= 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((3, 0, 4), "3 members for 4 ranks: 1 would have none; start at most 3 processes"),
-        ((0, 0, 1), "0 members for 1 ranks"),
-        ((4, 2, 2), "rank=2 of world=2: ranks are 0 to 1"),
-        ((4, -1, 2), "rank=-1 of world=2"),
-        ((4, 0, 0), "rank=0 of world=0"),
-        ((4, 1), "give rank and world both, or neither"),
-    ],
-)
-def test_rows_that_cannot_be(arguments: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hf.rows(*arguments)
-
-
 def test_rows_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hf.rows(4) == slice(0, 4)
     monkeypatch.setenv("RANK", "1")

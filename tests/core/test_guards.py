@@ -42,15 +42,6 @@ def test_sizes(shapes: list[tuple[int, ...]], holds: bool) -> None:
     assert Assumptions(*ast.literal_eval(repr((assumed.sizes, assumed.code)))) == assumed
 
 
-@pytest.mark.parametrize(
-    "code",
-    ["__import__('os').system('')", "L['t0'].__class__", "torch.load('x')", "[x for x in L]", "1 +"],
-)
-def test_code_that_does_more_than_reckon_is_refused(code: str) -> None:
-    with pytest.raises((ValueError, SyntaxError)):
-        Assumptions(((None,),), code)
-
-
 def symbolic(*sizes: int) -> Tensor:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     context: object = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(sizes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -69,11 +68,6 @@ def test_a_loss_that_cannot_train(entry: str, kind: str) -> None:
     loss, message = LOSSES[kind]
     with pytest.raises(ValueError, match=message):
         ENTRIES[entry](loss)
-
-
-def test_a_task_refuses_a_loss_that_is_per_model_already() -> None:
-    with pytest.raises(hf.PlanError, match=re.escape("task 'task': the loss is per_model(mse_loss)")):
-        hf.Task(nn.Linear(1, 1), hf.per_model(F.mse_loss), hf.optim.SGD, [(torch.ones(1, 1), torch.ones(1, 1))])
 
 
 def test_a_model_without_trained_parameters_needs_no_gradient() -> None:

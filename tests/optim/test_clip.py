@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import Parameter
@@ -84,23 +82,3 @@ def test_shared_parameters() -> None:
     only.grad = torch.ones(2)
     assert optim.clip_grad_norm_([only], 0.5).tolist() == pytest.approx([2**0.5])
     assert only.grad.norm().item() == pytest.approx(0.5, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("params", "max_norm", "message"),
-    [
-        (lambda: Array(3).params, [1.0, 2.0], "max_norm has 2 values for an array of 3 members"),
-        (lambda: Array(3).params, [1.0, -2.0, 1.0], "every value must be at least 0"),
-        (lambda: Array(3).params, float("nan"), "every value must be at least 0"),
-        (lambda: [Parameter(torch.zeros(2))], 1.0, r"parameter 0 \(shape \[2\]\) belongs to no fused module"),
-        (
-            lambda: [Array(3).params[0], Array(2).params[0]],
-            1.0,
-            "belongs to an array of 2 members, those before",
-        ),
-        (list, 1.0, "no parameters were given"),
-    ],
-)
-def test_bad_input_is_refused(params: Any, max_norm: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        optim.clip_grad_norm_(params(), max_norm)

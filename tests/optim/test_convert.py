@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -139,67 +138,6 @@ def test_frozen_shared_parameters_ride_along() -> None:
 
 def adam(params: Any, **options: Any) -> Any:
     return torch.optim.Adam(params, **options)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda m: [adam(m[0])], "1 optimizers for an array of 2 members"),
-        (lambda m: [adam(m[0]), torch.optim.SGD(m[1])], "optimizer 1 is SGD, optimizer 0 is Adam"),
-        (
-            lambda m: [torch.optim.Rprop(p) for p in m],
-            "optimizer 0 is Rprop; supported are torch.optim.Adadelta, ",
-        ),
-        (
-            lambda m: [adam(m[0]), adam(m[0])],
-            r"parameter 0 \(shape \[4, 3\]\) in group 0 of optimizer 1 is 'p0' of ",
-        ),
-        (lambda m: [adam(m[0]), adam([Parameter(torch.zeros(1))])], "is no original parameter of this array"),
-        (
-            lambda m: [adam(m[0]), adam(m[1][:3])],
-            "group 0 of optimizer 1 holds 3 parameters, where that of optimizer 0 holds 5:",
-        ),
-        (lambda m: [adam(m[0]), adam(m[1][::-1])], "holds 'p4' as parameter 0, where that of optimizer 0 holds 'p0'"),
-        (
-            lambda m: [adam(m[0]), adam([{"params": m[1][:2]}, {"params": m[1][2:]}])],
-            "optimizer 1 has 2 param groups, optimizer 0 has 1",
-        ),
-        (
-            lambda m: [adam(m[0]), adam(m[1], amsgrad=True)],
-            "option 'amsgrad' of group 0 is True for member 1 and False for member 0",
-        ),
-        (lambda m: [adam(p, differentiable=True) for p in m], "optimizer 0 has differentiable=True"),
-    ],
-)
-def test_optimizers_that_cannot_be_fused_are_refused(make: Any, message: str) -> None:
-    array = Array(2)
-    with pytest.raises(FusionError, match=message):
-        optim.fuse(make(array.members), array)
-
-
-OTHER_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "words": (lambda array: optim.fuse(["a"], array), "optimizer 0 must be an optimizer, got str. Give one per member"),
-    "classes": (
-        lambda array: optim.fuse([torch.optim.Adam] * 2, array),
-        "optimizer 0 must be an optimizer, got the class Adam",
-    ),
-    "models": (
-        lambda array: optim.fuse([torch.nn.Linear(1, 1)] * 2, array),
-        "optimizer 0 must be an optimizer, got Linear",
-    ),
-    "one optimizer": (lambda array: optim.fuse(adam(array.members[0]), array), "expects a list of .* got Adam"),
-    "nothing": (lambda array: optim.fuse(None, array), "expects a list of .* got NoneType"),
-    "a model": (lambda array: optim.fuse([], torch.nn.Linear(1, 1)), "got Linear for the array.*what hf.fuse"),
-    "the wrong order": (lambda array: optim.fuse(array, [adam(array.members[0])]), "got list for the array"),
-    "into by name": (lambda array: optim.fuse([], array, into="Adam"), "into='Adam': give a class of hf.optim"),
-    "into torch's": (lambda array: optim.fuse([], array, into=torch.optim.SGD), "give a class of hf.optim"),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), OTHER_ARGUMENTS.values(), ids=OTHER_ARGUMENTS)
-def test_other_arguments_are_refused(call: Callable[[Any], Any], message: str) -> None:
-    with pytest.raises(FusionError, match=message):
-        call(Array(2))
 
 
 def test_unfused_dicts_are_copies() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.amp import GradScaler
 
 import hfusion as hf
-from tests.optim.arrays import Array, Per, beside_a_bad_member, for_array, run, start, start_alone
+from tests.optim.arrays import Array, Per, beside_a_bad_member, run, start, start_alone
 
 SHAPES = [(4, 3), (3, 5), (6, 6)]
 CASES: dict[str, dict[str, Any]] = {
@@ -95,14 +94,6 @@ def test_a_member_that_overflows_is_held_back_alone() -> None:
         optimizer.step()
     assert all(torch.equal(param.detach()[2], old) for param, old in zip(array.params, before, strict=True))
     assert_equal(array, 1)
-
-
-def test_parameters_that_are_no_matrices_are_refused() -> None:
-    fused = hf.fuse([nn.Linear(3, 2) for _ in range(2)])
-    message = r"parameter 'bias' is float32 \[2\] in each member: Muon trains matrices .* such as hf\.optim\.AdamW"
-    with pytest.raises(ValueError, match=message):
-        hf.optim.Muon(fused.parameters())
-    assert hf.optim.Muon([fused.get_parameter("weight")], **for_array(CASES["lr"], 2)).members == 2
 
 
 @pytest.mark.parametrize(

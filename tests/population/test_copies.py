@@ -128,23 +128,3 @@ def test_a_shared_base_is_unchanged_after_all_members_stop() -> None:
     pop.start(0, stopped[0])
     assert pop.step(*batch)[0].isfinite()
     assert pop.ages[0] == 1
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("lr", [1, 2], "lr has 2 values for an array of 3 members: give one value, or 3"),
-        ("lr", "a", "lr='a' is not a number"),
-        ("lr", [0.1, -1.0, 0.1], r"lr of member 1 is -1\.0: it must be finite and at least 0"),
-        ("weight_decay", float("nan"), "weight_decay of member 0 is nan"),
-        ("betas", 0.5, r"betas=0\.5 is not a pair"),
-        ("betas", (0.5,), r"betas=\(0\.5,\) is not a pair"),
-        ("betas", (0.5, 1.5), r"betas\[1\] of member 0 is 1\.5"),
-    ],
-)
-def test_wrong_hyper_parameters_are_reported_and_change_nothing(key: str, value: Any, message: str) -> None:
-    pop = population(3)
-    before = repr(pop.hparams)
-    with pytest.raises(ValueError, match=message):
-        pop.hparams[key] = value
-    assert repr(pop.hparams) == before

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -57,19 +55,3 @@ def test_rounds() -> None:
     assert rounds == [[4, 0], [4], [2], [2]]
     assert list(hf.zip_loaders([])) == []
     assert list(hf.zip_loaders([[BATCH]], epochs=0)) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (([[BATCH]], {"epochs": [1, 2]}), "epochs has 2 values for 1 loaders"),
-        (([[BATCH]], {"rows": []}), "rows has 0 values for 1 loaders"),
-        (([[BATCH]], {"epochs": -1}), "epochs=-1"),
-        (([[]], {}), "the loader of row 0 gave no batch in epoch 0"),
-        (([iter([BATCH])], {"epochs": 2}), "gave no batch in epoch 1"),
-        (([[torch.zeros(2)]], {"rows": [3]}), "the loader of row 3 gave Tensor"),
-    ],
-)
-def test_wrong_loaders_are_refused(arguments: tuple[Any, dict[str, Any]], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        list(hf.zip_loaders(arguments[0], **arguments[1]))

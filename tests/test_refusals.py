@@ -1,0 +1,404 @@
+"""What is refused: a line of code, the class of the error, and words of it. What the line names stays as it was.
+
+A line may name anything in this file, and the fixtures of `FIXTURES`, each of which is made for the line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn import Parameter
+from torch.nn.utils import prune
+
+import hfusion as hf
+from hfusion.core.guards import Assumptions
+from hfusion.core.loss_checks import check_losses
+from hfusion.core.membership import Membership, mark
+from hfusion.core.ragged import Ragged
+from hfusion.device.calibrate import ComputeRates, Rates
+from tests.alone import normal
+from tests.forwards.table import linear, module
+from tests.optim.arrays import Array
+
+NAN, INF = float("nan"), float("inf")
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+
+def changed(change: Callable[[nn.Sequential], Any]) -> list[nn.Module]:
+    """Return two models, of which ``change`` has changed the second."""
+    models = [mlp(), mlp()]
+    change(models[1])
+    return [*models]
+
+
+def holding(**attributes: Any) -> nn.Module:
+    module = mlp()
+    vars(module).update(attributes)
+    return module
+
+
+def partly_shared() -> list[nn.Module]:
+    models = [mlp() for _ in range(3)]
+    models[1][0] = models[0][0]
+    return [*models]
+
+
+def hook(*args: Any) -> None:
+    return None
+
+
+def adam(params: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, **options)
+
+
+def shared(members: int) -> Parameter:
+    return mark(Parameter(torch.zeros(2)), Membership("base.weight", members, False))
+
+
+def population() -> hf.Population:
+    def adamw(params: Any) -> Any:
+        return hf.optim.AdamW(params, lr=0.1)
+
+    return hf.Population([mlp() for _ in range(3)], optimizer=adamw, loss=F.cross_entropy, compile=False)
+
+
+class Listing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4)]
+
+
+class NoForward(nn.Module):
+    pass
+
+
+class Sizes(nn.Linear):
+    """Its result has as many rows as there are positive values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu().nonzero()
+
+
+ONE, WIDTHS = mlp(), itertools.count(2)
+LOADER = [(torch.ones(2, 4), torch.tensor([0, 1]))]
+# What lines name besides what this file defines.
+NAMES: dict[str, Any] = {
+    "Assumptions": Assumptions, "ComputeRates": ComputeRates, "F": F, "Parameter": Parameter, "Ragged": Ragged,
+    "Rates": Rates, "check_losses": check_losses, "normal": normal, "np": np, "optim": hf.optim, "prune": prune,
+    "weakref": weakref,
+}  # fmt: skip
+# Made anew for each line that names them.
+FIXTURES: dict[str, Callable[[], Any]] = {
+    "fused": lambda: hf.fuse([mlp() for _ in range(3)]),
+    "array": lambda: Array(3),
+    "two": lambda: Array(2),
+    "pop": population,
+    "ragged": lambda: Ragged([torch.ones(3, 2), torch.ones(1, 2)]),
+}
+
+FUSE = {
+    "hf.fuse([])": "empty list; give it at least one model",
+    "hf.fuse(mlp())": "takes a list of modules, not Sequential",
+    "hf.fuse(mlp() for _ in range(2))": "takes a list of modules, not generator",
+    "hf.fuse([mlp(), 3])": "model 1 is int",
+    "hf.fuse([ONE, mlp(), ONE])": r"models 0 and 2 are one object.*deepcopy",
+    "hf.fuse([nn.Linear(4, 4), nn.Linear(4, 5)])": r"weight has shape \(4, 4\) in model 0 and \(5, 4\) in model 1",
+    "hf.fuse([mlp(), nn.Sequential(nn.Linear(4, 3), nn.Tanh())])": "module 1 is ReLU in model 0 and Tanh in model 1",
+    "hf.fuse([mlp(), nn.Sequential(nn.Linear(4, 2))])": "model 1 has no module 1",
+    "hf.fuse([nn.Linear(4, 4), nn.Linear(4, 3, bias=False)])": "model 0 has a tensor bias that model 1 lacks",
+    "hf.fuse(changed(lambda m: m.double()))": "0.weight has dtype torch.float32 in model 0 and torch.float64",
+    "hf.fuse(changed(lambda m: m.to('meta')))": "model 1: 0.weight is on the meta device",
+    "hf.fuse(changed(lambda m: m.eval()))": r"\(root\) is in train mode in model 0 and in eval mode in model 1",
+    "hf.fuse(changed(lambda m: m[1].eval()))": "module 1 is in train mode in model 0",
+    "hf.fuse(changed(lambda m: m[0].bias.requires_grad_(False)))": "0.bias has requires_grad True in",
+    "hf.fuse(changed(lambda m: setattr(m, 'twin', m[0])))": "model 1 has a module twin",
+    "hf.fuse(partly_shared())": "0.bias is one object in some models but not in all",
+    "hf.fuse([nn.LazyLinear(3)])": "weight of a lazy module is not initialized; call each model once",
+    "hf.fuse([Listing()])": r"layers.0 holds .*Linear,? that is not registered.*nn.ModuleList",
+    "hf.fuse([holding(scale=torch.ones(4, requires_grad=True))])": "scale is a tensor that requires grad but no param",
+    "hf.fuse([holding(ref=weakref.ref(ONE))])": "attribute ref is a weak reference to .*Sequential",
+    "hf.fuse([nn.DataParallel(mlp())])": "DataParallel.* module inside",
+    "hf.fuse(changed(lambda m: m[1].register_forward_hook(hook)))": r"model 1, module 1 \(ReLU\) has a hook",
+    "hf.fuse(changed(lambda m: m.register_forward_pre_hook(hook)))": r"\(root\).* has a hook in _forward_pre",
+    "hf.fuse(changed(lambda m: m[0].register_full_backward_hook(hook)))": "hook in _backward_hooks",
+    "hf.fuse(changed(lambda m: m[0].register_full_backward_pre_hook(hook)))": "hook in _backward_pre_hooks",
+    "hf.fuse([prune.l1_unstructured(nn.utils.weight_norm(nn.Linear(3, 3)), 'weight_v', 1)])": "a hook reads weight_v b",
+    "hf.fuse(changed(lambda m: m[0].weight.register_hook(hook)))": "0.weight has a tensor hook",
+    "hf.fuse(changed(lambda m: m[0].weight.register_post_accumulate_grad_hook(hook)))": "0.weight has a tensor hook",
+    "hf.fuse([Sizes(4, 4), Sizes(4, 4)])(torch.ones(2, 4))": "shapes that depend on values .* use a form of fixed size",
+    "hf.fuse([NoForward()])(torch.ones(2, 4))": r"NoForward defines no forward.*fused\.method",
+    "hf.build(mlp, [])": "no seeds",
+    "hf.build(lambda: 3, [0])": "gave int",
+    "hf.build(lambda: ONE, [0, 1])": "one object for seeds 0 and 1",
+    "hf.build(lambda: nn.Linear(4, next(WIDTHS)), [0, 1])": r"weight has shape \(2, 4\)",
+    "fused.append([])": "append takes a list of one model or more",
+    "fused.append(mlp())": "append takes a list",
+    "fused.append(['x'])": "a str cannot join",
+    "fused.append([nn.Linear(4, 4)])": "is Sequential in model 0",
+    "fused.append([mlp().eval()])": "train mode in model 0",
+    "fused.append(partly_shared()[:2])": "is one object in",
+    "setattr(fused, '0', nn.Linear(4, 4))": "setting 0 on a fused Sequential",
+    "setattr(fused, 'extra', nn.Linear(2, 2))": "extra, added to a fused Sequential, would have no effect",
+    "setattr(fused[0:1] and fused.get_submodule('0'), 'bias', None)": r"bias of a fused Linear is of shape .*become No",
+    "setattr(fused.get_submodule('0'), 'bias', Parameter(torch.ones(4)))": r"cannot become of shape \(4,\)",
+    "fused.get_submodule('0').register_parameter('bias', None)": "cannot become None",
+    "optim.fuse([adam(two.members[0])], two)": "1 optimizers for an array of 2 members",
+    "optim.fuse([adam(two.members[0]), torch.optim.SGD(two.members[1])], two)": "optimizer 1 is SGD, optimizer 0 is Ad",
+    "optim.fuse([torch.optim.Rprop(p) for p in two.members], two)": "optimizer 0 is Rprop; supported are torch.optim.A",
+    "optim.fuse([adam(two.members[0]), adam(two.members[0])], two)": r"parameter 0 \(shape \[4, 3\]\) in group 0 of op",
+    "optim.fuse([adam(two.members[0]), adam([Parameter(torch.zeros(1))])], two)": "is no original parameter of this ar",
+    "optim.fuse([adam(two.members[0]), adam(two.members[1][:3])], two)": "holds 3 parameters, where that of optimizer ",
+    "optim.fuse([adam(two.members[0]), adam(two.members[1][::-1])], two)": "holds 'p4' as parameter 0, where that of o",
+    "optim.fuse([adam(two.members[0]), adam([{'params': [p]} for p in two.members[1]])], two)": "5 param groups, optim",
+    "optim.fuse([adam(two.members[0]), adam(two.members[1], amsgrad=True)], two)": "option 'amsgrad' of group 0 is Tru",
+    "optim.fuse([adam(p, differentiable=True) for p in two.members], two)": "optimizer 0 has differentiable=True",
+    "optim.fuse(['a'], two)": "optimizer 0 .* str",
+    "optim.fuse([torch.optim.Adam] * 2, two)": "optimizer 0 .*the class Adam",
+    "optim.fuse([nn.Linear(1, 1)] * 2, two)": "optimizer 0 .*Linear",
+    "optim.fuse(adam(two.members[0]), two)": "expects a list of .* got Adam",
+    "optim.fuse(None, two)": "expects a list of .* got NoneType",
+    "optim.fuse([], nn.Linear(1, 1))": "Linear for the array.*what hf.fuse",
+    "optim.fuse(two, [adam(two.members[0])])": "got (a )?list for the array",
+    "optim.fuse([], two, into='Adam')": "into='Adam': give a class of hf.optim",
+    "optim.fuse([], two, into=torch.optim.SGD)": "give a class of hf.optim",
+    "hf.Population([mlp()], optimizer=hf.optim.SGD, loss=F.mse_loss).fused.call('to', torch.ones(2, 4))": "no method t",
+}
+
+VALUES = {
+    "fused()": r"Sequential.forward\(input.*forward\(\): missing a required argument: 'input'",
+    "fused(1, 2)": r"forward\(\.\.\., \.\.\.\): too many positional",
+    "fused(z=normal(4, 4))": r"forward\(z=\.\.\.\): missing a required argument",
+    "fused(hf.stacked(normal(2, 4, 4)))": "leading size 2 .* array has 3 members",
+    "fused(object())": "give tensors|must be tensors",
+    "hf.stacked(3)": "hf.stacked got int",
+    "hf.stacked([])": "hf.stacked got an empty list",
+    "hf.stacked([normal(2, 2), normal(2)])": "numbers of dims|only sizes may differ",
+    "hf.stacked([{'a': 1}, {'a': 2}])": "only tensors may differ between members",
+    "hf.stacked([{'a': normal(2)}, normal(2)])": "different structures",
+    "hf.stacked([torch.zeros(3, 2), torch.zeros(5)])": "only sizes may differ",
+    "hf.stacked([torch.zeros(3), torch.zeros(5, dtype=torch.int64)])": "only sizes may differ",
+    "Ragged([])": "one tensor per member",
+    "Ragged([1.0])": "one tensor per member",
+    "check_losses(torch.tensor(1.0))": "let a parameter require a gradient",
+    "hf.per_model(lambda *args: args)(3)": "holds no tensor",
+    "hf.per_model(lambda *args: args)(torch.tensor(1.0))": "without dims",
+    "hf.per_model(lambda *args: args)(torch.ones(3, 5), hf.stacked(torch.ones(2, 5)))": "leading size 2",
+    "hf.per_model(lambda *args: args)({'a': torch.ones(3, 5), 'b': torch.ones(2, 5)})": "leading size 2",
+    "fused.keep([])": "keep got no rows",
+    "fused.keep([0, 1, 0])": "row 0 comes 2 times",
+    "fused.keep([0, 3])": "3 is no row of an array of 3 members",
+    "fused.keep(['a'])": "'a' is no row",
+    "fused.keep([True])": "True is no row",
+    "fused.copy([0, 1], [2])": "copy of 2 members over 1",
+    "fused.copy([0, 1], [2, 2])": "row 2 comes 2 times",
+    "fused.put([0, 1], [mlp()])": "put of 1 models into 2 rows",
+    "optim.clip_grad_norm_(array.params, [1.0, 2.0])": "max_norm has 2 values for an array of 3 members",
+    "optim.clip_grad_norm_(array.params, [1.0, -2.0, 1.0])": "every value must be at least 0",
+    "optim.clip_grad_norm_(array.params, NAN)": "every value must be at least 0",
+    "optim.clip_grad_norm_([Parameter(torch.zeros(2))], 1.0)": r"parameter 0 \(shape \[2\]\) belongs to no fused modul",
+    "optim.clip_grad_norm_([array.params[0], two.params[0]], 1.0)": "belongs to an array of 2 members, those before",
+    "optim.clip_grad_norm_([], 1.0)": "no parameters were given",
+    "optim.SGD([array.params[0], Parameter(torch.zeros(2, 3))])": r"parameter 1 \(shape \[2, 3\]\) belongs to no fused",
+    "optim.SGD([array.params[0], two.params[0]])": r"parameter 1 \('p0'\) belongs to an array of 2 members, those befo",
+    "optim.SGD(array.params).add_param_group({'params': two.params})": "belongs to an array of 2 members, the first gr",
+    "optim.Adam([shared(2)], lr=[0.1, 0.2])": r"'base.weight' is one tensor for all 2 members, and lr differs .*\[0.1,",
+    "optim.AdamW(fused.parameters(), master_weights=1)": "master_weights is 1: give True or False",
+    "optim.Muon(fused.parameters())": r"parameter '0.bias' is float32 \[4\] in each member: Muon trains matrices",
+    "hf.rows(3, 0, 4)": "3 members for 4 ranks: 1 would have none; start at most 3 processes",
+    "hf.rows(0, 0, 1)": "0 members for 1 ranks",
+    "hf.rows(4, 2, 2)": "rank=2 of world=2: ranks are 0 to 1",
+    "hf.rows(4, -1, 2)": "rank=-1 of world=2",
+    "hf.rows(4, 0, 0)": "rank=0 of world=0",
+    "hf.rows(4, 1)": "give rank and world both, or neither",
+    "list(hf.zip_loaders([LOADER], epochs=[1, 2]))": "epochs has 2 values for 1 loaders",
+    "list(hf.zip_loaders([LOADER], rows=[]))": "rows has 0 values for 1 loaders",
+    "list(hf.zip_loaders([LOADER], epochs=-1))": "epochs=-1",
+    "list(hf.zip_loaders([[]]))": "the loader of row 0 gave no batch in epoch 0",
+    "list(hf.zip_loaders([iter(LOADER)], epochs=2))": "gave no batch in epoch 1",
+    "list(hf.zip_loaders([[torch.zeros(2)]], rows=[3]))": "the loader of row 3 gave Tensor",
+    "pop.stop(torch.tensor(True))": "is no row of an array of 3 members",
+    "pop.stop([True, False])": "is no row of an array of 3 members",
+    "pop.stop(np.array([True, False]))": "is no row of an array of 3 members",
+    "pop.copy(1.0, 0)": "is no row of an array of 3 members",
+    "pop.copy('1', 0)": "is no row of an array of 3 members",
+    "pop.thaw(-5)": "is no row of an array of 3 members",
+    "pop.thaw(3)": "is no row of an array of 3 members",
+    "pop.evaluate(F.cross_entropy, [(*LOADER[0], 1)])": "tuple of 3",
+    "pop.evaluate(F.cross_entropy, [LOADER[0][0]])": "loader.* Tensor|got Tensor from the loader",
+    "pop.evaluate(lambda y, t: {'loss': 1.0}, LOADER)": "the metric .*dict",
+    "pop.evaluate(lambda y, t: None, LOADER)": "the metric .*NoneType",
+    "pop.evaluate(lambda y, t: (1.0, 2.0), LOADER)": "the metric .*tuple of 2",
+    "pop.evaluate(lambda y, t: torch.tensor(1j), LOADER)": r"the metric .*tensor of torch.complex64 of shape \[\]",
+    "pop.evaluate(lambda y, t: y[:, 0], LOADER)": r"the metric .*tensor of torch.float32 of shape \[2\]",
+    "pop.evaluate(lambda y, t: np.complex64(1j), LOADER)": "complex64 of complex64",
+    "pop.evaluate(lambda y, t: np.zeros(2), LOADER)": r"the metric .*ndarray of float64 of shape \[2\]",
+    "pop.evaluate(lambda y, t: '0.5', LOADER)": "the metric .*str",
+    "pop.evaluate(lambda y, t: 10**400, LOADER)": "the metric .*int",
+    "pop.hparams.__setitem__('lr', [1, 2])": "lr has 2 values for an array of 3 members: give one value, or 3",
+    "pop.hparams.__setitem__('lr', 'a')": "lr='a' is not a number",
+    "pop.hparams.__setitem__('lr', [0.1, -1.0, 0.1])": r"lr of member 1 is -1\.0: it must be finite and at least 0",
+    "pop.hparams.__setitem__('weight_decay', NAN)": "weight_decay of member 0 is nan",
+    "pop.hparams.__setitem__('betas', 0.5)": r"betas=0\.5 is not a pair",
+    "pop.hparams.__setitem__('betas', (0.5,))": r"betas=\(0\.5,\) is not a pair",
+    "pop.hparams.__setitem__('betas', (0.5, 1.5))": r"betas\[1\] of member 0 is 1\.5",
+    "hf.MemberLogger(wandb='p')": "give options of wandb.init",
+    "hf.MemberLogger(wandb={'name': 'a'})": "members have their own",
+    "hf.MemberLogger(wandb={'reinit': True})": "it is create_new",
+}
+
+PLANS = {
+    "hf.Device('cpu', memory='8 gigs')": 'is no positive number of bytes: write it as "8GiB"',
+    "hf.Device('cpu', memory='-1GiB')": "'-1GiB' is no positive number of bytes",
+    "hf.Device('cpu', memory='1e9')": "'1e9' is no positive number of bytes",
+    "hf.Device('cpu', memory=0)": "0 is no positive number of bytes",
+    "hf.Device('cpu', memory='0.1B')": "'0.1B' is no positive number of bytes",
+    "hf.Device('gpu', memory=1)": "device 'gpu' is not known",
+    "hf.Device('cpu', 'two words', memory=1)": "one word",
+    "hf.Device('cpu', '', memory=1)": "one word",
+    "hf.Machine([hf.Device('cuda:99', memory=1)]).calibrate()": "there is no device cuda:99: torch sees",
+    "Rates(1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0)": "rate memory is 0",
+    "ComputeRates(8.0, 4.0, 2.0, bfloat16=0.0)": "rate bfloat16 is 0.0: it must be a positive number",
+    "hf.Task(nn.Linear(1, 1), hf.per_model(F.mse_loss), hf.optim.SGD, LOADER)": r"the loss is per_model\(mse_loss\)",
+}
+
+TYPES = {
+    "ragged[0, 1]": "give a member first",
+    "ragged + 1": "per_model",
+    "torch.ones(2) + ragged": "per_model",
+    "2 * ragged": "per_model",
+    "-ragged": "per_model",
+    "ragged < 1": "per_model",
+    "ragged == torch.ones(2)": "per_model",
+    "ragged != 0": "per_model",
+    "ragged @ torch.ones(2)": "per_model",
+    "torch.relu(ragged)": "per_model",
+    "F.cross_entropy(ragged, ragged)": "per_model",
+    "float(ragged)": "per_model",
+    "optim.Adam(fused)": r"params .* FusedModule.*fused.parameters\(\)",
+}
+
+OTHERS: list[tuple[str, type[Exception], str | None]] = [
+    ("ragged[2]", IndexError, None),
+    ("ragged.mean()", AttributeError, r"no \.mean.*per_model"),
+    ("fused.nothing", AttributeError, "no attribute 'nothing'"),
+    ("Assumptions(((None,),), \"__import__('os').system('')\")", ValueError, None),
+    ("Assumptions(((None,),), \"L['t0'].__class__\")", ValueError, None),
+    ("Assumptions(((None,),), \"torch.load('x')\")", ValueError, None),
+    ("Assumptions(((None,),), '[x for x in L]')", ValueError, None),
+    ("Assumptions(((None,),), '1 +')", SyntaxError, None),
+]
+
+LINES: dict[str, tuple[type[Exception], str | None]] = {
+    **{line: (hf.FusionError, words) for line, words in FUSE.items()},
+    **{line: (ValueError, words) for line, words in VALUES.items()},
+    **{line: (hf.PlanError, words) for line, words in PLANS.items()},
+    **{line: (TypeError, words) for line, words in TYPES.items()},
+    **{line: (error, words) for line, error, words in OTHERS},
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_refused(line: str) -> None:
+    error, words = LINES[line]
+    made = {name: make() for name, make in FIXTURES.items() if re.search(rf"\b{name}\b", line)}
+    before = {name: state(value) for name, value in made.items()}
+    names = {**globals(), **NAMES, **made}
+    with pytest.raises(error, match=words):
+        eval(line, names)
+    for name, value in made.items():
+        after = state(value)
+        assert after.keys() == before[name].keys()
+        assert all(torch.equal(after[key], tensor) for key, tensor in before[name].items())
+
+
+def state(value: Any) -> dict[str, torch.Tensor]:
+    """Return copies of the tensors of a fixture."""
+    if isinstance(value, hf.Population):
+        value = value.fused
+    if isinstance(value, hf.FusedModule):
+        return {name: tensor.clone() for name, tensor in value.state_dict().items()}
+    return {str(k): tensor.clone() for k, tensor in enumerate(value if isinstance(value, Ragged) else value.params)}
+
+
+# Hyper-parameters of an optimizer of three members.
+HYPER: list[tuple[str, dict[str, Any], str]] = [
+    ("Adam", {"lr": [0.1, 0.2]}, "lr has 2 values for an array of 3 members: give one value, or 3 of them"),
+    ("Adam", {"lr": [[0.1, 0.2, 0.3]]}, r"lr has shape \[1, 3\] for an array of 3 members"),
+    ("Adam", {"lr": "fast"}, "lr='fast' is not a number"),
+    ("Adam", {"lr": None}, "lr=None is not a number"),
+    ("Adam", {"lr": -1.0}, "lr of member 0 is -1.0: it must be finite and at least 0"),
+    ("Adam", {"lr": [0.1, NAN, 0.1]}, "lr of member 1 is nan"),
+    ("Adam", {"lr": [0.1, 0.1, INF]}, "lr of member 2 is inf"),
+    ("Adam", {"betas": (0.9, [0.9, 1.0, 0.9])}, r"betas\[1\] of member 1 is 1.0: .* at least 0 and below 1"),
+    ("Adam", {"betas": (-0.1, 0.9)}, r"betas\[0\] of member 0 is -0.1"),
+    ("Adam", {"betas": 0.9}, "betas=0.9 is not a pair"),
+    ("Adam", {"betas": ([0.9, 0.8], 0.9)}, r"betas\[0\] has 2 values for an array of 3 members"),
+    ("AdamW", {"eps": -1e-8}, "eps of member 0 is -1e-08"),
+    ("AdamW", {"weight_decay": [0.0, 0.0, -1.0]}, "weight_decay of member 2 is -1.0"),
+    ("SGD", {"momentum": [0.9, -0.9, 0.9]}, "momentum of member 1 is -0.9"),
+    ("SGD", {"dampening": NAN}, "dampening of member 0 is nan: it must be finite"),
+    ("SGD", {"nesterov": True, "momentum": [0.9, 0.0, 0.9]}, "nesterov needs a momentum .* momentum=0.0"),
+    ("SGD", {"nesterov": True, "momentum": 0.9, "dampening": [0, 0, 0.5]}, "nesterov .* dampening=0.5"),
+    ("RMSprop", {"alpha": [0.9, -0.9, 0.9]}, "alpha of member 1 is -0.9"),
+    ("Adagrad", {"initial_accumulator_value": [0.0, 0.0, -1.0]}, "initial_accumulator_value of member 2 is -1.0"),
+    ("NAdam", {"momentum_decay": NAN}, "momentum_decay of member 0 is nan: it must be finite"),
+    ("RAdam", {"betas": (0.9, [0.9, 1.0, 0.9])}, r"betas\[1\] of member 1 is 1.0"),
+    ("Adamax", {"eps": [1e-8, 1e-8, -1.0]}, "eps of member 2 is -1.0"),
+    ("Lion", {"betas": (1.0, 0.99)}, r"betas\[0\] of member 0 is 1.0: .* below 1"),
+    ("Adadelta", {"rho": [0.9, 0.9, 1.5]}, "rho of member 2 is 1.5: it must be at least 0 and at most 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "words"), HYPER, ids=str)
+def test_hyper_parameters_are_refused_wherever_they_come_from(name: str, options: dict[str, Any], words: str) -> None:
+    array = Array(3)
+    make = getattr(hf.optim, name)
+    with pytest.raises(ValueError, match=words):
+        make(array.params, **options)
+    fused = make(array.params[:2])
+    with pytest.raises(ValueError, match=words):
+        fused.add_param_group({"params": array.params[2:], **options})
+    assert len(fused.param_groups) == 1
+    array.draw_grads()
+    before = state(array)
+    fused.param_groups[0].update(options)
+    with pytest.raises(ValueError, match=words):
+        fused.step()
+    assert all(torch.equal(state(array)[key], tensor) for key, tensor in before.items())
+
+
+def test_models_with_values_that_decide_on_forward() -> None:
+    deciding = module(lambda self, x: self.fc(x) * self.state if self.state else self.fc(x), fc=linear)
+    scaling = module(lambda self, x: self.fc(x) * self.state, fc=linear)
+    for make, values, words in (
+        (deciding, (0.0, 2.0), r"different numbers of nodes \(model 0: \d, model 1: \d\)"),
+        (scaling, (torch.ones(4), torch.ones(1)), r"\(4,\) torch.float32 on cpu in model 0, \(1,\)"),
+    ):
+        models = [make(), make()]
+        for model, value in zip(models, values, strict=True):
+            model.state = value
+        with pytest.raises(hf.FusionError, match=words):
+            hf.fuse(models)(normal(2, 4))
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["own input", "shared input"])
+def test_shared_statistics_in_training(first: bool) -> None:
+    norm = nn.BatchNorm1d(4)
+    models = [nn.Sequential(*([norm, nn.Linear(4, 4)][:: 1 if first else -1])) for _ in range(3)]
+    with pytest.raises(hf.FusionError, match="give each model its own"):
+        hf.fuse(models)(torch.randn(5, 4))
+    norm.eval()
+    assert hf.fuse(models)(torch.randn(5, 4)).shape == (3, 5, 4)
