@@ -19,14 +19,12 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.verify import FEW, shortened
 from tests.alone import normal
 from tests.forwards import gradients, numbers, outside, reads, sizes, state, submodules, tools, writes
-from tests.forwards.table import Row, exports
+from tests.forwards.table import Row, branch, exports, linear, module
 from tests.trained import Way, assert_same, machine, momentum, plain, planned, task
 
 TABLES = (gradients, writes, submodules, tools, numbers, reads, state, sizes)
 ROWS = [row for table in TABLES for row in table.ROWS]
 BY_NAME = {row.name: row for row in ROWS}
-
-pytestmark = [pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")]
 
 
 @pytest.mark.parametrize("row", ROWS[::8], ids=str)
@@ -338,7 +336,7 @@ def test_a_part_that_asks_for_gradients_gives_what_it_gives_alone(off: Callable[
 
 
 def test_recomputed_dropout_has_the_mask_of_the_forward() -> None:
-    drop = submodules.module(
+    drop = module(
         lambda self, x: tools.reentrant(lambda h: nn.functional.dropout(h * self.w, 0.5), x),
         w=lambda: nn.Parameter(torch.ones(64)),
     )
@@ -366,7 +364,7 @@ def test_a_loss_over_a_python_loop() -> None:
 LOSSES: Mapping[str, Callable[..., Tensor]] = {
     "len": lambda y, target: (y - target).square().sum() / len(y),
     "len of a helper": lambda y, target: (y - target).square().sum() / _rows(target),
-    "module": submodules.module(lambda self, y, target: (y - target).abs().sum() / len(y))(),
+    "module": module(lambda self, y, target: (y - target).abs().sum() / len(y))(),
 }
 
 
@@ -376,7 +374,7 @@ def _rows(x: Tensor) -> int:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_with_len_stay_fused_at_all_sizes(name: str) -> None:
-    make = submodules.module(lambda self, x: self.fc(x.view(len(x), -1)) / len(x), fc=lambda: nn.Linear(6, 2))
+    make = module(lambda self, x: self.fc(x.view(len(x), -1)) / len(x), fc=lambda: nn.Linear(6, 2))
     models = [make() for _ in range(3)]
     fused = hf.fuse(models)
     step = hf.train_step(fused, LOSSES[name], hf.optim.SGD(fused.parameters(), lr=0.0), compile=True)
@@ -427,3 +425,39 @@ def test_a_population_takes_members_with_numbers_of_their_own() -> None:
             population.start(row, model())
             population.step(x, y)
     assert names == []
+
+
+class Remade(nn.Module):
+    """Copied by calling ``__init__``, as einops' layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.training else x * 3
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+def test_copies_have_the_modes_of_the_original() -> None:
+    shaped = module(
+        lambda self, x: self.inner[0](self.fc(branch(x))), fc=linear, inner=lambda: nn.ModuleList([Remade()])
+    )
+    models, x = [shaped() for _ in range(2)], normal(3, 4)
+    fused = hf.fuse(models)
+    for training in (True, False, True):
+        fused.train(training)
+        assert_close(fused(x), torch.stack([model.train(training)(x) for model in models]), rtol=1e-9, atol=1e-12)
+    started = hf.fuse([model.eval() for model in models])
+    assert_close(started(x), torch.stack([model(x) for model in models]), rtol=1e-9, atol=1e-12)
+    assert not any(part.training for member in started for part in member.modules())
+
+
+def test_caches_hold_no_tensors_of_a_capture() -> None:
+    state.GLOBAL.clear()
+    state.cached.cache_clear()
+    for name in ("cache: global table", "cache: lru_cache", "cache: table per size"):
+        models: list[Any] = BY_NAME[name].models()
+        fused = hf.fuse(models)
+        for x in BY_NAME[name].calls():
+            fused(x)
+        assert all(not getattr(model, "state", None) for model in models)
+    assert all(type(table) is Tensor for table in (*state.GLOBAL.values(), state.cached(5)))

@@ -1,4 +1,4 @@
-"""Forwards of models that others have changed: tensors that are held twice, hooks of torch's tools, nested backward."""
+"""Forwards with tensors that are held twice, and with backward in backward."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections import namedtuple
 
 import torch
 from torch import fx, nn
-from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from tests.alone import normal
@@ -92,66 +91,6 @@ for name, make in FUNCTIONS.items():
     row(f"held by a function: {name}", make=holding, refused="held is a function that holds [gn] in a closure or a def")
 
 
-class Remade(nn.Module):
-    """Copied by calling ``__init__``, as einops' layers."""
-
-    def forward(self, x):
-        return x * 2 if self.training else x * 3
-
-    def __setstate__(self, state):
-        self.__init__()
-
-
-row(
-    "copies in the modes of the original",
-    lambda self, x: self.inner[0](self.fc(branch(x))),
-    inner=lambda: nn.ModuleList([Remade()]),
-    training=(True, False),
-    loops="forward",
-)
-
-
-# Hooks of torch's own tools, on a layer that is captured and on one that runs member by member.
-class Threshold(prune.BasePruningMethod):
-    PRUNING_TYPE = "unstructured"
-
-    def compute_mask(self, tensor, default_mask):
-        return default_mask * (tensor.abs() > 0.2)
-
-
-def by_threshold(m):
-    Threshold.apply(m, "weight")
-    return m
-
-
-class Branch(nn.Linear):
-    """Runs member by member."""
-
-    def forward(self, x):
-        return super().forward(branch(x))
-
-
-HOOKED = {
-    "unstructured": lambda m: prune.l1_unstructured(m, "weight", 0.5),
-    "random": lambda m: prune.random_unstructured(m, "bias", 0.5),
-    "structured": lambda m: prune.random_structured(m, "weight", 0.5, dim=0),
-    "by norm": lambda m: prune.ln_structured(m, "weight", 1, n=2, dim=1),
-    "identity": lambda m: prune.identity(m, "weight"),
-    "by mask": lambda m: prune.custom_from_mask(m, "weight", torch.eye(4)),
-    "own method": by_threshold,
-    "twice": lambda m: prune.l1_unstructured(prune.random_structured(m, "weight", 0.25, dim=0), "weight", 2),
-    "both": lambda m: prune.l1_unstructured(prune.l1_unstructured(m, "weight", 2), "bias", 1),
-    "old weight norm": lambda m: nn.utils.weight_norm(m, dim=1),
-    "old spectral norm": lambda m: nn.utils.spectral_norm(m, n_power_iterations=2),
-}
-for name, hook in HOOKED.items():
-    fields = {"loops": "", "training": (True, False), "calls": lambda: [normal(5, 4), normal(5, 4)]}
-    dense = lambda hook=hook: hook(nn.Linear(4, 4)).double()  # noqa: E731
-    looped = lambda hook=hook: hook(Branch(4, 4)).double()  # noqa: E731
-    row(f"hooked: {name}", make=dense, **fields)
-    row(f"hooked loop: {name}", lambda self, x: self.inner(self.fc(x)), inner=looped, **(fields | {"loops": "inner"}))
-
-
 # Custom functions whose backward calls backward, as reentrant checkpoints do.
 class Rerun(torch.autograd.Function):
     """A reentrant checkpoint that does not refuse torch.autograd.grad, as reversible layers and older packages have."""
@@ -196,7 +135,8 @@ NESTED = {
     "a part that is shared": lambda self, x: self.fc(self.first(self.first(self.first.fc(self.fc(x))))),
 }
 for name, forward in NESTED.items():
-    row(f"backward in backward: {name}", forward, first=block(), second=block(), loops=None)
+    warning = "None of the inputs have requires_grad"
+    row(f"backward in backward: {name}", forward, first=block(), second=block(), loops=None, ignores=warning)
 row(
     "backward in backward: no refusal", NESTED["a part"], first=block(lambda run, x: Rerun.apply(run, x)), loops="first"
 )
