@@ -37,6 +37,18 @@ def test_other_forwards(row: Row) -> None:
     row.check()
 
 
+@pytest.mark.parametrize("name", ["custom Function", "custom operator", "tensor hook", "vmap", "write to detached"])
+def test_what_no_graph_holds_needs_no_check_to_be_noticed(name: str) -> None:
+    models, x = BY_NAME[name].models(), normal(5, 4)
+    fused = hf.fuse(models, verify=False)
+    outputs, expected = fused(x), torch.stack([model(x) for model in models])
+    assert_close(outputs, expected, rtol=1e-9, atol=1e-12)
+    outputs.sin().sum().backward()
+    expected.sin().sum().backward()
+    for key, stack in fused.named_parameters():
+        assert_close(stack.grad, torch.stack([model.get_parameter(key).grad for model in models]))
+
+
 def test_every_row_has_a_name_of_its_own() -> None:
     assert len(BY_NAME) == len(ROWS)
 

@@ -56,6 +56,22 @@ def partly_shared() -> list[nn.Module]:
     return [*models]
 
 
+def two_layers(tied: bool = False, memory: nn.Module | None = None) -> nn.Sequential:
+    """Return two layers of one weight if ``tied``, and with the memory of another module's weight."""
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if tied:
+        layers[1].weight = layers[0].weight
+    if memory is not None:
+        layers[1].weight.data = memory.weight.data
+    return layers
+
+
+def overlapping() -> nn.Sequential:
+    layers = two_layers()
+    layers[1].weight.data = layers[0].weight.data
+    return layers
+
+
 def hook(*args: Any) -> None:
     return None
 
@@ -125,6 +141,9 @@ FUSE = {
     "hf.fuse(changed(lambda m: m[1].eval()))": "module 1 is in train mode in model 0",
     "hf.fuse(changed(lambda m: m[0].bias.requires_grad_(False)))": "0.bias has requires_grad True in",
     "hf.fuse(changed(lambda m: setattr(m, 'twin', m[0])))": "model 1 has a module twin",
+    "hf.fuse([two_layers(), two_layers(tied=True)])": "model 0 and model 1 tie different tensors",
+    "hf.fuse([two_layers(memory=ONE[0]), two_layers(memory=ONE[0])])": "1.weight of model 0 and 1.weight of model 1",
+    "hf.fuse([overlapping(), overlapping()])": r"model 0: 0\.weight and 1\.weight share memory",
     "hf.fuse(partly_shared())": "0.bias is one object in some models but not in all",
     "hf.fuse([nn.LazyLinear(3)])": "weight of a lazy module is not initialized; call each model once",
     "hf.fuse([Listing()])": r"layers.0 holds .*Linear,? that is not registered.*nn.ModuleList",

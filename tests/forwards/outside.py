@@ -270,6 +270,7 @@ COUNTER, LATER = Counter(), types.SimpleNamespace()
 COUNT_CONTEXT = contextvars.ContextVar("COUNT_CONTEXT", default=0)
 COUNTS, MANY, TOTAL, BANK = np.zeros(2), [0] * 2000, torch.zeros(()), {"rows": torch.zeros(3)}
 PYTHON_DRAWS, NUMPY_DRAWS, OLD_NUMPY_DRAWS = random.Random(1), np.random.default_rng(1), np.random.RandomState(1)
+TORCH_DRAWS = torch.Generator()
 NUMBERED, LISTED, YIELDED = itertools.count(1), iter([1.0] * 100), (float(k) for k in range(100))
 
 
@@ -335,12 +336,16 @@ def draw():
     return random.random() + float(np.random.rand())
 
 
+def draw_from_a_generator():
+    return float(torch.rand((), generator=TORCH_DRAWS))
+
+
 def draw_from_objects():
     return PYTHON_DRAWS.random() + float(NUMPY_DRAWS.random()) + float(OLD_NUMPY_DRAWS.rand())
 
 
 COUNTERS = [of_object, of_class, of_new_attribute, of_function, of_default, of_context, of_array, of_long_list]
-COUNTERS += [of_tensor, of_tensor_in_dict, of_module, of_statistics, draw_from_objects]
+COUNTERS += [of_tensor, of_tensor_in_dict, of_module, of_statistics, draw_from_a_generator, draw_from_objects]
 
 
 def reset():
@@ -357,5 +362,6 @@ def reset():
     random.seed(1)
     np.random.seed(1)
     PYTHON_DRAWS.seed(1)
+    TORCH_DRAWS.manual_seed(1)
     OLD_NUMPY_DRAWS.seed(1)
     NUMPY_DRAWS.bit_generator.state = np.random.default_rng(1).bit_generator.state

@@ -1,4 +1,4 @@
-"""Observations and programs of the zoo's models as text, one file each.
+"""Observations, programs and reports of the zoo's models as text, one file each.
 
 They show what a change of capture, rules, passes or costs does.
 
@@ -29,7 +29,10 @@ def path(model: Model) -> Path:
 
 
 def text(model: Model) -> str:
-    """Return the observation of a member, and the program in training. Sources show no line numbers: lines move."""
+    """Return the observation of a member, and the program and the report in training.
+
+    Sources show no line numbers: lines move.
+    """
     torch.manual_seed(0)
     observed = observe(model.make().double(), (model.draw(4),), {})
     torch.manual_seed(0)
@@ -38,8 +41,7 @@ def text(model: Model) -> str:
         fused = hf.fuse([model.make().double() for _ in range(MEMBERS)], verify=False)
         fused(model.draw(4))
     (part,) = fused.report().parts
-    program = re.sub(r"( *)# (\S+):\d+$", r"\1# \2", str(part.program), flags=re.MULTILINE)
-    return f"{observed}\n\n{program}\n"
+    return re.sub(r"(\w\.py):\d+", r"\1", f"{observed}\n\n{part.program}\n\n{fused.report()}\n\n{fused}\n")
 
 
 def write() -> None:
