@@ -70,7 +70,7 @@ def test_members_that_join_cost_no_export(row: Row) -> None:
 
 # Rows whose steps are compiled, and of which shards or whole minibatches are trained.
 COMPILED = ["derivative: residual", "parameter written: norms bounded", "parameter written: teacher in place"]
-COMPILED += ["parameter written: bounded Embedding", "side effect: unused", "write into what may be a view: flatten"]
+COMPILED += ["parameter written: bounded Embedding", "side effect: unused"]
 
 
 def mean(y: Any, _: Any = None) -> Tensor:
@@ -102,6 +102,7 @@ TASKS = ["parameter written: norms bounded", "parameter written: teacher by fore
 NESTED = ["backward in backward: a part in another", "backward in backward: the whole"]
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", [*TASKS, *NESTED])
 def test_tasks_give_the_bits_of_the_loop(name: str) -> None:
     array = hf.fuse(replace(BY_NAME[name], members=3).models(), verify=False)
@@ -142,6 +143,7 @@ def test_a_step_that_does_not_count_writes_nothing(name: str, bad: int) -> None:
         assert bool(changed) == (step < bad), changed
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", NESTED)
 def test_the_check_changes_no_gradient(name: str) -> None:
     fused = hf.fuse(BY_NAME[name].models())
