@@ -29,7 +29,7 @@ from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves
 
 import hfusion as hf
-from hfusion.capture import capture_cache, export
+from hfusion.capture import export
 from hfusion.compiler.fill_scalars import MAX_CAPTURES
 from tests.alone import Call, assert_alone, call, looped, normal
 
@@ -108,7 +108,7 @@ def stacked(members: int = MEMBERS) -> Callable[[], Sequence[Call | Tensor]]:
 def exports() -> Iterator[list[str]]:
     """Context manager: the classes of the modules that are exported in it, of which none is known before."""
     names: list[str] = []
-    exported, captures = export._exported, capture_cache._captures
+    exported, captures = export._exported, export._captures
 
     def noting(module: nn.Module, *args: Any) -> Any:
         names.append(type(module).__name__)
@@ -116,7 +116,7 @@ def exports() -> Iterator[list[str]]:
 
     with (
         mock.patch.object(export, "_exported", noting),
-        mock.patch.object(capture_cache, "_captures", type(captures)()),
+        mock.patch.object(export, "_captures", type(captures)()),
     ):
         yield names
 
