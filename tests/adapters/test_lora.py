@@ -206,7 +206,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unknown": ([{"rank": 2}], {}, "'rank' is no field of LoraConfig"),
     "seeds": (2, {"seeds": [1]}, "1 seeds for 2 members"),
     "room": (2, {"max_rank": 2}, "max_rank=2 is less than the rank 8"),
-    "no config": ([1], {}, "member 0 is a int"),
+    "no config": ([1], {}, "member 0 must be a peft.LoraConfig, got int"),
 }
 
 
