@@ -19,9 +19,8 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.capture.export import capture
+from hfusion.capture.export import capture, symbolic_len
 from hfusion.capture.observe import observe
-from hfusion.capture.export import symbolic_len
 from hfusion.compiler.arguments import Arguments
 from hfusion.core.program import Capture
 from hfusion.torch_private.export_state import exporting

@@ -11,9 +11,7 @@ from torch import Tensor, fx, nn
 
 import hfusion as hf
 from hfusion.core.program import Kind, Program
-from hfusion.passes.gather import gather_stacked
 from hfusion.passes.regions import Region
-from hfusion.passes.split_rows import split_rows
 
 
 class Chain(nn.Module):
@@ -90,33 +88,3 @@ def test_regions_equal_the_members(model: type[nn.Module]) -> None:
     for name, buffer in fused.named_buffers():
         rows = torch.stack([m.get_buffer(name) for m in models])
         torch.testing.assert_close(buffer, rows, rtol=1e-9, atol=1e-12)
-
-
-def test_activations_of_variants_take_their_rows_in_one_call() -> None:
-    acts = [nn.ReLU(), nn.Tanh(), nn.ReLU(), nn.GELU()]
-    models = [nn.Sequential(nn.Linear(64, 64), act, nn.Linear(64, 64)).double() for act in acts]
-    fused, x = hf.fuse(models), torch.randn(4, 64, dtype=torch.float64)
-    torch.testing.assert_close(fused(x), torch.stack([model(x) for model in models]), rtol=1e-9, atol=1e-12)
-    targets = [node.target for node in program_of(fused).module.graph.nodes]
-    assert targets.count(split_rows) == targets.count(gather_stacked) == 1
-
-
-@pytest.mark.parametrize("parts", [((0, 1), (2,), (3, 4, 5)), ((0, 2, 4), (1, 3, 5)), ((0, 3), (1, 2, 5), (4,))])
-def test_each_part_has_its_rows_and_their_gradients(parts: tuple[tuple[int, ...], ...]) -> None:
-    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
-    taken = split_rows(x, parts)
-    for rows, part in zip(parts, taken, strict=True):
-        assert torch.equal(part, x[list(rows)])
-    torch.stack([(1 + number) * part.sum() for number, part in enumerate(taken)]).sum().backward()
-    assert x.grad is not None
-    for number, rows in enumerate(parts):
-        assert bool((x.grad[list(rows)] == 1 + number).all())
-
-
-def test_inputs_of_any_memory_format_share_a_program_where_no_write_depends_on_it() -> None:
-    layers = nn.Conv2d(4, 4, 1), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 2)
-    fused = hf.fuse([copy.deepcopy(nn.Sequential(*layers)) for _ in range(2)])
-    x = torch.randn(3, 4, 6, 6)
-    for format in (torch.contiguous_format, torch.channels_last):
-        fused(x.contiguous(memory_format=format))
-    assert len(fused._compiler.programs) == 1
