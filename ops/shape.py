@@ -297,6 +297,19 @@ def strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) 
     return flat.as_strided((x.shape[0], *size), (flat.shape[1], *stride), flat.storage_offset() + offset)
 
 
+def view_as_complex(site: Site, *, self: Value) -> Call:
+    """Pairs of numbers as complex ones; pairs of a member are not always next to each other in a stack."""
+    if self.layout is Layout.LISTED:
+        return loop(site, {"self": self})
+    operand = self.to(Layout.STACKED)
+    return site.call(complex_pairs, (operand,), Layout.STACKED, "stacked", view=View.USUALLY)
+
+
+def complex_pairs(x: Tensor) -> Tensor:
+    """Return ``x [..., 2]`` as complex numbers, copied if its pairs are not next to each other in memory."""
+    return torch.view_as_complex(x.contiguous())
+
+
 def as_strided_scatter(site: Site, **arguments: Any) -> Call | None:
     """Refused: torch's derivative of it reads memory of the gradient that a row of a stack does not begin (2.13)."""
     raise FusionError(f"{site.target}: forward writes at addresses of a tensor's memory; write by index or by slices")
@@ -340,6 +353,7 @@ RULES: RuleTable = {
     aten.flip.default: along("dims", packed=NEEDS_1),
     aten.roll.default: roll,
     **table((aten.tril.default, aten.triu.default), triangle),
+    aten.view_as_complex.default: view_as_complex,
     aten.sym_size.int: size,
     aten.sym_numel.default: like,
     aten.as_strided.default: as_strided,

@@ -73,10 +73,12 @@ def _hooks(model: nn.Module) -> Iterator[Any]:
 
 
 def _closures(model: nn.Module) -> Iterator[Any]:
-    """Yield the closures of functions of classes that are created per instance, in a comparable form."""
+    """Yield the closures of functions of the modules' classes, which differ where a class is made per model."""
     reader = _AttributeReader({}, _content)
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, function in vars(type(module)).items() if "<locals>" in type(module).__qualname__ else ():
+        classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+        own = [kind for kind in classes if not kind.__module__.startswith("torch.")]
+        for name, function in (item for kind in own for item in vars(kind).items()):
             if isinstance(function, types.FunctionType) and name != "__init__":
                 cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
                 values = [cell.cell_contents for free, cell in cells if free != "__class__"]

@@ -152,6 +152,11 @@ class StepVariant:
         self.guarded_tensors = GuardedTensors.of(tensors)
         return True
 
+    def takes_order(self, call: StepCall) -> bool:
+        """Return whether its program was captured for the order of the dims in memory of such a call's inputs."""
+        orders = None if self.sources is None else self.sources[0].compiled.memory_orders
+        return orders is None or orders == call.inputs.memory_orders
+
     def release(self) -> None:
         """Hold no tensors until the next step."""
         self.guarded_tensors = None

@@ -236,14 +236,15 @@ class TrainStep:
         """Return the variant of such a call; None if an eager step must determine it first."""
         exact = (call.inputs.key, call.target.key, situation)
         cached = self._cached_variants.get(exact)
-        if cached is not None and cached.is_valid():
+        if cached is not None and cached.is_valid() and cached.takes_order(call):
             return cached
         kind = family(call, situation)
         variants = self._variants.setdefault(kind, [])
         variants += [variant for variant in self._shared().get(kind, ()) if variant not in variants]
         # Variants with a program come first, then later ones, which are more general.
         ordered = sorted(enumerate(variants), key=lambda pair: (pair[1].program is None, -pair[0]))
-        chosen = next((variant for _, variant in ordered if variant.is_valid() and self._serves(variant, call)), None)
+        fitting = (v for _, v in ordered if v.is_valid() and v.takes_order(call) and self._serves(v, call))
+        chosen = next(fitting, None)
         if chosen is not None and (chosen.program is not None or chosen.why):
             if len(self._cached_variants) == MAX_KEYS:
                 self._cached_variants.clear()

@@ -213,7 +213,9 @@ class Stream:
             random=_random(compiled) or _draws_of_losses[key],
             branching=program.members if compiled.opaque else None,
         )
-        self._recipes[minibatch.key] = recipe
+        if compiled.memory_orders is None:
+            # Otherwise it holds for inputs of one order of the dims in memory, which the key does not tell.
+            self._recipes[minibatch.key] = recipe
         return recipe
 
     def _read(self) -> Generator[Minibatch, None, None]:
