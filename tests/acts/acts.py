@@ -367,10 +367,11 @@ def _best_of_epochs(walk: Walk, client: Resident) -> None:
 
 def average(walk: Walk) -> None:
     """Members of one kind become their mean."""
-    groups: dict[int, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for row in walk.live:
         if not walk.member(row).frozen:
-            groups.setdefault(walk.member(row).kind[1], []).append(row)
+            shapes = tuple((name, value.shape) for name, value in walk.member(row).model.state_dict().items())
+            groups.setdefault(shapes, []).append(row)
     rows = max(groups.values(), key=len)
     for row in rows:
         while walk.member(row).calls:

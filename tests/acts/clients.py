@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"weight_decay": 0.1, "eps": 1e-3}),
     "amsgrad": ("Adam", {"amsgrad": True, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.01}),
     "adagrad": ("Adagrad", {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "eps": 1e-3}),
-    "rmsprop": ("RMSprop", {"centered": True, "momentum": 0.5, "eps": 1e-2, "weight_decay": 0.01}),
+    "rmsprop": ("RMSprop", {"momentum": 0.5, "eps": 1e-2, "weight_decay": 0.01}),
     "nadam": ("NAdam", {"momentum_decay": 0.01, "eps": 1e-3}),
     "radam": ("RAdam", {"eps": 1e-3, "weight_decay": 0.01}),
     "adadelta": ("Adadelta", {"rho": 0.8, "eps": 1e-3}),

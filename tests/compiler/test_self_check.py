@@ -198,7 +198,6 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], set[int]]] = {
     # The greatest slope and the least, the scale nearest to zero.
     "numbers": (lambda b: Sloped((b * 7 + 3) % MEMBERS / 100, (b * 3 + 4) % MEMBERS - 19.5), {11, 28, 12, 25, 5}),
     "few values": (lambda b: Sloped([0.1, 0.2, 0.3][b >= 13 and b % 13 % 2 + 1], 2.0), {0, 13, 14}),
-    "variants": (lambda b: Sloped(0.1, 2.0, nn.Tanh if b != 23 else nn.Sigmoid), {0, 23}),
 }
 
 
