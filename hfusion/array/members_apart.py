@@ -6,7 +6,7 @@ Its parameters are rows of the stacks, so that gradients reach the stacks throug
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import check_members
 from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import frozen_rows, watching_row
+from hfusion.core.member_random import member_seeds
+from hfusion.device.backend import random_states_kept, seed_in_use
 from hfusion.torch_private.functorch import in_transform, is_wrapped
 
 if TYPE_CHECKING:
@@ -45,7 +47,15 @@ class MembersApart:
         if in_transform():
             return run_members(fused, arguments)
         check_members(len(fused), arguments)
-        parts = [([row], _run_alone(fused, row, member, arguments)) for row, member in sorted(self.members.items())]
+        source = member_seeds()
+        keys = None if source is None else [key.tolist() for key in source.keys()]
+        parts: list[tuple[list[int], Any]] = []
+        for row, member in sorted(self.members.items()):
+            # What a member draws must not depend on the modes of others, which may draw nothing.
+            with nullcontext() if keys is None else random_states_kept():
+                if keys is not None:
+                    seed_in_use((keys[1][row] << 32) | keys[0][row])
+                parts.append(([row], _run_alone(fused, row, member, arguments)))
         if arguments.ragged:
             return joined_blocks(parts, DIFFERENT_SIZES)
         return joined_blocks(parts, f"of a fused {fused._original} differ in modes or hooks", one_shape=True)

@@ -597,18 +597,18 @@ def test_errors_change_nothing(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.* runs eagerly, exact but slower")
 def test_what_a_member_draws_does_not_depend_on_the_modes_of_others() -> None:
-    def losses(*, evaluated: bool) -> list[float]:
+    def losses(evaluated: int) -> list[float]:
         torch.manual_seed(0)
         models = [nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 3)).double() for _ in range(3)]
         pop = hf.Population(models, optimizer=partial(hf.optim.SGD, lr=0.1), loss=F.cross_entropy, compile=True)
         x, y = torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
-        member = pop.models[0]
+        member = pop.models[evaluated]
         assert member is not None
-        member.train(not evaluated)
+        member.eval()
         torch.manual_seed(1)
         return [pop.step(x, y)[2].item() for _ in range(3)]
 
-    assert losses(evaluated=True) == pytest.approx(losses(evaluated=False), rel=1e-9)
+    assert losses(evaluated=0) == pytest.approx(losses(evaluated=1), rel=1e-9)
 
 
 def test_a_thread_that_copies_waits_for_one_that_steps() -> None:
