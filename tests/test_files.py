@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
+import tomllib
+from collections import Counter
+from pathlib import Path
 
 from tests.test_names import ROOT, files
 
 MAX_LINES = 700
+# A room that has shrunk by more than this share of its line in pyproject.toml gets a lower one.
+ROOM_TO_GROW = 0.05
 
 
 def test_no_file_is_long() -> None:
@@ -29,3 +36,47 @@ def test_every_folder_is_on_the_page_of_the_code() -> None:
     listed = re.findall(r"^```{file-table} (\S+)$", text, re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert folders ^ (set(listed) - {"hfusion"}) == set()
+
+
+def lines_of_code(source: str) -> int:
+    """Return the number of lines without docstrings, comments and blank lines."""
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+            first = node.body[0] if node.body else None
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                documented.update(range(first.lineno, (first.end_lineno or 0) + 1))
+    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in no_code:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - documented)
+
+
+def room_of(path: Path) -> str:
+    """Return the folder of the package that a file is in; ``front`` for files beside the folders."""
+    parts = path.relative_to(ROOT).parts
+    inside = parts[1:] if parts[0] == "hfusion" else parts
+    return inside[0] if len(inside) > 1 else "front"
+
+
+LIMITS: dict[str, int] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hfusion"]["rooms"]
+
+
+def test_no_room_outgrows_its_line() -> None:
+    """A room that needs more lines raises its line in the same commit, whose body says why."""
+    sizes = Counter[str]()
+    for path in files():
+        sizes[room_of(path)] += lines_of_code(path.read_text())
+    assert sizes.keys() == LIMITS.keys()
+    outgrown = {room: (lines, LIMITS[room]) for room, lines in sizes.items() if lines > LIMITS[room]}
+    assert outgrown == {}, "raise the line of the room in [tool.hfusion.rooms] of pyproject.toml, and say why"
+    generous = {
+        room: (lines, LIMITS[room]) for room, lines in sizes.items() if lines < (1 - ROOM_TO_GROW) * LIMITS[room]
+    }
+    assert generous == {}, "lower the line of the room"

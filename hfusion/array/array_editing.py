@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hfusion.array.array_description import Array
 from hfusion.array.program_reuse import Kin
 from hfusion.capture.attribute_fingerprint import modeless_fingerprint
-from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_pair, uncompiled
+from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_pair
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.compiler.arguments import Arguments
@@ -24,6 +24,7 @@ from hfusion.core.errors import FusionError
 from hfusion.core.gradient_usage import absent_rows, mark_absent
 from hfusion.core.memory import has_address
 from hfusion.core.row_indices import check_once, copied, kept_rows, moved_rows, rows_of
+from hfusion.torch_private.dynamo_state import uncompiled
 
 if TYPE_CHECKING:
     from hfusion.array.array_description import Array

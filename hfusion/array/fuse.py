@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from hfusion.array.array_description import Array, empty_stack, stack_of
 from hfusion.array.module import FusedModule
 from hfusion.capture.attribute_fingerprint import fingerprint
-from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_list, check_pair, compare, uncompiled
+from hfusion.capture.compare_models import Comparison, Sharing, check_alone, check_list, check_pair, compare
 from hfusion.capture.registered_tensors import tensors
 from hfusion.capture.skeleton import skeleton
 from hfusion.core.errors import FusionError
 from hfusion.device.allocator import keep_large_blocks
 from hfusion.device.generators import draws_kept
+from hfusion.torch_private.dynamo_state import uncompiled
 
 
 def fuse(models: Sequence[nn.Module], *, verify: bool = True, tune: bool = False) -> FusedModule:

@@ -48,13 +48,13 @@ class MembersApart:
             return run_members(fused, arguments)
         check_members(len(fused), arguments)
         source = member_seeds()
-        keys = None if source is None else [key.tolist() for key in source.keys()]
+        low, high = (None, None) if source is None else source.keys()
         parts: list[tuple[list[int], Any]] = []
         for row, member in sorted(self.members.items()):
             # What a member draws must not depend on the modes of others, which may draw nothing.
-            with nullcontext() if keys is None else random_states_kept():
-                if keys is not None:
-                    seed_in_use((keys[1][row] << 32) | keys[0][row])
+            with nullcontext() if low is None else random_states_kept():
+                if low is not None and high is not None:
+                    seed_in_use((int(high[row]) << 32) | int(low[row]))
                 parts.append(([row], _run_alone(fused, row, member, arguments)))
         if arguments.ragged:
             return joined_blocks(parts, DIFFERENT_SIZES)

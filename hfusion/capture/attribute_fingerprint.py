@@ -21,6 +21,7 @@ from hfusion.capture.registered_tensors import is_array, tensors
 from hfusion.core.errors import FusionError
 from hfusion.core.parameter_attributes import marks
 from hfusion.core.python_values import (
+    PLAIN,
     Compound,
     KeyReader,
     Link,
@@ -82,6 +83,8 @@ def _closures(model: nn.Module) -> Iterator[Any]:
             if isinstance(function, types.FunctionType) and name != "__init__":
                 cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
                 values = [cell.cell_contents for free, cell in cells if free != "__class__"]
+                if "<locals>" not in type(module).__qualname__:
+                    values = [value for value in values if isinstance(value, PLAIN)]
                 if values:
                     yield path, name, reader.read(values, f"{path}.{name}")
 

@@ -19,6 +19,7 @@ from hfusion.capture.registered_tensors import check_materialized, overlaps, ten
 from hfusion.core.errors import FusionError
 from hfusion.core.membership import is_own_hook
 from hfusion.core.python_values import PLAIN
+from hfusion.torch_private.dynamo_state import uncompiled
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -66,13 +67,6 @@ def compare(models: Sequence[nn.Module]) -> Comparison:
         sharing.add(index, model)
     _check_memory(models)
     return Comparison(variants, sharing.keys, sharing.partly)
-
-
-def uncompiled(model: Any) -> Any:
-    """Return the module inside a wrapper of torch.compile; anything else as it is."""
-    while type(model).__module__ == "torch._dynamo.eval_frame":
-        model = model._orig_mod
-    return model
 
 
 def check_list(models: Sequence[nn.Module]) -> None:

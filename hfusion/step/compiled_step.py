@@ -32,7 +32,6 @@ from hfusion.step.program_cache import KeptGraph, NoProgram, StepPrograms
 from hfusion.step.step_graph import StepCall, StepGraph, Tensors, bound_rows, trace, trace_rows, written_inputs
 from hfusion.torch_private.cpp_block_entry import with_row_entries
 from hfusion.torch_private.cpp_entry import entry_of
-from hfusion.torch_private.graph_passes import CustomGraphPass, get_hash_for_files, passes_already_set
 from hfusion.torch_private.inductor_patches import quick_inductor
 from hfusion.torch_private.inductor_settings import compile_graph
 from hfusion.torch_private.tracer_warnings import silence_tracers
@@ -386,6 +385,8 @@ def build(graph: StepGraph, tensors: Sequence[Tensor], batch: Sequence[Tensor]) 
     Raises WrongProgram if results are wrong, and whatever Inductor raises, such as without a C++ compiler, or its code.
     """
     # Imported late: it imports Inductor.
+    from hfusion.step.aliased_writes import CopiesOfOverlaps
+
     kind = graph.examples[0].device.type
     # Calls of small operators take less time from C++ than from Python.
     options: dict[str, Any] = {"post_grad_custom_post_pass": CopiesOfOverlaps(), "cpp_wrapper": kind == "cpu"}
@@ -469,57 +470,6 @@ def _same_bits(result: Tensor, reference: Tensor) -> bool:
     if (result.shape, result.stride(), result.dtype) != (reference.shape, reference.stride(), reference.dtype):
         return False
     return bool(((result == reference) | ((result != result) & (reference != reference))).all())
-
-
-# A pass for Inductor that copies a tensor before values are scattered into it that are views of the same tensor.
-
-_aten = torch.ops.aten
-# Operators whose first argument is the tensor that they put values into.
-_PUT_INTO = frozenset(
-    {
-        _aten.index_put.default,
-        _aten._unsafe_index_put.default,
-        _aten.slice_scatter.default,
-        _aten.select_scatter.default,
-        _aten.diagonal_scatter.default,
-        _aten.as_strided_scatter.default,
-    }
-)
-
-
-class CopiesOfOverlaps(CustomGraphPass):
-    """Runs the passes that are already set, then makes scatters with overlapping operands write into a copy."""
-
-    def __init__(self) -> None:
-        self._earlier_passes = passes_already_set()
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for graph_pass in self._earlier_passes:
-            graph_pass(graph)
-        for node in list(graph.nodes):
-            if node.target in _PUT_INTO and _overlaps(node):
-                with graph.inserting_before(node):
-                    copy = graph.call_function(_aten.clone.default, (node.args[0],))
-                copy.meta["val"] = node.args[0].meta["val"].clone()
-                node.args = (copy, *node.args[1:])
-
-    def uuid(self) -> Any:
-        names = [graph_pass.uuid() for graph_pass in self._earlier_passes]
-        # With None, torch caches no program.
-        return None if None in names else (get_hash_for_files((__file__,)), *names)
-
-
-def _overlaps(node: fx.Node) -> bool:
-    """Return whether the tensor that an operator writes into shares its storage with another operand."""
-    target = _memory(node.args[0])
-    others: list[Any] = []
-    fx.node.map_arg((node.args[1:], node.kwargs), others.append)
-    return target is not None and any(_memory(other) == target for other in others)
-
-
-def _memory(node: Any) -> int | None:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
 
 
 # Check that a program compiled by Inductor computes the same as its graph.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch._guards import tracing
 
-__all__ = ["TensorGuards", "compile_lock", "outside_trace", "tensor_guards"]
+__all__ = ["TensorGuards", "compile_lock", "outside_trace", "tensor_guards", "uncompiled"]
 
 
 def tensor_guards(tensors: Sequence[Tensor]) -> TensorGuards:
@@ -30,3 +30,10 @@ def compile_lock() -> AbstractContextManager[Any]:
 def outside_trace() -> AbstractContextManager[Any]:
     """Context manager: hide the trace that this thread is in."""
     return tracing(None)
+
+
+def uncompiled(model: Any) -> Any:
+    """Return the module inside a wrapper of torch.compile; anything else as it is."""
+    while type(model).__module__ == "torch._dynamo.eval_frame":
+        model = model._orig_mod
+    return model

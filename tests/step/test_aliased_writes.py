@@ -13,7 +13,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import hfusion as hf
-from hfusion.step.compiled_step import CopiesOfOverlaps
+from hfusion.step.aliased_writes import CopiesOfOverlaps
 from tests.step.test_train_step import needs_compiler
 
 PUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -179,7 +179,10 @@ def test_a_scheduler_of_an_optimizer_that_exists() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[hf.FusedModule, Any], Any], str]] = {
-    "a number": (lambda fused, opt: 3, "the scheduler is a int; give a function that makes one"),
+    "a number": (
+        lambda fused, opt: 3,
+        "the scheduler must be a function that makes one .*, got int",
+    ),
     "too few": (lambda fused, opt: [step_lr], "is 1 functions for 3 members"),
     "another optimizer": (lambda fused, opt: step_lr(hf.optim.SGD(fused.parameters(), lr=0.1)), "drives another"),
     "one metric": (lambda fused, opt: plateau(opt), r"takes one metric for all.*hf\.optim\.lr_scheduler"),

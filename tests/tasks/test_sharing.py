@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no task": (list, "there is no task"),
     "models": (lambda: [Net()], "task 0 must be an hf.Task, got Net"),
     "a model": (Net, "task 0 must be an hf.Task, got Net"),
-    "a number": (lambda: 3, "task 0 is a int"),
+    "a number": (lambda: 3, "task 0 must be an hf.Task, got int"),
     "workers": (persistent, "'first' and 'second' read with the workers of one DataLoader: .*persistent_workers=False"),
     "a generator": (
         lambda: drawing(lambda draw: DataLoader(DATA, 4, shuffle=True, generator=draw)),
