@@ -91,7 +91,7 @@ def sentences() -> list[str]:
         f"over all thirteen models is {loop[0]:.2f}x at 16 models and {loop[1]:.2f}x at 64.",
         f"Over the best other way it is {best[0]:.2f}x and {best[1]:.2f}x.",
         f"it was {min(h200):.1f}x to {max(h200):.1f}x the best other way in the {count} cases",
-        f"under a second for a small MLP, {min(deep):.0f} to {max(deep):.0f} seconds for torchvision's deep models.",
+        f"Capture and check of torchvision's deep models take {min(deep):.0f} to {max(deep):.0f} seconds.",
     ]
 
 

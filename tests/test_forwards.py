@@ -233,12 +233,19 @@ def test_a_large_tensor_outside_is_not_written_into(monkeypatch: pytest.MonkeyPa
         fused(normal(3, 4))
 
 
+OUTSIDE = nn.Linear(4, 2).double()
+
+
+class UsesOutside(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * OUTSIDE.weight.sum()
+
+
 def test_a_parameter_outside_gets_its_gradient() -> None:
-    layer = nn.Linear(4, 2).double()
-    models, x = [model_that_uses(lambda: layer.weight.sum()) for _ in range(2)], normal(3, 4)
-    fused = hf.fuse(models)
-    (gradient,) = torch.autograd.grad(fused(x).square().sum(), [layer.weight])
-    (expected,) = torch.autograd.grad(torch.stack([model(x) for model in models]).square().sum(), [layer.weight])
+    models, x = [UsesOutside(4, 2).double() for _ in range(2)], normal(3, 4)
+    fused, weight = hf.fuse(models), [OUTSIDE.weight]
+    (gradient,) = torch.autograd.grad(fused(x).square().sum(), weight)
+    (expected,) = torch.autograd.grad(torch.stack([model(x) for model in models]).square().sum(), weight)
     assert_close(gradient, expected)
     assert "that the model does not register" in str(fused.report())
 

@@ -165,7 +165,7 @@ FUSE = {
     "hf.build(lambda: nn.Linear(4, next(WIDTHS)), [0, 1])": r"weight has shape \(2, 4\)",
     "fused.append([])": "append takes a list of one model or more",
     "fused.append(mlp())": "append takes a list",
-    "fused.append(['x'])": "a str cannot join",
+    "fused.append(['x'])": "got str",
     "fused.append([nn.Linear(4, 4)])": "is Sequential in model 0",
     "fused.append([mlp().eval()])": "train mode in model 0",
     "fused.append(partly_shared()[:2])": "is one object in",

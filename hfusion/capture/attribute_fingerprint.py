@@ -79,11 +79,11 @@ def _closures(model: nn.Module) -> Iterator[Any]:
     for path, module in model.named_modules(remove_duplicate=False):
         classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
         own = [kind for kind in classes if not kind.__module__.startswith("torch.")]
-        for name, function in (item for kind in own for item in vars(kind).items()):
+        for kind, name, function in ((kind, *item) for kind in own for item in vars(kind).items()):
             if isinstance(function, types.FunctionType) and name != "__init__":
                 cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
                 values = [cell.cell_contents for free, cell in cells if free != "__class__"]
-                if "<locals>" not in type(module).__qualname__:
+                if kind is not type(module) or "<locals>" not in kind.__qualname__:
                     values = [value for value in values if isinstance(value, PLAIN)]
                 if values:
                     yield path, name, reader.read(values, f"{path}.{name}")
