@@ -4,7 +4,7 @@
     python examples/sparse_autoencoders.py --compare --double
 
 How many features may be active for one activation, k, is the number that people sweep (Gao et al., "Scaling and
-evaluating sparse autoencoders", 2024). The model is the usual one: k is an integer buffer, columns of the decoder have
+evaluating sparse autoencoders", 2024). The model is the usual one: k is a number of the model, columns of the decoder have
 length 1, and the part of their gradient that would change the length is removed before clipping. Both are functions of
 one model, which `hf.each` runs for all of them. Activations are read once for all members.
 
@@ -33,11 +33,11 @@ KS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 class TopKAutoencoder(nn.Module):
-    """Keep the k largest features of each activation; k is a buffer, so that it is saved with the weights."""
+    """Keep the k largest features of each activation; k is a number of the member's own."""
 
     def __init__(self, width: int, features: int, k: int) -> None:
         super().__init__()
-        self.register_buffer("k", torch.tensor(k))
+        self.k = k
         self.encoder, self.decoder = nn.Linear(width, features), nn.Linear(features, width, bias=False)
         self.b_dec = nn.Parameter(torch.zeros(width))
         with torch.no_grad():

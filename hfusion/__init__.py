@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from hfusion.core.patience import Patience
     from hfusion.core.ragged import Ragged
     from hfusion.device.machine import Device, Machine
-    from hfusion.population.any_models import Population
     from hfusion.population.ensemble import Ensemble
     from hfusion.population.logger import MemberLogger, MemberProgress
+    from hfusion.population.population import Population
     from hfusion.population.selection import select
     from hfusion.population.zip_loaders import zip_loaders
     from hfusion.schedule.simulate import simulate
@@ -111,7 +111,7 @@ _MODULES = {
     "NonFiniteError": "hfusion.core.errors",
     "Patience": "hfusion.core.patience",
     "PlanError": "hfusion.core.errors",
-    "Population": "hfusion.population.any_models",
+    "Population": "hfusion.population.population",
     "Ragged": "hfusion.core.ragged",
     "SpillError": "hfusion.core.errors",
     "Step": "hfusion.tasks.task",

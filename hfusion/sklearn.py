@@ -23,7 +23,7 @@ from hfusion.core.calls import stacked
 from hfusion.device.backend import seed_in_use
 from hfusion.device.generators import draws_kept
 from hfusion.optim import AdamW
-from hfusion.population.best import member_tensors
+from hfusion.population.weights import member_tensors
 from hfusion.step.compile_mode import Compile
 from hfusion.step.train_step import train_step
 

@@ -30,7 +30,7 @@ from hfusion.core.claimed_folder import ClaimedFolder, remove_abandoned
 from hfusion.core.errors import CheckpointError
 from hfusion.core.memory import real_view
 
-FORMAT, VERSION = "hfusion checkpoint", 1
+FORMAT, VERSION = "hfusion checkpoint", 2
 MANIFEST, CHECKSUM, TENSORS = "manifest.json", "manifest.blake2b", "tensors.safetensors"
 _SAVE = re.compile(r"save-(\d{12,})")
 _ASIDE = ".aside-"

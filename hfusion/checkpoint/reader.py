@@ -298,8 +298,8 @@ class SaveReader:
             for name in names
         }
 
-    def random(self, model: nn.Module) -> Callable[[], None]:
-        """Return a function that restores the random generators, except of devices that ``model`` does not use."""
+    def random(self, *models: nn.Module) -> Callable[[], None]:
+        """Return a function that restores the random generators, except of devices that the models do not use."""
         saved = self.parts[0][0]
         state: Mapping[str, Any] = decode(saved.body["random"], saved.tensors)
         # Check the states on temporary generators, so that invalid ones raise before anything is written.
@@ -311,7 +311,7 @@ class SaveReader:
             torch.set_rng_state(state["torch"])
             random.setstate(state["python"])
             np.random.set_state(state["numpy"])
-            for device in devices_of(model):
+            for device in dict.fromkeys(device for model in models for device in devices_of(model)):
                 if str(device) in state["devices"]:
                     backend(device).set_random_states(state["devices"][str(device)])
 

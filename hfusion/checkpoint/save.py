@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hfusion.array.module import FusedModule
 from hfusion.checkpoint import files
 from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.reader import SaveReader
-from hfusion.checkpoint.save_contents import SaveWriter
+from hfusion.checkpoint.save_contents import GROUPS, SaveWriter
 from hfusion.core.errors import CheckpointError
 from hfusion.optim import FusedOptimizer, GradScaler
 
@@ -74,7 +74,8 @@ def save(
     if len(tags) != len(fused) or len(set(tags)) < len(tags):
         raise CheckpointError(f"tags={tags}: give each of {len(fused)} members one of its own")
     writer = SaveWriter(range(len(fused)), {"members": tags}, {})
-    gather(writer, fused, optimizer, scheduler, scaler, loader, extra)
+    gather(writer, fused, optimizer, scheduler, scaler)
+    writer.run(loader, extra, [fused])
     return files.write(directory, writer.body, writer.tensors, step=step, keep=keep, score=score)
 
 
@@ -84,10 +85,8 @@ def gather(
     optimizer: FusedOptimizer | None,
     scheduler: Any,
     scaler: GradScaler | None,
-    loader: Any,
-    extra: Any,
 ) -> None:
-    """Collect copies of everything that is saved in ``writer``."""
+    """Collect copies of an array and of all that trains it in ``writer``."""
     writer.module(fused)
     if optimizer is not None:
         _check_ours("optimizer", optimizer, FusedOptimizer)
@@ -97,15 +96,6 @@ def gather(
     if scaler is not None:
         _check_ours("scaler", scaler, GradScaler)
         writer.scaler(scaler)
-    if loader is not None:
-        if not hasattr(loader, "state_dict"):
-            raise CheckpointError(
-                f"loader must have a state_dict, by which it could go on, got {type(loader).__name__}. Give "
-                "torchdata's StatefulDataLoader, or none."
-            )
-        writer.body["loader"] = writer.tree("loader", loader.state_dict())
-    writer.body["extra"] = writer.tree("extra", extra)
-    writer.random(fused)
 
 
 def _check_ours(name: str, value: Any, kind: type) -> None:
@@ -228,7 +218,24 @@ def in_thread(write: Callable[[], Path]) -> Writing:
 
 def read(root: Root | Saved | Sequence[Root], tags: str | Sequence[str] | None) -> SaveReader:
     """Return a reader of members ``tags`` in the latest save of each root, or in a `Saved`. Raises CheckpointError."""
-    return SaveReader.of(saves_of(root), [tags] if isinstance(tags, str) else tags)
+    parts = []
+    for saved in saves_of(root):
+        with wrap_load_errors(saved.path):
+            parts += groups_of(saved)
+    return SaveReader.of(parts, [tags] if isinstance(tags, str) else tags)
+
+
+def groups_of(saved: Saved) -> list[Saved]:
+    """Return the groups of a population's save, each as if it had been saved alone; of another save only itself."""
+    if "groups" not in saved.body:
+        return [saved]
+    common = {key: tensor for key, tensor in saved.tensors.items() if not key.startswith(GROUPS)}
+    parts = []
+    for number, body in enumerate(saved.body["groups"]):
+        prefix = f"{GROUPS}{number}/"
+        own = {key.removeprefix(prefix): value for key, value in saved.tensors.items() if key.startswith(prefix)}
+        parts.append(replace(saved, body={**saved.body, **body}, tensors=common | own))
+    return parts
 
 
 def saves_of(root: Root | Saved | Sequence[Root]) -> list[Saved]:

@@ -1,6 +1,7 @@
 """Contents of a checkpoint, for each part of an array.
 
-Tensors whose key begins with ``members/`` have a row for each member that was saved; all members share the others.
+Tensors whose key begins with ``members/`` have a row for each member that was saved; all members share the others. In
+saves of populations each group has keys of its own, which begin with ``groups/`` and its number.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hfusion.optim.hyper import plain, read
 from hfusion.optim.lr_scheduler import PerMember
 
 OWN = "members/"
+GROUPS = "groups/"
 
 
 def member_stacks(fused: FusedModule, optimizer: FusedOptimizer) -> dict[str, Tensor]:
@@ -126,13 +128,22 @@ class SaveWriter:
         for name, value in state.items():
             self.store_rows(f"scaler/{name}", value)
 
-    def random(self, fused: FusedModule) -> None:
-        """Store the states of the random generators: torch's on the CPU and the array's devices, Python's, numpy's."""
+    def run(self, loader: Any, extra: Any, modules: Sequence[nn.Module]) -> None:
+        """Store the loader's position, ``extra``, and the random states of torch, Python, numpy and the devices."""
+        if loader is not None:
+            if not hasattr(loader, "state_dict"):
+                raise CheckpointError(
+                    f"loader must have a state_dict, by which it could go on, got {type(loader).__name__}. Give "
+                    "torchdata's StatefulDataLoader, or none."
+                )
+            self.body["loader"] = self.tree("loader", loader.state_dict())
+        self.body["extra"] = self.tree("extra", extra)
+        devices = dict.fromkeys(device for module in modules for device in devices_of(module))
         state = {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
             "numpy": np.random.get_state(),
-            "devices": {str(device): backend(device).random_states() for device in devices_of(fused)},
+            "devices": {str(device): backend(device).random_states() for device in devices},
         }
         self.body["random"] = self.tree("random", state)
 

@@ -11,9 +11,9 @@ from torch import distributed as dist
 
 from hfusion.checkpoint.save_contents import member_stacks
 from hfusion.core.row_indices import pairs
-from hfusion.population.any_models import Population
 from hfusion.population.members import EventKind
-from hfusion.population.population import ArrayGroup
+from hfusion.population.population import Population
+from hfusion.population.training_group import TrainingGroup
 
 
 def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
@@ -64,10 +64,10 @@ def copy_rows(pop: Population, src: int | Sequence[int], dst: int | Sequence[int
     if local_pairs:
         pop.copy(*map(list, zip(*local_pairs, strict=True)))
     for row, member in received:
-        _put(array, row, member)
+        _put(pop, row, member)
 
 
-def _member_state(pop: ArrayGroup, row: int) -> dict[str, Any]:
+def _member_state(pop: TrainingGroup, row: int) -> dict[str, Any]:
     """Return the state of the member in a row; for a free or frozen row, a dict with an ``error`` message."""
     roll = pop._roll
     if roll.tags[row] is None or bool(roll.frozen[row]):
@@ -83,9 +83,10 @@ def _member_state(pop: ArrayGroup, row: int) -> dict[str, Any]:
     }
 
 
-def _put(pop: ArrayGroup, row: int, member: dict[str, Any]) -> None:
+def _put(population: Population, row: int, member: dict[str, Any]) -> None:
     if "error" in member:
         raise ValueError(member["error"])
+    pop = population.array
     stacks = _stacks(pop)
     if stacks.keys() != member["tensors"].keys():
         odd = sorted(stacks.keys() ^ member["tensors"].keys())[0]
@@ -96,7 +97,7 @@ def _put(pop: ArrayGroup, row: int, member: dict[str, Any]) -> None:
             f"{member['tag']!r} has the scheduler {member['kind']} and row {row} of rank {dist.get_rank()} has {kind}: "
             "a function that makes a scheduler does not go to another rank; give both members the same one"
         )
-    pop._check_between()
+    pop.check_between()
     pop._drop_gradients()
     with torch.no_grad():
         for key, value in member["tensors"].items():
@@ -108,18 +109,18 @@ def _put(pop: ArrayGroup, row: int, member: dict[str, Any]) -> None:
         pop.scheduler.load_member(row, member["scheduler"])
     roll = pop._roll
     if roll.tags[row] is None:
-        roll.enter(row, None)
+        (name,) = population._names.given([None], population.tags)
+        roll.enter(row, name)
+        pop.rows[row] = row
+        population._changed()
     roll.note(row, EventKind.COPY, member["tag"])
     roll.ages[row], roll.keys[row], roll.frozen[row] = member["age"], member["key"], False
 
 
-def _stacks(pop: ArrayGroup) -> dict[str, Tensor]:
+def _stacks(pop: TrainingGroup) -> dict[str, Tensor]:
     """Return the tensors with a row for each member, by key. The scaler's are copies."""
     pop.optimizer.initialise()
     stacks = member_stacks(pop.fused, pop.optimizer)
     for name, value in ({} if pop.scaler is None else pop.scaler.state_dict()).items():
         stacks[f"scaler/{name}"] = value
-    for name in ("norm", "value"):
-        if (limit := getattr(pop._limits, name)) is not None:
-            stacks[f"clip/{name}"] = limit.values
-    return stacks
+    return stacks | {f"clip/{name}": bounds for name, bounds in pop._limits.values.items()}

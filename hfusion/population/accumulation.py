@@ -1,17 +1,122 @@
-"""Gradient accumulation of a population: the progress of each member's update over its own number of calls."""
+"""Gradient accumulation of a group: the progress of each member's update over its own number of calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfusion.array.module import FusedModule
-from hfusion.population.gradients import GradientSums
+from hfusion.core.calls import stacked
+from hfusion.core.gradient_usage import absent_rows, mark_absent
+from hfusion.core.membership import member_rows
+from hfusion.core.row_indices import write_rows
+from hfusion.optim import GradScaler
+from hfusion.optim.device_numbers import sent
+from hfusion.optim.group import membership_of
 from hfusion.population.update_guard import Buffers
+
+
+def weighted(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``loss`` for targets of `weighed`: with the same values, and gradients multiplied by the weight."""
+
+    @wraps(loss, updated=())
+    def weighted_loss(output: Any, target: Any) -> Any:
+        value = loss(output, target["target"])
+        held = value.detach()
+        # The added term is zero for every finite weight; a value that is not finite stays so.
+        weight = target["weight"].to(torch.promote_types(value.dtype, torch.float32))
+        return held + (value - held) * weight
+
+    return weighted_loss
+
+
+def weighed(target: Any, weights: Tensor, scaler: GradScaler | None, device: torch.device) -> dict[str, Any]:
+    """Return ``target`` with each member's weight, float64 ``[B]``, times its loss scale, on ``device``."""
+    return {"target": target, "weight": stacked(sent(weights if scaler is None else scaler.scale(weights), device))}
+
+
+class GradientSums:
+    """Gradients summed over several calls, kept outside of ``grad``, which a compiled step overwrites.
+
+    Members may have made different numbers of calls: a row without a call so far is zero, and marked as absent.
+
+    Attributes:
+        sums: by the key of a parameter, ``[rows, ...]``.
+        absent: by key, the members that have had no gradient so far: bool ``[rows]``.
+    """
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+        self.sums: dict[str, Tensor] = {}
+        self.absent: dict[str, Tensor] = {}
+
+    def begin(self, name: str, like: Tensor) -> None:
+        """Begin sums of a parameter, without a gradient so far. ``like``: of the members' shape ``[..., *shape]``."""
+        self.sums[name] = like.new_zeros(self._members, *like.shape[1:])
+        self.absent[name] = torch.ones(self._members, dtype=torch.bool, device="cpu")
+
+    @torch.no_grad()
+    def add(self, fused: FusedModule) -> None:
+        """Add the gradients of one call."""
+        for name, param in fused.named_parameters():
+            if param.grad is None:
+                continue
+            grad, absent = member_rows(param.grad, membership_of(param)), absent_rows(param.grad)
+            absent = torch.zeros(self._members, dtype=torch.bool, device="cpu") if absent is None else absent.cpu()
+            if name in self.sums:
+                self.sums[name].add_(grad)
+                self.absent[name] = self.absent[name] & absent
+            else:
+                # Cloned, since a replayed step writes its gradients to the same memory again.
+                self.sums[name], self.absent[name] = grad.clone(), absent
+
+    @torch.no_grad()
+    def take(self, fused: FusedModule, due: Tensor) -> None:
+        """Write the sums of members ``due``, bool ``[rows]``, to the parameters' ``grad``, and begin new sums."""
+        everybody = bool(due.all())
+        for name, param in fused.named_parameters():
+            param.grad = None
+            if name not in self.sums:
+                continue
+            sums, absent = self.sums[name], self.absent[name]
+            if membership_of(param).standalone:
+                param.grad = None if bool(absent) else sums[0]
+                continue
+            param.grad = sums if everybody else sums.clone()
+            if not everybody:
+                param.grad[~due.to(sums.device)] = 0
+            mark_absent(param.grad, absent | ~due)
+        if everybody:
+            self.sums, self.absent = {}, {}
+        else:
+            self.clear(due.nonzero().reshape(-1).tolist())
+
+    def of_rows(self, rows: Sequence[int]) -> GradientSums:
+        """Return copies of the sums of members ``rows``."""
+        part, places = GradientSums(len(rows)), list(rows)
+        part.sums = {name: sums[places] for name, sums in self.sums.items()}
+        part.absent = {name: absent[places] for name, absent in self.absent.items()}
+        return part
+
+    def put_rows(self, rows: Sequence[int], part: GradientSums) -> None:
+        """Write the sums of the first members of ``part`` over those of members ``rows``."""
+        self.clear(rows)
+        for name, sums in part.sums.items():
+            if name not in self.sums:
+                self.begin(name, sums)
+            write_rows(self.sums[name], rows, sums[: len(rows)])
+            write_rows(self.absent[name], rows, part.absent[name][: len(rows)])
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Discard the sums of members ``rows``."""
+        for name, sums in self.sums.items():
+            sums[list(rows)] = 0
+            self.absent[name][list(rows)] = True
 
 
 @dataclass
@@ -57,6 +162,13 @@ class Accumulation:
     def weights(self) -> Tensor:
         """Weight of a call in each member's update, float64 ``[rows]``."""
         return self.calls.double().reciprocal()
+
+    def stacks(self) -> dict[str, Tensor]:
+        """The progress of the members' present updates, by name: live tensors ``[rows, ...]``."""
+        stacks = {"done": self.done, "spoilt": self.spoilt}
+        stacks |= {f"sums/{name}": sums for name, sums in self.sums.sums.items()}
+        stacks |= {f"absent/{name}": absent for name, absent in self.sums.absent.items()}
+        return stacks | {f"before/{name}": v for name, v in (self.buffers.saved_values if self.buffers else {}).items()}
 
     def hold_buffers(self, fused: FusedModule) -> None:
         """Save the tensors that forward may write to, for members that begin an update."""

@@ -14,13 +14,11 @@ from torch.utils import _pytree as pytree
 from hfusion.array.gathered_rows import GatheredRows
 from hfusion.core.calls import StackedInput, entry_counts, is_stacked
 from hfusion.core.ragged import Ragged
-from hfusion.core.row_indices import check_once, rows_of
 from hfusion.optim.gathered_state import GatheredState
-from hfusion.population.sample_weights import check_keyword
 from hfusion.step.memory_budget import state_bytes
 
 if TYPE_CHECKING:
-    from hfusion.population.population import ArrayGroup
+    from hfusion.population.training_group import TrainingGroup
 
 
 # Number of small populations that are cached, by set of structures; the least recently used is evicted.
@@ -31,19 +29,19 @@ MAX_STRUCTURES = 8
 class ChosenRows:
     """A small population ``part`` that steps some members of ``whole``; `load` fills it before each step."""
 
-    whole: ArrayGroup
-    part: ArrayGroup
+    whole: TrainingGroup
+    part: TrainingGroup
     array: GatheredRows
     state: GatheredState
 
     @staticmethod
-    def of(whole: ArrayGroup, places: Sequence[int]) -> ChosenRows:
+    def of(whole: TrainingGroup, places: Sequence[int]) -> ChosenRows:
         """Create it for the rows ``places``. Raises FusionError if they cannot be stepped separately."""
         array = GatheredRows.of(whole.fused, places)
         small, large = dict(array.array.named_parameters()), dict(whole.fused.named_parameters())
         params: dict[Tensor, Tensor] = {large[name]: param for name, param in small.items()}
         state = GatheredState.of(whole.optimizer, params, places)
-        part: ArrayGroup = object.__new__(type(whole))
+        part: TrainingGroup = object.__new__(type(whole))
         vars(part).update(vars(whole))
         vars(part).pop("_chosen", None)
         part.fused, part.optimizer, part.scheduler = array.array, state.part, None
@@ -92,46 +90,38 @@ class ChosenRows:
         whole._roll.put_rows(rows, part._roll)
 
 
-def step_rows(pop: ArrayGroup, rows: Any, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-    """Make a step of members ``rows``; see `Population.step`."""
-    check_keyword(pop, "rows")
-    chosen = rows_of(rows, len(pop))
-    check_once(chosen)
-    if not chosen:
-        raise ValueError("rows=[] is empty: give the row of at least one member")
-    for row in chosen:
-        pop._roll.tag(row)
+def step_rows(group: TrainingGroup, chosen: list[int], inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
+    """Make a step of members ``chosen``, rows of the group; see `Population.step`."""
     arguments = inputs, target, keywords
-    check_stacked(arguments, chosen)
-    if chosen == list(range(len(pop))):
-        return pop._step_all(inputs, target, keywords)
-    if pop._common and pop._updates.sums_gradients:
+    if chosen == list(range(len(group))):
+        return group._step_all(inputs, target, keywords)
+    if group._common and group._updates.sums_gradients:
         raise ValueError(
             f"rows={chosen}: members who train a parameter together make its updates together, of accumulate= calls of "
             "all: step all rows, or have accumulate=1"
         )
     # Members that train a parameter together all contribute to its gradient.
-    width = len(chosen) if pop._common else pop._widths.of(len(chosen))
-    small = _small_population(pop, chosen, width)
+    width = len(chosen) if group._common else group._widths.of(len(chosen))
+    small = _small_population(group, chosen, width)
     arguments = pytree.tree_map(lambda leaf: _filled(leaf, width), arguments, is_leaf=is_stacked)
-    deferred = small.part._deferred = pop._deferred
+    deferred = small.part._deferred = group._deferred
     if small.part._step.budget is not None:
-        small.part.elsewhere = pop.elsewhere + state_bytes(pop.fused, pop.optimizer)
+        small.part.elsewhere = group.elsewhere + state_bytes(group.fused, group.optimizer)
     losses = small.part._step_all(*arguments)
-    pop._drop_gradients()
+    group._drop_gradients()
     if deferred is None:
         small.store(chosen)
     else:
         deferred.finish(lambda: small.store(chosen))
-    all_losses = losses.new_full((len(pop),), math.nan)
+    all_losses = losses.new_full((len(group),), math.nan)
     all_losses[torch.tensor(chosen, device=losses.device)] = losses[: len(chosen)]
     return all_losses
 
 
-def _small_population(pop: ArrayGroup, rows: Sequence[int], width: int) -> ChosenRows:
-    chosen: ChosenRows | None = vars(pop).get("_chosen")
+def _small_population(group: TrainingGroup, rows: Sequence[int], width: int) -> ChosenRows:
+    chosen: ChosenRows | None = vars(group).get("_chosen")
     if chosen is None or not chosen.fits():
-        chosen = vars(pop)["_chosen"] = ChosenRows.of(pop, [*rows, *list(rows[:1]) * (width - len(rows))])
+        chosen = vars(group)["_chosen"] = ChosenRows.of(group, [*rows, *list(rows[:1]) * (width - len(rows))])
     chosen.load(rows, width)
     return chosen
 

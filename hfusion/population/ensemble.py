@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,52 @@ from torch.utils import _pytree as pytree
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import device_of
-from hfusion.population.any_models import Population
-from hfusion.population.member_groups import Group, selected_members
+from hfusion.core.calls import take_entries
+from hfusion.population.evaluation import check_entries, joined_rows
+from hfusion.population.members import apart
+from hfusion.population.plain_module import PlainModule, of_row, with_row
+from hfusion.population.population import Population
 
 _SMALL = (torch.float16, torch.bfloat16)
+
+_Group = tuple[FusedModule | PlainModule, Sequence[int | None]]
+"""An array or a plain model, and the row of the population of each of its members; None where a row is free."""
+
+
+class JoinedMembers(nn.Module):
+    """Arrays and plain models that are called with the same arguments: outputs ``[B, ...]`` of all members.
+
+    Args:
+        groups: fused modules, and models of one member.
+        rows: for each group, the rows of its members, which errors name. Outputs are in ascending order of rows.
+    """
+
+    order: Tensor | None
+
+    def __init__(self, groups: Sequence[nn.Module], rows: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList(groups)
+        self._rows = [list(of_group) for of_group in rows]
+        joined = [row for of_group in self._rows for row in of_group]
+        self._entries = [[sorted(joined).index(row) for row in of_group] for of_group in self._rows]
+        order = torch.tensor(sorted(range(len(joined)), key=joined.__getitem__), device="cpu")
+        in_order = joined == sorted(joined)
+        self.register_buffer("order", None if in_order else order.to(device_of(self.groups)), persistent=False)
+
+    def __len__(self) -> int:
+        return sum(len(of_group) for of_group in self._rows)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Arguments are those of one member, or stacked. Raises ValueError if outputs differ in structure or shape."""
+        check_entries((args, kwargs), len(self))
+        outputs = []
+        for group, entries in zip(self.groups, self._entries, strict=True):
+            positional, named = take_entries(args, entries), take_entries(kwargs, entries)
+            if isinstance(group, FusedModule):
+                outputs.append(group(*positional, **named))
+            else:
+                outputs.append(with_row(group(*of_row(positional), **of_row(named))))
+        return joined_rows(outputs, self._rows, self.order)
 
 
 class Ensemble(nn.Module):
@@ -63,7 +105,7 @@ class Ensemble(nn.Module):
         rows = [row for row in live if chosen[row] > 0]
         if not rows:
             raise ValueError("every row of the population is free: an ensemble has one member at least")
-        self.members = selected_members(groups, rows)
+        self.members = _selected_members(groups, rows)
         self.softmax = softmax
         values = None if weights is None else (chosen[rows] / chosen[rows].sum()).to(device_of(self.members))
         self.register_buffer("weights", values)
@@ -101,10 +143,10 @@ class Ensemble(nn.Module):
         )
 
 
-def _groups(models: Any) -> tuple[list[Group], int]:
+def _groups(models: Any) -> tuple[list[_Group], int]:
     """The arrays and plain models with the rows of their members, and the number of rows."""
     if isinstance(models, Population):
-        return models._placed(), len(models)
+        return [(group.fused, group.rows) for group in models._groups], len(models)
     fused = models if isinstance(models, FusedModule) else fuse(models)
     return [(fused, range(len(fused)))], len(fused)
 
@@ -123,3 +165,27 @@ def _weights(weights: Tensor | Sequence[float] | None, members: int, live: Seque
     if free_rows := [row for row in range(members) if values[row] > 0 and not alive[row]]:
         raise ValueError(f"weights: row {free_rows[0]} is free; members are in rows {list(live)}")
     return values
+
+
+def _selected_members(groups: Sequence[_Group], rows: Sequence[int]) -> FusedModule | JoinedMembers:
+    """Return the members of ``rows``, which ascend, as one module: of the groups themselves if all take part.
+
+    Otherwise members are copied: to an array for each group, or as a plain model where a group has one member.
+    """
+    chosen = set(rows)
+    is_whole = all(row in chosen for _, of_group in groups for row in of_group)
+    modules: list[nn.Module] = []
+    members: list[list[int]] = []
+    for fused, of_group in groups:
+        chosen_rows = [row for row in of_group if row is not None and row in chosen]
+        if not chosen_rows:
+            continue
+        members.append(chosen_rows)
+        if is_whole:
+            modules.append(fused.model if isinstance(fused, PlainModule) else fused)
+        else:
+            copies = [apart(cast(FusedModule, fused), of_group.index(row)) for row in chosen_rows]
+            modules.append(copies[0] if len(copies) == 1 else fuse(copies))
+    if members == [list(rows)] and isinstance(modules[0], FusedModule):
+        return modules[0]
+    return JoinedMembers(modules, members)

@@ -1,33 +1,32 @@
-"""Options that the groups of a population share, and the construction of a group from them."""
+"""Options that the groups of a population share, and what a group gets of them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hfusion.core.loss_checks import check_loss_function
 from hfusion.core.row_indices import is_row
 from hfusion.optim import FusedOptimizer, GradScaler
-from hfusion.optim.hyper import HyperValue
-from hfusion.optim.lr_scheduler import Make, PerMember, one_for_each
-from hfusion.optim.optimizer_rows import rearrange as rearrange_optimizer
+from hfusion.optim.group import membership_of
+from hfusion.optim.hyper import HyperValue, read
+from hfusion.optim.lr_scheduler import Make, one_for_each
 from hfusion.population.accumulation import Accumulation
-from hfusion.population.moving import MemberState, group_optimizer, put
-from hfusion.population.plain_member import PlainMember
-from hfusion.population.plain_module import PlainModule
-from hfusion.population.population import ArrayGroup
 from hfusion.population.update_guard import Limits, OnNonfinite
 from hfusion.step.compile_mode import Compile
+
+if TYPE_CHECKING:
+    from hfusion.population.training_group import TrainingGroup
 
 
 @dataclass(frozen=True, eq=False)
 class GroupOptions:
-    """The arguments of a population of any models.
+    """The arguments of a population.
 
     Attributes:
         total: the number of initial members, which is the length of optimizer options with a value per member.
@@ -76,34 +75,26 @@ class GroupOptions:
             raise ValueError(f"optimizer must be a function that makes one from parameters, got {kind}")
         if processes is not None and (not is_row(processes) or processes < 0):
             raise ValueError(f"processes={processes!r}: a whole number of processes, or None for one for each core")
+        if on_nonfinite not in ("freeze", "raise", "ignore"):
+            raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')
         schedules = None if scheduler is None else tuple(one_for_each(scheduler, total))
         started_scaler = copy.deepcopy(scaler)
         if started_scaler is not None:
             started_scaler.begin(total)
-        limits = Limits.of(clip_norm, clip_value, total)
+        limits = Limits.of(total, clip_norm=clip_norm, clip_value=clip_value)
         updates = Accumulation.of(accumulate, total)
         options = optimizer, loss, schedules, started_scaler, limits, updates, on_nonfinite, compile, memory, processes
         return GroupOptions(total, *options)
 
-    def with_initial_values(self, group: ArrayGroup) -> GroupOptions:
+    def with_initial_values(self, group: TrainingGroup) -> GroupOptions:
         """Return the options with the initial values of ``group``, which joining members get by default."""
-        limits = self.limits
-        for name in ("norm", "value"):
-            limit, group_limit = getattr(limits, name), getattr(group._limits, name)
-            if limit is not None and group_limit is not None:
-                limits = replace(limits, **{name: replace(limit, initial_value=group_limit.initial_value)})
+        limits = replace(self.limits, initial=group._limits.initial)
         scaler = copy.deepcopy(self.scaler)
         if scaler is not None and group.scaler is not None:
             scaler.initial_values = dict(group.scaler.initial_values)
         updates = replace(self.updates, initial_calls=group._updates.initial_calls)
         initial_hypers = tuple(map(dict, group.optimizer.initial_values))
         return replace(self, limits=limits, scaler=scaler, updates=updates, initial_hypers=initial_hypers)
-
-    def _set_initial_values(self, group: ArrayGroup) -> None:
-        """Set the values that a group uses as defaults of joining members: those that all members began with."""
-        group._updates.initial_calls = self.updates.initial_calls
-        if self.initial_hypers is not None and len(self.initial_hypers) == len(group.optimizer.initial_values):
-            group.optimizer.initial_values = [dict(values) for values in self.initial_hypers]
 
     def schedule_of_new(self, scheduler: Make | None) -> Make | None:
         """Return the scheduler function of a joining member. Raises ValueError if it is missing or not allowed."""
@@ -115,70 +106,46 @@ class GroupOptions:
             raise ValueError("the members' schedules differ: say what those of members that join are, scheduler=...")
         return scheduler or self.schedules[0]
 
-    def array(self, models: Sequence[nn.Module] | PlainModule, rows: Sequence[int]) -> ArrayGroup:
-        """Create a group of the models that the population begins with in ``rows``."""
-        kind = PlainMember if isinstance(models, PlainModule) else ArrayGroup
-        group = kind(
-            cast(Any, models),
-            optimizer=group_optimizer(self.optimizer, self.total, rows),
-            loss=self.loss,
-            scheduler=None if self.schedules is None else [self.schedules[row] for row in rows],
-            scaler=self._scaler(rows),
-            accumulate=self.updates.calls[list(rows)],
-            on_nonfinite=self.on_nonfinite,
-            compile=self.compile,
-            memory=self.memory,
-        )
-        group._limits = self.limits.rearranged(rows)
-        self._set_initial_values(group)
-        return group
+    def optimizer_of(self, module: Any, rows: Sequence[int]) -> FusedOptimizer:
+        """Make the optimizer of a group whose members began in ``rows``. Raises ValueError for one of another kind.
 
-    def _scaler(self, rows: Sequence[int]) -> GradScaler | None:
+        Of options with a value for each of ``total`` members, such as learning rates, the group gets those of ``rows``.
+        """
+        params = list(module.parameters())
+        everybody = list(rows) == list(range(self.total))
+        marks = [membership_of(param) for param in params]
+        for param, mark in zip(params, marks, strict=True):
+            param._hfusion_membership = replace(mark, members=self.total)
+        try:
+            optimizer = self.optimizer(iter(params))
+        finally:
+            for param, mark in zip(params, marks, strict=True):
+                param._hfusion_membership = mark
+        if not isinstance(optimizer, FusedOptimizer):
+            raise ValueError(
+                f"optimizer gave {type(optimizer).__name__}, whose state has no rows: give one of hf.optim"
+            )
+        for param_group in () if everybody else optimizer.param_groups:
+            # Makes the param group hold a vector of each hyper-parameter.
+            read(param_group, optimizer.hypers, self.total)
+            for hyper in optimizer.hypers:
+                held = param_group[hyper.key]
+                if hyper.index is None:
+                    param_group[hyper.key] = held[list(rows)].clone()
+                else:
+                    pair = list(held)
+                    pair[hyper.index] = pair[hyper.index][list(rows)].clone()
+                    param_group[hyper.key] = tuple(pair)
+        if self.initial_hypers is not None and len(self.initial_hypers) == len(optimizer.initial_values):
+            optimizer.initial_values = [dict(values) for values in self.initial_hypers]
+        return optimizer
+
+    def scaler_of(self, rows: Sequence[int]) -> GradScaler | None:
+        """Return a scaler with the scales of members that began in ``rows``."""
         scaler = copy.deepcopy(self.scaler)
         if scaler is not None:
             scaler.rearrange(rows)
         return scaler
-
-    def joining(
-        self,
-        model: nn.Module,
-        shared: Collection[int],
-        make: Make | None,
-        clips: tuple[HyperValue | None, HyperValue | None],
-        accumulate: int | None,
-        hypers: Mapping[str, Any],
-    ) -> PlainMember:
-        """Create a member that joins later. Raises ValueError if a value is invalid, or missing if members differ."""
-        limits = self.limits.with_rows([0], *clips).rearranged([0])
-        calls = self.updates.restart([0], accumulate).calls[:1]
-        scaler = copy.deepcopy(self.scaler)
-        if scaler is not None and scaler.state_dict():
-            scaler.append(1)
-            scaler.keep([self.total])
-        member = PlainMember(
-            cast(Any, PlainModule(model, shared)),
-            optimizer=group_optimizer(self.optimizer, self.total, None),
-            loss=self.loss,
-            scaler=scaler,
-            accumulate=calls,
-            on_nonfinite=self.on_nonfinite,
-            compile=self.compile,
-        )
-        self._set_initial_values(member)
-        rearrange_optimizer(member.optimizer, [None], hypers)
-        make = self.schedule_of_new(make)
-        member.scheduler = None if make is None else PerMember(member.optimizer, make)
-        member._limits = limits
-        return member
-
-    def group_of(self, members: Sequence[MemberState], shared: Collection[int]) -> ArrayGroup:
-        """Create a group of members that have trained: an array, or one plain member. Raises FusionError."""
-        models = [member.model for member in members]
-        placeholders = [0] * len(members)
-        group = self.array(PlainModule(models[0], shared) if len(models) == 1 else models, placeholders)
-        for row, member in enumerate(members):
-            put(group, row, member)
-        return group
 
 
 def value_of(name: str, value: Any, index: int, count: int, *, pair: bool = False) -> Any:

@@ -1,19 +1,30 @@
-"""Grouping of members into arrays: by modules and shapes at first, by their operators after a forward."""
+"""Groups of members: by modules and shapes at first, by their operators once a forward shows a difference."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
+from hfusion.capture.attribute_fingerprint import fingerprint
 from hfusion.capture.compare_models import check_alone, check_models, check_pair, compare
+from hfusion.capture.python_differences import differing_attributes
 from hfusion.capture.registered_tensors import tensors
-from hfusion.core.errors import FusionError
+from hfusion.core.errors import ForwardsDiffer, FusionError
+from hfusion.population.moving import MemberState, copy_member_state, put_member_state
+
+if TYPE_CHECKING:
+    from hfusion.population.population import Population
+    from hfusion.population.training_group import TrainingGroup
 
 # Maximum length of a reason: the messages of a capture name all attributes in which members differ.
 _LONGEST = 300
+# Maximum number of members of a group that are compared with those of another.
+_COMPARED = 8
 
 
 @dataclass(frozen=True)
@@ -120,8 +131,8 @@ def _why_apart(model: nn.Module, other: nn.Module) -> str:
 
 
 def may_share(model: nn.Module, other: nn.Module) -> bool:
-    """Return whether the structure of two models allows them to share an array."""
-    return signature(model) == signature(other) and not (_why_alone(other) or _why_apart(model, other))
+    """Return whether the structure of two models of one `signature` allows them to share an array."""
+    return not (_why_alone(other) or _why_apart(model, other))
 
 
 def _check_trained(models: Sequence[nn.Module], groups: Sequence[Candidates]) -> None:
@@ -158,3 +169,175 @@ def shared_frozen(models: Sequence[nn.Module], others: Sequence[nn.Module] = ())
     shared_addresses = {address for address, numbers in owners.items() if len(numbers) > 1}
     frozen = (p for model in models for p in model.parameters() if not p.requires_grad and p.numel())
     return frozenset(id(p) for p in frozen if (p.device, _address(p)) in shared_addresses)
+
+
+def settle_waiting(population: Population) -> None:
+    """Let plain members that were split off a group join another, unless members are amid an update together."""
+    if population._unsettled and not any(group._common and group._updates.underway for group in population._groups):
+        waiting = [group for group in population._unsettled if group in population._groups]
+        population._unsettled = []
+        settle(population, waiting)
+
+
+def settle(population: Population, new: Sequence[TrainingGroup]) -> None:
+    """Move plain members that have just been added, with their state, into groups of members like them."""
+    joining: dict[int, tuple[TrainingGroup, list[TrainingGroup]]] = {}
+    # Groups in this set join another one, so no group joins them.
+    moving = {group.number for group in new}
+    for group in new:
+        target = _target(population, group, moving)
+        if target is None:
+            moving.remove(group.number)
+            group.why = group.why or UNIQUE
+            continue
+        joining.setdefault(target.number, (target, []))[1].append(group)
+    for target, groups in joining.values():
+        _unite(population, target, groups)
+
+
+def _target(population: Population, group: TrainingGroup, moving: set[int]) -> TrainingGroup | None:
+    """Return the group that a plain member may join, preferably one with a member that reads the same state."""
+    model = group.model
+    candidates = [
+        other
+        for other in population._groups
+        if other.number not in moving
+        and frozenset((other.number, group.number)) not in population._apart
+        and bool(other.signature == group.signature)
+        and may_share(other.model, model)
+    ]
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+    model_fingerprint = fingerprint(model)
+    return next((other for other in candidates if model_fingerprint in _fingerprints(other)), candidates[0])
+
+
+def _fingerprints(group: TrainingGroup) -> list[object]:
+    return [fingerprint(group.fused._member(local)) for local, row in enumerate(group.rows) if row is not None]
+
+
+def _unite(population: Population, target: TrainingGroup, groups: Sequence[TrainingGroup]) -> None:
+    """Make one array of a group and plain members. If that fails, they stay separate, with the reason in ``why``."""
+    rows = [group.live[0] for group in groups]
+    states = [copy_member_state(group, 0) for group in groups]
+    try:
+        if target.is_plain:
+            index = population._groups.index(target)
+            united = population._group_of([copy_member_state(target, 0), *states], ())
+            population._add(united, [target.live[0], *rows], TWINS, index)
+            _inherit(population, target, united)
+            target.rows = [None]
+        else:
+            _receive(target, states, rows)
+    except FusionError as error:
+        for group in groups:
+            group.why = shortened(str(error))
+        return
+    for group in groups:
+        group.rows = [None]
+    population._changed()
+
+
+def _receive(target: TrainingGroup, states: Sequence[MemberState], rows: Sequence[int]) -> None:
+    """Add members to an array, in free or new rows. Raises FusionError, and then adds none."""
+    missing = len(states) - len(target._roll.free)
+    if missing > 0:
+        target.grow(missing)
+    free_rows = target._roll.free[: len(states)]
+    target.put(free_rows, [state.model for state in states])
+    for free_row, row, state in zip(free_rows, rows, states, strict=True):
+        put_member_state(target, free_row, state)
+        target.rows[free_row] = row
+
+
+def part(
+    population: Population, group: TrainingGroup, error: ForwardsDiffer, chosen: Sequence[int] | None = None
+) -> list[TrainingGroup]:
+    """Split a group into one group for each set of members that do the same in forward, and return these.
+
+    ``chosen``: the rows of the group that were called; None: all. Members that the error does not name were not called,
+    or have batches of another size; they stay with a member that reads the same state. Raises the error itself if it
+    does not tell the members apart.
+    """
+    population._divide()
+    group.check_between()
+    live = [local for local, row in enumerate(group.rows) if row is not None]
+    if chosen is None:
+        parts = [rows for of_graph in error.groups if (rows := [local for local in of_graph if local in live])]
+    else:
+        graph_rows = [
+            [chosen[model_index] for model_index in of_graph if model_index < len(chosen)] for of_graph in error.groups
+        ]
+        parts = [rows for rows in graph_rows if rows]
+    named = {local for rows in parts for local in rows}
+    parts = _with_others(group, parts, [local for local in live if local not in named])
+    if not named or sorted(local for rows in parts for local in rows) != live:
+        raise error
+    index, old_rows = population._groups.index(group), list(group.rows)
+    reasons = _reasons(group, parts, error, chosen)
+    states = [[copy_member_state(group, local) for local in rows] for rows in parts]
+    shared = shared_frozen([state.model for of_part in states for state in of_part])
+    new_groups: list[TrainingGroup] = []
+    for number, (rows, of_part, why) in enumerate(zip(parts, states, reasons, strict=True)):
+        new = population._group_of(of_part, shared)
+        population._add(new, [old_rows[local] for local in rows], why, index + number)
+        _inherit(population, group, new)
+        new_groups.append(new)
+    population._apart |= {frozenset((first.number, second.number)) for first, second in combinations(new_groups, 2)}
+    group.rows = [None] * len(group.rows)
+    population._changed()
+    # Not now: another group that they may join may have made this step already.
+    population._unsettled += [new for new in new_groups if new.is_plain]
+    return new_groups
+
+
+def _with_others(group: TrainingGroup, parts: Sequence[list[int]], others: Sequence[int]) -> list[list[int]]:
+    """Return the parts with ``others`` added: each to a part with a member that reads the same, or to a new part."""
+    by_content: dict[object, list[int]] = {}
+    for rows in parts:
+        for local in rows:
+            by_content[fingerprint(group.fused._member(local))] = rows
+    divided = list(parts)
+    for local in others:
+        content = fingerprint(group.fused._member(local))
+        if content not in by_content:
+            by_content[content] = []
+            divided.append(by_content[content])
+        by_content[content].append(local)
+    return divided
+
+
+def _reasons(
+    group: TrainingGroup, parts: Sequence[Sequence[int]], error: ForwardsDiffer, chosen: Sequence[int] | None
+) -> list[str]:
+    """Return why each part is a group: the attributes in which its members differ from those of another part."""
+    if len(parts) == 1:
+        # A member that differs has left: its row is free.
+        return [group.why]
+    models = [[group.fused._member(local) for local in rows[:_COMPARED]] for rows in parts]
+    reasons = []
+    for number, rows in enumerate(parts):
+        other = int(number == 0)
+        names = f"row {group.rows[rows[0]]}", f"row {group.rows[parts[other][0]]}"
+        difference = differing_attributes(models[number], models[other], names)
+        why = difference or _message(error, group, chosen)
+        reasons.append(shortened(f"its members do something else in forward: {why}"))
+    return reasons
+
+
+def _message(error: ForwardsDiffer, group: TrainingGroup, chosen: Sequence[int] | None) -> str:
+    """Return the error's message with rows of the population in place of model indices."""
+
+    def row(match: re.Match[str]) -> str:
+        index = int(match[1])
+        # An array of some members is filled up with copies of the first.
+        local = index if chosen is None else chosen[index if index < len(chosen) else 0]
+        return f"row {group.rows[local]}"
+
+    return re.sub(r"\bmodel (\d+)", row, str(error).split(". Fuse ")[0])
+
+
+def _inherit(population: Population, old: TrainingGroup, new: TrainingGroup) -> None:
+    """Keep group ``new`` apart from all groups that ``old`` was kept apart from."""
+    others = [next(iter(pair - {old.number})) for pair in population._apart if old.number in pair]
+    population._apart |= {frozenset((other, new.number)) for other in others}

@@ -1,107 +1,225 @@
-"""The hyper-parameters of a population, live: what is written there holds from the next step on."""
+"""Hyper-parameters and schedules of a population's members, live: what is written there holds from the next step on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hfusion.core.row_indices import rows_of
 from hfusion.optim import FusedOptimizer
 from hfusion.optim.hyper import MemberVector, member_vector, read
+from hfusion.optim.lr_scheduler import Make, PerMember, one_for_each
 from hfusion.optim.optimizer_rows import explicit_everywhere, groups_taking
 
+if TYPE_CHECKING:
+    from hfusion.population.population import Population
+    from hfusion.population.training_group import TrainingGroup
 
-class EveryGroup:
-    """One hyper-parameter in several param groups: reading gives what they agree on, writing writes to all.
 
-    ``refusal``: the error message of writes, if every group was given its own value.
+@dataclass(frozen=True, eq=False)
+class RowVector:
+    """A hyper-parameter of all members, ``[rows]``, to read and to write; NaN where no member has it.
+
+    It is held in several vectors, of param groups and of groups of members. Where several hold a row, reading gives
+    what they agree on, and writing writes to all.
+
+    Attributes:
+        label: its name in errors.
+        size: the number of rows.
+        parts: the vectors, with the population's row of each entry, None for none; and the error message of writes, if
+            the param groups were given values of their own.
+        live: the rows that have members.
     """
 
-    def __init__(self, label: str, vectors: Sequence[MemberVector], refusal: str) -> None:
-        self._label, self._vectors, self._refusal = label, vectors, refusal
+    label: str
+    size: int
+    parts: Sequence[tuple[Sequence[int | None], MemberVector, str]]
+    live: Collection[int]
 
     def __len__(self) -> int:
-        return len(self._vectors[0])
+        return self.size
 
     def __getitem__(self, rows: Any) -> Tensor:
-        """Raises ValueError where the groups differ."""
-        values = [vector[rows] for vector in self._vectors]
-        if not all(torch.equal(value, values[0]) for value in values):
+        """Raises ValueError where the param groups differ."""
+        values = torch.full((self.size,), float("nan"), dtype=torch.float64, device="cpu")
+        differs = torch.zeros(self.size, dtype=torch.bool, device="cpu")
+        for places, vector, _ in self.parts:
+            entries = [local for local, row in enumerate(places) if row is not None]
+            taken = [row for row in places if row is not None]
+            held, found = values[taken], torch.tensor(vector.tolist(), dtype=torch.float64, device="cpu")[entries]
+            differs[taken] |= ~held.isnan() & (held != found)
+            values[taken] = found
+        if bool(differs[rows].any()):
             raise ValueError(
-                f"{self._label} differs between the param groups: read and write optimizer.param_groups[...] instead"
+                f"{self.label} differs between the param groups: read and write optimizer.param_groups[...] instead"
             )
-        return values[0].as_subclass(Tensor)
+        return values[rows]
 
     def __setitem__(self, rows: Any, value: Any) -> None:
-        """Raises ValueError where every group was given its own value."""
-        if self._refusal:
-            raise ValueError(self._refusal)
-        for vector in self._vectors:
-            vector[rows] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+        """Raises ValueError for a row whose member has no such hyper-parameter, or has its own in each param group."""
+        values = torch.full((self.size,), float("nan"), dtype=torch.float64, device="cpu")
+        written = torch.zeros(self.size, dtype=torch.bool, device="cpu")
+        values[rows], written[rows] = torch.as_tensor(value, dtype=torch.float64, device="cpu"), True
+        chosen = set(written.nonzero().reshape(-1).tolist())
+        lacking = chosen.intersection(self.live).difference(*(places for places, _, _ in self.parts))
+        if lacking:
+            raise ValueError(f"the optimizer of the member in row {min(lacking)} has no {self.label}")
+        entries = [[local for local, row in enumerate(places) if row in chosen] for places, _, _ in self.parts]
+        if refusals := [why for (_, _, why), of_part in zip(self.parts, entries, strict=True) if of_part and why]:
+            raise ValueError(refusals[0])
+        for (places, vector, _), of_part in zip(self.parts, entries, strict=True):
+            vector[of_part] = values[[places[local] for local in of_part]]
 
     def copy_(self, values: Tensor) -> None:
+        """Write the values of all rows."""
         self[:] = values
 
     def tolist(self) -> list[float]:
+        """Return the values of all rows. Raises ValueError where the param groups differ."""
         values: list[float] = self[:].tolist()
         return values
 
     def __repr__(self) -> str:
-        return f"{self._label} of {len(self._vectors)} param groups: {[vector.tolist() for vector in self._vectors]}"
+        parts = [dict(zip(places, vector.tolist(), strict=True)) for places, vector, _ in self.parts]
+        return f"{self.label} of {self.size} rows, in {len(parts)} vectors: {parts}"
+
+
+def _vectors(optimizer: FusedOptimizer, key: str) -> tuple[list[tuple[MemberVector, ...]], str]:
+    """Return the vectors of a hyper-parameter, one for each param group that takes the optimizer's default.
+
+    A list with an entry for each number of the hyper-parameter, two for a pair; empty if the optimizer has none. If
+    every param group was given its own value, the vectors of all, and the error message of writes.
+    """
+    hypers = [hyper for hyper in optimizer.hypers if hyper.key == key]
+    if not hypers:
+        return [], ""
+    taking = groups_taking(optimizer, key)
+    refusal = "" if taking else explicit_everywhere(optimizer, key)
+    columns = (read(group, hypers, optimizer.members)[0] for group in taking or optimizer.param_groups)
+    return list(zip(*columns, strict=True)), refusal
 
 
 class Hparams(MutableMapping[str, Any]):
     """By name a float64 vector ``[rows]`` to read and write, a pair of them for betas.
 
     With several param groups it is the value of those that take the optimizer's default. A group that was given its own
-    keeps it: read and write ``optimizer.param_groups[...]``. See `EveryGroup`.
+    keeps it: read and write ``optimizer.param_groups[...]``. If one vector holds it, it is that vector itself, and a
+    `RowVector` otherwise.
     """
 
-    def __init__(self, optimizer: FusedOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, population: Population) -> None:
+        self._population = population
 
     def __getitem__(self, key: str) -> Any:
-        hypers = [hyper for hyper in self._optimizer.hypers if hyper.key == key]
-        if not hypers:
-            raise KeyError(f"{key!r} is no hyper-parameter of {type(self._optimizer).__name__}; it has {list(self)}")
-        taking = groups_taking(self._optimizer, key)
-        refusal = "" if taking else explicit_everywhere(self._optimizer, key)
-        columns = zip(
-            *(read(group, hypers, self._optimizer.members)[0] for group in taking or self._optimizer.param_groups),
-            strict=True,
-        )
-        vectors = [
-            column[0] if len(column) == 1 else EveryGroup(hyper.label, column, refusal)
-            for hyper, column in zip(hypers, columns, strict=True)
-        ]
-        return vectors[0] if hypers[0].index is None else tuple(vectors)
+        population = self._population
+        whole, live = population._whole, population._layout.live
+        held = [(group, *_vectors(group.optimizer, key)) for group in population._groups]
+        count = max((len(columns) for _, columns, _ in held), default=0)
+        if not count:
+            kinds = " and ".join(dict.fromkeys(type(group.optimizer).__name__ for group in population._groups))
+            raise KeyError(f"{key!r} is no hyper-parameter of {kinds}; it has {list(self)}")
+        vectors: list[Any] = []
+        for index in range(count):
+            parts = [
+                (range(len(group)) if whole else group.rows, vector, why)
+                for group, columns, why in held
+                for vector in (columns[index] if columns else ())
+            ]
+            if whole and len(parts) == 1:
+                vectors.append(parts[0][1])
+            else:
+                label = key if count == 1 else f"{key}[{index}]"
+                vectors.append(RowVector(label, len(population), parts, live))
+        return vectors[0] if count == 1 else tuple(vectors)
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Raises ValueError for what is no number or one for each row, and is out of range."""
         held = self[key]
         if isinstance(held, tuple) and (not isinstance(value, tuple | list) or len(value) != len(held)):
             raise ValueError(f"{key}={value!r} is not a pair")
-        hypers = [hyper for hyper in self._optimizer.hypers if hyper.key == key]
-        values = value if isinstance(held, tuple) else (value,)
+        vectors, values = (held, value) if isinstance(held, tuple) else ((held,), (value,))
+        rows, groups = len(self._population), self._population._groups
+        hypers = [[hyper for hyper in group.optimizer.hypers if hyper.key == key] for group in groups]
+        labels = [hyper.label for hyper in next(filter(None, hypers))]
         new_vectors = [
-            member_vector(hyper.label, member_values, self._optimizer.members).as_subclass(Tensor)
-            for hyper, member_values in zip(hypers, values, strict=True)
+            member_vector(label, of_members, rows).as_subclass(Tensor)
+            for label, of_members in zip(labels, values, strict=True)
         ]
-        for hyper, vector in zip(hypers, new_vectors, strict=True):
-            hyper.check(vector.tolist())
-        for vectors, vector in zip(held if isinstance(held, tuple) else (held,), new_vectors, strict=True):
-            vectors.copy_(vector)
+        for group, of_group in zip(groups, hypers, strict=True):
+            for hyper, vector in zip(of_group, new_vectors, strict=False):
+                hyper.check(vector.tolist() if self._population._whole else vector[group.live].tolist())
+        for held_vector, vector in zip(vectors, new_vectors, strict=True):
+            held_vector.copy_(vector)
 
     def __delitem__(self, key: str) -> None:
         raise TypeError("hyper-parameters cannot be taken away")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(hyper.key for hyper in self._optimizer.hypers))
+        return iter(dict.fromkeys(hyper.key for group in self._population._groups for hyper in group.optimizer.hypers))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def __repr__(self) -> str:
         return f"Hparams({', '.join(f'{key}={self[key]}' for key in self)})"
+
+
+class MemberSchedules:
+    """The schedules of members of several groups, as those of a `hfusion.optim.lr_scheduler.PerMember`."""
+
+    def __init__(self, population: Population) -> None:
+        self._population = population
+
+    def _of_groups(self) -> list[tuple[TrainingGroup, PerMember]]:
+        groups = self._population._groups
+        return [(group, group.scheduler) for group in groups if group.scheduler is not None]
+
+    def step(
+        self,
+        epoch: int | None = None,
+        *,
+        rows: Sequence[int] | None = None,
+        metrics: Tensor | Sequence[float] | None = None,
+    ) -> None:
+        """One step of every member's scheduler, or of those of members ``rows``. ``metrics``: one number per row."""
+        count, values = len(self._population), None
+        if metrics is not None:
+            values = (
+                metrics if isinstance(metrics, Tensor) else torch.as_tensor(metrics, dtype=torch.float64, device="cpu")
+            ).detach()
+            if values.shape != (count,):
+                raise ValueError(f"metrics have shape {list(values.shape)}: give one number for each of {count} rows")
+        chosen = set(range(count) if rows is None else rows_of(rows, count))
+        for group, scheduler in self._of_groups():
+            local = [index for index, row in enumerate(group.rows) if row in chosen]
+            if local:
+                of_group = None if values is None else values[group.entries()]
+                scheduler.step(epoch, rows=None if rows is None else local, metrics=of_group)
+
+    def restart(self, rows: int | Sequence[int], make: Make | Sequence[Make] | None = None) -> None:
+        """Let members begin their schedules, or those that ``make`` makes, from their present hyper-parameters."""
+        chosen = rows_of(rows, len(self._population))
+        makes = [None] * len(chosen) if make is None else one_for_each(make, len(chosen))
+        for row, of_row in zip(chosen, makes, strict=True):
+            group, local = self._population._layout.slot_of(row)
+            assert group.scheduler is not None
+            group.scheduler.restart(local, of_row)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The class of each member's scheduler, one group after the other."""
+        return [kind for _, scheduler in self._of_groups() for kind in scheduler.kinds]
+
+    def get_last_lr(self) -> list[Tensor]:
+        """The learning rates that were set last, for each param group ``[rows]``."""
+        rates = [scheduler.get_last_lr() for _, scheduler in self._of_groups()]
+        return [self._population._layout.collected(list(of_group)) for of_group in zip(*rates, strict=True)]
+
+    @property
+    def last_epochs(self) -> Tensor:
+        """Number of steps of each member's scheduler: ``[rows]``."""
+        return self._population._layout.collected([scheduler.last_epochs for _, scheduler in self._of_groups()])

@@ -15,7 +15,7 @@ from hfusion.capture.attribute_fingerprint import modeless_fingerprint
 from hfusion.core.calls import StackedInput, is_stacked, take_entries
 from hfusion.core.memory import is_plain
 from hfusion.core.python_values import SCALARS
-from hfusion.population.group_draws import seeded
+from hfusion.population.group_step import seeded
 from hfusion.population.plain_member import PlainMember, PlainStep
 from hfusion.population.shared_arena import SharedArena, arena_bytes
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import NonFiniteError
@@ -19,10 +18,8 @@ from hfusion.core.membership import is_per_member
 from hfusion.core.row_indices import check_once
 from hfusion.population.plain_module import PlainModule
 
-
-def population_array(models: Sequence[nn.Module] | FusedModule) -> FusedModule:
-    """Return the array of a population's members."""
-    return models if isinstance(models, FusedModule) else fuse(models)
+if TYPE_CHECKING:
+    from hfusion.population.population import Population
 
 
 class EventKind(StrEnum):
@@ -50,11 +47,12 @@ class Event:
 
 @dataclass
 class Roll:
-    """The members by row: ``tags[row]`` is None where a row is free; ``ages`` counts the members' updates.
+    """The members of a group by row: ``tags[row]`` is None where a row is free; ``ages`` counts the members' updates.
 
     ``frozen`` marks members that make no steps, since a loss or gradient was not finite. ``keys`` determine the random
     numbers of compiled steps: a member's key is computed from its name, and a copy has the key of its source.
-    ``whole_rows``: the population's rows, if these are only some of them; None if they are all.
+    ``step`` counts the updates of the population, and ``lineage`` is its history, which all groups share.
+    ``whole_rows``: the group's rows, if these are only some of them; None if they are all.
     """
 
     tags: list[str | None]
@@ -63,21 +61,15 @@ class Roll:
     keys: Tensor
     step: int = 0
     lineage: list[Event] = field(default_factory=list)
-    tag_number: int = 0
     whole_rows: Sequence[int] | None = None
     _alive: Tensor | None = None
 
     @staticmethod
-    def of(count: int, tags: Sequence[str] | None) -> Roll:
-        """Return the rows of ``count`` new members. Raises ValueError for invalid or repeated names."""
-        ages = torch.zeros(count, dtype=torch.int64, device="cpu")
-        frozen = torch.zeros(count, dtype=torch.bool, device="cpu")
-        roll = Roll([None] * count, ages, frozen, ages.clone())
-        if tags is not None and len(tags) != count:
-            raise ValueError(f"{len(tags)} tags for {count} models: give one for each")
-        for row in range(count):
-            roll.enter(row, None if tags is None else tags[row])
-        return roll
+    def of(tags: Sequence[str | None]) -> Roll:
+        """Return the rows of new members; None where a row is free."""
+        ages = torch.zeros(len(tags), dtype=torch.int64, device="cpu")
+        keys = torch.tensor([0 if tag is None else key_of(tag) for tag in tags], device="cpu")
+        return Roll(list(tags), ages, ages.bool(), keys)
 
     def __len__(self) -> int:
         return len(self.tags)
@@ -110,80 +102,34 @@ class Roll:
             raise ValueError(f"row {row} is free; members are in rows {self.live}")
         return name
 
-    def label(self, row: int) -> str:
-        """Return the name of the member in ``row``, with its row in the whole population."""
-        return f"{self.tag(row)!r} (row {row if self.whole_rows is None else self.whole_rows[row]})"
-
-    def row(self, tag: str) -> int:
-        """Return the row of a member. Raises KeyError."""
-        try:
-            return self.tags.index(tag)
-        except ValueError:
-            raise KeyError(f"{tag!r} is no member; members are {[t for t in self.tags if t is not None]}") from None
-
-    def check_tag(self, tag: str) -> None:
-        """Raise a ValueError for a name that is invalid or in use."""
-        if not isinstance(tag, str) or not tag:
-            raise ValueError(f"tag={tag!r}: a member's name is a string with something in it")
-        if not tag.isprintable() and any(0xD800 <= ord(letter) < 0xE000 for letter in tag):
-            raise ValueError(f"tag={tag!r}: a member's name has letters that no file can hold (lone surrogates)")
-        if tag in self.tags:
-            raise ValueError(f"tag={tag!r} is the name of the member in row {self.tags.index(tag)}: give another")
-
-    def check_start(self, rows: Sequence[int], tags: Sequence[str | None], models: int) -> None:
-        """Raise a ValueError unless members of these names can start in these rows; None stands for a new name."""
-        check_once(rows)
-        if not len(rows) == models == len(tags):
-            raise ValueError(f"{models} models with {len(tags)} tags for {len(rows)} rows: give one for each")
-        for row in rows:
-            if self.tags[row] is not None:
-                raise ValueError(f"row {row} is taken by {self.tags[row]!r}: stop it first; rows {self.free} are free")
-        names = [tag for tag in tags if tag is not None]
-        for tag in names:
-            self.check_tag(tag)
-        if len(set(names)) < len(names):
-            raise ValueError(f"tag={list(tags)}: every member has a name of its own")
-
-    def check_width(self, members: int) -> None:
-        """Raise a ValueError unless the array has as many members as there are rows."""
-        if members != len(self):
-            raise ValueError(
-                f"the array has {members} members and the population {len(self)} rows: let members join by pop.start "
-                "and leave by pop.stop and pop.compact, which move all that belongs to them"
-            )
-
-    def enter(self, row: int, tag: str | None, source: int | None = None) -> None:
+    def enter(self, row: int, tag: str, source: int | None = None) -> None:
         """Record a new member in a free row; with ``source``, a copy of the member in that row."""
-        if tag is None:
-            tag = self._new_tag()
-        self.check_tag(tag)
-        self.tags[row] = tag
-        self._alive = None
+        self.rename(row, tag)
         self.frozen[row] = False
         self.ages[row] = 0 if source is None else self.ages[source]
         self.keys[row] = key_of(tag) if source is None else self.keys[source]
         origin = None if source is None else self.tag(source)
         self.lineage.append(Event(self.step, tag, EventKind.START if source is None else EventKind.COPY, origin))
 
-    def _new_tag(self) -> str:
-        while True:
-            tag, self.tag_number = f"member {self.tag_number}", self.tag_number + 1
-            if tag not in self.tags:
-                return tag
+    def rename(self, row: int, tag: str | None) -> None:
+        """Write the name in a row without an event in the history; None frees the row."""
+        self.tags[row] = tag
+        self._alive = None
 
     def leave(self, row: int) -> None:
+        """Free the row of a member that stops."""
         self.note(row, EventKind.STOP)
-        self.tags[row] = None
-        self._alive = None
+        self.rename(row, None)
         self.frozen[row] = False
 
     def thaw(self, row: int) -> None:
-        self.tag(row)
+        """Let a frozen member train again."""
         if bool(self.frozen[row]):
             self.note(row, EventKind.THAW)
             self.frozen[row] = False
 
     def note(self, row: int, kind: EventKind, source: str | None = None) -> None:
+        """Add an event of a member to the history."""
         self.lineage.append(Event(self.step, self.tag(row), kind, source))
 
     def of_rows(self, rows: Sequence[int], width: int) -> Roll:
@@ -192,7 +138,7 @@ class Roll:
         places = [*rows, *[rows[0]] * free]
         ages, frozen, keys = (values[places] for values in (self.ages, self.frozen, self.keys))
         tags: list[str | None] = [*map(self.tag, rows), *[None] * free]
-        return Roll(tags, ages, frozen, keys, self.step, [], self.tag_number, places)
+        return Roll(tags, ages, frozen, keys, self.step, [], places)
 
     def put_rows(self, rows: Sequence[int], part: Roll) -> None:
         """Copy ages, frozen flags and new events of the first members of ``part`` to the members in ``rows``."""
@@ -212,17 +158,72 @@ class Roll:
         self.frozen = self.frozen[rows] & ~empty
 
 
+@dataclass
+class Names:
+    """The names of a population's members. ``number``: the number in the next generated name."""
+
+    number: int = 0
+
+    def given(self, tags: Sequence[str | None], taken: Sequence[str | None]) -> list[str]:
+        """Return the names of new members beside those ``taken``, by row; None stands for a generated one.
+
+        Raises ValueError for a name that is invalid, repeated or in use.
+        """
+        for tag in tags:
+            if tag is not None:
+                check_name(tag, taken)
+        named = [tag for tag in tags if tag is not None]
+        if len(set(named)) < len(named):
+            raise ValueError(f"tag={list(tags)}: every member has a name of its own")
+        used, names = {*taken, *named}, []
+        for tag in tags:
+            while tag is None:
+                generated, self.number = f"member {self.number}", self.number + 1
+                tag = None if generated in used else generated
+            names.append(tag)
+        return names
+
+
+def check_name(tag: Any, taken: Sequence[str | None]) -> None:
+    """Raise a ValueError for a name that is invalid or in use."""
+    if not isinstance(tag, str) or not tag:
+        raise ValueError(f"tag={tag!r}: a member's name is a string with something in it")
+    if not tag.isprintable() and any(0xD800 <= ord(letter) < 0xE000 for letter in tag):
+        raise ValueError(f"tag={tag!r}: a member's name has letters that no file can hold (lone surrogates)")
+    if tag in taken:
+        raise ValueError(f"tag={tag!r} is the name of the member in row {taken.index(tag)}: give another")
+
+
+def check_start(rows: Sequence[int], tags: Sequence[str | None], taken: Sequence[str | None], models: int) -> None:
+    """Raise a ValueError unless as many members can start in these rows; ``taken``: the present names by row."""
+    check_once(rows)
+    if not len(rows) == models == len(tags):
+        raise ValueError(f"{models} models with {len(tags)} tags for {len(rows)} rows: give one for each")
+    for row in rows:
+        if row < len(taken) and taken[row] is not None:
+            free = [other for other, tag in enumerate(taken) if tag is None]
+            raise ValueError(f"row {row} is taken by {taken[row]!r}: stop it first; rows {free} are free")
+
+
 def freeze(roll: Roll, bad: Tensor, raises: bool) -> None:
     """Freeze members ``bad``, bool ``[rows]``, or raise a NonFiniteError that names them."""
     rows = bad.nonzero().reshape(-1).tolist()
     if rows and raises:
-        raise NonFiniteError(
-            f"the loss or a gradient of {', '.join(map(roll.label, rows))} is not finite in step {roll.step}; nothing "
-            'was updated: lower its learning rate, stop it, or give on_nonfinite="freeze"'
+        raise nonfinite(
+            [(row if roll.whole_rows is None else roll.whole_rows[row], roll.tag(row)) for row in rows], roll.step
         )
     for row in rows:
         roll.note(row, EventKind.FREEZE)
     roll.frozen |= bad
+
+
+def nonfinite(members: Sequence[tuple[int, str]], step: int) -> NonFiniteError:
+    """Return the error for members, as pairs of row and name, that are not finite in a step."""
+    shown = ", ".join(f"{tag!r} (row {row})" for row, tag in sorted(members))
+    return NonFiniteError(
+        f"the loss or a gradient of {shown} is not finite in step {step}; nothing was updated: lower its "
+        'learning rate, stop it, or give on_nonfinite="freeze"'
+    )
 
 
 def key_of(tag: str) -> int:
@@ -233,11 +234,11 @@ def key_of(tag: str) -> int:
 class Models(Sequence[nn.Module | None]):
     """The members as modules, by row: live views of an array, or a plain member itself; None where a row is free."""
 
-    def __init__(self, rows: Sized, member: Callable[[int], nn.Module | None]) -> None:
-        self._rows, self._member = rows, member
+    def __init__(self, population: Population) -> None:
+        self._population = population
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._population)
 
     @overload
     def __getitem__(self, index: int) -> nn.Module | None: ...
@@ -246,59 +247,11 @@ class Models(Sequence[nn.Module | None]):
     def __getitem__(self, index: int | slice) -> nn.Module | list[nn.Module | None] | None:
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
-        return self._member(index)
+        slot = self._population._layout.slots[index]
+        return None if slot is None else slot[0].fused[slot[1]]
 
     def __iter__(self) -> Iterator[nn.Module | None]:
         return (self[row] for row in range(len(self)))
-
-
-class MembersByRow:
-    """Views of a population's members by row."""
-
-    fused: FusedModule
-    _roll: Roll
-
-    def __len__(self) -> int:
-        """The number of rows, free ones too."""
-        return len(self._roll)
-
-    @property
-    def models(self) -> Models:
-        """The members by row, as modules that are live views; None where a row is free."""
-        return Models(self._roll, self._model)
-
-    def _model(self, row: int) -> nn.Module | None:
-        return None if self._roll.tags[row] is None else self.fused[row]
-
-    @property
-    def tags(self) -> list[str | None]:
-        """The members' names by row; None where a row is free."""
-        return list(self._roll.tags)
-
-    @property
-    def ages(self) -> Tensor:
-        """Number of updates of the member in each row: int64 ``[rows]``."""
-        return self._roll.ages.clone()
-
-    @property
-    def frozen(self) -> list[int]:
-        """The rows of members left out of steps after a loss or gradient was not finite; see ``on_nonfinite``."""
-        rows: list[int] = self._roll.frozen.nonzero().reshape(-1).tolist()
-        return rows
-
-    @property
-    def lineage(self) -> tuple[Any, ...]:
-        """History of the members, in order: events with ``step``, ``tag``, ``what``, ``source``."""
-        return tuple(self._roll.lineage)
-
-    @property
-    def steps(self) -> int:
-        """Number of updates of the population."""
-        return self._roll.step
-
-    def row(self, tag: str) -> int:
-        """Return the row of the member with this name. Raises KeyError."""
-        return self._roll.row(tag)
 
 
 def listed(name: str, value: Any, kind: type) -> list[Any]:

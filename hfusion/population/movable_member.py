@@ -153,8 +153,7 @@ def _read_by_updates(member: PlainMember) -> list[Any]:
     for group in member.optimizer.param_groups:
         for value in group.values():
             objects += value if isinstance(value, tuple | list) else [value]
-    limits = (member._limits.norm, member._limits.value)
-    return [*objects, *(limit if limit is None else limit.values for limit in limits), _END]
+    return [*objects, *member._limits.values.values(), _END]
 
 
 def why_not_loss(loss: Callable[..., Any]) -> str:

@@ -1,23 +1,25 @@
-"""A population of one member that is in no array: its model runs in eager torch."""
+"""A group of one member that is in no array: its model runs in eager torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from hfusion.array.fuse import fuse
 from hfusion.array.member_functions import MemberFunction
 from hfusion.core.calls import call_arguments
 from hfusion.core.loss_checks import check_losses
 from hfusion.device.backend import active_autocast
 from hfusion.optim import FusedOptimizer, coupling
-from hfusion.population.gradients import weighted
+from hfusion.population.accumulation import weighted
+from hfusion.population.group_options import GroupOptions
 from hfusion.population.plain_module import PlainModule, of_row
-from hfusion.population.population import ArrayGroup
 from hfusion.population.sample_weights import sample_weighted
+from hfusion.population.training_group import TrainingGroup
 
 
 class PlainStep:
@@ -77,12 +79,14 @@ class PlainStep:
         return step_losses
 
 
-class PlainMember(ArrayGroup):
-    """A population of one member that is never captured, checked or compiled.
+class PlainMember(TrainingGroup):
+    """A group of one member that is never captured, checked or compiled.
 
     Its optimizer is one of hf.optim over the parameters of the model, which takes less time for one model than the
     fused optimizers of torch; so its state is that of a row of an array, to the bit.
     """
+
+    is_plain = True
 
     def _make_step(self, expected_calls: Iterable[str]) -> None:
         function = sample_weighted(self._function) if self._samples else self._function
@@ -106,7 +110,7 @@ class PlainMember(ArrayGroup):
     @property
     def updates_anywhere(self) -> bool:
         """True if a fork may make an update: it runs no hooks, and does not wait for the gradients of other groups."""
-        hooked = self._gradient_hooks or coupling.has_hooks(self.optimizer)
+        hooked = bool(self._gradient_hooks) or coupling.has_hooks(self.optimizer)
         return not hooked and self._on_nonfinite != "raise"
 
     def hold_buffers(self) -> None:
@@ -119,3 +123,15 @@ class PlainMember(ArrayGroup):
 
     def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
         fn(cast(PlainModule, self.fused).model, *of_row(args), **of_row(kwargs))
+
+
+def group_of(
+    models: Sequence[nn.Module], options: GroupOptions, origins: Sequence[int], shared: Collection[int]
+) -> TrainingGroup:
+    """Return a group of ``models``: an array, or a plain member if there is one. Raises FusionError.
+
+    ``origins``: see `TrainingGroup`. ``shared``: ids of frozen parameters that members of other groups hold, too.
+    """
+    if len(models) == 1:
+        return PlainMember(PlainModule(models[0], shared), options, origins)
+    return TrainingGroup(fuse(list(models)), options, origins)

@@ -1,57 +1,106 @@
-"""An array with its optimizer, loss, schedules, scales and limits, whose rows join and leave together."""
+"""hf.Population: members of any models that train, leave, join and are copied, each exactly as if alone."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from hfusion.array.array_editing import rearrange as rearrange_array
+from hfusion.array.fuse import fuse
+from hfusion.array.member_functions import MemberFunction, as_each
 from hfusion.array.module import FusedModule
-from hfusion.array.per_model import per_model
-from hfusion.capture.registered_tensors import device_of
-from hfusion.compiler.arguments import Arguments
-from hfusion.core.calls import call_arguments
+from hfusion.checkpoint.files import Saved
+from hfusion.checkpoint.save import Root, Writing
+from hfusion.core.calls import take_entries
+from hfusion.core.errors import ForwardsDiffer, FusionError
 from hfusion.core.exclusive import FairLock
-from hfusion.core.member_random import keyed
-from hfusion.core.membership import is_per_member
 from hfusion.core.row_indices import Widths, check_once, is_row, pairs, rows_of
 from hfusion.optim import FusedOptimizer, GradScaler
 from hfusion.optim.hyper import HyperValue
 from hfusion.optim.lr_scheduler import Make, PerMember
-from hfusion.optim.native_kernels import FiniteCheck
-from hfusion.optim.optimizer_rows import rearrange as rearrange_optimizer
-from hfusion.population.accumulation import Accumulation
-from hfusion.population.best import BestRecord, copy_records
-from hfusion.population.chosen_rows import step_rows
-from hfusion.population.evaluate import evaluate
-from hfusion.population.gradients import weighed, weighted
-from hfusion.population.group_updates import GroupUpdates
-from hfusion.population.hparams import Hparams
-from hfusion.population.members import EventKind, MembersByRow, Roll, apart, freeze, listed, population_array
-from hfusion.population.plain_module import PlainModule
-from hfusion.population.sample_weights import sample_weighted, weigh_samples
-from hfusion.population.saving import Saving, in_turn
-from hfusion.population.update_guard import Limits, OnNonfinite, bad_rows, check_common, gradients_finite
-from hfusion.population.weights import MemberWeights
+from hfusion.population.chosen_rows import check_stacked
+from hfusion.population.evaluation import check_entries, evaluate
+from hfusion.population.group_options import GroupOptions
+from hfusion.population.group_step import step_groups
+from hfusion.population.grouping import TWINS, Candidates, PopulationGroup, grouped, shared_frozen
+from hfusion.population.hparams import Hparams, MemberSchedules
+from hfusion.population.joining import copy_members, start
+from hfusion.population.members import Event, EventKind, Models, Names, apart, check_name, key_of, listed
+from hfusion.population.moving import MemberState, put_member_state
+from hfusion.population.plain_member import group_of
+from hfusion.population.sample_weights import check_keyword, check_weights, rows_of_weights
+from hfusion.population.saving import load, save
+from hfusion.population.spread_members import MemberSpread
+from hfusion.population.training_group import MemberLayout, TrainingGroup
+from hfusion.population.update_guard import OnNonfinite
+from hfusion.population.weights import BestMembers, BestRecord, average
 from hfusion.step.compile_mode import Compile
-from hfusion.step.eager_step import EagerStep, backward
-from hfusion.step.train_step import train_step
+from hfusion.torch_private.optimizer_hooks import has_step_hooks
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class ArrayGroup(Saving, MembersByRow, MemberWeights):
-    """B members that train, leave, join and are copied as one array; each exactly as if alone.
+def in_turn(method: Method) -> Method:
+    """Decorate a method to hold the population's lock, so that a save from another thread sees no unfinished call."""
 
-    Its arguments and methods are those of `hfusion.Population`, for models that share an array.
+    @wraps(method)
+    def called(population: Any, *args: Any, **kwargs: Any) -> Any:
+        with population._lock:
+            return method(population, *args, **kwargs)
+
+    return cast("Method", called)
+
+
+class Population:
+    """Members that train, join, leave and are copied, each exactly as if alone.
+
+    Members that can share an array of batched operators do; the others run as plain torch, see `groups`. Rows without
+    a member are free, with NaN in results, until `compact` removes them.
+
+    Args:
+        models: the initial members, of any classes and shapes, or a fused module. The models are not changed.
+        optimizer: makes an optimizer of hf.optim from parameters. It is called for each group. Lists with a value for
+            each member of the population, such as learning rates, are divided among the groups.
+        loss: a functional loss, see `hfusion.per_model`.
+        scheduler: makes a scheduler of torch.optim.lr_scheduler from the optimizer of one member; or a list of such
+            functions, see `hfusion.optim.lr_scheduler.PerMember`. ``pop.scheduler.step()`` steps it.
+        scaler: scales each member's loss by its own scale.
+        clip_norm, clip_value: limits of the gradients, one or one per member; values are clipped first.
+        accumulate: the number of `step` calls per update, which uses the mean of their gradients; one, or one per
+            member.
+        on_nonfinite: what to do if a loss or gradient of a member is not finite. ``"freeze"`` undoes the member's step
+            and leaves it out until it is stopped, overwritten or thawed. ``"raise"`` undoes the step of all members and
+            raises a NonFiniteError that names it. ``"ignore"`` continues. Other members are never affected.
+        tags: the members' names, also in checkpoints; "member 0" and so on by default.
+        compile, memory: as in `hfusion.train_step`, for arrays; ``memory`` is the limit of a step of all members. Steps
+            run eagerly if members train a parameter together.
+        processes: the most processes that compute plain members; 0 or 1: this one alone. By default one for each core,
+            where that is measured to be faster. Members that may be divided have one thread each.
+
+    Raises:
+        FusionError: models in different groups train one tensor together.
+        ValueError: options exclude each other, or the optimizer is not one of hf.optim.
+
+    Example:
+        >>> import hfusion as hf, torch
+        >>> models = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), torch.nn.Sequential(torch.nn.Linear(3, 2))]
+        >>> make, loss = lambda p: hf.optim.SGD(p, lr=0.1), torch.nn.functional.mse_loss
+        >>> pop = hf.Population(models, optimizer=make, loss=loss, compile=False)
+        >>> pop.step(torch.ones(4, 3), torch.zeros(4, 2)).shape
+        torch.Size([3])
+        >>> [(group.kind, group.rows) for group in pop.groups]
+        [('array', (0, 1)), ('plain', (2,))]
     """
-
-    _samples = False  # whether the loss weighs samples
-    _deferred: GroupUpdates | None = None  # makes the updates if they are deferred until all groups have gradients
-    elsewhere = 0  # bytes that members of other groups take
 
     def __init__(
         self,
@@ -63,207 +112,392 @@ class ArrayGroup(Saving, MembersByRow, MemberWeights):
         scaler: GradScaler | None = None,
         clip_norm: HyperValue | None = None,
         clip_value: HyperValue | None = None,
-        accumulate: int | Sequence[int] | Tensor = 1,
+        accumulate: int | Sequence[int] = 1,
         on_nonfinite: OnNonfinite = "freeze",
         tags: Sequence[str] | None = None,
         compile: Compile = None,
         memory: str | int | None = None,
+        processes: int | None = None,
     ) -> None:
-        if on_nonfinite not in ("freeze", "raise", "ignore"):
-            raise ValueError(f'on_nonfinite={on_nonfinite!r}: it is "freeze", "raise" or "ignore"')
-        plain = isinstance(models, PlainModule)
-        self.fused: FusedModule = cast(Any, models) if plain else population_array(cast(Any, models))
-        self.optimizer = optimizer(self.fused.parameters())
-        if not isinstance(self.optimizer, FusedOptimizer):
-            name = type(self.optimizer).__name__
-            raise ValueError(f"optimizer gave {name}, whose state has no rows: give one of hf.optim")
-        self.scheduler = None if scheduler is None else PerMember(self.optimizer, scheduler)
-        self.scaler = scaler
+        candidates = [] if isinstance(models, FusedModule) else grouped(models)
+        if len(candidates) < 2:
+            candidates = [Candidates(tuple(range(len(models))), TWINS)]
+        options = GroupOptions.of_arguments(
+            len(models),
+            optimizer=optimizer,
+            loss=loss,
+            scheduler=scheduler,
+            scaler=scaler,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            accumulate=accumulate,
+            on_nonfinite=on_nonfinite,
+            compile=compile,
+            memory=memory,
+            processes=processes,
+        )
+        self._begin(len(models), options, whole=len(candidates) == 1)
+        if tags is not None and len(tags) != len(models):
+            raise ValueError(f"{len(tags)} tags for {len(models)} models: give one for each")
+        for row, tag in enumerate(tags or ()):
+            check_name(tag, list(tags or ())[:row])
+        names = self._names.given(tags or [None] * len(models), [])
+        self._lineage += [Event(0, name, EventKind.START) for name in names]
+        shared = frozenset() if self._whole else shared_frozen(cast(Sequence[nn.Module], models))
+        for candidate in candidates:
+            rows = list(candidate.models)
+            of_group = models if self._whole else [models[row] for row in rows]
+            group = self._new_group(of_group, rows, shared, scaler)
+            self._add(group, rows, candidate.why, names=[names[row] for row in rows])
+
+    def _new_group(
+        self,
+        models: Sequence[nn.Module] | FusedModule,
+        origins: Sequence[int],
+        shared: Collection[int],
+        scaler: GradScaler | None,
+    ) -> TrainingGroup:
+        """Return a group of initial members; the only array has the user's scaler itself. See `TrainingGroup`."""
+        if not self._whole:
+            return group_of(cast(Sequence[nn.Module], models), self._made_with, origins, shared)
+        group = TrainingGroup(
+            models if isinstance(models, FusedModule) else fuse(list(models)), self._made_with, origins
+        )
         if scaler is not None:
-            scaler.begin(len(self.fused))
-        self._limits = Limits.of(clip_norm, clip_value, len(self.fused))
-        self._updates, self._on_nonfinite = Accumulation.of(accumulate, len(self.fused)), on_nonfinite
-        self._roll, self._widths = Roll.of(len(self.fused), tags), Widths(len(self.fused))
-        self._best: dict[str, BestRecord] = {}
-        self._function, self._compiles, self._memory = loss, compile, memory
-        self._common = any(p.requires_grad and not is_per_member(p) for p in self.fused.parameters())
-        if self._common and self._updates.initial_calls is None:
-            raise ValueError(f"accumulate={accumulate}: members who train a parameter together make an update together")
-        self._prepare(())
+            scaler.begin(len(group))
+        group.scaler = scaler
+        return group
 
-    def _prepare(self, expected_calls: Iterable[str]) -> None:
-        """Create the step. ``expected_calls``: calls for which an earlier step had programs."""
-        self._lock, self._finite = FairLock(), FiniteCheck()
-        self._weighs = self.scaler is not None or self._updates.sums_gradients
-        self._make_step(expected_calls)
+    def _begin(self, size: int, options: GroupOptions | None, whole: bool) -> None:
+        """Create a population without groups.
 
-    def _make_step(self, expected_calls: Iterable[str]) -> None:
-        function = sample_weighted(self._function) if self._samples else self._function
-        self._together = EagerStep(self.fused, per_model(function))
-        loss = weighted(function) if self._weighs else function
-        self._step = train_step(self.fused, loss, self.optimizer, compile=self._compiles, memory=self._memory)
-        self._step.update = self._computed
-        self._step.at_once = self._widths.at_once(len(self))
-        self._step.expected_calls |= set(expected_calls)
+        size: the number of rows. whole: whether the members will be one array, whose rows are those of the population.
+        """
+        self._size, self._options, self._whole = size, options, whole
+        # In the order in which they are stepped.
+        self._groups: list[TrainingGroup] = []
+        self._steps = self._numbers = 0
+        self._names = Names()
+        # Shared by all groups.
+        self._lineage: list[Event] = []
+        self._gradient_hooks: OrderedDict[int, MemberFunction] = OrderedDict()
+        # The best weights of each member, by name.
+        self._records: dict[str, BestRecord] = {}
+        # Pairs of groups, by number, whose members look alike but whose forwards differ.
+        self._apart: set[frozenset[int]] = set()
+        # Plain members that were split off a group, and may join another before the next step.
+        self._unsettled: list[TrainingGroup] = []
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Create what no copy has."""
+        self._held_layout: MemberLayout | None = None
+        self._lock = FairLock()
+        self._saving: Writing | None = None
+        self._held_spread: MemberSpread | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the array of all members, such as ``pop.fused``."""
+        if "_whole" not in vars(self) or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        if self._whole:
+            return getattr(self._groups[0], name)
+        raise self._no(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for pickle, without functions that pickle cannot find by name."""
+        excluded = ("_lock", "_held_layout", "_saving", "_held_spread")
+        state = {name: value for name, value in vars(self).items() if name not in excluded}
+        try:
+            if self._whole:
+                pickle.dumps(self._options)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            state["_options"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._prepare()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Population:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        state = {**self.__getstate__(), "_options": self._options}
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
+
+    @property
+    def array(self) -> TrainingGroup:
+        """The group of all members. Raises AttributeError if they form several groups, see `groups`."""
+        if self._whole:
+            return self._groups[0]
+        raise self._no("array")
+
+    def _no(self, name: str) -> AttributeError:
+        return AttributeError(
+            f"this population has no {name} of all members: they are {len(self.groups)} groups, each with its own; "
+            "pop.groups shows them, and step, evaluate, hparams, models, scheduler and save are of all"
+        )
+
+    def _divide(self) -> None:
+        """Let the members of one array be several groups from now on. Raises FusionError if they cannot."""
+        if not self._whole:
+            return
+        if self._options is None:
+            raise FusionError(
+                "this population came out of a pickle without the functions that make its optimizers, as these are "
+                "of no module: save it by pop.save, or give functions that pickle knows"
+            )
+        if has_step_hooks(self._groups[0].optimizer):
+            raise FusionError(
+                "members become several groups, each with an optimizer of its own, and the optimizer of the array "
+                "has hooks of its step: use register_gradient_hook, or each after step, which are for all members"
+            )
+        self._steps = self.steps
+        self._options, self._whole = self._options.with_initial_values(self._groups[0]), False
+
+    def _add(
+        self,
+        group: TrainingGroup,
+        rows: Sequence[int | None],
+        why: str,
+        at: int | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        """Add a group whose members are in ``rows``, at an index or at the end; ``names``: those of new members."""
+        group.rows, group.why = list(rows), why
+        for local, name in enumerate(names):
+            group._roll.rename(local, name)
+            group._roll.keys[local] = key_of(name)
+        group._roll.lineage, group._roll.step = self._lineage, self._steps
+        group._gradient_hooks = self._gradient_hooks
+        self._numbers += 1
+        group.number = self._numbers
+        self._groups.insert(len(self._groups) if at is None else at, group)
+        self._held_layout = None
+
+    def _changed(self) -> None:
+        """Remove groups without members, and compute the layout again when it is needed."""
+        if not self._whole:
+            self._groups = [group for group in self._groups if group.live]
+        self._held_layout = None
+
+    def _group_of(self, states: Sequence[MemberState], shared: Collection[int]) -> TrainingGroup:
+        """Return a group of members that have trained: an array, or one plain member. Raises FusionError."""
+        group = group_of([state.model for state in states], self._made_with, [0] * len(states), shared)
+        for row, state in enumerate(states):
+            put_member_state(group, row, state)
+        return group
+
+    @property
+    def _made_with(self) -> GroupOptions:
+        assert self._options is not None, "without options there is one array only"
+        return self._options
+
+    @property
+    def _layout(self) -> MemberLayout:
+        if self._held_layout is None:
+            self._held_layout = MemberLayout.of(self._groups, self._size)
+        return self._held_layout
+
+    @property
+    def _spread(self) -> MemberSpread:
+        """Computes plain members in other processes."""
+        if self._held_spread is None:
+            self._held_spread = MemberSpread(self._made_with.processes, self._made_with.loss)
+        return self._held_spread
 
     def __repr__(self) -> str:
-        roll = self._roll
-        frozen = f", {int(roll.frozen.sum())} frozen" if bool(roll.frozen.any()) else ""
-        kinds = f"{self.fused._original}, {type(self.optimizer).__name__}"
-        return f"Population({kinds}, {len(roll.live)} members in {len(self)} rows{frozen}, step {roll.step})"
+        frozen = f", {len(self.frozen)} frozen" if self.frozen else ""
+        members = f"{len(self._layout.live)} members in {len(self)} rows{frozen}, step {self.steps}"
+        if self._whole:
+            group = self._groups[0]
+            return f"Population({group.fused._original}, {type(group.optimizer).__name__}, {members})"
+        return "\n  ".join([f"Population({members})", *map(str, self.groups)])
+
+    def __len__(self) -> int:
+        """The number of rows, free ones too."""
+        return self._size
+
+    @property
+    def groups(self) -> tuple[PopulationGroup, ...]:
+        """The groups of members, with their kind and the reason."""
+        return tuple(
+            PopulationGroup(tuple(sorted(group.live)), "plain" if group.is_plain else "array", group.why)
+            for group in self._groups
+        )
+
+    @property
+    def widths(self) -> Widths:
+        """Number of rows for a number of members; several groups keep the largest number so far."""
+        return self._groups[0]._widths if self._whole else Widths(self._size)
 
     @property
     def hparams(self) -> Hparams:
         """The hyper-parameters by name, vectors ``[rows]`` to read and write: ``pop.hparams["lr"][rows] *= 1.2``."""
-        return Hparams(self.optimizer)
+        return Hparams(self)
+
+    @property
+    def models(self) -> Models:
+        """The members by row, as modules that are live views; None where a row is free."""
+        return Models(self)
+
+    @property
+    def scheduler(self) -> PerMember | MemberSchedules | None:
+        """The members' schedules; None without."""
+        if self._whole:
+            return self._groups[0].scheduler
+        return None if self._made_with.schedules is None else MemberSchedules(self)
+
+    @scheduler.setter
+    def scheduler(self, scheduler: PerMember | None) -> None:
+        if not self._whole:
+            raise AttributeError(
+                f"the members are {len(self._groups)} groups, each with schedulers of its own: give scheduler= "
+                "when the population is made, or restart a member's, pop.scheduler.restart(rows, make)"
+            )
+        self._groups[0].scheduler = scheduler
+
+    @property
+    def best(self) -> BestMembers:
+        """Each member's best weights, to update, restore and copy: see `hfusion.population.weights.BestMembers`."""
+        return BestMembers(self)
+
+    @property
+    def tags(self) -> list[str | None]:
+        """The members' names by row; None where a row is free."""
+        return self._layout.tags
+
+    @property
+    def ages(self) -> Tensor:
+        """Number of updates of the member in each row: int64 ``[rows]``."""
+        return self._layout.collected([group._roll.ages for group in self._groups])
+
+    @property
+    def frozen(self) -> list[int]:
+        """The rows of members left out of steps after a loss or gradient was not finite; see ``on_nonfinite``."""
+        frozen = self._layout.collected([group._roll.frozen for group in self._groups])
+        return [row for row, is_frozen in enumerate(frozen.tolist()) if is_frozen]
+
+    @property
+    def lineage(self) -> tuple[Any, ...]:
+        """History of the members, in order: events with ``step``, ``tag``, ``what``, ``source``."""
+        return tuple(self._lineage)
+
+    @property
+    def steps(self) -> int:
+        """Number of updates of the population."""
+        return self._groups[0]._roll.step if self._whole else self._steps
+
+    def _set_steps(self, steps: int) -> None:
+        self._steps = steps
+        for group in self._groups:
+            group._roll.step = steps
+
+    def row(self, tag: str) -> int:
+        """Return the row of the member with this name. Raises KeyError."""
+        tags = self.tags
+        if tag not in tags:
+            raise KeyError(f"{tag!r} is no member; members are {[t for t in tags if t is not None]}")
+        return tags.index(tag)
+
+    @property
+    def active_rows(self) -> list[int]:
+        """The rows of members that train: taken, and not frozen."""
+        return sorted(row for g in self._groups for local in g.active_rows if (row := g.rows[local]) is not None)
+
+    def _chosen(self, rows: int | Sequence[int] | None) -> list[int]:
+        """Return rows with members as a list, all of them for None. Raises ValueError for free or repeated rows."""
+        chosen = self._layout.live if rows is None else rows_of(rows, self._size)
+        check_once(chosen)
+        for row in chosen:
+            self._layout.slot_of(row)
+        return chosen
+
+    def _by_group(self, rows: Sequence[int]) -> list[tuple[TrainingGroup, list[int]]]:
+        """Return each group of members in ``rows``, with their rows in the group."""
+        slots = [slot for row in rows if (slot := self._layout.slots[row]) is not None]
+        groups = [(group, [local for other, local in slots if other is group]) for group in self._groups]
+        return [(group, local) for group, local in groups if local]
+
+    @in_turn
+    def each(
+        self,
+        fn: Callable[..., Any] | MemberFunction,
+        *args: Any,
+        rows: int | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Run a function of one member's parameters and gradients for all members at once: see `hfusion.each`.
+
+        Args:
+            fn: the function, or what `hfusion.each` gave for it.
+            rows: the members it is for, which may be frozen; None: all that train. Others stay as they are, to the bit.
+            args, kwargs: passed on; values in `hfusion.stacked` have a row for each row of the population.
+
+        Raises:
+            ValueError: a row that is free or comes twice; and as `hfusion.each`.
+        """
+        check_entries((args, kwargs), self._size)
+        chosen = self.active_rows if rows is None else self._chosen(rows)
+        for group, places in self._by_group(chosen):
+            entries = group.entries()
+            positional = [take_entries(value, entries) for value in args]
+            named = {name: take_entries(value, entries) for name, value in kwargs.items()}
+            group.each(as_each(fn), places, positional, named)
+
+    def register_gradient_hook(self, fn: Callable[..., Any] | MemberFunction) -> RemovableHandle:
+        """Let `step` run a function between backward and update, before gradients are clipped.
+
+        It is called as by `each`, once for each update, with gradients that are summed over ``accumulate`` calls and
+        unscaled; for members that make this update only. Saves do not hold it.
+
+        Returns: a handle whose ``remove()`` ends it.
+        """
+        handle = RemovableHandle(self._gradient_hooks)
+        self._gradient_hooks[handle.id] = as_each(fn)
+        return handle
+
+    def clear_gradients(self) -> None:
+        """Free the gradients of all members, which are not needed between updates."""
+        for group in self._groups:
+            group.fused.zero_grad()
 
     @in_turn
     def step(
         self, inputs: Any, target: Any, *, rows: Sequence[int] | None = None, weights: Any = None, **keywords: Any
     ) -> Tensor:
-        """See `hfusion.Population.step`."""
-        self._roll.check_width(len(self.fused))
-        if weights is not None or self._samples:
-            target = weigh_samples(self, target, weights, rows)
-        arguments = inputs, target, keywords
-        return self._step_all(*arguments) if rows is None else step_rows(self, rows, *arguments)
+        """Train all members, or ``rows``, for one step. Returns losses ``[rows]``, NaN for rows that do not step.
 
-    def _step_all(self, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-        self.hold_buffers()
-        if self._updates.sums_gradients and not self._weighs:
-            self._weighs = True
-            self._make_step(())
-        self._step.keys, self._step.idle = self._roll.keys, frozenset(self._roll.free)
-        if self._step.budget is not None:
-            summed = sum(p.nbytes for p in self.fused.parameters() if p.requires_grad)
-            self._step.budget.held = self.elsewhere + (summed if self._updates.sums_gradients else 0)
-        if self._common:
-            losses = step_together(self, inputs, target, keywords)
-        else:
-            if self._weighs:
-                target = weighed(target, self._updates.weights, self.scaler, device_of(self.fused))
-            losses = self._step(inputs, target, **keywords)
-        return torch.where(self._roll.alive.to(losses.device), losses, math.nan) if self._roll.free else losses
+        Args:
+            inputs, target, keywords: as in `hfusion.train_step`. Stacked ones have a row for each member that steps, in
+                the order of ``rows``.
+            rows: the members that step, each once. The others do not change: neither weights nor moments, counts,
+                schedules and scales.
+            weights: the weight of each sample in the loss, ``[N]`` for all members or ``[rows, N]``; 0 removes the
+                sample. The loss needs ``reduction=``, as torch's have, or to return values ``[N]``.
 
-    def hold_buffers(self) -> None:
-        """Save the tensors that forward may write to, if they may have to be restored."""
-        if self._on_nonfinite != "ignore":
-            self._updates.hold_buffers(self.fused)
-
-    def _computed(self, losses: Tensor) -> None:
-        """Handle the gradients of a call; make the update if it is the last call of one."""
-        self.fused._views.settle()
-        if not (self._weighs or self._updates.sums_gradients or self._deferred is not None):
-            self._update_all(losses)
-            return
-        if self._weighs:
-            self._updates.spoilt |= ~losses.isfinite().cpu()
-        if not self._updates.sums_gradients:
-            self._update(losses, ~self._none())
-            return
-        training = self._roll.alive & ~self._roll.frozen
-        self._updates.sums.add(self.fused)
-        due = self._updates.count(training)
-        if bool((due & training).any()):
-            self._updates.sums.take(self.fused, due)
-            self._update(losses, due)
-        elif self._updates.buffers is not None:
-            self._updates.buffers.put_back(~training)
-
-    def _update_all(self, losses: Tensor) -> None:
-        """Update all members if each call is an update; takes few operators if all members are healthy."""
-        if not self.are_healthy(losses):
-            self._update(losses, ~self._none())
-            return
-        try:
-            self.make_update()
-        except BaseException:
-            self._give_up()
-            raise
-        self.count_update()
-
-    def are_healthy(self, losses: Tensor) -> bool:
-        """Return whether no member is frozen, and losses and gradients are finite or need not be."""
-        healthy = self._on_nonfinite == "ignore" or gradients_finite(self.fused, losses, self._finite)
-        return healthy and not bool(self._roll.frozen.any())
-
-    def make_update(self) -> None:
-        """Update all members with their gradients."""
-        if self._gradient_hooks:
-            self._run_gradient_hooks(self._none())
-        self._limits.clip(self.fused)
-        self.optimizer.step()
-
-    def count_update(self) -> None:
-        """Count an update that all members have made, if no member has an unfinished one."""
-        self._roll.count_step()
-        self._updates.buffers = None
-
-    def _update(self, losses: Tensor, due: Tensor) -> None:
-        """Update members ``due``; if that fails, the next step begins a new update of all members."""
-        if self._deferred is not None:
-            self._deferred.add(self, losses, due)
-            return
-        try:
-            self._apply(losses, due)
-        except BaseException:
-            self._give_up()
-            raise
-        self._updates.end(due)
-
-    def _give_up(self) -> None:
-        """Discard the present updates and restore buffers; the next step begins a new update of all members."""
-        everybody = ~self._none()
-        if self._updates.buffers is not None:
-            self._updates.buffers.put_back(everybody)
-        if self.scaler is not None:
-            self.scaler.forget()
-        self._updates.end(everybody)
-
-    def _bad(self, losses: Tensor, due: Tensor) -> Tensor:
-        """Return the members of ``due`` that are not finite in this update, bool ``[rows]``."""
-        # With a scaler, a member whose gradients overflow skips a step and gets a smaller scale.
-        bad = self._updates.spoilt | (
-            self._none() if self.scaler is not None else bad_rows(self.fused, losses, self._finite)
-        )
-        return bad & due & self._roll.alive & ~self._roll.frozen
-
-    def _apply(self, losses: Tensor, due: Tensor) -> None:
-        """Unscale gradients, freeze members with gradients that are not finite, clip and update."""
-        roll = self._roll
-        overflown = self._none() if self.scaler is None else self.scaler.unscale_(self.optimizer)
-        if self._on_nonfinite != "ignore":
-            freeze(roll, self._bad(losses, due), self._on_nonfinite == "raise")
-            if self._updates.buffers is not None and bool(roll.frozen.any()):
-                self._updates.buffers.put_back(roll.frozen)
-            if self.scaler is None:
-                check_common(self.fused)
-        self._run_gradient_hooks(overflown | ~due)
-        self._limits.clip(self.fused)
-        with self.optimizer.holding(roll.frozen | ~due):
-            if self.scaler is None:
-                self.optimizer.step()
-            else:
-                self.scaler.step(self.optimizer)
-                self.scaler.update(resting=~due)
-        roll.ages += roll.alive & due & ~(roll.frozen | overflown)
-        roll.step += 1
-
-    def _none(self) -> Tensor:
-        return torch.zeros(len(self.fused), dtype=torch.bool, device="cpu")
-
-    @in_turn
-    def stop(self, row: int | Sequence[int]) -> Any:
-        """See `hfusion.Population.stop`."""
-        single, rows = is_row(row), rows_of(row, len(self))
-        check_once(rows)
-        tags = [self._roll.tag(member_row) for member_row in rows]
-        models = [apart(self.fused, member_row) for member_row in rows]
-        for member_row, tag in zip(rows, tags, strict=True):
-            self._best.pop(tag, None)
-            self._roll.leave(member_row)
-        self._updates.clear(rows)
-        return models[0] if single else models
+        Raises:
+            ValueError: rows are out of range, free or repeated; a stacked argument has another number of members; or
+                weights are negative, all 0 for a member, or used with a loss without values of samples.
+            FusionError: ``rows`` with a hook or a trained parameter that all members share.
+        """
+        for name in [name for name, value in (("rows", rows), ("weights", weights)) if value is not None]:
+            for group in self._groups:
+                check_keyword(group, name)
+        if rows is not None:
+            rows = self._chosen(rows)
+            if not rows:
+                raise ValueError("rows=[] is empty: give the row of at least one member")
+            check_stacked((inputs, target, keywords), rows)
+        if weights is not None:
+            weights = rows_of_weights(weights)
+            check_weights(weights, range(self._size) if rows is None else rows, self._layout.free)
+        if self._whole:
+            try:
+                return self._groups[0].step(inputs, target, rows, weights, keywords)
+            except ForwardsDiffer:
+                self._divide()
+        return step_groups(self, inputs, target, rows, weights, keywords)
 
     @in_turn
     def start(
@@ -278,85 +512,83 @@ class ArrayGroup(Saving, MembersByRow, MemberWeights):
         accumulate: int | Sequence[int] | None = None,
         **hypers: Any,
     ) -> Any:
-        """See `hfusion.Population.start`. Raises FusionError for a model that cannot be fused with the members."""
-        models = listed("model", model, nn.Module)
-        tags = [None] * len(models) if tag is None else listed("tag", tag, str)
-        self._check_between()
-        if scheduler is not None and self.scheduler is None:
-            raise ValueError("scheduler: this population has none; give it one when it is made")
-        with self._room(row) as rows:
-            self._roll.check_start(rows, tags, len(models))
-            limits = self._limits.with_rows(rows, clip_norm, clip_value)
-            updates = self._updates.restart(rows, accumulate)
-            self._drop_gradients()
-            self.fused.put(rows, models)
-            rearrange_optimizer(self.optimizer, [None if slot in rows else slot for slot in range(len(self))], hypers)
-            if self.scheduler is not None:
-                self.scheduler.replace(rows, scheduler)
-            if self.scaler is not None:
-                self.scaler.restart(rows)
-        self._limits, self._updates = limits, updates
-        self._updates.clear(rows)
-        for slot, name in zip(rows, tags, strict=True):
-            self._roll.enter(slot, name)
-        return rows[0] if row is None or is_row(row) else rows
+        """Add a model of any shape as a member, with a step count of 0, and return its row. The model is not changed.
 
-    @contextmanager
-    def _room(self, row: int | Sequence[int] | None) -> Iterator[list[int]]:
-        """Context manager: rows for members that start; rows that were added for them are removed on an error."""
-        before = len(self)
-        if row is None and not self._roll.free:
-            self.grow(1)
-        try:
-            yield self._roll.free[:1] if row is None else rows_of(row, len(self))
-        except BaseException:
-            if len(self) > before:
-                self._resize(list(range(before)), before)
-            raise
+        Args:
+            row: a free row; None for the first free row, or a new one. For several rows, pass a list of models, and for
+                each argument below one value for all rows, or a list; a list of rows is returned.
+            hypers: the member's hyper-parameters. One may be left out if all members began with the same value.
+            scheduler, clip_norm, clip_value, accumulate: likewise.
 
-    def _drop_gradients(self) -> None:
-        """Release gradients: they are not needed between updates, and moving them takes time."""
-        for param in self.fused.parameters():
-            param.grad = None
+        Raises:
+            ValueError: the row is taken, the tag is in use, a value is missing since members began with different
+                ones, or a value is invalid.
+        """
+        values = scheduler, clip_norm, clip_value, accumulate, hypers
+        return start(self, row, model, tag, values)
+
+    def append(self, models: nn.Module | Sequence[nn.Module], **given: Any) -> list[int]:
+        """Add models of any shape in free and new rows, and return their rows. For ``given`` see `start`."""
+        joining = listed("models", models, nn.Module)
+        if missing := max(0, len(joining) - self.tags.count(None)):
+            self.grow(missing)
+        free = [row for row, tag in enumerate(self.tags) if tag is None]
+        rows: list[int] = self.start(free[: len(joining)], joining, **given)
+        return rows
+
+    @in_turn
+    def stop(self, row: int | Sequence[int]) -> Any:
+        """Remove a member and return its model, or a list of models for several rows. The rows are free afterwards.
+
+        The model has copies of its own tensors; a frozen base that all members share stays shared.
+
+        Raises:
+            ValueError: rows are out of range, free or repeated.
+        """
+        single, rows = is_row(row), self._chosen(row)
+        slots = [self._layout.slot_of(member_row) for member_row in rows]
+        models = [apart(group.fused, local) for group, local in slots]
+        for group, local in slots:
+            self._records.pop(group._roll.tag(local), None)
+            group.leave(local)
+        self._changed()
+        return models[0] if single else models
 
     @in_turn
     def copy(self, src: int | Sequence[int], dst: int | Sequence[int]) -> None:
-        """See `hfusion.Population.copy`."""
-        roll = self._roll
-        moves = [(source, target) for source, target in pairs(src, dst, len(self)) if source != target]
-        for source, _ in moves:
-            roll.tag(source)
-            if bool(roll.frozen[source]):
-                raise ValueError(f"{roll.tag(source)!r} in row {source} went bad and is frozen: copy a healthy member")
-        sources = list(range(len(self)))
-        for source, target in moves:
-            sources[target] = source
-        names = [(target, roll.tag(source), int(roll.ages[source]), int(roll.keys[source])) for source, target in moves]
-        self._rearrange(sources)
-        for (source, target), (_, name, age, key) in zip(moves, names, strict=True):
-            if roll.tags[target] is None:
-                roll.enter(target, None, source)
-            else:
-                roll.note(target, EventKind.COPY, name)
-            roll.ages[target], roll.keys[target], roll.frozen[target] = age, key, False
-        copy_records(self._best, [(name, roll.tag(target)) for target, name, _, _ in names])
+        """Make members ``dst`` copies of ``src``: model, weights, moments, counts, schedule, hyper-parameters, scale.
+
+        ``src`` is one row, or as many as ``dst``. All are read before any is written. A taken row keeps its tag, a
+        free one gets a new tag.
+
+        Raises:
+            ValueError: ``src`` is free or frozen, or rows are out of range or written twice.
+        """
+        copy_members(self, pairs(src, dst, self._size))
 
     @in_turn
     def thaw(self, row: int | Sequence[int]) -> None:
-        """Let frozen members train again, from where they were before the step that was not finite."""
-        for member_row in rows_of(row, len(self)):
-            self._roll.thaw(member_row)
+        """Let frozen members train again, from their state before the step that was not finite."""
+        for member_row in rows_of(row, self._size):
+            group, local = self._layout.slot_of(member_row)
+            group._roll.thaw(local)
 
     @in_turn
     def compact(self) -> list[int]:
-        """See `hfusion.Population.compact`.
+        """Remove free rows, and so their time and memory. The remaining members move up.
 
-        Rows come in blocks, so that not every number of members needs its own compiled program.
+        A few free rows may remain, since arrays have sizes in blocks to limit the number of compiled programs. Returns
+        the old row of each member, in the new order.
         """
-        live, free = self._roll.live, self._roll.free
-        width = self._widths.of(len(live))
-        if width < len(self):
-            self._resize([*live, *free[: width - len(live)]], len(live))
+        live = self._layout.live
+        resized = [group.compact() for group in self._groups]
+        if self._whole and not resized[0]:
+            return live
+        moved = {row: index for index, row in enumerate(live)}
+        for group in self._groups:
+            group.rows = [None if row is None else moved[row] for row in group.rows]
+        self._size = len(self._groups[0]) if self._whole else max(1, len(live))
+        self._changed()
         return live
 
     @in_turn
@@ -364,65 +596,103 @@ class ArrayGroup(Saving, MembersByRow, MemberWeights):
         """Add free rows at the end, for at least ``count`` more members."""
         if not is_row(count) or isinstance(count, bool) or count < 1:
             raise ValueError(f"grow by {count!r}: a whole number of rows, one at least")
-        rows = len(self)
-        self._resize([*range(rows), *[0] * (self._widths.of(rows + count) - rows)], rows)
+        for group in self._groups:
+            group.check_between()
+        self._grow(int(count))
 
-    def _resize(self, sources: Sequence[int], occupied: int) -> None:
-        """Rearrange rows by ``sources``; rows from index ``occupied`` on are free."""
-        self._rearrange(sources)
-        self._roll.rearrange([source if row < occupied else None for row, source in enumerate(sources)])
-        self._step.at_once = self._widths.at_once(len(sources))
-        self._updates.clear(self._roll.free)
-
-    def _check_between(self) -> None:
-        if self._common and self._updates.underway:
-            progress = f"{int(self._updates.done.max())} of {int(self._updates.calls[0])} steps of an update are made"
-            raise ValueError(f"{progress}: members who train a parameter together start and are copied between updates")
-
-    def _rearrange(self, sources: Sequence[int]) -> None:
-        self._check_between()
-        self._drop_gradients()
-        rearrange_array(self.fused, sources)
-        rearrange_optimizer(self.optimizer, sources, {})
-        if self.scheduler is not None:
-            self.scheduler.rearrange(sources)
-        if self.scaler is not None and self.scaler.state_dict():
-            self.scaler.rearrange(sources)
-        self._limits = self._limits.rearranged(sources)
-        self._updates = self._updates.rearranged(sources, self.fused)
+    def _grow(self, count: int) -> None:
+        if self._whole:
+            self._groups[0].grow(count)
+        self._size = len(self._groups[0]) if self._whole else self._size + count
+        self._changed()
 
     @in_turn
     def evaluate(self, metric: Callable[..., Any], loader: Iterable[Any]) -> Tensor:
-        """See `hfusion.Population.evaluate`."""
-        values = evaluate(self.fused, metric, loader, {row: self._roll.tag(row) for row in self._roll.live})
-        return torch.tensor([values.get(row, math.nan) for row in range(len(self))], dtype=torch.float64, device="cpu")
+        """Return a metric of every member over all batches ``(inputs, target)``, in eval mode: float64 ``[rows]``.
 
-
-def step_together(pop: ArrayGroup, inputs: Any, target: Any, keywords: dict[str, Any]) -> Tensor:
-    """Make an eager step with the losses of rows that are neither free nor frozen. Return losses ``[rows]``."""
-    updates = pop._updates
-    if not updates.underway:
-        pop.optimizer.zero_grad()
-        pop.fused.zero_grad()
-    args, kwargs = call_arguments(inputs, keywords)
-    training = set(pop._roll.live).difference(pop.frozen)
-    scales = torch.ones(len(pop.fused), dtype=torch.float64, device="cpu")
-    scales = (scales if pop.scaler is None else pop.scaler.scale(scales)) / int(updates.calls[0])
-
-    def of_block(losses: Tensor, rows: range) -> None:
-        chosen = [row - rows.start for row in rows if row in training]
-        if chosen:
-            block_scales = scales[rows.start : rows.stop].to(losses)
-            backward((losses * block_scales)[chosen])
-
-    budget = pop._step.budget
-    block = None if budget is None else budget.plan(Arguments.of(args, kwargs)).eager.block
-    with keyed(pop._step.keys):
-        values, _ = pop._together.run(args, kwargs, target, block, budget is not None, of_block)
-    if not training:
+        ``metric(output, target)`` gets one member's outputs of all batches, concatenated, and returns a number: a
+        loss, a function of torchmetrics.functional, or your own. A metric with ``update`` and ``compute`` gets batch
+        by batch. The loader is read once. Free rows are NaN. Raises ValueError for no metric, or batches of no pairs.
+        """
+        values = torch.full((self._size,), math.nan, dtype=torch.float64, device="cpu")
+        for row, number in evaluate(self, metric, loader).items():
+            values[row] = number
         return values
-    updates.spoilt |= ~values.isfinite().cpu()
-    due = updates.count(pop._roll.alive)
-    if bool((due & pop._roll.alive).any()):
-        pop._update(values, due)
-    return values
+
+    @in_turn
+    def average(
+        self,
+        rows: int | Sequence[int] | None = None,
+        weights: Tensor | Sequence[float] | None = None,
+        *,
+        into: int | Sequence[int] | Literal["all"] | None = None,
+        optimizer: Literal["keep", "reset"] = "keep",
+    ) -> nn.Module | None:
+        """Average the parameters and floating-point buffers of members of one shape, weighted.
+
+        Other buffers, such as BatchNorm's count of batches, are taken from the last of ``rows`` with a weight, as in
+        `torch.optim.swa_utils.AveragedModel`. Half precision is averaged in float32.
+
+        Args:
+            rows: the members to average; by default all.
+            weights: a weight for each, at least 0, such as the number of samples; by default equal. 0 leaves one out.
+            into: the rows to write the average into, or ``"all"``, as a server of federated averaging does. By default
+                it is returned as a model, a copy of the first of ``rows``, and members do not change.
+            optimizer: for members that are written, ``"keep"`` keeps their moments and counts, and ``"reset"`` clears
+                them. Learning rates and schedules stay.
+
+        Raises:
+            ValueError: rows are out of range, free or repeated, members differ in shape, or weights are invalid.
+        """
+        targets = None if into is None else self._chosen(None if isinstance(into, str) and into == "all" else into)
+        return average(self, self._chosen(rows), weights, targets, optimizer)
+
+    def save(
+        self,
+        directory: Root,
+        *,
+        loader: Any = None,
+        extra: Any = None,
+        keep: int = 3,
+        score: float | None = None,
+        wait: bool = True,
+    ) -> Future[Path]:
+        """Save everything in a new folder under ``directory``; arguments and exceptions are those of `hfusion.save`.
+
+        With ``wait=False`` this copies the state, and a background thread writes it; ``result()`` of the returned
+        future is the folder, or raises. A save waits for the previous one, and raises its error if nothing else has.
+        """
+        return save(self, directory, loader, extra, keep, score, wait)
+
+    @classmethod
+    def load(
+        cls,
+        directory: Root | Saved | Sequence[Root],
+        make_model: Callable[..., nn.Module],
+        *,
+        optimizer: Callable[[Any], FusedOptimizer],
+        loss: Callable[..., Any],
+        tags: str | Sequence[str] | None = None,
+        scheduler: Make | Sequence[Make] | Mapping[str, Make] | None = None,
+        loader: Any = None,
+        random: bool = True,
+        **options: Any,
+    ) -> Population:
+        """Return the population of the latest save under ``directory``, or of several, or only its members ``tags``.
+
+        Args:
+            make_model: makes a model of each member; its tensors are overwritten. It may take the member's name, and
+                must if members are of different models.
+            optimizer: as when the population was made, with one value of each hyper-parameter for all members; saved
+                values replace them. The same holds for ``scaler``, ``clip_norm`` and ``clip_value``.
+            options: further options of the population; ``accumulate`` and ``on_nonfinite`` are saved, too.
+            scheduler: as when the population was made; a dict by name if members have different ones.
+            loader, random: as in `hfusion.load`; the position of the loader is restored.
+
+        Raises:
+            CheckpointError: there is no save, a file is damaged, or it belongs to other models.
+        """
+        options |= {"optimizer": optimizer, "loss": loss, "scheduler": scheduler}
+        population = cls.__new__(cls)
+        load(population, directory, make_model, tags, loader, random, options)
+        return population

@@ -22,49 +22,39 @@ from hfusion.optim.device_numbers import sent
 from hfusion.population.plain_module import PlainModule
 
 if TYPE_CHECKING:
-    from hfusion.population.population import ArrayGroup
+    from hfusion.population.training_group import TrainingGroup
 
 # Their mean is over the weights of the targets' classes, without targets that are ignored.
 _OF_CLASSES = (F.cross_entropy, F.nll_loss)
 _CLASS_MODULES = (nn.CrossEntropyLoss, nn.NLLLoss)
 
 
-def weigh_samples(pop: ArrayGroup, target: Any, weights: Any, rows: Sequence[int] | None) -> dict[str, Any]:
-    """Return ``target`` with the weights of its samples, for the loss of `sample_weighted`, which the population has
-    from then on. ``weights`` None: all samples count as 1.
+def weigh_samples(group: TrainingGroup, target: Any, weights: Any) -> dict[str, Any]:
+    """Return ``target`` with the weights of its samples, for the loss of `sample_weighted`, which the group has from
+    then on. ``weights`` None: all samples count as 1.
 
-    Raises:
-        ValueError: weights of another number of members, below 0, not finite, or all 0 for a member; a loss that has
-            no values of single samples.
+    Raises ValueError for a loss that has no values of single samples.
     """
-    if not pop._samples:
-        sample_weighted(pop._function)
-        pop._samples = True
-        pop._make_step(())
-    if weights is None:
-        return {"target": target, "samples": None}
-    check_keyword(pop, "weights")
-    members = list(range(len(pop))) if rows is None else list(rows)
-    row_weights = rows_of_weights(weights)
-    check_weights(row_weights, members, pop._roll.free)
-    device = device_of(pop.fused)
-    if isinstance(row_weights, StackedInput):
-        row_weights = stacked(sent(row_weights.tensor, device))
-    else:
-        row_weights = (
-            row_weights.map(lambda row: sent(row, device))
-            if isinstance(row_weights, Ragged)
-            else sent(row_weights, device)
-        )
-    return {"target": target, "samples": row_weights}
+    if not group._samples:
+        sample_weighted(group._function)
+        group._samples = True
+        group._make_step(())
+    device = device_of(group.fused)
+    if isinstance(weights, StackedInput):
+        weights = stacked(sent(weights.tensor, device))
+    elif isinstance(weights, Ragged):
+        weights = weights.map(lambda row: sent(row, device))
+    elif weights is not None:
+        weights = sent(weights, device)
+    return {"target": target, "samples": weights}
 
 
-def check_keyword(pop: ArrayGroup, name: str) -> None:
+def check_keyword(group: TrainingGroup, name: str) -> None:
     """Raise ValueError if the members' forward takes a keyword that `Population.step` takes itself."""
-    forward = _model_class(pop.fused).forward
+    forward = _model_class(group.fused).forward
     if name in _parameters(forward):
         raise ValueError(
-            f"{name}= is for step, and forward of {pop.fused._original} has a parameter of that name: give it by "
+            f"{name}= is for step, and forward of {group.fused._original} has a parameter of that name: give it by "
             "position, in inputs"
         )
 

@@ -1,26 +1,25 @@
-"""An array of members on disk and back: all of it, some members, or the members of several."""
+"""A population on disk and back: all of it, some members, or the members of several; each group as an array."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from hfusion.checkpoint import files
-from hfusion.checkpoint.files import wrap_load_errors
+from hfusion.checkpoint.files import Saved, wrap_load_errors
 from hfusion.checkpoint.json_tree import encode
+from hfusion.checkpoint.packed import PackedSave
 from hfusion.checkpoint.reader import SaveReader
-from hfusion.checkpoint.save import Root, Writing, gather, in_thread, writing
-from hfusion.checkpoint.save_contents import OWN, SaveWriter
+from hfusion.checkpoint.save import Root, Writing, gather, groups_of, in_thread, saves_of, writing
+from hfusion.checkpoint.save_contents import GROUPS, OWN, SaveWriter
 from hfusion.core.copies import module_copy
 from hfusion.core.errors import CheckpointError
 from hfusion.core.membership import member_rows
@@ -28,129 +27,209 @@ from hfusion.core.row_indices import Widths
 from hfusion.optim.group import membership_of
 from hfusion.optim.lr_scheduler import Make
 from hfusion.population.accumulation import Accumulation
-from hfusion.population.best import read_records, write_records
-from hfusion.population.gradients import GradientSums
-from hfusion.population.members import Event, EventKind, Roll, key_of
-from hfusion.population.update_guard import Buffers, Limit
+from hfusion.population.group_options import GroupOptions
+from hfusion.population.grouping import Candidates, grouped, settle_waiting, shared_frozen
+from hfusion.population.members import Event, EventKind, Roll
+from hfusion.population.training_group import TrainingGroup
+from hfusion.population.update_guard import Buffers, Limits, OnNonfinite
+from hfusion.population.weights import read_records, write_records
 
 if TYPE_CHECKING:
-    from hfusion.population.population import ArrayGroup
+    from hfusion.population.population import Population
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
+def save(
+    population: Population, root: Root, loader: Any, extra: Any, keep: int, score: float | None, wait: bool
+) -> Writing:
+    """Save a population in a new folder under ``root``; see `hfusion.Population.save`."""
+    keep, score = files.checked(keep, score)
+    before, population._saving = population._saving, None
+    if before is not None:
+        before.settle()
+    with population._lock:
+        writer, steps = gathered(population, loader, extra), population.steps
+    write = partial(files.write, root, writer.body, writer.tensors, step=steps, keep=keep, score=score)
+    population._saving = saving = in_thread(write)
+    if wait:
+        saving.result()
+    return saving
 
 
-def in_turn(method: Method) -> Method:
-    """Decorate a method to hold the population's lock, so that a save from another thread sees no unfinished call."""
-
-    @wraps(method)
-    def called(population: Any, *args: Any, **kwargs: Any) -> Any:
-        with population._lock:
-            return method(population, *args, **kwargs)
-
-    return cast("Method", called)
+def packed(population: Population) -> PackedSave:
+    """Return the contents of a save of a population, for its ``load`` in another process."""
+    with population._lock:
+        writer = gathered(population, None, None)
+        return PackedSave.of(writer.body, writer.tensors, population.steps)
 
 
-class Saving:
-    """Saving, loading and copying of a population."""
-
-    _saving: Writing | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle and copy.deepcopy; the step is created again."""
-        pop = cast("ArrayGroup", self)
-        dropped = {"_lock", "_finite", "_step", "_together", "_saving", "_chosen"}
-        state = {name: value for name, value in vars(self).items() if name not in dropped}
-        return {**state, "known": sorted(pop._step.known_calls)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({name: value for name, value in state.items() if name != "known"})
-        cast("ArrayGroup", self)._prepare(state["known"])
-
-    def check_saved(self) -> None:
-        """Raise a CheckpointError during an update of members that train a parameter together."""
-        pop = cast("ArrayGroup", self)
-        if pop._common and pop._updates.underway:
-            raise CheckpointError("members train a parameter together, and are amid an update: save after it")
-
-    def save(
-        self,
-        root: Root,
-        *,
-        loader: Any = None,
-        extra: Any = None,
-        keep: int = 3,
-        score: float | None = None,
-        wait: bool = True,
-    ) -> Future[Path]:
-        """Save everything in a new folder under ``root``; see `hfusion.save` for the arguments, and what is raised.
-
-        ``wait=False``: copies are made now, and a background thread writes them; ``result()`` of the returned future is
-        the folder, or raises. A save waits for the previous one, and raises its error if nothing else has.
-        """
-        pop = cast("ArrayGroup", self)
-        keep, score = files.checked(keep, score)
-        before, self._saving = self._saving, None
-        if before is not None:
-            before.settle()
-        with pop._lock:
-            self.check_saved()
-            writer, steps = gathered(pop, loader, extra), pop.steps
-        write = partial(files.write, root, writer.body, writer.tensors, step=steps, keep=keep, score=score)
-        self._saving = saving = in_thread(write)
-        if wait:
-            saving.result()
-        return saving
-
-
-def gathered(pop: ArrayGroup, loader: Any, extra: Any) -> SaveWriter:
-    """Return copies of all that a save of ``pop`` holds. Raises CheckpointError if all rows are free."""
-    roll, limits = pop._roll, pop._limits
-    if not roll.live:
+def gathered(population: Population, loader: Any, extra: Any) -> SaveWriter:
+    """Return copies of all that a save holds. Raises CheckpointError during an update, or if all rows are free."""
+    # Members that wait to join a group of members like them do so now, as before the next step.
+    settle_waiting(population)
+    groups = population._groups
+    if not population._layout.live:
         raise CheckpointError("every row of the population is free: there is no member to save")
-    tags = [roll.tag(row) for row in roll.live]
-    writer = SaveWriter(roll.live, {"members": tags}, {})
-    gather(writer, pop.fused, pop.optimizer, pop.scheduler, pop.scaler, loader, extra)
-    writer.store_rows("population/ages", roll.ages)
-    writer.store_rows("population/frozen", roll.frozen)
-    writer.store_rows("population/keys", roll.keys)
-    for name in ("norm", "value"):
-        if (limit := getattr(limits, name)) is not None:
-            writer.store_rows(f"population/clip_{name}", limit.values)
-    write_records(writer, pop._best, roll)
-    save_updates(writer, pop)
-    initial_limits = {
-        name: limit.initial_value for name in ("norm", "value") if (limit := getattr(limits, name)) is not None
-    }
-    writer.body["limits begun"] = encode(initial_limits, {}, "limits begun")
-    writer.body["population"] = {
-        "rows": roll.tags,
-        "accumulate": pop._updates.initial_calls,
-        "on_nonfinite": pop._on_nonfinite,
-        "first": pop._widths.first,
-        "step": roll.step,
-        "made": roll.tag_number,
-        "lineage": [[event.step, event.tag, event.what.value, event.source] for event in roll.lineage],
-        "known": sorted(pop._step.known_calls),
+    writer = SaveWriter([], {}, {})
+    writer.run(loader, extra, [group.fused for group in groups])
+    bodies = []
+    for number, group in enumerate(groups):
+        of_group = _gathered_group(population, group)
+        bodies.append(of_group.body)
+        writer.tensors |= {f"{GROUPS}{number}/{key}": tensor for key, tensor in of_group.tensors.items()}
+    writer.body |= {
+        "members": [name for body in bodies for name in body["members"]],
+        "groups": bodies,
+        "population": {
+            "rows": population.tags,
+            "array": population._whole,
+            "step": population.steps,
+            "made": population._names.number,
+            "lineage": [[event.step, event.tag, event.what.value, event.source] for event in population.lineage],
+        },
     }
     return writer
 
 
-def rows_of(reader: SaveReader, tags: str | Sequence[str] | None) -> list[str | None]:
-    """Return the names by row: as saved if all members of one save are loaded, else without free rows."""
-    with wrap_load_errors(reader.path):
-        if tags is None and len(reader.parts) == 1:
-            rows: list[str | None] = list(reader.parts[0][0].body["population"]["rows"])
-            if [tag for tag in rows if tag is not None] != reader.tags:
-                raise CheckpointError(f"{reader.path}: its rows {rows} are not those of {reader.tags}")
-            return rows
-    twice = sorted({name for name in reader.tags if reader.tags.count(name) > 1})
-    if twice:
+def _gathered_group(population: Population, group: TrainingGroup) -> SaveWriter:
+    """Return copies of all that is saved of one group. Raises CheckpointError during an update."""
+    if group._common and group._updates.underway:
+        raise CheckpointError("members train a parameter together, and are amid an update: save after it")
+    roll = group._roll
+    tags = [roll.tag(row) for row in roll.live]
+    writer = SaveWriter(roll.live, {"members": tags}, {})
+    gather(writer, group.fused, group.optimizer, group.scheduler, group.scaler)
+    writer.store_rows("population/ages", roll.ages)
+    writer.store_rows("population/frozen", roll.frozen)
+    writer.store_rows("population/keys", roll.keys)
+    for name, bounds in group._limits.values.items():
+        writer.store_rows(f"population/{name}", bounds)
+    writer.body["limits begun"] = encode(dict(group._limits.initial), {}, "limits begun")
+    write_records(writer, population._records, tags)
+    _save_updates(writer, group)
+    writer.body["group"] = {
+        "rows": roll.tags,
+        "accumulate": group._updates.initial_calls,
+        "on_nonfinite": group._on_nonfinite,
+        "first": group._widths.first,
+        "known": sorted(group._step.known_calls),
+    }
+    return writer
+
+
+def load(
+    population: Population,
+    root: Root | Saved | Sequence[Root],
+    make_model: Callable[..., nn.Module],
+    names: str | Sequence[str] | None,
+    loader: Any,
+    random: bool,
+    options: dict[str, Any],
+) -> None:
+    """Load the members of the latest saves into a population without any; see `hfusion.Population.load`.
+
+    options: the population's arguments that the user has passed; ``scheduler`` may be a dict by name.
+    """
+    saves, groups, arrays = saves_of(root), [], []
+    # The group that holds a member, as the index of its save and of the group in it.
+    where: dict[str, tuple[int, int]] = {}
+    for save, saved in enumerate(saves):
+        with wrap_load_errors(saved.path):
+            arrays.append(bool(saved.body["population"]["array"]))
+            for number, group_save in enumerate(groups_of(saved)):
+                groups.append(group_save)
+                where |= dict.fromkeys(group_save.body["members"], (save, number))
+    rows = _names_by_row(saves, groups, [names] if isinstance(names, str) else names)
+    counted = "accumulate" in options
+    calls = _option_values(groups, "accumulate", lambda value: value is None or (type(value) is int and value >= 1))
+    initial_calls = calls.pop() if len(calls) == 1 else None
+    options.setdefault("accumulate", initial_calls or 1)
+    if "on_nonfinite" not in options:
+        values = _option_values(groups, "on_nonfinite", lambda value: value in get_args(OnNonfinite))
+        if len(values) > 1:
+            raise CheckpointError(
+                f"on_nonfinite was not the same in the populations that are merged, {sorted(map(str, values))}: give "
+                "on_nonfinite=..."
+            )
+        options["on_nonfinite"] = values.pop()
+    models = _models_of(make_model, rows)
+    if isinstance(makes := options.get("scheduler"), Mapping):
+        options["scheduler"] = _makes_of(makes, rows)
+    shared_options = GroupOptions.of_arguments(len(rows), **options)
+    if not counted:
+        shared_options = replace(shared_options, updates=replace(shared_options.updates, initial_calls=initial_calls))
+    live = [row for row, tag in enumerate(rows) if tag is not None]
+    holders = [where[str(rows[row])] for row in live]
+    candidates = [part for found in grouped([models[row] for row in live]) for part in _as_saved(found, holders)]
+    candidates.sort(key=lambda candidate: candidate.models[0])
+    whole = len(candidates) == 1 and all(arrays)
+    population._begin(len(rows), shared_options, whole)
+    shared = shared_frozen([models[row] for row in live])
+    for candidate in candidates:
+        places = list(range(len(rows))) if whole else [live[index] for index in candidate.models]
+        of_group = [models[row] for row in places]
+        group = population._new_group(of_group, places, shared, options.get("scaler"))
+        tags = [rows[row] for row in places]
+        held = [tag for tag in tags if tag is not None]
+        reader = SaveReader.of([saved for saved in groups if not set(saved.body["members"]).isdisjoint(held)], held)
+        _restore(population, group, reader, tags, counted)
+        group._updates.initial_calls = shared_options.updates.initial_calls
+        if not population._groups:
+            population._options = shared_options.with_initial_values(group)
+        population._add(group, [row if rows[row] is not None else None for row in places], candidate.why)
+    _load_run(population, saves, loader, random)
+
+
+def _load_run(population: Population, saves: Sequence[Saved], loader: Any, random: bool) -> None:
+    """Restore the history, and from the first save the position of the loader and the random generators."""
+    steps, made = [0], [0]
+    for saved in saves:
+        with wrap_load_errors(saved.path):
+            body = saved.body["population"]
+            population._lineage += [Event(int(s), str(t), EventKind(w), o) for s, t, w, o in body["lineage"]]
+            steps.append(int(body["step"]))
+            made.append(int(body["made"]))
+    population._names.number = max(made)
+    population._set_steps(max(steps))
+    first = SaveReader([(saves[0], [0])])
+    with wrap_load_errors(first.path):
+        if loader is not None:
+            if (position := first.value("loader")) is None:
+                raise CheckpointError(f"{first.path} holds no position of a loader")
+            loader.load_state_dict(position)
+        if random:
+            first.random(*(group.fused for group in population._groups))()
+
+
+def _option_values(groups: Sequence[Saved], name: str, is_allowed: Callable[[Any], bool]) -> set[Any]:
+    """Return the values of an option in the saved groups. Raises CheckpointError for one that is not allowed."""
+    values = set()
+    for saved in groups:
+        with wrap_load_errors(saved.path):
+            value = saved.body["group"][name]
+            if not is_allowed(value):
+                raise CheckpointError(f"{saved.path}: {name} is {value!r}")
+            values.add(value)
+    return values
+
+
+def _names_by_row(saves: Sequence[Saved], groups: Sequence[Saved], names: Sequence[str] | None) -> list[str | None]:
+    """Return the names by row: as saved if all members of one save are loaded, else without free rows.
+
+    Raises CheckpointError.
+    """
+    tags = SaveReader.of(groups, names).tags
+    if twice := sorted({name for name in tags if tags.count(name) > 1}):
         raise CheckpointError(f"{twice[0]!r} is named twice: load it once, and give it more rows by pop.copy")
-    return list(reader.tags)
+    if names is not None or len(saves) > 1:
+        return list(tags)
+    with wrap_load_errors(saves[0].path):
+        rows: list[str | None] = list(saves[0].body["population"]["rows"])
+        if sorted(tag for tag in rows if tag is not None) != sorted(tags):
+            raise CheckpointError(f"{saves[0].path}: its rows {rows} are not those of {tags}")
+        return rows
 
 
-def makes_of(schedules: Mapping[str, Make], rows: Sequence[str | None]) -> list[Make]:
+def _makes_of(schedules: Mapping[str, Make], rows: Sequence[str | None]) -> list[Make]:
     """Return the functions that make the members' schedules, by row. Raises CheckpointError if one is missing."""
     missing = [tag for tag in rows if tag is not None and tag not in schedules]
     if missing:
@@ -160,7 +239,7 @@ def makes_of(schedules: Mapping[str, Make], rows: Sequence[str | None]) -> list[
     return [other if tag is None else schedules[tag] for tag in rows]
 
 
-def models_of(make_model: Callable[..., nn.Module], rows: Sequence[str | None]) -> list[nn.Module]:
+def _models_of(make_model: Callable[..., nn.Module], rows: Sequence[str | None]) -> list[nn.Module]:
     """Return a model for every row; ``make_model`` is called with the member's name if it takes an argument."""
     named = any(
         parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
@@ -187,10 +266,27 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     return chain(model.parameters(), model.buffers())
 
 
-def restore(
-    pop: ArrayGroup, reader: SaveReader, rows: Sequence[str | None], loader: Any, random: bool, counted: bool
+def _as_saved(candidate: Candidates, holders: Sequence[tuple[int, int]]) -> list[Candidates]:
+    """Divide models that look alike: members of different groups of one save stay apart, since their forwards differ.
+
+    ``holders``: for each model the index of its save, and of its group there.
+    """
+    parts: list[tuple[dict[int, int], list[int]]] = []
+    for index in candidate.models:
+        save, number = holders[index]
+        for numbers, members in parts:
+            if numbers.setdefault(save, number) == number:
+                members.append(index)
+                break
+        else:
+            parts.append(({save: number}, [index]))
+    return [Candidates(tuple(members), candidate.why) for _, members in parts]
+
+
+def _restore(
+    population: Population, group: TrainingGroup, reader: SaveReader, rows: Sequence[str | None], counted: bool
 ) -> None:
-    """Load a save into ``pop``, which has a model in each row. Raises CheckpointError.
+    """Load members into a group, which has a model in each row. Raises CheckpointError.
 
     Args:
         rows: the tag of each row, None for a free one.
@@ -202,91 +298,66 @@ def restore(
         indices = {row: index for index, row in enumerate(live)}
         free = [row for row, tag in enumerate(rows) if tag is None]
         wide = reader.at([indices.get(row, 0) for row in range(len(rows))], free)
-        write = writing(wide, pop.fused, pop.optimizer, pop.scheduler, pop.scaler, loader, random)
-        roll, records = _roll(wide, reader, rows), read_records(wide, rows, pop.fused)
-        limits = pop._limits
-        for name in ("norm", "value"):
-            if wide.has_tensor(f"members/population/clip_{name}"):
-                limits = replace(limits, **{name: _limit(wide, name, getattr(limits, name))})
-        bodies = [saved.body["population"] for saved, _ in reader.parts]
-        whole = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
-        for part, key, component in (("scheduler", "schedule", pop.scheduler), ("scaler", "scaler", pop.scaler)):
+        write = writing(wide, group.fused, group.optimizer, group.scheduler, group.scaler, None, False)
+        roll, records = _roll(wide, rows), read_records(wide, rows, group.fused)
+        names = [name for name in ("clip_norm", "clip_value") if wide.has_tensor(f"{OWN}population/{name}")]
+        limits = Limits.of(len(rows), **{name: wide.member_rows(f"population/{name}") for name in names})
+        begun = wide.initial_hyperparameters("limits begun")
+        initial = group._limits.initial | {name: begun.get(name) for name in names}
+        limits = Limits(group._limits.values | limits.values, initial)
+        bodies = [saved.body["group"] for saved, _ in reader.parts]
+        for part, key, component in (("scheduler", "schedule", group.scheduler), ("scaler", "scaler", group.scaler)):
             if component is None and any(saved.body.get(key) for saved, _ in reader.parts):
                 warnings.warn(
                     f"{reader.path} holds a {part}, and {part}= was not given: members go on without one",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
-        updates = load_updates(wide, pop, free, counted)
+        updates = _load_updates(wide, group, free, counted)
         write()
-        pop._updates = updates
-        pop._roll, pop._limits, pop._best = roll, limits, records
-        pop._widths = Widths(int(bodies[0]["first"]) if whole else len(rows))
-        pop._step.at_once = pop._widths.at_once(len(rows))
+        group._updates, group._roll, group._limits = updates, roll, limits
+        population._records |= records
+        same_rows = len(bodies) == 1 and bodies[0]["rows"] == list(rows)
+        group._widths = Widths(int(bodies[0]["first"]) if same_rows else len(rows))
+        group._step.at_once = group._widths.at_once(len(rows))
         for body in bodies:
-            pop._step.expected_calls |= set(body["known"])
+            group._step.expected_calls |= set(body["known"])
 
 
-def _limit(reader: SaveReader, name: str, default: Limit | None) -> Limit:
-    """Return a saved limit. Older saves lack ``initial_value``: it is that of ``default``, or of the members."""
-    saved = Limit.of(f"clip_{name}", reader.member_rows(f"population/clip_{name}"), len(reader.tags))
-    initial_limits = reader.initial_hyperparameters("limits begun")
-    if name in initial_limits:
-        return replace(saved, initial_value=initial_limits[name])
-    return saved if default is None else replace(saved, initial_value=default.initial_value)
-
-
-def _roll(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Roll:
+def _roll(wide: SaveReader, rows: Sequence[str | None]) -> Roll:
     free = torch.tensor([tag is None for tag in rows], device="cpu")
     ages, frozen = wide.member_rows("population/ages"), wide.member_rows("population/frozen")
-    if ages.dtype is not torch.int64 or frozen.dtype is not torch.bool or not ages.shape == frozen.shape == free.shape:
-        raise CheckpointError(f"{reader.path}: ages and frozen members are {ages.dtype} and {frozen.dtype}")
-    keys = _keys(wide, reader, rows)
-    bodies = [saved.body["population"] for saved, _ in reader.parts]
-    lineage = [Event(int(s), str(t), EventKind(w), o) for body in bodies for s, t, w, o in body["lineage"]]
-    step, created = (max(int(body[key]) for body in bodies) for key in ("step", "made"))
-    return Roll(list(rows), torch.where(free, 0, ages), frozen & ~free, keys, step, lineage, created)
+    keys = wide.member_rows("population/keys")
+    for name, values, dtype in (
+        ("ages", ages, torch.int64),
+        ("frozen", frozen, torch.bool),
+        ("keys", keys, torch.int64),
+    ):
+        if (values.dtype, values.shape) != (dtype, free.shape):
+            raise CheckpointError(f"{wide.path}: {name} are {values.dtype} {list(values.shape)}")
+    return Roll(list(rows), torch.where(free, 0, ages), frozen & ~free, keys)
 
 
-def _keys(wide: SaveReader, reader: SaveReader, rows: Sequence[str | None]) -> Tensor:
-    default_keys = torch.tensor([0 if tag is None else key_of(tag) for tag in rows], device="cpu")
-    # Saves of older versions have none.
-    keys = wide.member_rows("population/keys") if wide.has_tensor("members/population/keys") else default_keys
-    if (keys.dtype, keys.shape) != (default_keys.dtype, default_keys.shape):
-        raise CheckpointError(f"{reader.path}: keys are {keys.dtype} {list(keys.shape)}")
-    return keys
+_CALLS, _UPDATE = "population/accumulate", "population/update/"
 
 
-_CALLS, _DONE, _SPOILT = (f"population/{name}" for name in ("accumulate", "calls made", "spoilt"))
-_SUM, _ABSENT, _BEFORE = (f"population/{name}/" for name in ("sums", "absent", "before"))
-
-
-def save_updates(writer: SaveWriter, pop: ArrayGroup) -> None:
+def _save_updates(writer: SaveWriter, group: TrainingGroup) -> None:
     """Save the members' progress in their updates, with sums of gradients if an update is unfinished."""
-    updates = pop._updates
-    writer.store_rows(_CALLS, updates.calls)
-    if not updates.underway:
-        return
-    writer.store_rows(_DONE, updates.done)
-    writer.store_rows(_SPOILT, updates.spoilt)
-    for name, value in updates.sums.sums.items():
-        absent = updates.sums.absent[name]
-        writer.store_rows(_SUM + name, value)
-        writer.store_rows(_ABSENT + name, torch.zeros_like(updates.spoilt) if absent is None else absent)
-    if updates.buffers is not None:
-        for name, value in updates.buffers.saved_values.items():
-            writer.store_rows(_BEFORE + name, value)
+    writer.store_rows(_CALLS, group._updates.calls)
+    if group._updates.underway:
+        for name, stack in group._updates.stacks().items():
+            writer.store_rows(_UPDATE + name, stack)
 
 
-def load_updates(wide: SaveReader, pop: ArrayGroup, free: Sequence[int], has_accumulate: bool) -> Accumulation:
-    """Restore the members' progress in their updates, for a population whose tensors are loaded.
+def _load_updates(wide: SaveReader, group: TrainingGroup, free: Sequence[int], has_accumulate: bool) -> Accumulation:
+    """Restore the members' progress in their updates, for a group whose tensors are loaded.
 
     ``has_accumulate``: whether the user has passed ``accumulate``.
 
     Raises:
         CheckpointError: ``accumulate`` differs from the save for a member whose update is unfinished.
     """
-    calls = pop._updates.calls
-    done = _saved_rows(wide, _DONE, torch.zeros_like(calls))
+    calls = group._updates.calls
+    done = _saved_rows(wide, f"{_UPDATE}done", torch.zeros_like(calls))
     saved = _saved_rows(wide, _CALLS, calls)
     if has_accumulate and bool(((done > 0) & (saved != calls)).any()):
         row = int(((done > 0) & (saved != calls)).nonzero()[0])
@@ -295,26 +366,17 @@ def load_updates(wide: SaveReader, pop: ArrayGroup, free: Sequence[int], has_acc
             f"{int(saved[row])} calls: leave accumulate out"
         )
     updates = Accumulation.of(calls if has_accumulate else saved, len(calls))
-    if pop._common and updates.initial_calls is None:
+    if group._common and updates.initial_calls is None:
         raise CheckpointError(f"accumulate={updates.calls.tolist()}: members train a parameter together, and so update")
-    updates.done, updates.spoilt = done, _saved_rows(wide, _SPOILT, updates.spoilt)
-    if updates.underway:
-        updates.sums = _sums(wide, pop, len(calls))
-        updates.buffers = Buffers(pop.fused)
-        for name, value in updates.buffers.saved_values.items():
-            value.copy_(_saved_rows(wide, _BEFORE + name, value))
+    if bool((done > 0).any()):
+        updates.buffers = Buffers(group.fused)
+        for name, param in group.fused.named_parameters():
+            if any(f"{OWN}{_UPDATE}sums/{name}" in held.tensors for held, _ in wide.parts):
+                updates.sums.begin(name, member_rows(param.detach(), membership_of(param)))
+        for name, stack in updates.stacks().items():
+            stack.copy_(_saved_rows(wide, _UPDATE + name, stack))
         updates.clear(free)
     return updates
-
-
-def _sums(wide: SaveReader, pop: ArrayGroup, members: int) -> GradientSums:
-    sums = GradientSums(members)
-    for name, param in pop.fused.named_parameters():
-        if any(OWN + _SUM + name in saved.tensors for saved, _ in wide.parts):
-            like = torch.zeros_like(member_rows(param.detach(), membership_of(param)))
-            sums.sums[name] = _saved_rows(wide, _SUM + name, like).to(param.device)
-            sums.absent[name] = _saved_rows(wide, _ABSENT + name, torch.ones(members, dtype=torch.bool, device="cpu"))
-    return sums
 
 
 def _saved_rows(wide: SaveReader, key: str, otherwise: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from hfusion.array.fuse import fuse
 from hfusion.array.module import FusedModule
 from hfusion.core.calls import is_stacked
-from hfusion.population.any_models import Population
-from hfusion.population.evaluate import outputs
+from hfusion.population.evaluation import array_outputs, member_outputs
 from hfusion.population.member_metrics import number
+from hfusion.population.population import Population
 
 Score = Callable[[Any, Any], Any]
 
@@ -148,9 +148,9 @@ def _library(models: Any, loader: Iterable[Any]) -> tuple[Any, Any, list[int], i
         live = [row for row, tag in enumerate(models.tags) if tag is not None]
         if not live:
             raise ValueError("every row of the population is free: an ensemble has one member at least")
-        return *models._outputs(loader), live, len(models)
+        return *member_outputs(models, loader), live, len(models)
     fused = models if isinstance(models, FusedModule) else fuse(models)
-    return *outputs(fused, loader), list(range(len(fused))), len(fused)
+    return *array_outputs(fused, loader), list(range(len(fused))), len(fused)
 
 
 def _default(predictions: Any, target: Any, mode: str, softmax: int | None) -> tuple[Score, int | None]:

@@ -26,8 +26,7 @@ from hfusion.device.forked_process import (
     why_no_fork,
 )
 from hfusion.device.native import cores
-from hfusion.population.group_draws import GroupDraws
-from hfusion.population.member_layout import PlacedGroup
+from hfusion.population.group_step import GroupDraws
 from hfusion.population.member_process import (
     RemoteMember,
     answers,
@@ -39,6 +38,7 @@ from hfusion.population.movable_member import MovableMember, why_not_loss
 from hfusion.population.plain_member import PlainMember, PlainStep
 from hfusion.population.shared_arena import SharedArena
 from hfusion.population.spread_step import SpreadStep
+from hfusion.population.training_group import TrainingGroup
 from hfusion.torch_private.autograd_engine import is_profiling
 from hfusion.torch_private.dispatch_modes import function_modes, in_dispatch_mode
 from hfusion.torch_private.module_hooks import has_global_hooks
@@ -121,7 +121,7 @@ class MemberSpread:
 
     @contextmanager
     def step(
-        self, groups: Sequence[PlacedGroup], device: torch.device, arguments: tuple[Any, Any] | None
+        self, groups: Sequence[TrainingGroup], device: torch.device, arguments: tuple[Any, Any] | None
     ) -> Iterator[SpreadStep]:
         """Context manager: groups make a step. ``arguments``: of the step; None if not all members step."""
         movable = {} if arguments is None else self._movable(groups, arguments)
@@ -141,7 +141,7 @@ class MemberSpread:
         if movable:
             self._learn(spread, argument_bytes(arguments), time.perf_counter() - began)
 
-    def _movable(self, groups: Sequence[PlacedGroup], arguments: tuple[Any, Any]) -> dict[int, PlacedGroup]:
+    def _movable(self, groups: Sequence[TrainingGroup], arguments: tuple[Any, Any]) -> dict[int, TrainingGroup]:
         """Return the groups that other processes may compute, by number; none if there are few, to use all threads."""
         if not self._began:
             self._began = True
@@ -156,7 +156,7 @@ class MemberSpread:
             return {}
         movable = {}
         for group in plain:
-            member = cast(PlainMember, group.members)
+            member = cast(PlainMember, group)
             if member.makes_plain_steps and not self._movable_member(member).why_not:
                 movable[group.number] = group
         return movable if len(movable) > 1 and 2 * len(movable) > self._most else {}
@@ -189,13 +189,13 @@ class MemberSpread:
             if numbers:
                 spread.send(share.process, written, [(n, indices[n], *forks.members[n]) for n in numbers])
 
-    def _is_known(self, group: PlacedGroup) -> bool:
+    def _is_known(self, group: TrainingGroup) -> bool:
         """Return whether the forks know the present state of a member, or it stays in this process anyway."""
-        movable = self._movable_members[cast(PlainMember, group.members)]
+        movable = self._movable_members[cast(PlainMember, group)]
         held = None if self._forks is None else self._forks.members.get(group.number)
         return movable.stays if held is None else held[0] is movable and not movable.stays
 
-    def _pays(self, movable: dict[int, PlacedGroup]) -> bool:
+    def _pays(self, movable: dict[int, TrainingGroup]) -> bool:
         """Return whether a fork after the last change would have saved more time than it costs."""
         if self._processes_are_slower or not self._spent:
             return False
@@ -208,13 +208,13 @@ class MemberSpread:
         """Return all that steps depend on besides members and arguments."""
         return read_state(self._loss), torch.get_default_dtype(), [read() for read in dict.fromkeys(SETTINGS.values())]
 
-    def _fork(self, movable: dict[int, PlacedGroup], arguments: Any) -> None:
+    def _fork(self, movable: dict[int, TrainingGroup], arguments: Any) -> None:
         self.close()
         if why := why_no_fork(torch.device("cpu")):
             _log.info(_STAY, why)
             return
         began = time.perf_counter()
-        movable_members = {n: self._movable_members[cast(PlainMember, group.members)] for n, group in movable.items()}
+        movable_members = {n: self._movable_members[cast(PlainMember, group)] for n, group in movable.items()}
         remote = _remote(movable, movable_members)
         members = {n: (movable_members[n], member, movable_members[n].versions) for n, member in remote.items()}
         forks = _Forks([], members, SharedArena(2 * argument_bytes(arguments)), self._setting())
@@ -251,7 +251,7 @@ class MemberSpread:
         self._seconds_without_movable.append(wall - spread.waited - sum(spread.local_seconds.values()))
         self._spent += sum(value for n, value in spread.local_seconds.items() if not self._is_known(spread.movable[n]))
         for number in spread.failed:
-            self._movable_members[cast(PlainMember, spread.movable[number].members)].stay("a fork could not compute it")
+            self._movable_members[cast(PlainMember, spread.movable[number])].stay("a fork could not compute it")
         if spread.ended:
             self.close()
         elif self._forks is None:
@@ -278,13 +278,13 @@ def _is_observed() -> bool:
     return is_profiling() or in_dispatch_mode() or bool(function_modes())
 
 
-def _remote(groups: dict[int, PlacedGroup], movable_members: dict[int, MovableMember]) -> dict[int, RemoteMember]:
+def _remote(groups: dict[int, TrainingGroup], movable_members: dict[int, MovableMember]) -> dict[int, RemoteMember]:
     """Move the tensors of members to memory that forks share, and make room for gradients there."""
     sizes = [movable_members[number].shared_bytes for number in groups]
     arena, remote = SharedArena(sum(sizes)), {}
     for number, group in groups.items():
         # The optimizer's own views of parameters would keep them from being moved.
-        group.members.optimizer.forget(counts=True)
+        group.optimizer.forget(counts=True)
         if movable_members[number].move(arena):
             member = movable_members[number].member
             gradients = tuple(map(arena.like, cast(PlainStep, member._step).parameters))

@@ -14,11 +14,11 @@ from torch import Tensor
 from hfusion.core.errors import HFusionError
 from hfusion.device.forked_process import EndedProcess, ForkedProcess
 from hfusion.device.openmp import torch_threads
-from hfusion.population.group_draws import GroupDraws
-from hfusion.population.member_layout import PlacedGroup
+from hfusion.population.group_step import GroupDraws
 from hfusion.population.member_process import ComputedStep, RemoteMember, StepRequest
 from hfusion.population.movable_member import MovableMember
 from hfusion.population.plain_member import PlainStep
+from hfusion.population.training_group import TrainingGroup
 
 
 class SpreadStep:
@@ -32,7 +32,7 @@ class SpreadStep:
         failed: numbers of the groups that a process could not compute.
     """
 
-    def __init__(self, movable: dict[int, PlacedGroup], draws: GroupDraws) -> None:
+    def __init__(self, movable: dict[int, TrainingGroup], draws: GroupDraws) -> None:
         self.movable, self.draws = movable, draws
         self.local_seconds: dict[int, float] = {}
         self.remote_seconds: dict[int, float] = {}
@@ -99,15 +99,15 @@ class SpreadStep:
         """True if a process has ended."""
         return bool(self._ended_processes)
 
-    def ordered(self, groups: Sequence[PlacedGroup]) -> deque[PlacedGroup]:
+    def ordered(self, groups: Sequence[TrainingGroup]) -> deque[TrainingGroup]:
         """Return the groups, those that other processes compute last; in given order if there are gradient hooks."""
-        if any(group.members._gradient_hooks for group in groups):
+        if any(group._gradient_hooks for group in groups):
             return deque(groups)
         answered = {number: rank for numbers in self._waiting.values() for rank, number in enumerate(numbers)}
         return deque(sorted(groups, key=lambda group: answered.get(group.number, -1)))
 
     @contextmanager
-    def of_group(self, group: PlacedGroup) -> Iterator[None]:
+    def of_group(self, group: TrainingGroup) -> Iterator[None]:
         """Context manager: a group makes its step, with the result of another process if there is one."""
         if group.number not in self.movable:
             with self.draws.of_group(group.key):
@@ -122,11 +122,11 @@ class SpreadStep:
         if computed is None:
             self.local_seconds[group.number] = time.perf_counter() - began
 
-    def _apply_result(self, group: PlacedGroup) -> ComputedStep | None:
+    def _apply_result(self, group: TrainingGroup) -> ComputedStep | None:
         """Write a process's result to the step of a group, and return it; None if there is none."""
         if group.number not in self._sent:
             return None
-        step = cast(PlainStep, group.members._step)
+        step = cast(PlainStep, group._step)
         process, remote = self._sent[group.number]
         waiting, began = self._waiting[process], time.perf_counter()
         while group.number not in self._computed and process not in self._ended_processes:

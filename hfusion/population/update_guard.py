@@ -29,84 +29,62 @@ _ONE_THREAD = 1 << 20
 
 
 @dataclass(frozen=True)
-class Limit:
-    """A bound of the members' gradients.
+class Limits:
+    """Bounds of the members' gradients: ``"clip_norm"`` of their norm, ``"clip_value"`` of their magnitude.
 
     Attributes:
-        values: float64 ``[rows]``.
-        initial_value: the bound that all members began with, the default for joining members; None if they differed.
+        values: by name, float64 ``[rows]``; a name is missing where nothing is clipped by it.
+        initial: the bounds that all members began with, the defaults for joining members; None if they differed.
     """
 
-    values: Tensor
-    initial_value: float | None
+    values: dict[str, Tensor]
+    initial: dict[str, float | None]
 
     @staticmethod
-    def of(name: str, value: HyperValue, rows: int) -> Limit:
-        """Create a limit. Raises ValueError for a wrong number of values, or a value below 0."""
-        values = _checked(name, value, rows)
-        return Limit(values, float(values[0]) if bool((values == values[0]).all()) else None)
-
-    def with_rows(self, name: str, rows: Sequence[int], value: HyperValue | None) -> Limit:
-        """Return it with the bounds of members that start in ``rows``. Raises ValueError."""
-        if value is None and self.initial_value is None:
-            raise ValueError(
-                f"{name} differs between the members: say what it is for those that join, {name}=...; "
-                'float("inf") clips nothing'
-            )
-        values = self.values.clone()
-        values[list(rows)] = _checked(name, self.initial_value if value is None else value, len(rows))
-        return replace(self, values=values)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The largest norm and magnitude of the members' gradients; None where nothing is clipped."""
-
-    norm: Limit | None
-    value: Limit | None
-
-    @staticmethod
-    def of(norm: HyperValue | None, value: HyperValue | None, rows: int) -> Limits:
-        """Create limits. Raises ValueError as `Limit.of`."""
+    def of(rows: int, **given: HyperValue | None) -> Limits:
+        """Create limits. Raises ValueError for a wrong number of values, or a value below 0."""
+        values = {name: _checked(name, value, rows) for name, value in given.items() if value is not None}
+        first = {name: float(bounds[0]) for name, bounds in values.items()}
         return Limits(
-            None if norm is None else Limit.of("clip_norm", norm, rows),
-            None if value is None else Limit.of("clip_value", value, rows),
+            values, {name: first[name] if bool((v == first[name]).all()) else None for name, v in values.items()}
         )
 
     def rearranged(self, sources: Sequence[int]) -> Limits:
         """Return limits in which member b has those of the former member ``sources[b]``."""
         rows = list(sources)
-        return Limits(
-            *(None if limit is None else replace(limit, values=limit.values[rows]) for limit in (self.norm, self.value))
-        )
+        return replace(self, values={name: values[rows] for name, values in self.values.items()})
 
-    def with_rows(self, rows: Sequence[int], norm: HyperValue | None, value: HyperValue | None) -> Limits:
+    def with_rows(self, rows: Sequence[int], **given: HyperValue | None) -> Limits:
         """Return limits with those of members that start in ``rows``; None stands for what all members began with.
 
         Raises ValueError for None if members began with different limits, or for a limit that the population lacks.
         """
-        changed = self
-        for name, new_limit in (("norm", norm), ("value", value)):
-            limit: Limit | None = getattr(self, name)
-            if limit is not None:
-                changed = replace(changed, **{name: limit.with_rows(f"clip_{name}", rows, new_limit)})
-            elif new_limit is not None:
+        changed = dict(self.values)
+        for name, value in given.items():
+            if name not in changed:
+                if value is not None:
+                    raise ValueError(f"{name}={value}: this population has no {name}; give it one when it is made")
+                continue
+            if value is None and self.initial[name] is None:
                 raise ValueError(
-                    f"clip_{name}={new_limit}: this population has no clip_{name}; give it one when it is made"
+                    f"{name} differs between the members: say what it is for those that join, {name}=...; "
+                    'float("inf") clips nothing'
                 )
-        return changed
+            changed[name] = changed[name].clone()
+            changed[name][list(rows)] = _checked(name, self.initial[name] if value is None else value, len(rows))
+        return replace(self, values=changed)
 
     def clip(self, fused: FusedModule) -> None:
         """Clip gradients, first by value, then by norm; those of parameters that all members share are not clipped."""
-        if self.value is None and self.norm is None:
+        if not self.values:
             return
         params = [p for p in fused.parameters() if p.grad is not None and is_per_member(p)]
         if not params:
             return
-        if self.value is not None:
-            clip_grad_value_(params, self.value.values)
-        if self.norm is not None:
-            clip_grad_norm_(params, self.norm.values)
+        if "clip_value" in self.values:
+            clip_grad_value_(params, self.values["clip_value"])
+        if "clip_norm" in self.values:
+            clip_grad_norm_(params, self.values["clip_norm"])
 
 
 def _checked(name: str, value: HyperValue | None, rows: int) -> Tensor:

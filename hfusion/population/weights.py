@@ -1,120 +1,345 @@
-"""Operations on members' weights: best weights, averages, and functions applied to them."""
+"""Weights of a population's members: the best that each has had, kept on its device, and averages."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from hfusion.array.member_functions import MemberFunction, as_each, training_rows
+from hfusion.array.module import FusedModule
 from hfusion.capture.registered_tensors import tensors
-from hfusion.core.row_indices import check_once, rows_of, write_rows
-from hfusion.population.accumulation import Accumulation
-from hfusion.population.average import checked_weights, mean_tensors
-from hfusion.population.best import BestRecord
+from hfusion.checkpoint.reader import SaveReader
+from hfusion.checkpoint.save_contents import OWN, SaveWriter
+from hfusion.core.errors import CheckpointError
+from hfusion.core.membership import is_per_member, member_rows, membership
+from hfusion.core.patience import is_better, numbers
+from hfusion.core.row_indices import rows_of, write_rows
 from hfusion.population.members import apart
-from hfusion.population.saving import in_turn
 
 if TYPE_CHECKING:
-    from hfusion.population.population import ArrayGroup
+    from hfusion.population.population import Population
+    from hfusion.population.training_group import TrainingGroup
+
+_SAVED = "population/best"
 
 
-class MemberWeights:
-    """The weights of a population's members: their best ones, their average, and what functions do to them."""
+@dataclass(frozen=True)
+class BestRecord:
+    """A member's best state so far. A copy of a member has the record of its source, and the same tensors.
 
-    _best: dict[str, BestRecord]
-    _gradient_hooks: OrderedDict[int, MemberFunction] | None = None
+    Attributes:
+        score: the best metric; NaN while no metric was a number.
+        age: the member's number of updates at that time; -1 while there is no score.
+        waited: the number of metrics since then, none of which was an improvement.
+        weights: parameters and buffers at that time, by key, on the array's device; None while there is no score.
+    """
 
-    @in_turn
-    def average(
-        self,
-        rows: int | Sequence[int] | None = None,
-        weights: Tensor | Sequence[float] | None = None,
-        *,
-        into: int | Sequence[int] | Literal["all"] | None = None,
-        optimizer: Literal["keep", "reset"] = "keep",
-    ) -> nn.Module | None:
-        """See `hfusion.Population.average`."""
-        pop = cast("ArrayGroup", self)
-        if optimizer not in ("keep", "reset"):
-            raise ValueError(f'optimizer={optimizer!r}: it is "keep" or "reset"')
-        sources = _members(pop, rows)
-        shares = checked_weights(weights, sources)
-        targets = [] if into is None else _members(pop, None if isinstance(into, str) and into == "all" else into)
-        if into is None:
-            model = apart(pop.fused, sources[0])
-            held = dict(tensors(model))
-            for name, _, mean in mean_tensors(pop.fused, shares):
-                held[name].detach().copy_(mean)
-            return model
-        for row in targets:
-            check_not_underway(pop._updates, row, row)
-        for _, stack, mean in mean_tensors(pop.fused, shares):
-            write_rows(stack, targets, mean.expand(len(targets), *mean.shape))
-        if optimizer == "reset":
-            pop.optimizer.restart(targets)
-        return None
+    score: float = math.nan
+    age: int = -1
+    waited: int = 0
+    weights: Mapping[str, Tensor] | None = None
+
+
+def member_tensors(fused: FusedModule) -> Iterator[tuple[str, Tensor]]:
+    """Yield the stacks ``[B, *shape]`` of the members' parameters and buffers with their keys, tied ones once."""
+    visited: set[int] = set()
+    fused._views.update(fused)
+    for name, tensor in tensors(fused):
+        mark = membership(tensor)
+        if mark is not None and mark.is_own and id(tensor) not in visited:
+            visited.add(id(tensor))
+            yield name, member_rows(tensor.detach(), mark)
+
+
+def _stacks(population: Population) -> list[tuple[TrainingGroup, dict[str, Tensor]]]:
+    """Return the stacks of each group's parameters and buffers by key, without those that members share."""
+    return [(group, dict(member_tensors(group.fused))) for group in population._groups]
+
+
+def _check_independent(fused: FusedModule) -> None:
+    """Raise a ValueError if members train a tensor together, which then belongs to no member's best weights."""
+    for name, parameter in fused.named_parameters():
+        if parameter.requires_grad and not is_per_member(parameter):
+            raise ValueError(
+                f"the best weights of each member: {name} is one tensor that all members train. Freeze it, or give "
+                "each member its own by copy.deepcopy"
+            )
+
+
+class BestMembers:
+    """Each member's best weights: parameters and buffers when its metric was best.
+
+    A member that is copied takes its record along, one that stops loses it, and `Population.save` saves it.
+
+    Example:
+        >>> # for each epoch: pop.best.update(pop.evaluate(accuracy, loader), mode="max")
+        >>> # pop.best.restore()  # members are what they were at their best
+    """
+
+    def __init__(self, population: Population) -> None:
+        self._population, self._records = population, population._records
 
     @property
-    def active_rows(self) -> list[int]:
-        """The rows of members that train: taken, and not frozen."""
-        pop = cast("ArrayGroup", self)
-        training = set(training_rows(pop.fused))
-        return [row for row in pop._roll.live if row in training and not bool(pop._roll.frozen[row])]
+    def scores(self) -> Tensor:
+        """The best metrics: float64 ``[rows]``, NaN where a row has none."""
+        return torch.tensor([record.score for record in self._rows()], dtype=torch.float64, device="cpu")
 
-    @in_turn
-    def each(
-        self,
-        fn: Callable[..., Any] | MemberFunction,
-        *args: Any,
-        rows: int | Sequence[int] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """See `hfusion.Population.each`."""
-        pop, active = cast("ArrayGroup", self), self.active_rows
-        chosen = active if rows is None else _members(pop, rows)
-        if chosen:
-            self._run_each(as_each(fn), chosen, *args, **kwargs)
-        if pop._updates.buffers is not None:
-            # Steps restore the buffers of frozen members.
-            written = pop._none()
-            written[chosen] = pop._roll.frozen[chosen]
-            pop._updates.buffers.renew(written)
+    @property
+    def ages(self) -> Tensor:
+        """Number of updates of each member at its best: int64 ``[rows]``, -1 for rows without one."""
+        return torch.tensor([record.age for record in self._rows()], device="cpu")
 
-    @in_turn
-    def register_gradient_hook(self, fn: Callable[..., Any] | MemberFunction) -> RemovableHandle:
-        """See `hfusion.Population.register_gradient_hook`."""
-        if self._gradient_hooks is None:
-            self._gradient_hooks = OrderedDict()
-        handle = RemovableHandle(self._gradient_hooks)
-        self._gradient_hooks[handle.id] = as_each(fn)
-        return handle
+    @property
+    def waited(self) -> Tensor:
+        """Number of successive metrics without an improvement: int64 ``[rows]``."""
+        return torch.tensor([record.waited for record in self._rows()], device="cpu")
 
-    def _run_gradient_hooks(self, resting: Tensor) -> None:
-        for hook in (self._gradient_hooks or {}).values():
-            if rows := [row for row in self.active_rows if not bool(resting[row])]:
-                self._run_each(hook, rows)
+    def _rows(self) -> list[BestRecord]:
+        return [self._records.get(tag or "", BestRecord()) for tag in self._population.tags]
 
-    def _run_each(self, fn: MemberFunction, rows: list[int], *args: Any, **kwargs: Any) -> None:
-        fn(cast("ArrayGroup", self).fused, *args, rows=rows, **kwargs)
+    @torch.no_grad()
+    def update(
+        self, metrics: Tensor | Sequence[float], *, mode: Literal["min", "max"] = "min", least: float = 0.0
+    ) -> list[int]:
+        """Keep the weights of members whose metric has improved by more than ``least``, and return their rows.
+
+        ``metrics`` has a number for each row; NaN is no improvement.
+
+        Raises:
+            ValueError: another number of metrics, or a tensor that all members train together.
+        """
+        if mode not in ("min", "max") or not least >= 0:
+            raise ValueError(f"mode={mode!r}, least={least}: min or max, and at least 0")
+        pop, improved = self._population, []
+        with pop._lock:
+            values = numbers(metrics, len(pop))
+            for group in pop._groups:
+                _check_independent(group.fused)
+            for group, stacks in _stacks(pop):
+                for local, row in enumerate(group.rows):
+                    if row is None:
+                        continue
+                    tag = group._roll.tag(local)
+                    record = self._records.get(tag, BestRecord())
+                    if is_better(values[row], record.score, mode, least):
+                        weights = {name: stack[local].clone() for name, stack in stacks.items()}
+                        self._records[tag] = BestRecord(values[row], int(group._roll.ages[local]), 0, weights)
+                        improved.append(row)
+                    else:
+                        self._records[tag] = replace(record, waited=record.waited + 1)
+        return sorted(improved)
+
+    @torch.no_grad()
+    def restore(self, rows: int | Sequence[int] | None = None) -> list[int]:
+        """Write the best weights into their members, all or those in ``rows``, and return the written rows.
+
+        A member without a record stays as it is, and so do all optimizers and schedules.
+        """
+        pop = self._population
+        with pop._lock:
+            chosen = list(range(len(pop))) if rows is None else rows_of(rows, len(pop))
+            records, written = self._rows(), []
+            for group, stacks in _stacks(pop):
+                for local, row in enumerate(group.rows):
+                    if row in chosen and (weights := records[row].weights) is not None:
+                        for name, stack in stacks.items():
+                            stack[local].copy_(weights[name])
+                        written.append(row)
+        return [row for row in chosen if row in written]
+
+    def clear(self, rows: int | Sequence[int] | None = None) -> None:
+        """Remove the records of all members, or of members in ``rows``, and free their memory."""
+        pop = self._population
+        for row in range(len(pop)) if rows is None else rows_of(rows, len(pop)):
+            self._records.pop(pop.tags[row] or "", None)
+
+    @torch.no_grad()
+    def __getitem__(self, row: int) -> nn.Module:
+        """Return a copy of the member in ``row`` with its best weights. Raises ValueError if there is no record."""
+        pop = self._population
+        with pop._lock:
+            (index,) = rows_of(row, len(pop))
+            group, local = pop._layout.slot_of(index)
+            tag = group._roll.tag(local)
+            weights = self._records.get(tag, BestRecord()).weights
+            if weights is None:
+                raise ValueError(f"{tag!r} in row {index} has no best weights: call pop.best.update(metrics) before")
+            return _with_tensors(apart(group.fused, local), weights)
 
 
-def _members(pop: ArrayGroup, rows: int | Sequence[int] | None) -> list[int]:
-    """Rows with members; None for all. Raises ValueError."""
-    chosen = pop._roll.live if rows is None else rows_of(rows, len(pop))
-    check_once(chosen)
-    for row in chosen:
-        pop._roll.tag(row)
-    return chosen
+def _with_tensors(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
+    """Write tensors by key into a model, and return it."""
+    held = dict(tensors(model))
+    for name, value in values.items():
+        held[name].detach().copy_(value)
+    return model
 
 
-def check_not_underway(updates: Accumulation, index: int, row: int) -> None:
-    """Raise a ValueError for the member at ``index``, in ``row`` of the population, in the midst of an update."""
-    if int(updates.done[index]):
+def copy_records(records: dict[str, BestRecord], pairs: Sequence[tuple[str, str]]) -> None:
+    """Give each copy the record of its source, or none if that has none.
+
+    ``pairs``: names ``(source, copy)``. All sources are read before a record is written.
+    """
+    sources = [records.get(source) for source, _ in pairs]
+    for (_, tag), record in zip(pairs, sources, strict=True):
+        if record is None:
+            records.pop(tag, None)
+        else:
+            records[tag] = record
+
+
+def write_records(writer: SaveWriter, records: Mapping[str, BestRecord], tags: Sequence[str]) -> None:
+    """Add the records of members to a save, as stacks on the CPU; nothing if there are none."""
+    rows = [records.get(tag, BestRecord()) for tag in tags]
+    if not any(record.weights is not None or record.waited for record in rows):
+        return
+
+    def write(key: str, values: Any) -> None:
+        writer.tensors[f"{OWN}{_SAVED}/{key}"] = values
+
+    write("score", torch.tensor([record.score for record in rows], dtype=torch.float64, device="cpu"))
+    write("age", torch.tensor([record.age for record in rows], device="cpu"))
+    write("waited", torch.tensor([record.waited for record in rows], device="cpu"))
+    held = [record.weights or {} for record in rows]
+    for name in dict.fromkeys(name for weights in held for name in weights):
+        values = [weights[name] for weights in held if name in weights]
+        stack = values[0].new_zeros(len(rows), *values[0].shape, device="cpu")
+        for row, weights in zip(stack, held, strict=True):
+            if name in weights:
+                row.copy_(weights[name])
+        write(f"weights/{name}", stack)
+
+
+def read_records(wide: SaveReader, rows: Sequence[str | None], fused: FusedModule) -> dict[str, BestRecord]:
+    """Return the records of the members in ``rows`` by name, if any. Raises CheckpointError if shapes differ."""
+    records, start = {}, 0
+    stacks = dict(member_tensors(fused))
+    for saved, places in wide.parts:
+        tags, start = rows[start : start + len(places)], start + len(places)
+        if f"{OWN}{_SAVED}/score" not in saved.tensors:
+            continue
+
+        def read(key: str, index: int, held: Callable[[str], Tensor] = saved.tensors.__getitem__) -> Tensor:
+            return held(f"{OWN}{_SAVED}/{key}")[index]
+
+        for tag, index in zip(tags, places, strict=True):
+            if tag is None:
+                continue
+            score, age, waited = (read(key, index).item() for key in ("score", "age", "waited"))
+            weights = None
+            if age >= 0:
+                weights = {}
+                for name, stack in stacks.items():
+                    value = read(f"weights/{name}", index)
+                    if value.shape != stack.shape[1:]:
+                        raise CheckpointError(f"{saved.path}: the best {name} of {tag!r} has shape {list(value.shape)}")
+                    weights[name] = value.to(stack.device, copy=True)
+            records[tag] = BestRecord(float(score), int(age), int(waited), weights)
+    return records
+
+
+def _checked_weights(weights: Tensor | Sequence[float] | None, rows: Sequence[int]) -> dict[int, float]:
+    """Return each row's share of a mean, without shares of 0; they sum to 1. Raises ValueError for invalid weights."""
+    if not rows:
+        raise ValueError("average of no rows: give at least one member")
+    if weights is None:
+        return dict.fromkeys(rows, 1 / len(rows))
+    values = torch.as_tensor(weights, device="cpu").detach().to("cpu", torch.float64)
+    if values.shape != (len(rows),) or not bool((values >= 0).all()) or not 0 < float(values.sum()) < torch.inf:
         raise ValueError(
-            f"{int(updates.done[index])} of {int(updates.calls[index])} steps of an update of row {row} are made, with "
-            "gradients at its present weights: average into members between their updates"
+            f"weights {values.tolist()} for the average of rows {list(rows)}: give one for each, at least 0, with a "
+            "sum above 0"
         )
+    shares = (values / values.sum()).tolist()
+    return {row: share for row, share in zip(rows, shares, strict=True) if share > 0}
+
+
+def _weighted_mean(values: Tensor, shares: Tensor) -> Tensor:
+    """Return the mean over the first dim, weighted by ``shares``. Half precision is averaged in float32."""
+    wide = values.float() if values.dtype.itemsize < 4 else values
+    mean: Tensor = torch.tensordot(shares.to(wide), wide, 1)
+    return mean.to(values.dtype)
+
+
+@torch.no_grad()
+def average(
+    population: Population,
+    rows: Sequence[int],
+    weights: Tensor | Sequence[float] | None,
+    targets: Sequence[int] | None,
+    optimizer: Literal["keep", "reset"],
+) -> nn.Module | None:
+    """Average members in ``rows`` and write the mean into ``targets``, or return it; see `hfusion.Population.average`.
+
+    Raises:
+        ValueError: members differ in keys or shapes, weights are invalid, or a target is in the midst of an update.
+    """
+    if optimizer not in ("keep", "reset"):
+        raise ValueError(f'optimizer={optimizer!r}: it is "keep" or "reset"')
+    shares = _checked_weights(weights, rows)
+    slot_of = population._layout.slot_of
+    stacks = {group.number: held for group, held in _stacks(population)}
+    _check_alike({row: stacks[slot_of(row)[0].number] for row in dict.fromkeys([*rows, *(targets or ())])})
+    means = _means(population, stacks, shares)
+    if targets is None:
+        group, local = slot_of(rows[0])
+        return _with_tensors(apart(group.fused, local), means)
+    by_group = population._by_group(targets)
+    for group, places in by_group:
+        updates = group._updates
+        for local in places:
+            if done := int(updates.done[local]):
+                raise ValueError(
+                    f"{done} of {int(updates.calls[local])} steps of an update of row {group.rows[local]} are made, "
+                    "with gradients at its present weights: average into members between their updates"
+                )
+    for group, places in by_group:
+        for name, stack in stacks[group.number].items():
+            write_rows(stack, places, means[name].expand(len(places), *means[name].shape))
+        if optimizer == "reset":
+            group.optimizer.restart(places)
+    return None
+
+
+def _means(
+    population: Population, stacks: Mapping[int, Mapping[str, Tensor]], shares: Mapping[int, float]
+) -> dict[str, Tensor]:
+    """Return the mean ``[*shape]`` of each tensor over the rows in ``shares``, which have the same tensors.
+
+    Integer tensors, such as BatchNorm's count of batches, are not averaged but copied from the last row, as
+    `torch.optim.swa_utils.AveragedModel` copies the buffers of its latest model.
+    """
+    last_group, last_local = population._layout.slot_of(list(shares)[-1])
+    by_group = population._by_group(list(shares))
+    in_order = [shares[group.rows[local]] for group, places in by_group for local in places]  # type: ignore[index]
+    share = torch.tensor(in_order, dtype=torch.float64, device="cpu")
+    means = {}
+    for name, stack in stacks[last_group.number].items():
+        if not stack.is_floating_point() and not stack.is_complex():
+            means[name] = stack[last_local].clone()
+            continue
+        values = [_rows(stacks[group.number][name], places).to(stack.device) for group, places in by_group]
+        means[name] = _weighted_mean(values[0] if len(values) == 1 else torch.cat(values), share)
+    return means
+
+
+def _rows(stack: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return rows of a stack; the stack itself, without a copy, if they are all of them."""
+    return stack if list(rows) == list(range(len(stack))) else stack[torch.tensor(rows, device=stack.device)]
+
+
+def _check_alike(held: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Raise a ValueError unless the members have tensors of the same keys and shapes. ``held``: their stacks by row."""
+    (first, first_stacks), *others = held.items()
+    for row, stacks in others:
+        for name in () if stacks is first_stacks else dict.fromkeys([*first_stacks, *stacks]):
+            shapes = [list(each[name].shape[1:]) if name in each else "none" for each in (first_stacks, stacks)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"average of members of different shapes: {name} is {shapes[0]} in row {first} and {shapes[1]} in "
+                    f"row {row}. Average members of one shape, by rows="
+                )

@@ -17,8 +17,9 @@ from hfusion.checkpoint.packed import PackedSave
 from hfusion.core.row_indices import Widths
 from hfusion.optim.convert import fuse
 from hfusion.optim.lr_scheduler import Make
-from hfusion.population.any_models import Population, flush, limit_norms
-from hfusion.population.mixed_saving import packed
+from hfusion.population.group_step import flush, limit_norms
+from hfusion.population.population import Population
+from hfusion.population.saving import packed
 from hfusion.tune.chosen_optimizer import MakeOptimizer, optimizer_with
 from hfusion.tune.epoch_batches import batches_on, seeded
 from hfusion.tune.epoch_result import EpochResult, Stopwatch

@@ -10,8 +10,7 @@ import torch
 import hfusion as hf
 from hfusion.checkpoint import files
 from hfusion.checkpoint.packed import PackedSave
-from hfusion.population.mixed_saving import packed
-from hfusion.population.saving import gathered
+from hfusion.population.saving import gathered, packed
 from tests.checkpoint.living import OPTIONS, Net
 
 

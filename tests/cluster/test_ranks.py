@@ -286,6 +286,6 @@ def test_members_are_copied_from_rank_to_rank(two: Ranks) -> None:
         actual = torch.tensor(first[0][name] + second[0][name])
         torch.testing.assert_close(actual, torch.tensor(value), rtol=1e-9, atol=1e-12, msg=name)
     assert first[1] + second[1] == pytest.approx(rates, rel=1e-12)
-    assert second[2] == [6, 6]
+    assert second[2] == [0, 6]
     assert sorted(first[3] + second[3]) == sorted(lineage)
     assert (first[4], second[4]) == ("", "row 0 of rank 0 is free: copy a healthy member")

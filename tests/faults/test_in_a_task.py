@@ -230,7 +230,7 @@ LOSSES: dict[str, tuple[Any, str]] = {
         fails,
         r"failed at its first call, with zeros of shape \[3, 6, 3\] as .* 3 members: LookupError: no such",
     ),
-    "no function": (1, "failed at its first call, .*: TypeError: 'int' object is not callable"),
+    "no function": (1, "must be a function, such as F.cross_entropy, got int"),
     "nothing": (lambda y, t: None, "of 3 members have NoneType; the loss must reduce to one number per member"),
     "a number": (lambda y, t: y.sum().item(), "of 3 members have float; the loss must reduce to one number per member"),
     "of samples": (lambda y, t: y.sum(1), r"of 3 members have shape \[3, 6\]; the loss must reduce to one number"),

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hfusion.population.mixed import MixedMembers
 from hfusion.population.movable_member import MovableMember, why_not_loss
 from hfusion.population.plain_member import PlainMember
 from tests.population.test_spread_members import Dense, at_once, batch, forks, population, same
@@ -20,8 +19,7 @@ __all__ = ["at_once"]
 
 
 def knowledge(pop: Any) -> list[MovableMember]:
-    assert isinstance(pop._members, MixedMembers)
-    return [pop._members.spread._movable_members[group.members] for group in pop._members.groups]  # type: ignore[index]
+    return [pop._spread._movable_members[group] for group in pop._groups]  # type: ignore[index]
 
 
 class Counting(Dense):
@@ -167,8 +165,8 @@ class Collecting(Dense):
     ],
 )
 def test_why_a_member_stays(make: Callable[[], nn.Module], why: str) -> None:
-    [group, _] = population(0, [make(), nn.Linear(4, 3)])._members.groups  # type: ignore[union-attr]
-    reason = MovableMember(cast(PlainMember, group.members)).why_not
+    [group, _] = population(0, [make(), nn.Linear(4, 3)])._groups
+    reason = MovableMember(cast(PlainMember, group)).why_not
     assert why in reason
     assert bool(reason) is bool(why)
 

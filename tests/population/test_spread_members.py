@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import hfusion as hf
 from hfusion.device.forked_process import why_no_fork
 from hfusion.population import spread_members
-from hfusion.population.mixed import MixedMembers
 
 FACTOR = 1.0
 STEPS = 6
@@ -96,8 +95,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def forks(pop: hf.Population) -> Any:
-    assert isinstance(pop._members, MixedMembers)
-    return pop._members.spread._forks
+    return pop._spread._forks
 
 
 def lived(processes: int, change: Callable[[hf.Population, int], None], **options: Any) -> tuple[hf.Population, Any]:
@@ -309,8 +307,7 @@ def test_errors_are_those_of_the_member() -> None:
 def test_processes_that_are_slower_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spread_members, "_STEPS", 2)
     pop = population(3)
-    assert isinstance(pop._members, MixedMembers)
-    spread = pop._members.spread
+    spread = pop._spread
     pop.step(*batch(0))
     for seconds in spread._walls.values():
         # As if steps had taken no time here.

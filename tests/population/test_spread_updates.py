@@ -48,7 +48,7 @@ def lived(processes: int, change: Callable[[hf.Population, int], object], **opti
             pop.scheduler.step()
     assert (forks(pop) is None) is (processes == 0)
     assert not hasattr(pop, "groups") or len(pop.groups) == 5
-    states = [group.members.optimizer.state_dict() for group in pop._members.groups]  # type: ignore[union-attr]
+    states = [group.optimizer.state_dict() for group in pop._groups]
     return pop, [losses, [m.state_dict() for m in pop.models if m is not None], states, pop.ages, pop.steps]
 
 
@@ -81,27 +81,27 @@ def rates(pop: hf.Population, step: int) -> None:
 
 def betas(pop: hf.Population, step: int) -> None:
     if step == 4:
-        for group in pop._members.groups:  # type: ignore[union-attr]
-            group.members.optimizer.param_groups[0]["betas"] = (0.5, 0.6)
+        for group in pop._groups:
+            group.optimizer.param_groups[0]["betas"] = (0.5, 0.6)
 
 
 def flags(pop: hf.Population, step: int) -> None:
     if step == 4:
-        for group in pop._members.groups:  # type: ignore[union-attr]
-            group.members.optimizer.param_groups[0]["maximize"] = True
+        for group in pop._groups:
+            group.optimizer.param_groups[0]["maximize"] = True
 
 
 def reloaded(pop: hf.Population, step: int) -> None:
     if step == 4:
-        for group in pop._members.groups:  # type: ignore[union-attr]
-            optimizer = group.members.optimizer
+        for group in pop._groups:
+            optimizer = group.optimizer
             optimizer.load_state_dict(optimizer.state_dict())
 
 
 def hooked(pop: hf.Population, step: int) -> None:
     if step == 4:
-        for group in pop._members.groups:  # type: ignore[union-attr]
-            group.members.optimizer.register_step_post_hook(halved)
+        for group in pop._groups:
+            group.optimizer.register_step_post_hook(halved)
 
 
 def halved(optimizer: Any, *_: Any) -> None:

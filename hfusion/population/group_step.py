@@ -1,0 +1,205 @@
+"""Steps of several groups of a population, one after another: their updates and their random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hfusion.core.calls import take_entries
+from hfusion.core.errors import ForwardsDiffer
+from hfusion.device.backend import backend
+from hfusion.optim.hyper import HyperValue
+from hfusion.population.evaluation import check_entries
+from hfusion.population.group_options import value_of
+from hfusion.population.grouping import part, settle_waiting
+from hfusion.population.members import nonfinite
+from hfusion.population.training_group import TrainingGroup
+from hfusion.step.memory_budget import state_bytes
+
+if TYPE_CHECKING:
+    from hfusion.population.population import Population
+
+
+def step_groups(
+    population: Population, inputs: Any, target: Any, rows: Sequence[int] | None, weights: Any, keywords: dict[str, Any]
+) -> Tensor:
+    """Train the members of several groups for one step; see `Population.step`."""
+    settle_waiting(population)
+    if rows is None:
+        check_entries((inputs, target, keywords), len(population))
+    if not population._groups:
+        return torch.full((population._size,), math.nan, device="cpu")
+    entries = {row: entry for entry, row in enumerate(range(len(population)) if rows is None else rows)}
+    _note_memory(population)
+    losses: dict[int, Tensor] = {}
+    arguments = (inputs, target) if rows is None and not keywords and weights is None else None
+    with (
+        updates_of_groups(population) as updates,
+        population._spread.step(population._groups, _device(population), arguments) as spread,
+    ):
+        queue = spread.ordered(population._groups)
+        while queue:
+            group = queue.popleft()
+            chosen = [local for local, row in enumerate(group.rows) if row in entries]
+            if not chosen:
+                continue
+            whole = len(chosen) == len(group.live)
+            places = group.entries(entries) if whole else [entries[group.rows[local] or 0] for local in chosen]
+            x, y, w = (take_entries(value, places) for value in (inputs, target, weights))
+            named = {name: take_entries(value, places) for name, value in keywords.items()}
+            try:
+                with spread.of_group(group), updates.of_group(group, whole):
+                    losses[group.number] = group.step(x, y, None if whole else chosen, w, named)
+            except ForwardsDiffer as error:
+                queue.extendleft(reversed(part(population, group, error, None if whole else chosen)))
+    like = next(iter(losses.values()))
+    no_loss = torch.full((1,), math.nan, dtype=like.dtype, device=like.device)
+    return population._layout.collected([losses.get(g.number, no_loss.expand(len(g))) for g in population._groups])
+
+
+def _note_memory(population: Population) -> None:
+    """Set for each group the bytes that the state of the other groups takes, if memory is limited."""
+    if population._made_with.memory is not None:
+        sizes = [state_bytes(group.fused, group.optimizer) for group in population._groups]
+        for group, size in zip(population._groups, sizes, strict=True):
+            group.elsewhere = sum(sizes) - size
+
+
+@contextmanager
+def updates_of_groups(population: Population) -> Iterator[GroupUpdates]:
+    """Context manager: groups make updates, which count as one. Deferred updates are made at the end."""
+    updates = GroupUpdates(not population._whole and population._made_with.on_nonfinite == "raise")
+    yield updates
+    updates.make()
+    population._set_steps(max([population._steps, *(group._roll.step for group in population._groups)]))
+
+
+def _device(population: Population) -> torch.device:
+    devices = [p.device for group in population._groups for p in group.fused.parameters()]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def flush(population: Population) -> bool:
+    """Update members that have made fewer than ``accumulate`` calls of `step`. Return whether there were any.
+
+    Their gradients stay divided by ``accumulate``, as in the last group of an epoch of `hfusion.Task`.
+    """
+    flushed = []
+    with population._lock, updates_of_groups(population) as updates:
+        for group in population._groups:
+            with updates.of_group(group):
+                flushed.append(group.flush())
+    return any(flushed)
+
+
+def limit_norms(population: Population, rows: Sequence[int], norms: HyperValue) -> None:
+    """Set the largest gradient norms of members, from the next update on. Raises ValueError for one below 0."""
+    with population._lock:
+        for index, row in enumerate(rows):
+            group, local = population._layout.slot_of(row)
+            group.limit_norms([local], value_of("norms", norms, index, len(rows)))
+
+
+class GroupUpdates:
+    """Makes each group's update right after its gradients; ``together``: all after the gradients of the last group."""
+
+    def __init__(self, together: bool) -> None:
+        self._together = together
+        self._rows: Sequence[int | None] = ()
+        self._stepped: list[TrainingGroup] = []
+        self._waiting: list[tuple[Sequence[int | None], TrainingGroup, Tensor, Tensor]] = []
+        self._finishing: list[Callable[[], object]] = []
+
+    @contextmanager
+    def of_group(self, group: TrainingGroup, whole: bool = True) -> Iterator[None]:
+        """Context manager: a group makes a step. ``whole``: all of its members take part."""
+        if not self._together:
+            yield
+            return
+        self._rows, group._deferred = group.rows, self
+        if whole:
+            self._stepped.append(group)
+        try:
+            yield
+        finally:
+            group._deferred = None
+
+    def add(self, group: TrainingGroup, losses: Tensor, due: Tensor) -> None:
+        """Defer an update of a group, or of some of its members that are stepped separately."""
+        self._waiting.append((self._rows, group, losses, due))
+
+    def finish(self, write: Callable[[], object]) -> None:
+        """Defer ``write``, which runs after the deferred updates."""
+        self._finishing.append(write)
+
+    def make(self) -> None:
+        """Make the deferred updates. If values of members are not finite, raise a NonFiniteError before the first."""
+        bad: list[tuple[int, str]] = []
+        for rows, group, losses, due in self._waiting:
+            whole_rows = group._roll.whole_rows or range(len(rows))
+            for local in group.bad_members(losses, due).nonzero().reshape(-1).tolist():
+                bad.append((rows[whole_rows[local]] or 0, group._roll.tag(local)))
+        if bad:
+            for group in self._stepped:
+                group.give_up()
+            raise nonfinite(bad, self._waiting[0][1]._roll.step)
+        for _, group, losses, due in self._waiting:
+            group._deferred = None
+            group._update(losses, due)
+        for write in self._finishing:
+            write()
+
+
+_WORD = (1 << 63) - 1
+
+
+def seeded(device: str, number: int, key: int) -> Tensor:
+    """Return the generator state with which group ``key`` begins the step that drew ``number``."""
+    seed = (number * 0x5851F42D4C957F2D + key) & _WORD
+    return torch.Generator(device).manual_seed(seed).get_state()
+
+
+class GroupDraws:
+    """Seeds the generators of torch for each group of a step, from one number that the step draws.
+
+    What a group draws so depends on no other group. A step in which no group draws leaves the generators as they were.
+
+    Attributes:
+        number: the random number that the step drew.
+        has_drawn: whether a group has drawn random numbers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._backend = backend(device)
+        self._previous_states: dict[str, Tensor] = self._backend.random_states()
+        self.number = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        self._drawn = torch.get_rng_state()
+        self.has_drawn = False
+
+    @contextmanager
+    def of_group(self, key: int) -> Iterator[None]:
+        """Context manager: torch's random numbers depend only on the step and ``key``."""
+        states = {kind: seeded(kind, self.number, key) for kind in self._previous_states}
+        self._backend.set_random_states(states)
+        try:
+            yield
+        finally:
+            after = self._backend.random_states()
+            # torch.equal compares states byte by byte, which takes four times as long.
+            self.has_drawn |= any(
+                after[kind].numpy().tobytes() != state.numpy().tobytes() for kind, state in states.items()
+            )
+
+    def __enter__(self) -> GroupDraws:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the generators; if a group has drawn, the CPU's stays advanced by the draw of ``number``."""
+        self._backend.set_random_states(
+            {**self._previous_states, "cpu": self._drawn} if self.has_drawn else self._previous_states
+        )
