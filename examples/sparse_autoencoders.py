@@ -4,7 +4,7 @@
     python examples/sparse_autoencoders.py --compare --double
 
 How many features may be active for one activation, k, is the number that people sweep (Gao et al., "Scaling and
-evaluating sparse autoencoders", 2024). The model is the usual one: k is a number of the model, columns of the decoder have
+evaluating sparse autoencoders", 2024). The model is the usual one: k is a number of it, columns of the decoder have
 length 1, and the part of their gradient that would change the length is removed before clipping. Both are functions of
 one model, which `hf.each` runs for all of them. Activations are read once for all members.
 

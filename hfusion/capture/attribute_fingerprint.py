@@ -78,8 +78,8 @@ def _closures(model: nn.Module) -> Iterator[Any]:
     reader = _AttributeReader({}, _content)
     for path, module in model.named_modules(remove_duplicate=False):
         classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
-        own = [kind for kind in classes if not kind.__module__.startswith("torch.")]
-        for kind, name, function in ((kind, *item) for kind in own for item in vars(kind).items()):
+        own = [owner for owner in classes if not owner.__module__.startswith("torch.")]
+        for kind, name, function in ((owner, *item) for owner in own for item in vars(owner).items()):
             if isinstance(function, types.FunctionType) and name != "__init__":
                 cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
                 values = [cell.cell_contents for free, cell in cells if free != "__class__"]
