@@ -57,6 +57,7 @@ OWNERS: dict[str, Callable[[], Any]] = {
     "a Module": lambda: nn.Linear(2, 2),
     "a state dict": lambda: nn.Linear(2, 2).state_dict(),
     "a pruning method": lambda: next(iter(prune.identity(nn.Linear(2, 2), "weight")._forward_pre_hooks.values())),
+    "an OptimizedModule": lambda: torch.compile(nn.Linear(2, 2)),
     "an OpOverload": lambda: aten.add.Tensor,
     "an OpOverloadPacket": lambda: aten.add,
 }
