@@ -109,18 +109,6 @@ def choose(
 
     Raises FusionError where no array can compute a node, whatever is chosen before it.
     """
-    return _decisions(cheapest_path(graph, layouts, members, rules, price, width))
-
-
-def cheapest_path(
-    graph: fx.Graph,
-    layouts: Sequence[Layout],
-    members: int,
-    rules: RuleTable,
-    price: Pricing,
-    width: int = WIDTH,
-) -> Path:
-    """Return the result of `choose` with the total cost of the choices."""
     last = _last_uses(graph)
     # Inputs are no part of a state before they are used: a deep network has hundreds.
     waiting = dict(zip(graph.find_nodes(op="placeholder"), layouts, strict=True))
@@ -137,7 +125,7 @@ def cheapest_path(
         if node.op == "call_function":
             states = _advance(node, alive, states, _NodeOptions(node, members, rules, price))
         elif node.op == "output":
-            return min(_finished(node, alive, states, price), key=lambda path: path.cost)
+            return _decisions(min(_finished(node, alive, states, price), key=lambda path: path.cost))
         else:
             raise FusionError(f"{node.op} {node.target} is in a captured graph; only calls are expected")
         alive.append(node)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from hfusion.array.member_module import RowView
-from hfusion.array.ragged_rows import DIFFERENT_SIZES, joined_blocks
-from hfusion.array.unfused_calls import run_members
+from hfusion.array.ragged_rows import joined_blocks
+from hfusion.array.unfused_calls import run_members, stacked_results
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
 from hfusion.compiler.compiled_program import check_members
@@ -49,16 +49,17 @@ class MembersApart:
         check_members(len(fused), arguments)
         source = member_seeds()
         low, high = (None, None) if source is None else source.keys()
-        parts: list[tuple[list[int], Any]] = []
+        results: list[Any] = []
         for row, member in sorted(self.members.items()):
             # What a member draws must not depend on the modes of others, which may draw nothing.
             with nullcontext() if low is None else random_states_kept():
                 if low is not None and high is not None:
                     seed_in_use((int(high[row]) << 32) | int(low[row]))
-                parts.append(([row], _run_alone(fused, row, member, arguments)))
+                results.append(_run_alone(fused, row, member, arguments))
         if arguments.ragged:
-            return joined_blocks(parts, DIFFERENT_SIZES)
-        return joined_blocks(parts, f"of a fused {fused._original} differ in modes or hooks", one_shape=True)
+            wide = [pytree.tree_map(lambda x: x[None] if isinstance(x, Tensor) else x, result) for result in results]
+            return joined_blocks([([row], result) for row, result in enumerate(wide)])
+        return stacked_results(results)
 
 
 def apart(
@@ -125,7 +126,7 @@ def _run_alone(fused: FusedModule, row: int, member: RowView, arguments: Argumen
             f"member {row} of a fused {fused._original} runs as its own code, as it has hooks, and writes into an "
             "input that all members see; let it write into a copy, or give each its own by hf.stacked"
         )
-    return pytree.tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, outputs)
+    return outputs
 
 
 def flags_read(fused: FusedModule) -> list[dict[str, bool]]:

@@ -26,7 +26,7 @@ from hfusion.array.function_program_cache import note_call
 from hfusion.array.gathered_rows import copied_rows, part_of
 from hfusion.array.members_apart import flags_read, holding
 from hfusion.array.program_reuse import trust
-from hfusion.array.ragged_rows import DIFFERENT_SIZES, check_ragged, joined_blocks, rows_by_size
+from hfusion.array.ragged_rows import check_ragged, joined_blocks, rows_by_size
 from hfusion.array.unfused_calls import REFUSALS, call_members
 from hfusion.capture.registered_tensors import tensors
 from hfusion.compiler.arguments import Arguments
@@ -352,7 +352,7 @@ def _run_by_size(fused: FusedModule, arguments: Arguments, rows: Sequence[int]) 
             group.array._compiler.distrust(group.array._modes(inputs), inputs, program, str(error))
             outputs = group.run(fused, group.ready(fused, inputs), inputs, True)
         parts.append((group.rows, outputs))
-    return joined_blocks(parts, DIFFERENT_SIZES)
+    return joined_blocks(parts)
 
 
 def _modes_and_trained(array: FusedModule) -> tuple[dict[str, bool], dict[str, bool]]:

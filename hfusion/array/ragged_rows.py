@@ -14,8 +14,6 @@ from hfusion.core.errors import FusionError
 from hfusion.core.layout import member_values, values_of
 from hfusion.core.ragged import Ragged
 
-DIFFERENT_SIZES = "are given batches of different sizes"
-
 
 def check_ragged(members: int, arguments: Arguments) -> None:
     """Raise a ValueError if a ragged argument does not hold one batch per member."""
@@ -46,28 +44,24 @@ def call_by_size(members: int, arguments: Arguments, call: Callable[[Arguments],
             sizes = [list(leaf[rows[0]].shape) for leaf in arguments.ragged]
             error.add_note(f"This is of members {rows}, whose tensors have the sizes {sizes}.")
             raise
-    return joined_blocks(blocks, DIFFERENT_SIZES)
+    return joined_blocks(blocks)
 
 
-def joined_blocks(blocks: Sequence[tuple[Sequence[int], Any]], why: str, one_shape: bool = False) -> Any:
+def joined_blocks(blocks: Sequence[tuple[Sequence[int], Any]]) -> Any:
     """Join results ``[k, ...]`` of blocks of members into those of all: stacked, or `Ragged` if their sizes differ.
-
-    Args:
-        why: in what the blocks differ, for errors.
-        one_shape: whether results of different sizes are refused.
 
     Raises:
         FusionError: results of different structures.
     """
     flat = [pytree.tree_flatten(outputs) for _, outputs in blocks]
     order = [row for rows, _ in blocks for row in rows]
-    kinds = [[_kind(leaf, one_shape) for leaf in leaves] for leaves, _ in flat]
+    kinds = [[_kind(leaf) for leaf in leaves] for leaves, _ in flat]
     for (rows, _), (_, spec), block_kinds in zip(blocks, flat, kinds, strict=True):
         if spec != flat[0][1] or block_kinds != kinds[0]:
             raise FusionError(
-                f"members {list(blocks[0][0])} and {list(rows)} {why}, and give {kinds[0]} and {block_kinds}, which an "
-                "array cannot join. Return the same structure from all, or call the members by themselves: "
-                "fused[i](...)"
+                f"members {list(blocks[0][0])} and {list(rows)} are given batches of different sizes, and give "
+                f"{kinds[0]} and {block_kinds}, which an array cannot join. Return the same structure from all, or "
+                "call the members by themselves: fused[i](...)"
             )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     rows_of_blocks = [rows for rows, _ in blocks]
@@ -89,9 +83,9 @@ def _joined_leaves(order: Sequence[int], rows: Sequence[Sequence[int]], blocks: 
     return whole if back == list(range(len(order))) else whole[torch.tensor(back, device=whole.device)]
 
 
-def _kind(leaf: Any, one_shape: bool) -> Any:
+def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Ragged):
         leaf = leaf[0].unsqueeze(0)
     if not isinstance(leaf, Tensor):
         return "a value"
-    return (tuple(leaf.shape[1:]) if one_shape else leaf.dim()), leaf.dtype, leaf.device
+    return leaf.dim(), leaf.dtype, leaf.device

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from hfusion.population.training_group import TrainingGroup
 
 
-# Number of small populations that are cached, by set of structures; the least recently used is evicted.
-MAX_STRUCTURES = 8
-
-
 @dataclass(eq=False)
 class ChosenRows:
     """A small population ``part`` that steps some members of ``whole``; `load` fills it before each step."""

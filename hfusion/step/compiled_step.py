@@ -38,8 +38,8 @@ from hfusion.torch_private.tracer_warnings import silence_tracers
 
 # The most looped calls of a forward that are compiled as one program: with 32, a CNN took 1.3 times as long.
 MAX_LOOPED_CALLS = 16
-# The most programs of one step, if members differ in scalars, and if they differ in submodules.
-MAX_KINDS, MAX_STRUCTURES = 4, 8
+# The most programs of one step, if members differ in scalars.
+MAX_KINDS = 4
 
 
 Run: TypeAlias = Callable[..., Sequence[Tensor]]
