@@ -170,34 +170,6 @@ def test_members_after_a_change_equal_members_alone(kind: str, captures: list[An
         assert fused.get_parameter("base.weight").data_ptr() == _BASE.weight.data_ptr()
 
 
-def test_an_array_shrinks_to_one_member_and_grows_again(captures: list[Any]) -> None:
-    alone = [Net(slope=0.1 * member) for member in range(6)]
-    fused = hf.fuse(copy.deepcopy(alone))
-    _same(fused, alone)
-    captures_before = len(captures)
-    while len(alone) > 1:
-        del alone[len(alone) // 2]
-        fused.keep([row for row in range(len(fused)) if row != len(fused) // 2])
-        _same(fused, alone)
-    more = [Net(slope=0.1 * member) for member in (3, 4)]
-    fused.append(more)
-    _same(fused, [*alone, *more])
-    assert len(captures) == captures_before
-    new = Net(slope=0.75)
-    fused.put(0, new)
-    _same(fused, [new, *more])
-    assert len(captures) > captures_before
-
-
-def test_a_loss_is_captured_once_for_any_number_of_members(captures: list[Any]) -> None:
-    losses = hf.per_model(F.cross_entropy)
-    target = torch.randint(3, (5,))
-    for members in (4, 2, 7):
-        outputs = normal(members, 5, 3)
-        close(losses(outputs, target), [F.cross_entropy(row, target) for row in outputs], "losses")
-        assert len(captures) == 1
-
-
 def test_a_compiled_step_of_a_width_is_found_again() -> None:
     models = [Net() for _ in range(3)]
     fused, target = hf.fuse(models), normal(6, 4)
@@ -227,31 +199,6 @@ def test_a_compiled_step_of_a_width_is_found_again() -> None:
     assert compiled() == 2
 
 
-def test_gradients_and_modes_follow() -> None:
-    fused, x = hf.fuse([Net() for _ in range(4)]), normal(5, 4)
-    fused.norm.eval()  # type: ignore[union-attr, operator]
-    kept_alive = fused(x)
-    kept_alive.square().sum().backward()
-    grads = {name: stack.grad.clone() for name, stack in fused.named_parameters()}  # type: ignore[union-attr]
-    fused.keep([3, 1])
-    for name, stack in fused.named_parameters():
-        assert torch.equal(stack.grad, grads[name][[3, 1]])  # type: ignore[arg-type]
-    model = Net()
-    model.norm.eval()
-    fused.append([model])
-    assert not fused.norm.training  # type: ignore[union-attr]
-    assert not fused.get_parameter("first.weight").grad[2].any()  # type: ignore[index]
-    # The new member has not used its parameters: an optimizer leaves it alone until the next backward.
-    before = fused.get_parameter("first.weight").detach().clone()
-    hf.optim.SGD(fused.parameters(), lr=0.1, weight_decay=0.5).step()
-    after = fused.get_parameter("first.weight").detach()
-    assert torch.equal(after[2], before[2])
-    assert not torch.equal(after[0], before[0])
-    # Outputs from before the change lead nowhere.
-    with pytest.raises(RuntimeError):
-        kept_alive.sum().backward()
-
-
 def test_original_models_are_known_as_long_as_their_members_are() -> None:
     models = [Net() for _ in range(3)]
     fused = hf.fuse(models)
@@ -276,13 +223,3 @@ def test_another_base_cannot_join() -> None:
     fused = hf.fuse([OnBase(), OnBase()])
     with pytest.raises(hf.FusionError, match="is one tensor for all members"):
         fused.append([_other_base()])
-
-
-def test_a_different_dtype_keeps_working() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        fused = hf.fuse([nn.Linear(4, 2).to(dtype) for _ in range(3)])
-        out = fused(torch.randn(5, 4, dtype=dtype))
-        fused.keep([1])
-        fused(torch.randn(5, 4, dtype=dtype)).sum().backward()
-        assert fused.get_parameter("weight").grad.shape == (1, 2, 4)  # type: ignore[union-attr]
-        assert fused.get_parameter("weight").dtype is out.dtype is dtype

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from tests.alone import net, normal
+from tests.alone import normal
 
 
 class Table(nn.Module):
@@ -95,26 +95,6 @@ def test_a_program_is_saved_and_loaded(called: bool) -> None:
     file.seek(0)
     x = normal(9, 4)
     torch.testing.assert_close(torch.export.load(file).module()(x), array(x))
-
-
-def test_size_guards_of_the_program_are_kept() -> None:
-    make = net(lambda self, x: self.fc(x) if x.shape[0] < 10 else x)
-    array = hf.fuse([make().eval(), make().eval()])
-    shapes = {"args": ({0: torch.export.Dim.AUTO},)}
-    program = torch.export.export(array, (normal(7, 4),), dynamic_shapes=shapes).module()
-    x = normal(9, 4)
-    torch.testing.assert_close(program(x), array(x))
-    with pytest.raises(AssertionError, match="Guard failed"):
-        program(normal(10, 4))
-
-
-def test_an_array_works_after_its_export() -> None:
-    array = hf.fuse([mlp() for _ in range(2)])
-    export(array.eval(), normal(7, 4))
-    array.train()
-    y = array(normal(5, 4))
-    y.sum().backward()
-    assert "self-check passed" in str(array.report())
 
 
 def test_export_of_what_runs_member_by_member_is_refused_in_words() -> None:

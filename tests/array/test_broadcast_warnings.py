@@ -16,18 +16,6 @@ import hfusion as hf
 B, N = 3, 5
 
 
-class Flat(nn.Module):
-    """Gives ``[N]``, or ``[N, 1]``."""
-
-    def __init__(self, keep: bool = False) -> None:
-        super().__init__()
-        self.fc, self.keep = nn.Linear(2, 1), keep
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.fc(x)
-        return y if self.keep else y.squeeze(-1)
-
-
 def checked(output: Tensor, target: Tensor) -> Tensor:
     if (target < -1e9).any():
         raise ValueError
@@ -73,19 +61,6 @@ def test_a_target_for_each_member_that_was_not_stacked(loss: Callable[..., Any])
     assert all(warning.filename == __file__ for warning in caught)
 
 
-@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
-def test_train_step_and_tasks_warn_too() -> None:
-    xs, target = hf.stacked(torch.randn(B, N, 2)), torch.randn(B, N)
-    for compile in (False, True):
-        fused = hf.fuse([Flat() for _ in range(B)])
-        optimizer = hf.optim.SGD(fused.parameters())
-        with pytest.warns(UserWarning, match=r"give hf.stacked\(target\)"):
-            hf.train_step(fused, F.mse_loss, optimizer, compile=compile)(xs, target)
-    task = hf.Task([Flat() for _ in range(B)], F.mse_loss, hf.optim.SGD, [(xs, target)])
-    with pytest.warns(UserWarning, match=r"give hf.stacked\(target\)"):
-        hf.train([task], hf.Machine([hf.Device("cpu", memory="1GiB")]))
-
-
 class Quiet(nn.Module):
     """Counts its calls in a buffer, so that a test sees extra calls."""
 
@@ -112,17 +87,3 @@ def test_fitting_shapes_do_not_warn() -> None:
         lambda: hf.per_model(Quiet())(outputs[..., None], torch.randn(N)),
     ):
         assert told(call) == []
-
-
-def test_a_look_at_the_sizes_runs_nothing_of_the_loss() -> None:
-    loss = Quiet()
-    hf.per_model(loss)(torch.randn(B, N, 1), torch.randn(N))
-    alone = Quiet()
-    alone(torch.randn(N, 1), torch.randn(N))
-    assert loss.get_buffer("calls") in (alone.get_buffer("calls"), B * alone.get_buffer("calls"))
-
-
-def test_the_classes_of_all_members_are_pointed_out_in_torchs_error() -> None:
-    with pytest.raises((RuntimeError, ValueError, IndexError)) as caught:
-        hf.per_model(F.cross_entropy)(torch.randn(B, N, 4), torch.randint(4, (B, N)))
-    assert any("hf.stacked" in note for note in caught.value.__notes__)

@@ -116,12 +116,3 @@ def test_attributes_set_at_every_step(kind: str, compiled_step: bool) -> None:
     report = fused.report()
     assert len(report.parts) <= (1 if kind == "unread" else 4)
     assert ("changes often" in str(report)) == (kind not in ("unread", "flag", "curriculum"))
-
-
-def test_a_program_serves_attributes_that_no_longer_change() -> None:
-    models, fused, x = members("number"), hf.fuse(members("number")), torch.randn(5, 3, dtype=torch.float64)
-    for t in range(40):
-        for member in (*models, *fused):
-            member.alpha = 1.0 + min(t, 8) / 8  # type: ignore[assignment]
-        torch.testing.assert_close(fused(x), torch.stack([model(x) for model in models]), rtol=1e-9, atol=0)
-    assert fused._split() is None

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
@@ -77,41 +76,6 @@ def test_models_of_every_kind(model: zoo.Model, again: str) -> None:
     assert_same(array, eager, run(compiled, x), run(eager, x))
 
 
-def test_a_call_like_an_earlier_one_is_not_traced_again() -> None:
-    array, _ = pair(lambda: nn.Linear(4, 2))
-    counter = CompileCounter()
-    compiled = torch.compile(array, fullgraph=True, backend=counter)
-    x = torch.rand(5, 4, dtype=torch.float64)
-    for _ in range(3):
-        compiled(x)
-        compiled(x + 1)
-    assert counter.frame_count == 1
-    compiled(hf.stacked([x] * MEMBERS))
-    assert counter.frame_count == 2
-
-
-class Named(nn.Module):
-    """Arguments by name, a number among them, and a nest of outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(4))
-        self.register_buffer("scale", torch.rand(()))
-
-    def forward(self, x: Tensor, *, shift: Tensor, times: int) -> dict[str, Any]:
-        return {"sum": x * self.weight + shift, "pair": (self.scale * times, x - torch.tensor([1.0, 2.0, 3.0, 4.0]))}
-
-
-def test_arguments_by_name_and_nests_of_outputs() -> None:
-    array, eager = pair(Named)
-    compiled = torch.compile(array, fullgraph=True, backend="aot_eager")
-    x, shift = torch.rand(2, 4, dtype=torch.float64), hf.stacked(torch.rand(MEMBERS, 2, 4, dtype=torch.float64))
-    kwargs: dict[str, Any] = {"shift": shift, "times": 3}
-    outputs = compiled(x, **kwargs)
-    assert pytree.tree_structure(outputs) == pytree.tree_structure(eager(x, **kwargs))
-    assert_same(array, eager, run(compiled, x, **kwargs), run(eager, x, **kwargs))
-
-
 def test_loading_and_conversion_are_seen() -> None:
     array, eager = pair(lambda: nn.Linear(4, 2))
     compiled = torch.compile(array, fullgraph=True, backend="aot_eager")
@@ -123,21 +87,3 @@ def test_loading_and_conversion_are_seen() -> None:
     torch.testing.assert_close(compiled(x), eager(x))
     array.float(), eager.float()
     torch.testing.assert_close(compiled(x.float()), eager(x.float()))
-
-
-def test_the_self_check_is_made() -> None:
-    array, _ = pair(lambda: nn.Linear(4, 2))
-    torch.compile(array, fullgraph=True, backend="aot_eager")(torch.rand(5, 4, dtype=torch.float64))
-    assert "self-check passed" in str(array.report())
-
-
-def test_penalties_and_modules_of_an_array_are_traced() -> None:
-    """Checks of the caller do not stop Dynamo from tracing parameters() and named_modules()."""
-    array, _ = pair(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
-    x = torch.randn(5, 4).double()
-
-    def loss(x: Tensor) -> Any:
-        penalty = sum(param.square().sum() for param in array.parameters())
-        return array(x).square().sum() + penalty * len(list(array.named_modules()))
-
-    torch.testing.assert_close(torch.compile(loss, fullgraph=True, backend="eager")(x), loss(x))

@@ -117,28 +117,6 @@ class Normalized(nn.Module):
         return h
 
 
-class Caught(nn.Module):
-    """Goes on where its submodule raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Normalized()
-
-    def forward(self, x: Tensor) -> Tensor:
-        try:
-            y: Tensor = self.inner(x)
-        except ValueError:
-            return self.inner.fc(x)  # type: ignore[no-any-return]
-        return y
-
-
-def test_an_error_that_a_caller_catches_runs_all_calls_as_own_code() -> None:
-    x = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64) * torch.ones(4, dtype=torch.float64)
-    large = torch.cat([x, 50 * x[:1], x])
-    array = assert_alone([Caught() for _ in range(2)], x, large, x, grads=False)
-    assert "loop over members, forward: test_failed_assertions.py:" in str(array.report())
-
-
 def test_buffers_are_as_alone_where_a_check_fails_after_they_were_written() -> None:
     x = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]], dtype=torch.float64) * torch.ones(4, dtype=torch.float64)
     models = [Normalized()]
@@ -175,19 +153,3 @@ def test_a_check_of_a_loss(name: str) -> None:
         with pytest.raises((AssertionError, ValueError), match=message):
             losses(y, -target)
     assert "loop over members" not in str(losses.report())
-
-
-def test_checks_that_cannot_be_fused_name_their_remedy() -> None:
-    make = net(lambda self, x: distributions.MultivariateNormal(self.fc(x), torch.eye(4).double()).log_prob(x))
-    array = assert_alone([make() for _ in range(2)], normal(3, 4))
-    assert "which validate_args=False leaves out" in str(array.report())
-
-
-def test_checks_inside_transforms() -> None:
-    make = net(raises)
-    models = [make() for _ in range(2)]
-    array, x = hf.fuse(models), normal(3, 4)
-    expected = torch.func.grad(lambda x: sum(model(x).sum() for model in models))(x)
-    torch.testing.assert_close(torch.func.grad(lambda x: array(x).sum())(x), expected)
-    with pytest.raises(ValueError, match="not a number"):
-        torch.func.grad(lambda x: array(x).sum())(broken())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -119,14 +118,6 @@ def test_equals_the_loop(fn: Callable[..., Any], backward: bool) -> None:
     assert bool(run.report().loops) == (fn in (branches, data))
 
 
-def test_values_are_read_before_they_are_written() -> None:
-    fused, models = array()
-    hf.each(returned)(fused)
-    for row, member in enumerate(models):
-        assert torch.equal(fused[row].get_parameter("0.weight"), member.get_parameter("2.weight").T)
-        assert torch.equal(fused[row].get_parameter("2.weight"), member.get_parameter("0.weight").T)
-
-
 @pytest.mark.parametrize("fn", [unit_norm, replaced, branches])
 @pytest.mark.parametrize("rows", [[1], [1, 2, 3], [3, 0], -1])
 def test_other_rows_stay_to_the_bit(fn: Callable[..., Any], rows: Any) -> None:
@@ -139,26 +130,6 @@ def test_other_rows_stay_to_the_bit(fn: Callable[..., Any], rows: Any) -> None:
     rest = [row for row in range(5) if row not in chosen]
     for stack, old in zip(fused.parameters(), before, strict=True):
         assert torch.equal(stack[rest], old[rest])
-
-
-def test_a_plain_model_is_one_member() -> None:
-    fused, models = array()
-    run = hf.each(replaced)
-    run(fused)
-    for member in models:
-        run(member)
-    equal(fused, models)
-    with pytest.raises(ValueError, match="is for arrays, got Sequential"):
-        run(models[0], rows=[0])
-
-
-def test_slices_and_views_see_it() -> None:
-    fused, models = array()
-    member = fused[2]
-    hf.each(unit_norm)(fused[1:4])
-    loop(unit_norm, models[1:4])
-    equal(fused, models)
-    assert torch.equal(member.get_parameter("2.weight"), fused.get_parameter("2.weight")[2])
 
 
 def test_members_have_the_gradients_that_they_have_alone() -> None:
@@ -186,26 +157,6 @@ def test_members_have_the_gradients_that_they_have_alone() -> None:
     with torch.no_grad():
         assert torch.equal(fused[4].get_parameter("0.bias"), models[4].get_parameter("0.bias") + 4)
     assert fused[1].get_parameter("2.weight").grad is None
-
-
-def test_between_backward_and_step() -> None:
-    fused, models = array(4, backward=False)
-    opt = hf.optim.Adam(fused.parameters(), lr=[0.01, 0.02, 0.03, 0.04])
-    projected, normed = hf.each(project), hf.each(unit_norm)
-    opt.register_step_pre_hook(projected.step_hook(fused))
-    opt.register_step_post_hook(normed.step_hook(fused))
-    step = hf.train_step(fused, F.mse_loss, opt, compile=False)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01 * (k + 1)) for k, m in enumerate(models)]
-    for seed in range(5):
-        x = torch.randn(7, 4, dtype=DOUBLE, generator=torch.Generator().manual_seed(seed))
-        step(x, x)
-        for member, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            F.mse_loss(member(x), x).backward()
-            loop(project, [member])
-            optimizer.step()
-            loop(unit_norm, [member])
-    equal(fused, models, rtol=1e-9)
 
 
 def test_members_that_do_not_step_are_left_alone() -> None:
@@ -256,31 +207,6 @@ def test_buffers() -> None:
     assert fused.num_batches_tracked.tolist() == [7, 7, 7]
     with pytest.raises(KeyError, match="running_mean"):
         hf.each(reset)(fused)
-
-
-def test_random_numbers_are_drawn_as_in_the_loop() -> None:
-    fused, models = array(3)
-
-    def noise(params: Tensors, grads: Tensors) -> None:
-        params["0.bias"].add_(torch.randn(6, dtype=DOUBLE))
-
-    torch.manual_seed(3)
-    hf.each(noise)(fused)
-    torch.manual_seed(3)
-    loop(noise, models)
-    equal(fused, models)
-
-
-def test_nothing_crosses_members() -> None:
-    fused, _ = array(3)
-    other, _ = array(3)
-    with torch.no_grad():
-        fused.get_parameter("2.weight")[1] = float("nan")
-    run = hf.each(unit_norm)
-    run(fused)
-    run(other)
-    for row in (0, 2):
-        assert torch.equal(fused.get_parameter("2.weight")[row], other.get_parameter("2.weight")[row])
 
 
 CALLS = [0]
@@ -341,32 +267,7 @@ def test_refuses_what_members_share() -> None:
         hf.each(unit_norm)(fused, rows=[3])
 
 
-def test_follows_what_the_function_reads() -> None:
-    fused, models = array(3)
-    options = {"scale": 1.0}
-
-    def scale(params: Tensors, grads: Tensors) -> None:
-        params["0.bias"].mul_(options["scale"])
-
-    run = hf.each(scale)
-    for number in range(20):
-        options["scale"] = 1 + number / 10
-        run(fused)
-        loop(scale, models)
-    equal(fused, models)
-    assert "have changed" in str(run.report())
-
-
 @hf.each
 def decorated(params: Tensors, grads: Tensors) -> None:
     """Zero biases."""
     params["0.bias"].zero_()
-
-
-def test_copies() -> None:
-    assert decorated.__doc__ == "Zero biases."
-    assert pickle.loads(pickle.dumps(decorated)) is decorated
-    fused, _ = array(2)
-    run = copy.deepcopy(hf.each(unit_norm))
-    run(fused)
-    assert repr(run) == "each(unit_norm)"

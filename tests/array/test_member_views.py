@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,34 +30,6 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.out(self.norm(self.fc(x)).tanh()) * self.scale
         return y
-
-
-class Branching(nn.Module):
-    """Runs member by member; a member uses one of two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.norm, self.scale = nn.BatchNorm1d(4), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.fc(x))
-        y = self.left(y) if self.fc.bias.sum() > 0 else self.right(y)
-        return y * self.scale
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.lstm, self.scale = nn.Linear(4, 4), nn.LSTM(4, 4, batch_first=True), 1.0
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(self.lstm(self.fc(x)[None])[0][0]) * self.scale
-        return y
-
-
-MODELS: dict[str, Make] = {"normed": Normed, "branching": Branching, "recurrent": Recurrent}
 
 
 def pair(make: Make = Normed, members: int = MEMBERS) -> tuple[hf.FusedModule, list[nn.Module]]:
@@ -123,40 +93,6 @@ def test_one_view_for_each_row() -> None:
     assert all(a is b for a, b in zip(fused[2].parameters(), views[2].parameters(), strict=True))
 
 
-CHANGES: dict[str, Callable[[hf.FusedModule], object]] = {
-    "copy": lambda fused: fused.copy(0, 3),
-    "put": lambda fused: fused.put(3, Normed().double()),
-    "append": lambda fused: fused.append([Normed().double()]),
-    "unfuse": lambda fused: fused.unfuse(),
-    "pickle": lambda fused: pickle.loads(pickle.dumps(fused)),
-    "deepcopy": copy.deepcopy,
-    "load": lambda fused: fused.load_state_dict(copy.deepcopy(fused.state_dict())),
-    "assign": lambda fused: setattr(
-        fused.get_submodule("norm"), "weight", nn.Parameter(fused.get_parameter("norm.weight").detach() + 1)
-    ),
-    "convert": lambda fused: fused.float().double(),
-    "data": lambda fused: setattr(fused.get_parameter("norm.weight"), "data", torch.ones(MEMBERS, 4).double()),
-    "flags": lambda fused: fused.requires_grad_(False).requires_grad_(True),
-    "modes": lambda fused: fused.eval().train(),
-    "call": lambda fused: fused(inputs()),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_views_live_on(change: Callable[[hf.FusedModule], object]) -> None:
-    fused, _ = pair()
-    views, parameters = list(fused), [list(member.parameters()) for member in fused]
-    change(fused)
-    assert all(fused[row] is view for row, view in enumerate(views))
-    for view, expected in zip(views, parameters, strict=True):
-        assert all(a is b for a, b in zip(view.parameters(), expected, strict=True))
-    x = inputs()
-    outputs(fused.eval(), [*views, *list(fused)[MEMBERS:]], x)
-    with torch.no_grad():
-        views[1].get_parameter("fc.bias").add_(1.0)
-    assert torch.equal(fused.get_parameter("fc.bias")[1], views[1].get_parameter("fc.bias"))
-
-
 def test_a_hook_on_a_parameter_of_one_member_runs() -> None:
     fused, models = pair()
     for module in (fused[1], models[1]):
@@ -196,23 +132,6 @@ def test_views_move_with_their_rows() -> None:
     assert all(torch.equal(value, before[key]) for key, value in views[0].state_dict().items())
 
 
-def test_a_copy_is_as_its_source() -> None:
-    fused, models = pair()
-    fused[1].get_submodule("norm").eval()
-    fused[1].scale = 2.0
-    fused[1].get_submodule("fc").requires_grad_(False)
-    view = fused[2]
-    fused.copy(1, 2)
-    assert fused[2] is view
-    assert (view.get_submodule("norm").training, view.scale) == (False, 2.0)
-    models[1].get_submodule("norm").eval()
-    models[1].scale = 2.0
-    models[1].get_submodule("fc").requires_grad_(False)
-    models[2] = copy.deepcopy(models[1])
-    backward(fused, models, inputs())
-    compare(fused, models)
-
-
 def test_copies_of_an_array_keep_what_was_said() -> None:
     fused, models = pair()
     for model in (fused[2], models[2]):
@@ -227,33 +146,6 @@ def test_copies_of_an_array_keep_what_was_said() -> None:
     for member, expected in zip(fused.unfuse(), models, strict=True):
         assert [m.training for m in member.modules()] == [m.training for m in expected.modules()]
         assert [p.requires_grad for p in member.parameters()] == [p.requires_grad for p in expected.parameters()]
-
-
-def test_a_copy_of_a_view_is_a_model_of_its_own() -> None:
-    fused, _ = pair()
-    for other in (copy.deepcopy(fused[1]), pickle.loads(pickle.dumps(fused[1]))):
-        assert type(vars(other)["_parameters"]) is dict
-        assert not other._forward_hooks
-        with torch.no_grad():
-            other.get_parameter("fc.weight").zero_()
-        assert fused.get_parameter("fc.weight")[1].any()
-    again = hf.fuse(list(fused))
-    close(again.eval()(inputs()), fused.eval()(inputs()), "fused again")
-
-
-def test_slices() -> None:
-    fused, models = pair()
-    part = fused[1:3]
-    assert fused[1:3] is part
-    assert (part[0], part[-1]) == (fused[1], fused[2])
-    part.get_submodule("norm").eval()
-    for model in models[1:3]:
-        model.get_submodule("norm").eval()
-    backward(fused, models, inputs())
-    outputs(part, models[1:3], inputs())
-    fused[2].get_submodule("norm").train()
-    with pytest.raises(hf.FusionError, match=r"norm is in .* mode"):
-        part(inputs())
 
 
 def double(module: nn.Module, args: Any, output: Any) -> Any:
@@ -317,58 +209,6 @@ def told(model: Any) -> None:
     model.get_submodule("fc").requires_grad_(False)
 
 
-def test_a_step_leaves_rows_alone_that_a_member_does_not_train() -> None:
-    fused, models = pair()
-    optimizer = hf.optim.SGD(fused.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    alone = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in models]
-    step = hf.train_step(fused, nn.functional.mse_loss, optimizer, compile=True)
-    x, y = inputs(), inputs(1)
-    for change in (None, told, None):
-        if change is not None:
-            change(fused[1])
-            change(models[1])
-        for _ in range(3):
-            losses = step(x, y)
-            for model, member_optimizer, loss in zip(models, alone, losses, strict=True):
-                member_optimizer.zero_grad()
-                value = nn.functional.mse_loss(model(x), y)
-                value.backward()
-                member_optimizer.step()
-                close(loss, value.detach(), "loss")
-        compare(fused, models)
-    assert "one program" in str(step.report())
-    fused[3].get_submodule("norm").eval()
-    models[3].get_submodule("norm").eval()
-    with pytest.warns(UserWarning, match=r"norm is in train mode in members \[0, 1, 2\], in eval mode in \[3\]"):
-        step(x, y)
-
-
-def test_a_population_hears_its_members() -> None:
-    fused, models = pair()
-    make = lambda p: hf.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
-    pop = hf.Population(fused, optimizer=make, loss=nn.functional.mse_loss, clip_norm=0.5, compile=False)
-    alone = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in models]
-    assert pop.models[1] is pop.models[1] is fused[1]
-    assert pop.models[-1] is fused[3]
-    for model in (pop.models[2], models[2]):
-        assert model is not None
-        told(model)
-        model.get_submodule("norm").eval()
-        model.get_submodule("out").register_forward_hook(double)
-    for _ in range(2):
-        losses = pop.step(inputs(), inputs(1))
-        for model, member_optimizer, loss in zip(models, alone, losses, strict=True):
-            member_optimizer.zero_grad()
-            value = nn.functional.mse_loss(model(inputs()), inputs(1))
-            value.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            member_optimizer.step()
-            close(loss, value.detach(), "loss")
-    for member, expected in zip(fused, models, strict=True):
-        for key, value in expected.state_dict().items():
-            close(member.state_dict()[key], value, key)
-
-
 def test_torch_optimizers_refuse_members_that_do_not_train() -> None:
     fused, _ = pair()
     told(fused[1])
@@ -392,27 +232,3 @@ def test_torch_optimizers_refuse_members_that_do_not_train() -> None:
     fused[0].get_submodule("norm").eval()
     with pytest.raises(hf.FusionError, match="norm is in train mode in members"):
         torch.export.export(fused, (inputs(),))
-
-
-@pytest.mark.parametrize("use", ["views", "calls", "population"])
-def test_the_memory_of_an_array_is_freed(use: str) -> None:
-    def storages() -> list[weakref.ref[torch.UntypedStorage]]:
-        fused, x = hf.fuse([Normed() for _ in range(MEMBERS)]), torch.randn(3, 4)
-        references = [weakref.ref(tensor.untyped_storage()) for tensor in fused.state_dict().values()]
-        if use == "views":
-            assert fused[1].fc.weight[0, 0] == fused.fc.weight[1, 0, 0]
-            fused.unfuse()
-        elif use == "calls":
-            fused(x).sum().backward()
-        else:
-            pop = hf.Population(
-                fused, optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=nn.functional.mse_loss, compile=False
-            )
-            pop.step(x, torch.randn(3, 4))
-            pop.append(Normed())
-            pop.step(x, torch.randn(3, 4))
-        return references
-
-    refs = storages()
-    gc.collect()
-    assert [ref() for ref in refs] == [None] * len(refs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -90,21 +89,6 @@ def test_gradients_through_a_method() -> None:
         member.get_value(row).sin().sum().backward()
     for key, stack in array.named_parameters():
         torch.testing.assert_close(stack.grad, torch.stack([member.get_parameter(key).grad for member in members]))
-
-
-def test_methods_follow_the_array() -> None:
-    members, x = agents(training=False), torch.randn(5, 4, dtype=torch.float64)
-    array = hf.fuse(members)
-    assert_as_alone(array, members, lambda m: m.get_value(x))
-    assert "Agent.get_value" in str(array.report())
-    array.keep([0, 2])
-    assert_as_alone(array, [members[0], members[2]], lambda m: m.get_value(x))
-    array.append([members[1]])
-    assert_as_alone(copy.deepcopy(array), [members[0], members[2], members[1]], lambda m: m.get_value(x))
-    array.float()
-    assert array.get_value(x.float()).dtype == torch.float32
-    part, row = array[1:], array[2]
-    torch.testing.assert_close(part.get_value(x.float())[1], row.get_value(x.float()))
 
 
 def test_unknown_and_unsupported_methods_raise() -> None:

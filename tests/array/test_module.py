@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hfusion as hf
 from hfusion.core.membership import membership
-from tests.alone import assert_alone, close, normal
+from tests.alone import close, normal
 
 
 def mlp() -> nn.Sequential:
@@ -137,35 +136,6 @@ def test_freezing_after_fusing() -> None:
     assert not array.unfuse()[0][0].weight.requires_grad
 
 
-def test_gradients_of_inputs() -> None:
-    models = [mlp() for _ in range(3)]
-    array = hf.fuse(models)
-    shared, stacked = normal(5, 4).requires_grad_(), normal(3, 5, 4).requires_grad_()
-    (actual,) = torch.autograd.grad(array(shared).sin().sum(), shared)
-    (expected,) = torch.autograd.grad(sum(model(shared).sin().sum() for model in models), shared)
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
-    (actual,) = torch.autograd.grad(array(hf.stacked(stacked)).sin().sum(), stacked)
-    (expected,) = torch.autograd.grad(
-        sum(model(x).sin().sum() for model, x in zip(models, stacked, strict=True)), stacked
-    )
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
-
-
-def test_two_calls_before_backward() -> None:
-    models, x = [mlp() for _ in range(2)], normal(5, 4)
-    array = hf.fuse(models)
-    for module in (array, *models):
-        (module(x).sin().sum() + module(x * 2).sin().sum()).backward()
-    close(array.get_parameter("0.weight").grad, [model[0].weight.grad for model in models], "gradient")  # type: ignore[arg-type]
-
-
-def test_inference_mode_first() -> None:
-    array = fused()
-    with torch.inference_mode():
-        array(normal(5, 4))
-    array(normal(5, 4)).sum().backward()
-
-
 def test_nan_stays_with_its_member() -> None:
     models = [mlp().float() for _ in range(3)]
     sick = copy.deepcopy(models)
@@ -211,35 +181,6 @@ def test_settings_that_would_do_nothing_are_refused() -> None:
     array.note = "free"
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.last.weight = self.first.weight
-        self.register_buffer("shift", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh()) + self.shift
-
-
-@pytest.mark.parametrize(
-    ("replace", "words"),
-    [
-        (lambda a: setattr(a.first, "bias", None), r"bias of a fused Linear is of shape \(2, 4\).*become None"),
-        (lambda a: setattr(a.first, "bias", nn.Parameter(torch.ones(4))), r"cannot become of shape \(4,\)"),
-        (lambda a: a.first.register_parameter("bias", None), "cannot become None"),
-        (lambda a: setattr(a, "shift", torch.zeros(4)), r"shift of a fused Tied .* become of shape \(4,\)"),
-        (lambda a: a.register_buffer("shift", None), "shift of a fused Tied .* become None"),
-        (lambda a: setattr(a.last, "weight", nn.Parameter(torch.ones(2, 4, 4))), "is one tensor with first.weight"),
-        (lambda a: a.load_state_dict(a.state_dict(), assign=True), r"make first.weight and last.weight .* two"),
-    ],
-)
-def test_tensors_that_cannot_take_the_place_of_others(replace: Callable[[Any], None], words: str) -> None:
-    array = copy.deepcopy(hf.fuse([Tied() for _ in range(2)]))
-    with pytest.raises(hf.FusionError, match=words):
-        replace(array)
-
-
 def test_a_parameter_that_takes_the_place_of_another_is_trained() -> None:
     members = [mlp() for _ in range(3)]
     array, x = hf.fuse(members), normal(5, 4)
@@ -255,24 +196,6 @@ def test_a_parameter_that_takes_the_place_of_another_is_trained() -> None:
     optimizer.step()
     for name, stack in array.named_parameters():
         torch.testing.assert_close(stack, torch.stack([member.get_parameter(name) for member in members]))
-
-
-class Scaled(nn.Linear):
-    factor = 2.0
-
-    @property
-    def half(self) -> float:
-        return self.factor / 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.factor
-
-
-@pytest.mark.parametrize("name", ["factor", "half"])
-def test_settings_of_a_class_are_refused(name: str) -> None:
-    array = hf.fuse([Scaled(4, 4) for _ in range(2)])
-    with pytest.raises(hf.FusionError, match=f"setting {name} on a fused Scaled"):
-        setattr(array, name, 1.0)
 
 
 class Named(nn.Module):
@@ -304,56 +227,6 @@ def assert_collides(models: list[Any]) -> hf.FusedModule:
     return array
 
 
-def test_deep_names() -> None:
-    model: nn.Module = nn.Linear(4, 4).double()
-    for _ in range(15):
-        model = nn.Sequential(model)
-    assert_alone([model, copy.deepcopy(model)], normal(3, 4))
-
-
-class Asking(nn.Module):
-    """Reads whether its input requires a gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (2 if x.requires_grad else 3)
-
-
-def test_a_branch_on_requires_grad_is_captured_for_both() -> None:
-    fused, x = hf.fuse([Asking(), Asking()]), torch.ones(4)
-    assert fused(x)[0, 0] == 3
-    assert fused(x.requires_grad_())[0, 0] == 2
-    assert fused(hf.stacked(torch.ones(2, 4)))[0, 0] == 3
-    assert fused(hf.stacked(torch.ones(2, 4).requires_grad_()))[0, 0] == 2
-
-
-class Counted(nn.Module):
-    """Writes into a buffer after the last tensor that backward needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)).double()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.body(x).sin()
-        self.calls.add_(1)
-        return y
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_the_first_call_inside_a_checkpoint(reentrant: bool) -> None:
-    models = [Counted() for _ in range(2)]
-    array, x = hf.fuse(models), normal(7, 4).requires_grad_()
-    for _ in range(2):
-        for module in (array, *models):
-            checkpoint(module, x, use_reentrant=reentrant).sin().sum().backward()
-        for name, parameter in array.named_parameters():
-            close(parameter.grad, [model.get_parameter(name).grad for model in models], name)  # type: ignore[misc, arg-type]
-        for name, buffer in array.named_buffers():
-            close(buffer, [model.get_buffer(name) for model in models], name)
-    assert "self-check passed" in str(array.report())
-
-
 def test_draws_inside_a_checkpoint_are_made_again_in_backward() -> None:
     array, x = (
         hf.fuse([nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 3)).double() for _ in range(2)]),
@@ -368,20 +241,3 @@ def test_draws_inside_a_checkpoint_are_made_again_in_backward() -> None:
         outcomes.append([y, *(p.grad for p in array.parameters())])
     for a, b in zip(*outcomes, strict=True):
         assert torch.equal(a, b)
-
-
-def test_a_dict_that_is_no_keyword_arguments() -> None:
-    class Reader(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, batch: dict[str, Tensor]) -> Tensor:
-            return self.layer(batch["x"])
-
-    fused = hf.fuse([Reader(), Reader()])
-    step = hf.train_step(fused, F.mse_loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=False)
-    batch = {"x": torch.randn(4, 3)}
-    with pytest.raises(ValueError, match=r"forward\(x=\.\.\.\): .*in a tuple it is an argument itself"):
-        step(batch, torch.zeros(4, 2))
-    assert step((batch,), torch.zeros(4, 2)).shape == (2,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.compiler.arguments import Arguments
 from tests.alone import close, normal
 
 Make = Callable[[], nn.Module]
@@ -211,114 +209,6 @@ def test_modes_are_as_alone(name: str) -> None:
     assert len(array.report().parts) <= 6
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda array: pickle.loads(pickle.dumps(array))])
-@pytest.mark.parametrize("make", [Merging, Scaled])
-def test_copies_switch_by_themselves(make: Make, again: Callable[[Any], Any]) -> None:
-    models = [make().double() for _ in range(2)]
-    array, x = hf.fuse(models), normal(6, 4)
-    for module in (array, *models):
-        module.eval()
-    array(x)
-    other, copies = again(array), copy.deepcopy(models)
-    for module in (other, *models):
-        module.train()
-    compare(other, models, x)
-    compare(array, copies, x)
-
-
-def test_members_taken_out_are_as_the_members() -> None:
-    models = [Merging().double() for _ in range(2)]
-    array, x = hf.fuse(models), normal(6, 4)
-    for module in (array, *models):
-        module.eval()
-    for member in (array[1], array.unfuse()[1]):
-        assert member.merged
-        assert torch.equal(member(x), models[1](x))
-        member.train()
-        assert not member.merged
-
-
-def test_a_compiled_step_follows() -> None:
-    models = [Scaled().double() for _ in range(2)]
-    alone, array = copy.deepcopy(models), hf.fuse(models)
-    opt = hf.optim.SGD(array.parameters(), lr=0.1)
-    step = hf.train_step(array, nn.functional.mse_loss, opt, compile=False)
-    x, y = normal(6, 4), normal(6, 3)
-    for mode in (True, True, False, True):
-        array.train(mode)
-        losses = step(x, y)
-        for b, model in enumerate(alone):
-            model.train(mode)
-            model.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            close(losses[b], [loss], "loss")
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-    for name, parameter in array.named_parameters():
-        close(parameter, [model.get_parameter(name) for model in alone], name)
-
-
-class Sets(nn.Module):
-    """Its forward sets modes itself, before or after it uses them, or puts them back."""
-
-    def __init__(self, before: bool, after: bool | None) -> None:
-        super().__init__()
-        self.fc, self.bn, self.before, self.after = nn.Linear(4, 4), nn.BatchNorm1d(4), before, after
-
-    def forward(self, x: Tensor) -> Tensor:
-        was_training = self.bn.training
-        if self.before:
-            self.bn.eval()
-        y = self.bn(self.fc(x))
-        self.bn.train(was_training if self.after is None else self.after)
-        return y
-
-
-@pytest.mark.parametrize(("before", "after"), [(True, False), (False, False), (True, None), (True, True)])
-def test_modes_that_forward_sets_are_taken_over(before: bool, after: bool | None) -> None:
-    models = [Sets(before, after).double() for _ in range(2)]
-    alone, array, x = copy.deepcopy(models), hf.fuse(models), normal(6, 4)
-    for change in (lambda m: m.train(), lambda m: None, lambda m: m.train(), lambda m: m.eval()):
-        for module in (array, *alone):
-            change(module)
-        compare(array, alone, x)
-    if before:
-        array.train()
-        assert array.steady(Arguments.of((x,), {})) is not None
-    elif after is False:
-        array.train()
-        with pytest.raises(hf.FusionError, match="forward of Sets leaves bn in another mode"):
-            array.steady(Arguments.of((x,), {}))
-
-
-class Branching(Sets):
-    """The same beside, or around, a branch on values."""
-
-    def __init__(self, around: bool) -> None:
-        super().__init__(False, False)
-        self.branch, self.around = Branch(), around
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(self.branch(x))
-        return -y if self.around and y.sum() > 0 else y
-
-
-class Branch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if x.sum() > 0 else x
-
-
-def test_modes_that_forward_sets_beside_a_loop() -> None:
-    models = [Branching(False).double() for _ in range(2)]
-    alone, array, x = copy.deepcopy(models), hf.fuse(models), normal(6, 4)
-    for change in (lambda m: m.train(), lambda m: None, lambda m: m.train()):
-        for module in (array, *alone):
-            change(module)
-        compare(array, alone, x)
-    with pytest.raises(hf.FusionError, match=r"forward leaves bn in another mode .* loop over members"):
-        hf.fuse([Branching(True).double() for _ in range(2)])(x)
-
-
 class Freezing(nn.Module):
     """Keeps the first ``count`` norms in eval mode."""
 
@@ -415,32 +305,3 @@ def test_evaluating_leaves_the_array_as_it_was() -> None:
         pass
     assert torch.equal(merging.weight, before)
     assert merging.training
-
-
-class Leaving(nn.Module):
-    """Drops what its last call left when its mode changes, as gpytorch's strategies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(3, 2).double()
-        self.last: list[Tensor] = []
-
-    def train(self, mode: bool = True) -> Leaving:
-        self.last = []
-        return super().train(mode)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = [self.fc(x)]
-        return self.last[0] if self.training else self.last[0] * 2
-
-
-def test_models_that_were_called_before() -> None:
-    models, x = [Leaving() for _ in range(2)], torch.randn(4, 3, dtype=torch.float64)
-    for model in models:
-        model(x)
-    fused = hf.fuse(models)
-    for training in (True, False):
-        with pytest.warns(UserWarning, match="leaves results in the attribute last"):
-            actual = fused.train(training)(x)
-        expected = torch.stack([model.train(training)(x) for model in models])
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)

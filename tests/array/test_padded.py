@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import hfusion as hf
@@ -186,48 +184,6 @@ def test_models_that_mix_samples_run_by_size(name: str, monkeypatch: pytest.Monk
     fused = check(make, batch, SIZES)
     assert all("by a call for each size" in line for line in fused.report().sizes)
     assert why in str(fused.report())
-
-
-@settings(max_examples=10, deadline=None)
-@given(sizes=st.lists(st.integers(0, 9), min_size=2, max_size=4))
-def test_any_sizes(sizes: list[int]) -> None:
-    torch.set_default_dtype(torch.float64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SizeCosts, "padded", lambda *_: 0.0)
-        check(*PADDED["mlp"], sizes)
-
-
-def test_one_call_while_it_is_estimated_to_be_faster() -> None:
-    costs = SizeCosts(call=1.0, block=0.5, member=0.1, sample=0.01)
-    assert costs.padded((3, 5, 64)) < costs.by_size((3, 5, 64))
-    assert costs.padded((3, 3, 640)) > costs.by_size((3, 3, 640))
-
-
-def test_batches_of_several_sizes_per_member_run_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SizeCosts, "padded", lambda *_: 0.0)
-    fused = hf.fuse(models := [nn.Bilinear(4, 4, 2) for _ in SIZES])
-    for first, second in (SIZES, SIZES), (SIZES, SIZES):
-        xs, ys = [torch.randn(n, 4) for n in first], [torch.randn(n, 4) for n in second]
-        for actual, model, x, y in zip(fused(hf.stacked(xs), hf.stacked(ys)), models, xs, ys, strict=True):
-            torch.testing.assert_close(actual, model(x, y), rtol=1e-9, atol=1e-11)
-
-
-def test_other_sizes_up_to_the_same_largest_are_asked_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program of the first sizes does not hold for a batch of five."""
-    monkeypatch.setattr(SizeCosts, "padded", lambda *_: 0.0)
-    make, batch = then(lambda x: x if x.shape[0] > 10 else -x)
-    fused = hf.fuse(models := [make() for _ in range(2)])
-    for sizes in ((20, 12), (20, 5)):
-        xs = [batch(size) for size in sizes]
-        for actual, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
-            torch.testing.assert_close(actual, model(x), rtol=1e-9, atol=1e-11)
-
-
-def test_a_difference_to_calls_by_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SizeCosts, "padded", lambda *_: 0.0)
-    monkeypatch.setattr("hfusion.passes.sample_dims.output_samples", lambda *_: (0,))
-    fused = check(*GROUPED["centered"][:2], SIZES)
-    assert "run by a call for each size: filled up, output 0 differs by" in str(fused.report())
 
 
 def test_values_that_are_not_finite_stay_with_their_member(monkeypatch: pytest.MonkeyPatch) -> None:

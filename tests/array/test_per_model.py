@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.array.function_program_cache import MAX_REMADE, MAX_VARIANTS
 from tests.alone import Call, call, normal
 from tests.forwards.table import Sevenfold
 
@@ -152,58 +149,6 @@ def test_a_recreated_function_reuses_its_program(name: str) -> None:
     assert len(programs) <= 3
 
 
-def test_tensors_of_a_recreated_function_are_freed_with_it() -> None:
-    def once() -> list[weakref.ref[Any]]:
-        weight = torch.rand(4, dtype=torch.float64)
-
-        def loss(y: Tensor, t: Tensor) -> Tensor:
-            return F.cross_entropy(y, t, weight=weight)
-
-        check(hf.per_model(loss), loss, outputs(), call(TARGET))
-        return [weakref.ref(weight), weakref.ref(loss)]
-
-    references = once()
-    gc.collect()
-    assert [ref() for ref in references] == [None, None]
-
-
-def test_a_tensor_for_every_call_is_worth_no_program() -> None:
-    # One call more, as the first belongs to the array that was called last, if there is one.
-    for _ in range(MAX_VARIANTS + MAX_REMADE + 2):
-        weight = torch.rand(4, dtype=torch.float64)
-        function = lambda y, t, w=weight: F.cross_entropy(y, t, weight=w)  # noqa: E731
-        mapped = hf.per_model(function)
-        check(mapped, function, outputs(), call(TARGET))
-    assert "have changed" in str(mapped.report())
-
-
-class Weighted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        self.drop = nn.Dropout(0.5)
-        self.factor = 2.0
-
-    def forward(self, y: Tensor) -> Tensor:
-        return (self.drop(y) * self.weight * self.factor).sum()
-
-
-def test_a_modules_state_is_seen() -> None:
-    module = Weighted().eval()
-    per_model = hf.per_model(module)
-    check(per_model, module, outputs())
-    module.factor = 3.0
-    check(per_model, module, outputs())
-    module.weight.data.mul_(2)
-    check(per_model, module, outputs())
-    module.weight = nn.Parameter(torch.full((4,), 3.0, dtype=torch.float64))
-    check(per_model, module, outputs())
-    per_model(outputs()).sum().backward()
-    assert module.weight.grad is not None
-    module.drop.train()
-    assert not torch.equal(per_model(torch.ones(2, 5, 4).double())[0], module.eval()(torch.ones(5, 4).double()))
-
-
 def test_conversion_of_a_loss_module() -> None:
     module = nn.CrossEntropyLoss(weight=torch.rand(4))
     per_model = hf.per_model(module)
@@ -219,13 +164,6 @@ def test_gradients_reach_tensors_of_a_closure() -> None:
     hf.per_model(lambda y: (y * weight).sum())(outputs()).sum().backward()
     assert weight.grad is not None
     assert weight.grad.any()
-
-
-def test_nests() -> None:
-    inputs = {"a": outputs(), "b": outputs()}
-    result = hf.per_model(lambda d, t: {"loss": F.cross_entropy(d["a"], t) + d["b"].sum(), "n": 5})(inputs, TARGET)
-    assert result["n"] == 5
-    assert result["loss"].shape == (3,)
 
 
 def test_a_loss_that_writes_into_its_inputs_is_reported() -> None:
@@ -245,15 +183,3 @@ def test_a_loss_that_writes_into_its_inputs_is_reported() -> None:
     expected = torch.stack([into_target(y, t) for y, t in zip(outputs, targets.clone(), strict=True)])
     torch.testing.assert_close(hf.per_model(into_target)(outputs * 1, hf.stacked(targets)), expected)
     assert torch.equal(targets, torch.full_like(targets, 2.0))
-
-
-def test_arrays_of_many_widths_take_no_function_for_one_that_changes() -> None:
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().mean()
-
-    for members in range(2, MAX_REMADE + 4):
-        mapped = hf.per_model(loss)
-        output, target = torch.randn(members, 5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
-        losses = mapped(hf.stacked(output), target)
-        assert "loop over members" not in str(mapped.report()), members
-        torch.testing.assert_close(losses, torch.stack([loss(row, target) for row in output]))

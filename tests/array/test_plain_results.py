@@ -83,8 +83,6 @@ FORMS: dict[str, tuple[Callable[[Any, Tensor], Any], Sequence[Any]]] = {
     "beside a loop": (lambda net, x: (branching(net, x), net.a), (1.0, 2.0, 1.0)),
     "text beside a loop": (lambda net, x: (branching(net, x), net.a), ("a", "a", "a")),
 }
-# Forwards that a graph of all members computes.
-GRAPHS = ["number", "the same number", "computed", "text", "None or a number", "nested", "int of a buffer", "size"]
 
 
 def parts(out: Any) -> tuple[Tensor, Any]:
@@ -100,10 +98,6 @@ def loss(out: Any, target: Tensor) -> Tensor:
     assert not isinstance(plain, tuple | Tensor)
     number = plain if isinstance(plain, int | float) and plain == plain else 2.0 * len(str(plain))
     return F.mse_loss(y, target) * (1 + abs(number) + 0.1 * len(type(plain).__name__))
-
-
-def metric(out: Any, target: Tensor) -> float:
-    return F.mse_loss(parts(out)[0], target).item()
 
 
 def nets(name: str) -> list[nn.Module]:
@@ -179,15 +173,6 @@ def test_different_values_are_a_tuple_with_one_per_member_and_equal_ones_the_val
             assert list(map(repr, plain)) == list(map(repr, expected))
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_metric_that_does_not_look_at_them_is_computed_over_all_batches(name: str) -> None:
-    models = nets(name)
-    pop = hf.Population(copy.deepcopy(models), optimizer=sgd, loss=loss, compile=False)
-    loader = [(X[:3], Y[:3]), (X[3:], Y[3:])]
-    expected = torch.tensor([metric(model.eval()(X), Y) for model in models], dtype=torch.float64)
-    torch.testing.assert_close(pop.evaluate(metric, loader), expected, rtol=1e-9, atol=0.0)
-
-
 def test_a_metric_gets_a_constant_once_and_what_differs_between_batches_as_a_list() -> None:
     seen: list[Any] = []
 
@@ -203,72 +188,6 @@ def test_a_metric_gets_a_constant_once_and_what_differs_between_batches_as_a_lis
     assert seen == [("a", [3, 5], None, (2,)), ("b", [3, 5], None, (2,))]
 
 
-@pytest.mark.parametrize("name", GRAPHS)
-def test_graphs_follow_members_that_leave_join_are_copied_or_changed(name: str) -> None:
-    models = nets(name)
-    fused = hf.fuse(copy.deepcopy(models))
-    fused(X)
-    fused.keep([2, 0])
-    fused.append([copy.deepcopy(models[1])])
-    fused.copy(0, 1)
-    expected = [models[2], models[2], models[1]]
-    losses = hf.per_model(loss)(fused(X), Y)
-    torch.testing.assert_close(losses, torch.stack([loss(model(X), Y) for model in expected]), rtol=1e-9, atol=0.0)
-    fused[0].a = fused[2].a
-    changed = [copy.deepcopy(fused[row]) for row in range(3)]
-    losses = hf.per_model(loss)(fused(X), Y)
-    torch.testing.assert_close(losses, torch.stack([loss(model(X), Y) for model in changed]), rtol=1e-9, atol=0.0)
-
-
-@pytest.mark.parametrize("name", ["number", "size", "text", "number of a tensor", "beside a loop"])
-def test_batches_of_different_sizes(name: str) -> None:
-    models, sizes = nets(name), (4, 6, 4)
-    out = hf.fuse(copy.deepcopy(models))(hf.stacked([X[:n] for n in sizes]))
-    losses = hf.per_model(loss)(out, hf.stacked([Y[:n] for n in sizes]))
-    expected = torch.stack([loss(model(X[:n]), Y[:n]) for model, n in zip(models, sizes, strict=True)])
-    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0.0)
-
-
-@pytest.mark.parametrize("name", GRAPHS)
-def test_hf_train_and_many_members(name: str) -> None:
-    form, values = FORMS[name]
-    models: list[nn.Module] = [Net(form, values[seed % 3], seed) for seed in range(5)]
-    task = hf.Task(copy.deepcopy(models), optimizer=sgd, loss=loss, loader=[(X, Y)], epochs=2, name="nets")
-    losses = hf.train(task, progress=False)["nets"].losses
-    torch.testing.assert_close(losses.double().cpu(), alone(models), rtol=1e-9, atol=0.0)
-
-
-def test_values_pass_from_one_array_to_another_and_out_of_losses() -> None:
-    models = nets("number")
-    fused, scaled = (
-        hf.fuse(models),
-        hf.fuse([Net(lambda net, xa: net.lin(xa[0]) * xa[1], 0, seed) for seed in range(3)]),
-    )
-    _, values = fused(X)
-    out = scaled((X, values))
-    expected = torch.stack([scaled[row]((X, values[row])) for row in range(3)])
-    torch.testing.assert_close(out, expected, rtol=1e-9, atol=0.0)
-    numbers = hf.per_model(lambda out, target: loss(out, target).item())(fused(X), Y)
-    assert list(numbers) == pytest.approx([loss(model(X), Y).item() for model in models])
-
-
-@pytest.mark.parametrize("members", [1, 2])
-def test_hf_train_takes_numbers_computed_from_sizes(members: int) -> None:
-    def form(net: Any, x: Tensor) -> Any:
-        return net.lin(x), 0.1 * x.shape[0]
-
-    models = [Net(form, 0, seed) for seed in range(members)]
-    task = hf.Task(models, loss, lambda params: hf.optim.SGD(params, lr=0.1), [(X, Y), (X[:5], Y[:5])], name="task")
-    trained = hf.train([task])["task"].models
-    for model, alone in zip(trained, models, strict=True):
-        opt = torch.optim.SGD(alone.parameters(), lr=0.1)
-        for rows in (8, 5):
-            opt.zero_grad()
-            loss(alone(X[:rows]), Y[:rows]).backward()
-            opt.step()
-        torch.testing.assert_close(model.lin.weight, alone.lin.weight, rtol=1e-9, atol=1e-12)
-
-
 def test_members_of_different_structures_are_refused_in_words() -> None:
     loops = [Net(lambda net, x: (branching(net, x), net.lin(x)) if net.a else branching(net, x), a, 0) for a in (0, 1)]
     with pytest.raises(hf.FusionError, match="model"):
@@ -276,10 +195,3 @@ def test_members_of_different_structures_are_refused_in_words() -> None:
     mixed = [Net(lambda net, x: (net.lin(x), net.lin(x).mean() if net.a else 1.0), a, 0) for a in (0, 1)]
     with pytest.raises(hf.ForwardsDiffer, match="model 0"):
         hf.fuse(mixed)(X)
-
-
-def test_torch_export_takes_equal_values_and_names_different_ones() -> None:
-    same, different = hf.fuse(nets("the same number")), hf.fuse(nets("number"))
-    assert torch.export.export(same, (X,)).module()(X)[1] == 2.5
-    with pytest.raises(hf.FusionError, match="differ between members"):
-        torch.export.export(different, (X,))

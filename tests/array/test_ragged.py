@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -70,16 +69,6 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.a(x) if float(x.detach().sum()) > 0 else self.b(x) * 2
-        return y
-
-
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 3), nn.Linear(2, 3)
-
-    def forward(self, x: Tensor, extra: dict[str, Tensor], shared: Tensor) -> Tensor:
-        y: Tensor = self.a(x) + self.b(extra["b"]) * shared
         return y
 
 
@@ -196,101 +185,6 @@ def test_outputs_in_eval_mode(name: str) -> None:
             close(actual, model.eval()(x))
 
 
-def test_nests_of_inputs_and_shared_ones() -> None:
-    fused = hf.fuse(models := [TwoInputs() for _ in SIZES])
-    shared = torch.randn(3)
-    inputs = [(torch.randn(n, 4), {"b": torch.randn(n, 2)}) for n in SIZES]
-    outputs = fused(*hf.stacked(inputs), shared)
-    for actual, model, x in zip(outputs, models, inputs, strict=True):
-        close(actual, model(*x, shared))
-
-
-def test_two_sizes_of_each_member() -> None:
-    class Attend(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-            return (self.q(x) @ keys.t()).softmax(1) @ keys, keys.sum()
-
-    fused = hf.fuse(models := [Attend() for _ in SIZES])
-    xs, keys = [torch.randn(n, 4) for n in SIZES], [torch.randn(n + 1, 4) for n in [2, 2, 3, 3]]
-    outputs, sums = fused(hf.stacked(xs), hf.stacked(keys))
-    assert sums.shape == (4,)
-    for b, model in enumerate(models):
-        close((outputs[b], sums[b]), model(xs[b], keys[b]))
-
-
-def test_members_that_differ_in_numbers_modes_and_hooks() -> None:
-    models = [nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(slope), nn.BatchNorm1d(4)) for slope in (0.1, 0.2, 0.1, 0.3)]
-    fused = hf.fuse(models)
-    calls: list[int] = []
-    fused[1].eval()
-    fused[3].register_forward_hook(lambda *_: calls.append(3))
-    models[1].eval()
-    xs = [torch.randn(n, 4) for n in SIZES]
-    outputs = fused(hf.stacked(xs))
-    assert calls == [3]
-    for actual, model, x in zip(outputs, models, xs, strict=True):
-        close(actual, model(x))
-    for b, model in enumerate(models):
-        for name, tensor in model.state_dict().items():
-            close(fused.state_dict()[name][b], tensor)
-
-
-def test_dropout_draws_for_each_sample() -> None:
-    fused = hf.fuse([nn.Sequential(nn.Linear(4, 8), nn.Dropout(p)) for p in (0.2, 0.5, 0.0, 0.5)])
-    xs = [torch.randn(n, 4) for n in SIZES]
-    outputs = fused(hf.stacked(xs))
-    for output, linear, p, x in zip(outputs, fused, (0.2, 0.5, 0.0, 0.5), xs, strict=True):
-        full = linear[0](x) / (1 - p)  # type: ignore[index]
-        assert torch.all((output == 0) | torch.isclose(output, full, rtol=1e-9))
-        assert bool((output == 0).any()) == (p > 0)
-
-
-def test_autocast() -> None:
-    fused = hf.fuse(models := [mlp().float() for _ in SIZES])
-    xs = [torch.randn(n, 4, dtype=torch.float32) for n in SIZES]
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = fused(hf.stacked(xs))
-        for actual, model, x in zip(outputs, models, xs, strict=True):
-            expected = model(x)
-            assert actual.dtype == expected.dtype == torch.bfloat16
-            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
-
-
-def test_regrouping_members_by_size_needs_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = hf.fuse(models := [batch_norm() for _ in SIZES])
-    fused(hf.stacked([torch.randn(n, 2, 6, 6) for n in (3, 3, 4, 5)]))
-    monkeypatch.setattr("hfusion.compiler.compiled_program.capture_member", lambda *_: pytest.fail("a capture"))
-    for model in models:
-        model.load_state_dict(fused[models.index(model)].state_dict())
-    for sizes in ((3, 4, 3, 4), (7, 7, 7, 2), (2, 3, 4, 5)):
-        xs = [torch.randn(n, 2, 6, 6) for n in sizes]
-        for actual, model, x in zip(fused(hf.stacked(xs)), models, xs, strict=True):
-            close(actual, model(x))
-
-
-def test_losses_without_reduction_and_of_trees() -> None:
-    ys, ts = [torch.randn(n, 3) for n in SIZES], [torch.randint(3, (n,)) for n in SIZES]
-    mapped = hf.per_model(lambda y, t: F.cross_entropy(y["logits"], t, reduction="none"))
-    losses = mapped({"logits": hf.stacked(ys)}, hf.stacked(ts))
-    assert losses.sizes == tuple(SIZES)
-    for actual, y, t in zip(losses, ys, ts, strict=True):
-        close(actual, F.cross_entropy(y, t, reduction="none"))
-
-
-def test_gradients_by_plain_autograd() -> None:
-    fused = hf.fuse(models := [mlp() for _ in SIZES])
-    xs = [torch.randn(n, 4) for n in SIZES]
-    sum(y.pow(3).sum() for y in fused(hf.stacked(xs))).backward()
-    for b, (model, x) in enumerate(zip(models, xs, strict=True)):
-        model(x).pow(3).sum().backward()
-        for name, parameter in model.named_parameters():
-            close(fused.get_parameter(name).grad[b], parameter.grad, name)  # type: ignore[index]
-
-
 def test_a_nan_of_one_changes_no_bit_of_others() -> None:
     fused = hf.fuse([mlp() for _ in SIZES])
     xs = [torch.randn(n, 4) for n in SIZES]
@@ -315,13 +209,3 @@ def test_mismatched_batches_are_named() -> None:
     with pytest.raises(ValueError, match="batch_size") as error:
         hf.per_model(F.cross_entropy)(outputs, hf.stacked([torch.zeros(n, dtype=torch.int64) for n in (3, 5, 64, 6)]))
     assert "members [3]" in "".join(error.value.__notes__)
-
-
-def test_the_array_stays_what_it_was() -> None:
-    fused = hf.fuse([batch_norm() for _ in SIZES])
-    fused(hf.stacked([torch.randn(n, 2, 6, 6) for n in SIZES]))
-    again = copy.deepcopy(fused)
-    x = torch.randn(4, 2, 6, 6)
-    close(fused(x), again(x))
-    fused.float()
-    assert fused(hf.stacked([torch.randn(n, 2, 6, 6).float() for n in SIZES]))[0].dtype == torch.float32

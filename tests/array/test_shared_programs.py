@@ -37,17 +37,6 @@ class Net(nn.Module):
         return y * 2 if twice else y
 
 
-class Outside(nn.Module):
-    """Has an attribute (a generator) whose state is opaque, so that two such models cannot be compared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.unknown = nn.Linear(3, 2), torch.Generator()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
 def array(make: Callable[[], nn.Module] = Net, members: int = 2) -> FusedModule:
     fused = hf.fuse([make() for _ in range(members)])
     fused.planned_for(torch.device("cpu"))
@@ -75,81 +64,3 @@ def test_arrays_of_models_that_read_the_same_share_one_program_and_its_check() -
     assert second.report().parts[0].check.startswith("self-check passed")
     assert_right(first)
     assert_right(second)
-
-
-def frozen() -> nn.Module:
-    model = Net()
-    model.first.requires_grad_(False)
-    return model
-
-
-def marked() -> nn.Module:
-    model = Net()
-    model.first.weight.no_decay = True  # type: ignore[assignment]
-    return model
-
-
-OTHERS: dict[str, Callable[[], FusedModule]] = {
-    "shape": lambda: array(lambda: Net(6)),
-    "number": lambda: array(lambda: Net(slope=0.2)),
-    "function": lambda: array(lambda: Net(function=torch.sigmoid)),
-    "members": lambda: array(members=3),
-    "frozen": lambda: array(frozen),
-    "mark": lambda: array(marked),
-    "dtype": lambda: array(lambda: Net().double()),
-    "numbers that differ": lambda: array(iter([Net(slope=0.1), Net(slope=0.3)]).__next__),
-    "mode": lambda: array().eval(),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_different_arrays_have_separate_programs(other: str) -> None:
-    fused = OTHERS[other]()
-    x = torch.randn(4, 3, dtype=fused.first.weight.dtype)
-    assert program(array()) is not program(fused, x)
-    torch.testing.assert_close(fused(x), torch.stack([model(x) for model in fused.unfuse()]))
-
-
-def test_calls_that_differ_have_programs_of_their_own() -> None:
-    fused = array()
-    whole = program(fused)
-    again = array()
-    for args, kwargs in (((torch.randn(5, 3),), {}), ((torch.randn(4, 3),), {"twice": True})):
-        assert program(again, *args, **kwargs) is not whole
-    assert program(again, hf.stacked(torch.randn(2, 4, 3))) is not whole
-    assert program(array()) is whole
-
-
-def test_a_variable_that_has_changed_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = program(array())
-    monkeypatch.setitem(globals(), "SCALE", 3.0)
-    fused = array()
-    assert program(fused) is not before
-    assert_right(fused)
-
-
-def test_models_that_cannot_be_compared_are_captured_separately() -> None:
-    assert program(array(Outside)) is not program(array(Outside))
-
-
-def test_own_code_is_shared_by_none() -> None:
-    class Branching(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) if x.sum().item() > 0 else -self.layer(x)
-
-    first, second = array(Branching), array(Branching)
-    assert program(first) is not program(second)
-    assert_right(second)
-
-
-def test_only_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_programs, "MAX_PROGRAMS", 2)
-    first = program(array())
-    for width in (6, 7):
-        program(array(lambda width=width: Net(width)))
-    assert len(shared_programs._programs) == 2
-    assert program(array()) is not first

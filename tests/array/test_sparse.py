@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
@@ -56,15 +55,3 @@ def test_an_array_with_sparse_arguments_trains_as_alone(layout: str) -> None:
     for name, stack in array.state_dict().items():
         torch.testing.assert_close(stack, torch.stack([m.state_dict()[name] for m in members]), rtol=1e-9, atol=1e-12)
     assert f"an argument is a tensor of layout {edges.layout}" in str(array.report())
-
-
-def test_a_step_and_a_loss_with_sparse_arguments() -> None:
-    members = [Graph() for _ in range(2)]
-    array, x, edges = hf.fuse(members), torch.randn(5, 4), torch.eye(5).to_sparse()
-    optimizer = hf.optim.SGD(array.parameters(), lr=0.0)
-    with pytest.warns(UserWarning, match="an argument is a tensor of layout torch.sparse_coo"):
-        losses = hf.train_step(array, F.mse_loss, optimizer, compile=True)((x, edges), torch.zeros(5, 3))
-    expected = [F.mse_loss(member(x, edges), torch.zeros(5, 3)) for member in members]
-    torch.testing.assert_close(losses, torch.stack(expected).detach())
-    weighted = hf.per_model(lambda y, edges: (edges @ y).sum())(torch.stack([x, x + 1]), edges)
-    torch.testing.assert_close(weighted, torch.stack([x.sum(), (x + 1).sum()]))

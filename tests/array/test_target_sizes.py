@@ -92,14 +92,6 @@ def test_each_trains_as_alone(name: str, how: str, compile: bool) -> None:
             torch.testing.assert_close(member.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
 
 
-def test_a_population_evaluates_such_targets() -> None:
-    models, targets = heads(), values()
-    pop = hf.Population(heads(), optimizer=sgd, loss=F.mse_loss)
-    expected = torch.stack([F.mse_loss(model(X), target) for model, target in zip(models, targets, strict=True)])
-    losses = pop.evaluate(F.mse_loss, [(X, hf.stacked(targets))] * 2)
-    torch.testing.assert_close(losses, expected.detach(), rtol=1e-9, atol=1e-12)
-
-
 def test_inputs_may_differ_in_any_size() -> None:
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)).double() for _ in range(3)]
@@ -109,10 +101,3 @@ def test_inputs_may_differ_in_any_size() -> None:
         y = fused(hf.stacked(xs))
         for row, model in enumerate(models):
             torch.testing.assert_close(y[row], model(xs[row]), rtol=1e-9, atol=1e-12)
-
-
-def test_arrays_of_hf_train_take_inputs_of_one_size() -> None:
-    models = [nn.Linear(4, 3) for _ in range(2)]
-    batch = hf.stacked([torch.zeros(n, 4) for n in (3, 5)]), hf.stacked([torch.zeros(n, 3) for n in (3, 5)])
-    with pytest.raises(hf.PlanError, match=r"inputs of different sizes, Ragged\(2 members.*use hf.train_step"):
-        hf.train([hf.Task(models, F.mse_loss, lambda params: hf.optim.SGD(params, lr=0.1), [batch])])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils import _pytree as pytree
 
 import hfusion as hf
@@ -152,59 +152,6 @@ def test_a_first_call_inside_a_transform_is_that_of_the_members(model: str, tran
         torch.testing.assert_close(actual, torch.stack(rows), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("model", ["dense", "looped", "without gradients"])
-def test_a_hessian_is_the_sum_of_those_of_the_members(model: str) -> None:
-    members = [MODELS[model]().double() for _ in range(MEMBERS)]
-    array, x = hf.fuse(members), torch.randn(2, 8, dtype=torch.float64)
-    actual, *expected = (hessian(lambda x, m=module: m(x).sin().sum())(x) for module in (array, *members))
-    torch.testing.assert_close(actual, sum(expected), rtol=1e-9, atol=1e-12)
-
-
-def test_loops_over_members_inside_a_transform_are_reported() -> None:
-    array = hf.fuse([Gated() for _ in range(MEMBERS)])
-    jvp(array, (torch.ones(3, 8),), (torch.ones(3, 8),))
-    assert "inside torch.func: loop over members: forward-mode derivatives flow through torch.no_grad()" in str(
-        array.report()
-    )
-
-
-@pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
-def test_jacobians_of_autograd_functional(strategy: str) -> None:
-    members = [MODELS["dense"]().double() for _ in range(MEMBERS)]
-    array, x = hf.fuse(members), torch.randn(3, 8, dtype=torch.float64)
-    jacobian = torch.autograd.functional.jacobian
-    actual = jacobian(array, x, vectorize=True, strategy=strategy)
-    torch.testing.assert_close(actual, torch.stack([jacobian(member, x) for member in members]), rtol=1e-9, atol=1e-12)
-
-
-def test_running_statistics_that_a_transform_is_given() -> None:
-    members = [nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)).double() for _ in range(MEMBERS)]
-    array, x = hf.fuse(members), torch.randn(5, 8, dtype=torch.float64)
-
-    def results(module: nn.Module) -> list[Tensor]:
-        def losses(parameters: Parameters, buffers: Parameters) -> tuple[Tensor, Parameters]:
-            outputs = functional_call(module, (parameters, buffers), (x,))
-            return outputs.sin().sum(), buffers
-
-        state = [
-            {k: t.detach().clone() for k, t in named} for named in (module.named_parameters(), module.named_buffers())
-        ]
-        return pytree.tree_leaves(grad(losses, has_aux=True)(*state))
-
-    for actual, rows in zip(results(array), zip(*map(results, members), strict=True), strict=True):
-        torch.testing.assert_close(actual, torch.stack(rows), rtol=1e-9, atol=1e-12)
-    assert not array[0][1].running_mean.any()
-
-
-def test_functional_call_of_plain_tensors_first() -> None:
-    members = [MODELS["dense"]().double() for _ in range(MEMBERS)]
-    array, x = hf.fuse(members), torch.randn(3, 8, dtype=torch.float64)
-    parameters = {name: stack.detach() * 2 for name, stack in array.named_parameters()}
-    rows = [functional_call(m, {name: t[k] for name, t in parameters.items()}, (x,)) for k, m in enumerate(members)]
-    torch.testing.assert_close(functional_call(array, parameters, (x,)), torch.stack(rows), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(array(x), torch.stack([member(x) for member in members]), rtol=1e-9, atol=1e-12)
-
-
 def normed(y: Tensor, target: Tensor) -> Tensor:
     with torch.no_grad():
         size = y.square().mean()
@@ -221,15 +168,3 @@ def test_a_loss_inside_a_transform(loss: Callable[[Tensor, Tensor], Tensor]) -> 
     rows = [jvp(lambda x, m=member: loss(m(x), target), (x,), (x.cos(),)) for member in members]
     for actual, expected in zip(outputs, zip(*rows, strict=True), strict=True):
         torch.testing.assert_close(actual, torch.stack(expected), rtol=1e-9, atol=1e-12)
-
-
-def test_a_loss_over_a_target_of_the_transform() -> None:
-    members = [MODELS["dense"]().double() for _ in range(MEMBERS)]
-    array, x = hf.fuse(members), torch.randn(3, 8, dtype=torch.float64)
-    target = torch.randn(3, 2, dtype=torch.float64)
-
-    def ours(row: Tensor, target: Tensor) -> Any:
-        return hf.per_model(lambda y: F.mse_loss(y[0], target))(array(row[None]))
-
-    rows = [vmap(lambda row, target, m=member: F.mse_loss(m(row), target))(x, target) for member in members]
-    torch.testing.assert_close(vmap(ours, out_dims=1)(x, target), torch.stack(rows), rtol=1e-9, atol=1e-12)

@@ -51,20 +51,6 @@ def test_an_mlp_warns_once_and_blames_the_caller() -> None:
     copy.deepcopy(fused.eval())(hf.stacked(torch.randn(B, N, 2)))
 
 
-def test_a_population_and_a_compiled_step_warn() -> None:
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().mean()
-
-    models, sgd = [mlp() for _ in range(B)], lambda params: hf.optim.SGD(params, lr=0.1)
-    pop = hf.Population(models, optimizer=sgd, loss=loss, compile=False)
-    with pytest.warns(UserWarning, match=r"hf\.stacked"):
-        pop.step(torch.randn(B, N, 2), torch.randn(B, N, 1))
-    fused = hf.fuse([mlp() for _ in range(B)])
-    step = hf.train_step(fused, loss, hf.optim.SGD(fused.parameters(), lr=0.1), compile=True)
-    with pytest.warns(UserWarning, match=r"hf\.stacked"):
-        step(torch.randn(B, N, 2), torch.randn(B, N, 1))
-
-
 @pytest.mark.parametrize(
     ("make", "shape"),
     [
@@ -81,28 +67,3 @@ def test_no_warning_where_the_input_is_one_batch(make: Callable[[], nn.Module], 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fused(torch.randn(shape))
-
-
-def test_no_warning_for_stacked_inputs_and_for_one_model() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert hf.fuse([mlp() for _ in range(B)])(hf.stacked(torch.randn(B, N, 2))).shape == (B, N, 1)
-        assert hf.fuse([mlp()])(torch.randn(1, N, 2)).shape == (1, 1, N, 1)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: nn.Conv2d(1, 2, 3), lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))]
-)
-def test_an_error_of_the_extra_dim_gives_the_remedy(make: Callable[[], nn.Module]) -> None:
-    fused, model = hf.fuse([make() for _ in range(B)]), make()
-    x = torch.randn(B, N, 1, 8, 8) if isinstance(model, nn.Conv2d) else torch.randn(B, N, 8)
-    with pytest.raises(RuntimeError) as alone:
-        model(x)
-    with pytest.raises(RuntimeError) as error:
-        fused(x)
-    assert str(error.value) == str(alone.value)
-    assert error.value.__notes__ == [
-        f"Each of the {B} members was called with the whole input of shape {list(x.shape)}. If it holds one batch per "
-        "member, pass hf.stacked(x)."
-    ]
-    assert fused(hf.stacked(x)).shape[:2] == (B, N)
