@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -79,28 +78,6 @@ def test_the_mean_of_members(kind: str, weighted: bool) -> None:
     close(swapped.state_dict(), mean([before[3], before[0]], [2.0, 6.0]))
 
 
-@pytest.mark.parametrize("into", ["all", 1, [3, 0]])
-@pytest.mark.parametrize("optimizer", ["keep", "reset"])
-def test_it_is_written_into_rows(into: Any, optimizer: Any) -> None:
-    pop = population("batch norm")
-    before = states(pop)
-    moments = {name: value.clone() for name, value in momentum(pop).items()}
-    assert pop.average([0, 1], [1, 3], into=into, optimizer=optimizer) is None
-    expected = mean(before[:2], [1, 3])
-    rows = [0, 1, 3] if into == "all" else [into] if isinstance(into, int) else into
-    for row in (0, 1, 3):
-        close(pop.fused[row].state_dict(), expected if row in rows else before[row])
-        for name, value in momentum(pop).items():
-            fresh = optimizer == "reset" and row in rows
-            assert torch.equal(value[row], torch.zeros_like(value[row]) if fresh else moments[name][row])
-    torch.testing.assert_close(pop.hparams["lr"], torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=DOUBLE))
-    pop.step(*batch(9))
-
-
-def momentum(pop: hf.Population) -> dict[str, Tensor]:
-    return {name: pop.optimizer.state[p]["momentum_buffer"] for name, p in pop.fused.named_parameters()}
-
-
 def test_integers_are_those_of_the_last_as_of_averaged_models() -> None:
     pop = population("batch norm", 2)
     pop.fused[0].get_buffer("1.num_batches_tracked").fill_(17)
@@ -114,58 +91,3 @@ def test_integers_are_those_of_the_last_as_of_averaged_models() -> None:
     assert (
         averaged.get_buffer("1.num_batches_tracked") == torch_average.module.get_buffer("1.num_batches_tracked") == 17
     )
-
-
-def test_a_member_of_weight_zero_has_no_effect_on_the_average() -> None:
-    pop = population("batch norm", 2)
-    before = states(pop)
-    with torch.no_grad():
-        pop.fused.get_parameter("0.weight")[1] = torch.nan
-    pop.average(weights=[1, 0], into="all")
-    close(pop.fused[1].state_dict(), {**before[0]})
-
-
-def test_halves_are_averaged_in_float32() -> None:
-    pop = hf.Population(
-        [nn.Linear(1, 1, bias=False) for _ in range(300)],
-        optimizer=lambda params: hf.optim.SGD(params, lr=0.1),
-        loss=F.mse_loss,
-        compile=False,
-    )
-    pop.fused.bfloat16()
-    with torch.no_grad():
-        pop.fused.get_parameter("weight")[:, 0, 0] = torch.arange(1.0, 301)
-    values = torch.arange(1.0, 301).bfloat16().float()
-    model = pop.average()
-    assert isinstance(model, nn.Module)
-    assert model.get_parameter("weight").item() == values.mean().bfloat16().item()
-
-
-WRONG: dict[str, tuple[Callable[[hf.Population], object], str]] = {
-    "free": (lambda pop: pop.average([0, 2]), "row 2 is free"),
-    "into a free row": (lambda pop: pop.average(into=2), "row 2 is free"),
-    "twice": (lambda pop: pop.average([0, 0]), "row 0 comes 2 times"),
-    "count": (lambda pop: pop.average([0, 1], [1.0]), r"weights \[1.0\] for the average of rows \[0, 1\]"),
-    "negative": (lambda pop: pop.average([0, 1], [1.0, -1.0]), "at least 0"),
-    "zero": (lambda pop: pop.average([0, 1], [0, 0]), "a sum above 0"),
-    "none": (lambda pop: pop.average([]), "average of no rows"),
-    "word": (lambda pop: pop.average(into="every"), "'every' is no row|'e' is no row"),  # type: ignore[arg-type]
-    "optimizer": (lambda pop: pop.average(into="all", optimizer="drop"), "optimizer='drop'"),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_errors_change_nothing(name: str) -> None:
-    pop = population("batch norm")
-    before = states(pop)
-    call, words = WRONG[name]
-    with pytest.raises(ValueError, match=words):
-        call(pop)
-    for row in (0, 1, 3):
-        close(pop.fused[row].state_dict(), before[row])
-
-
-def test_between_updates_only() -> None:
-    pop = population("batch norm", 2, accumulate=2)
-    with pytest.raises(ValueError, match="1 of 2 steps of an update of row 0 are made"):
-        pop.average(into="all")

@@ -18,7 +18,6 @@ import hfusion as hf
 from tests.acts.zoo import ZOO
 
 DOUBLE = torch.float64
-MODELS = ("batch norm", "tied", "convolution", "gru", "frozen base")
 OPTIONS: dict[str, Any] = {
     "optimizer": lambda params: hf.optim.Adam(params, lr=0.05),
     "loss": F.cross_entropy,
@@ -38,39 +37,6 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 def same(model: nn.Module, state: dict[str, Tensor]) -> None:
     for (name, value), expected in zip(model.state_dict().items(), state.values(), strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_the_best_are_those_of_members_alone(kind: str) -> None:
-    torch.manual_seed(0)
-    models = [ZOO[kind].model(0) for _ in range(3)]
-    pop = hf.Population(models, **OPTIONS)
-    copies = [copy.deepcopy(model) for model in models]
-    opts = [torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.05) for model in copies]
-    metrics = random.Random(1)
-    scores, best = [math.inf] * 3, [dict[str, Tensor]() for _ in copies]
-    for step in range(6):
-        x, y = batch(step)
-        pop.step(x, y)
-        for model, opt in zip(copies, opts, strict=True):
-            opt.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            opt.step()
-        values = [math.nan if step == 0 else metrics.random() for _ in copies]
-        improved = pop.best.update(values)
-        assert improved == [row for row in range(3) if values[row] < scores[row]]
-        for row in improved:
-            scores[row], best[row] = values[row], copy.deepcopy(copies[row].state_dict())
-    assert pop.best.scores.tolist() == scores
-    for row in range(3):
-        same(pop.best[row], best[row])
-    # A copy: nothing is written into the members until they are restored, and then into those alone.
-    same(pop.fused[0], copies[0].state_dict())
-    assert pop.best.restore([2]) == [2]
-    same(pop.fused[0], copies[0].state_dict())
-    same(pop.fused[2], best[2])
-    assert pop.best.restore() == [0, 1, 2]
-    same(pop.fused[0], best[0])
 
 
 def population(count: int, **options: Any) -> hf.Population:
@@ -138,13 +104,6 @@ def test_records_are_saved(tmp_path: Path) -> None:
     same(merged.best[1], expected[2])
     other = {**OPTIONS, "optimizer": lambda params: hf.optim.Adam(params, lr=0.5)}
     assert hf.Population.load(tmp_path / "1", normed, **other).best.scores.isnan().all()
-
-
-def test_a_parameter_of_all_members_has_no_best() -> None:
-    shared = nn.Linear(5, 3).double()
-    pop = hf.Population([nn.Sequential(shared, nn.Linear(3, 3).double()) for _ in range(2)], **OPTIONS)
-    with pytest.raises(ValueError, match=r"0\.weight is one tensor that all members train"):
-        pop.best.update([1.0, 2.0])
 
 
 def test_patience_restores_the_best() -> None:

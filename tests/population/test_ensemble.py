@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import hfusion as hf
-from tests.population.mixed_alone import adamw, mlp, model
+from tests.population.mixed_alone import adamw, model
 from tests.step.test_train_step import needs_compiler
 
 DOUBLE = torch.float64
@@ -24,16 +23,6 @@ BATCHES = [(torch.randn(6, 4, dtype=DOUBLE), torch.tensor([0, 1, 2, 0, 1, 2]))]
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.ReLU(), nn.Linear(6, 3)).double()
-
-
-class Nest(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 3).double()
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
-        y = self.fc(x) * scale
-        return {"y": y, "more": (y.sum(1), y.mean())}
 
 
 WEIGHTS: dict[str, list[float] | None] = {"equal": None, "counts": [2, 1, 0, 3], "one": [0, 0, 5.0, 0]}
@@ -77,68 +66,6 @@ def test_moments_are_those_of_the_members(name: str, softmax: int | None) -> Non
     close(twin(x), ensemble(x))
 
 
-def test_nests_and_modes() -> None:
-    torch.manual_seed(0)
-    models = [Nest() for _ in range(3)]
-    ensemble = hf.Ensemble(models, [1, 2, 3])
-    x = torch.randn(5, 4, dtype=DOUBLE)
-    mean, std = ensemble(x, scale=2.0)
-    outputs = [model(x, scale=2.0) for model in models]
-    for index in range(3):
-        statistics = [pytree.tree_leaves(nest)[index] for nest in (mean, std)]
-        close(tuple(statistics), moments([pytree.tree_leaves(nest)[index] for nest in outputs], [1, 2, 3]))
-    fused = hf.fuse([net() for _ in range(3)])
-    ensemble = hf.Ensemble(fused)
-    assert ensemble.members is fused
-    ensemble.eval()
-    assert not fused.training
-    assert "3 members" in repr(ensemble)
-    # Members that agree have a spread of 0, and a gradient.
-    network = net().eval()
-    agreeing = hf.Ensemble([copy.deepcopy(network) for _ in range(3)], [1, 1, 2])
-    x.requires_grad_()
-    mean, std = agreeing(x)
-    total: Tensor = mean.sum() + std.sum()
-    total.backward()
-    assert std.abs().max() < 1e-12
-    assert x.grad is not None
-    assert x.grad.isfinite().all()
-
-
-def test_members_of_a_population_that_are_left() -> None:
-    torch.manual_seed(0)
-    pop = hf.Population(
-        [net() for _ in range(3)],
-        optimizer=lambda params: hf.optim.SGD(params, lr=0.1),
-        loss=F.cross_entropy,
-        compile=False,
-    )
-    stopped = pop.stop(1)
-    x = torch.randn(5, 4, dtype=DOUBLE)
-    rest = [copy.deepcopy(model).eval() for model in pop.models if model is not None]
-    close(hf.Ensemble(pop).eval()(x), moments([model(x) for model in rest], None))
-    with pytest.raises(ValueError, match=r"weights: row 1 is free; members are in rows \[0, 2\]"):
-        hf.Ensemble(pop, [1, 1, 1])
-    assert isinstance(stopped, nn.Module)
-
-
-class Half(nn.Module):
-    def __init__(self, number: float) -> None:
-        super().__init__()
-        self.number = nn.Buffer(torch.tensor(number))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + self.number).bfloat16()
-
-
-def test_small_floats_are_averaged_in_float32() -> None:
-    mean, std = hf.Ensemble([Half(float(k)) for k in range(1, 301)])(torch.zeros(1))
-    assert (mean.dtype, std.dtype) == (torch.bfloat16, torch.bfloat16)
-    values = torch.arange(1.0, 301).bfloat16().float()
-    assert torch.equal(mean, values.mean(0, keepdim=True).bfloat16())
-    assert torch.equal(std, values.std(0, correction=0, keepdim=True).bfloat16())
-
-
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_package_serves_any_batch(tmp_path: Path) -> None:
@@ -151,15 +78,6 @@ def test_a_compiled_package_serves_any_batch(tmp_path: Path) -> None:
     for samples in (2, 9):
         x = torch.randn(samples, 4, dtype=DOUBLE)
         close(tuple(served(x)), ensemble(x))
-
-
-class Integers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"label": self.fc(x).argmax(1)}
 
 
 WRONG: dict[str, tuple[Callable[[hf.FusedModule], object], str]] = {
@@ -188,13 +106,6 @@ def test_errors(name: str) -> None:
     call, words = WRONG[name]
     with pytest.raises(ValueError, match=words):
         call(hf.fuse([net() for _ in range(3)]))
-
-
-def test_integers_have_no_mean() -> None:
-    with pytest.raises(TypeError, match=r"output\['label'\] is torch.int64"):
-        hf.Ensemble([Integers() for _ in range(2)])(torch.randn(2, 4))
-    with pytest.raises(ValueError, match=r"members give torch.int64"):
-        hf.select([Integers() for _ in range(2)], [(torch.randn(2, 4), torch.zeros(2))], 1, lambda p, y: 0.0)
 
 
 def greedy(outputs: list[Tensor], size: int, loss: Callable[[Tensor], float]) -> tuple[list[int], list[float]]:
@@ -246,21 +157,6 @@ def test_selection_is_that_of_the_plain_loop(case: str, size: int) -> None:
     assert sign * chosen.score == pytest.approx(expected[-1], rel=1e-12)
 
 
-def test_free_rows_are_not_selected() -> None:
-    pop = hf.Population(
-        [nn.Linear(4, 3).double() for _ in range(3)],
-        optimizer=lambda params: hf.optim.SGD(params, lr=0.1),
-        loss=F.cross_entropy,
-        compile=False,
-    )
-    best = hf.select(pop, BATCHES, 1).rows[0]
-    pop.stop(best)
-    chosen = hf.select(pop, BATCHES, 4)
-    assert best not in chosen.rows
-    assert pop.fused.training
-    hf.Ensemble(pop, chosen.weights, softmax=-1)
-
-
 KINDS = ["narrow", "wide", "narrow", "linear", "normed", "tanh", "relu", "tanh", "normed"]
 PARTS: dict[str, list[float] | None] = {
     "all": None,
@@ -294,31 +190,3 @@ def test_groups_of_a_population_are_one_ensemble(name: str) -> None:
         close(ensemble(hf.stacked(xs)), moments(outputs, None))
         with pytest.raises(ValueError, match="a stacked argument has 8 entries"):
             ensemble(hf.stacked(xs[:8]))
-
-
-@pytest.mark.parametrize("kinds", [KINDS, ["tanh", "relu", "tanh"]])
-def test_selection_over_all_groups(kinds: list[str]) -> None:
-    pop = mixed(kinds)
-    x, y = torch.randn(40, 5, dtype=DOUBLE), torch.randint(3, (40,))
-    with torch.no_grad():
-        outputs = [copy.deepcopy(model).eval()(x).softmax(1) for model in pop.models if model is not None]
-    order, losses = greedy(outputs, 8, lambda p: float(F.nll_loss(p.log(), y)))
-    chosen = hf.select(pop, [(x[:15], y[:15]), (x[15:], y[15:])], 8)
-    assert chosen.order == tuple(order)
-    assert list(chosen.scores) == pytest.approx(losses, rel=1e-9)
-    pop.stop(order[0])
-    assert order[0] not in hf.select(pop, [(x, y)], 8).rows
-    assert all(member.training for member in pop.models if member is not None)
-
-
-def test_groups_of_other_outputs_are_refused() -> None:
-    models = [mlp(4), nn.Linear(5, 2)]
-    pop = hf.Population(models, optimizer=adamw(0.01), loss=F.cross_entropy, compile=False)
-    x, y = torch.randn(6, 5), torch.zeros(6, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match=r"\[6, 3\] of the members in rows \[0\], torch.float32 \[6, 2\] of those in rows"
-    ):
-        hf.select(pop, [(x, y)], 2)
-    with pytest.raises(ValueError, match="outputs of one shape and dtype"):
-        hf.Ensemble(pop)(x)
-    hf.Ensemble(pop, [0, 1])(x)

@@ -6,11 +6,9 @@ import csv
 import io
 import math
 import struct
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ import torch
 from rich.console import Console
 
 import hfusion as hf
-from hfusion.core.text import file_name
 from tests.checkpoint.living import population
 
 
@@ -63,32 +60,6 @@ def test_a_file_and_whatever_else(tmp_path: Path) -> None:
     assert recorder.rows[-2:] == [(7, "a", {"loss": 0.1}), (7, "b", {"loss": 0.5})]
 
 
-class Failing(Kept):
-    def close(self, error: BaseException | None) -> None:
-        super().close(error)
-        raise OSError("no space left")
-
-
-def test_all_is_closed_once_whatever_happens(tmp_path: Path) -> None:
-    sinks = [Failing(), Kept()]
-    logger = hf.MemberLogger(sinks=sinks)
-    with pytest.raises(OSError, match="no space left"), logger:
-        pass
-    logger.close()
-    assert [sink.closed for sink in sinks] == [1, 1]
-    with pytest.raises(ValueError, match="this logger is closed"):
-        logger.log(["a"], 0, loss=[1.0])
-    recorder = Kept()
-    with pytest.raises(KeyboardInterrupt), hf.MemberLogger(sinks=[recorder]):
-        raise KeyboardInterrupt
-    assert isinstance(recorder.error, KeyboardInterrupt)
-    # What cannot be made closes what was.
-    (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError):
-        hf.MemberLogger(sinks=[recorder], csv=tmp_path / "file" / "log.csv")
-    assert recorder.closed == 2
-
-
 def rows_of(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
 
@@ -116,22 +87,6 @@ def test_a_file_goes_on_after_a_kill(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"begins with \['a', 'b'\], and a log with"):
         hf.MemberLogger(csv=tmp_path / "other.csv")
-
-
-@pytest.mark.parametrize("names", [["a", "a"], ["a", ""], ["a", 3], "ab"])
-def test_names_that_are_none_or_of_two(names: Any) -> None:
-    with pytest.raises(ValueError, match=r"name of its own|a name is a string|a name for each row"):
-        hf.MemberLogger(sinks=[Kept()]).log(names, 0, loss=[1.0, 2.0])
-
-
-def test_folders_of_names_are_apart_and_stay_where_they_are(tmp_path: Path) -> None:
-    names = ["a/b", "a_b", "a%2Fb", "..", ".", "/etc", "x" * 300, "x" * 299, "ä", "a b", "a\\b", "a\nb", "%~", ".a"]
-    folders = [tmp_path / file_name(name, safe=" ") for name in names]
-    for folder in folders:
-        folder.mkdir()
-        assert folder.resolve().parent == tmp_path.resolve()
-    assert len({folder.name.lower() for folder in folders}) == len(names)
-    assert file_name("net 0.1_b-c~", safe=" ") == "net 0.1_b-c~"
 
 
 def test_tensorboard_has_a_run_for_each_member(tmp_path: Path) -> None:
@@ -246,74 +201,6 @@ def test_mlflow_has_a_run_for_each_member(tmp_path: Path, monkeypatch: pytest.Mo
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"wandb": "p"}, ValueError, "give options of wandb.init"),
-        ({"wandb": {"name": "a"}}, ValueError, "members have their own"),
-        ({"wandb": {"reinit": True}}, ValueError, "it is create_new"),
-        ({"wandb": {}}, ImportError, "needs wandb: pip install wandb"),
-        ({"mlflow": "e"}, ImportError, "needs mlflow: pip install mlflow"),
-        ({"tensorboard": "runs"}, ImportError, "needs tensorboard: pip install tensorboard"),
-    ],
-)
-def test_wrong_options_of_services_are_errors(
-    options: dict[str, Any], error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("wandb", "mlflow", "tensorboard"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(error, match=words):
-        hf.MemberLogger(**options)
-
-
-def test_services_get_a_run_for_each_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against stand-ins of the two packages, which want an account or a server."""
-    calls: list[Any] = []
-
-    def init(**options: Any) -> Any:
-        calls.append(options)
-        return SimpleNamespace(
-            log=lambda values, step: calls.append((options["name"], step, values)),
-            finish=lambda exit_code: calls.append((options["name"], "finished", exit_code)),
-        )
-
-    class Client:
-        def get_experiment_by_name(self, name: str) -> None:
-            return None
-
-        def create_experiment(self, name: str) -> str:
-            return f"id of {name}"
-
-        def create_run(self, experiment: str, run_name: str, tags: dict[str, str]) -> Any:
-            return SimpleNamespace(info=SimpleNamespace(run_id=f"{experiment}, {run_name}"))
-
-        def log_batch(self, run: str, metrics: list[tuple[Any, ...]]) -> None:
-            calls.extend((run, name, value, step) for name, value, _, step in metrics)
-
-        def set_terminated(self, run: str, status: str) -> None:
-            calls.append((run, status))
-
-    mlflow = {"MlflowClient": Client, "active_run": lambda: None}
-    entities = {"Metric": lambda *of: of}
-    for name, content in (("wandb", {"init": init}), ("mlflow", mlflow), ("mlflow.entities", entities)):
-        module = ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
-    with hf.MemberLogger(wandb={"project": "p"}, mlflow="e") as logger:
-        logger.log(["a"], 3, loss=[0.5])
-        logger.log(["a"], 4, loss=[0.25])
-    run = "id of e, a"
-    assert calls == [
-        {"name": "a", "reinit": "create_new", "project": "p"},
-        ("a", 3, {"loss": 0.5}),
-        (run, "loss", 0.5, 3),
-        ("a", 4, {"loss": 0.25}),
-        (run, "loss", 0.25, 4),
-        ("a", "finished", 0),
-        (run, "FINISHED"),
-    ]
-
-
 def test_the_best_and_the_worst() -> None:
     out = io.StringIO()
     with hf.MemberProgress(2, name="accuracy", mode="max", console=Console(file=out, width=120)) as progress:
@@ -327,11 +214,3 @@ def test_the_best_and_the_worst() -> None:
     assert "best a 0.5" in out.getvalue()
     with pytest.raises(ValueError, match="it is min or max"):
         hf.MemberProgress(1, mode="best")
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_names_are_no_markup(terminal: bool) -> None:
-    console = Console(file=(out := io.StringIO()), width=120, force_terminal=terminal, _environ={"TERM": "xterm"})
-    with hf.MemberProgress(1, console=console) as progress:
-        progress.update(["net [/3]", "[red]"], [0.5, 0.75])
-    assert "best net [/3] 0.5, worst [red] 0.75" in out.getvalue()

@@ -66,18 +66,6 @@ def test_members_train_as_alone(size: int, accumulate: Any) -> None:
     assert f"{size} of 5 at a time" in str(pop.array._step.report())
 
 
-def test_some_rows_step_in_blocks_too() -> None:
-    torch.manual_seed(0)
-    models = [net() for _ in range(5)]
-    alone = copy.deepcopy(models)
-    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-    pop = population(models, 2 * memory_for(models, x, 1, 0))
-    losses = pop.step(x, y, rows=[4, 1])
-    for row in (1, 4):
-        torch.testing.assert_close(losses[row], F.mse_loss(alone[row](x), y).detach(), rtol=1e-9, atol=0)
-    assert losses.isnan().tolist() == [True, False, True, True, False]
-
-
 def test_groups_share_the_memory() -> None:
     """Memory held by other groups is not available to a group's blocks."""
     torch.manual_seed(0)
@@ -89,39 +77,3 @@ def test_groups_share_the_memory() -> None:
     assert [group.kind for group in pop.groups] == ["array", "array"]
     expected = torch.stack([F.mse_loss(model(x), y) for model in models]).detach()
     torch.testing.assert_close(pop.step(x, y), expected, rtol=1e-9, atol=0)
-
-
-def test_members_who_train_a_parameter_together() -> None:
-    torch.manual_seed(0)
-    base = nn.Linear(4, 4).double()
-    models = [nn.Sequential(base, nn.Tanh(), nn.Linear(4, 2).double()) for _ in range(5)]
-    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-    runs = []
-    for memory in (memory_for(models, x, 2, 0), None):
-        fused = hf.fuse(copy.deepcopy(models))
-        pop = hf.Population(
-            fused, optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.mse_loss, accumulate=3, memory=memory
-        )
-        losses = [pop.step(x + step, y) for step in range(6)]
-        runs.append([*losses, *fused.state_dict().values()])
-    for actual, expected in zip(*runs, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("widths", [[8, 8, 4], [8, 4]], ids=str)
-def test_members_without_an_array_train_as_alone(widths: list[int]) -> None:
-    torch.manual_seed(0)
-    models = [net(width) for width in widths]
-    alone = copy.deepcopy(models)
-    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
-    pop = population(models, "1MiB")
-    opts = [torch.optim.Adam(m.parameters(), lr=lr, eps=1e-4) for m, lr in zip(alone, RATES, strict=False)]
-    for _ in range(2):
-        losses = pop.step(x, y)
-        for model, opt, loss in zip(alone, opts, losses, strict=True):
-            opt.zero_grad()
-            expected = F.mse_loss(model(x), y)
-            expected.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-            opt.step()
-            torch.testing.assert_close(loss, expected.detach(), rtol=1e-9, atol=0)

@@ -86,32 +86,6 @@ def of_all(kind: str, values: Sequence[dict[str, Any]], params: Any) -> Any:
     return getattr(hf.optim, kind)(params, **options)
 
 
-@pytest.mark.parametrize(("optimizer", "compiled"), [*((name, False) for name in OPTIMIZERS), ("rates", True)])
-def test_some_rows_and_own_numbers_of_calls_equal_members_alone(optimizer: str, compiled: bool) -> None:
-    """20 steps of any rows, in any order, of members with statistics: updates of 1, 2 and 4 calls."""
-    torch.manual_seed(0)
-    members, accumulate, limits = 5, [1, 2, 4, 1, 2], [0.05, 0.1, 0.2, 0.4, 0.7]
-    kind, hypers = OPTIMIZERS[optimizer]
-    models = [normed() for _ in range(members)]
-    alone = Alone(models, lambda row, params: getattr(torch.optim, kind)(params, **hypers(row)), accumulate)
-    pop = hf.Population(
-        models,
-        optimizer=lambda params: of_all(kind, [hypers(row) for row in range(members)], params),
-        loss=F.cross_entropy,
-        accumulate=accumulate,
-        clip_norm=limits,
-        compile=compiled,
-    )
-    for step in range(20):
-        rows = None if step % 4 == 3 else torch.randperm(members)[: 1 + step % members].tolist()
-        chosen = list(range(members)) if rows is None else rows
-        xs, ys = batches(len(chosen))
-        losses = pop.step(hf.stacked(xs), hf.stacked(ys), rows=rows)
-        for row, x, y in zip(chosen, xs, ys, strict=True):
-            assert_close(losses[row], alone.step(row, x, y, limits[row]))
-    alone.check(pop)
-
-
 def test_an_overflow_among_some_rows_lowers_the_scale_of_its_member() -> None:
     models = [nn.Linear(4, 3).double() for _ in range(3)]
     for model in models:
@@ -219,73 +193,6 @@ def test_a_trained_base_is_trained_by_those_that_step(compiled: bool) -> None:
         hf.Population(models, **options, accumulate=2).step(*batches(1), rows=[1])
 
 
-def test_modes_and_requires_grad_of_members_hold_when_they_step_separately() -> None:
-    """Modes, parameters that one does not train, and numbers of their own."""
-    torch.manual_seed(0)
-    models = [normed() for _ in range(4)]
-    alone = Alone(models, lambda row, params: torch.optim.AdamW(params, lr=0.1), [1] * 4)
-    pop = hf.Population(models, optimizer=lambda p: hf.optim.AdamW(p, lr=0.1), loss=F.cross_entropy, compile=False)
-    for member in (pop.models[1], alone.models[1]):
-        assert member is not None
-        member[1].eval()
-        member[4].weight.requires_grad_(False)
-    for rows in ([0, 2], [1], [3], [1], [0]):
-        xs, ys = batches(len(rows))
-        losses = pop.step(hf.stacked(xs), hf.stacked(ys), rows=rows)
-        for row, x, y in zip(rows, xs, ys, strict=True):
-            assert_close(losses[row], alone.step(row, x, y))
-    alone.check(pop)
-    with pytest.raises(hf.FusionError, match=r"members 0 and 1 .* are in different modes: step them in calls"):
-        pop.step(*batches(1), rows=[0, 1])
-
-
-def test_members_with_numbers_of_their_own_step_by_themselves() -> None:
-    torch.manual_seed(0)
-    models = [Branching(row % 2 == 0).double() for row in range(4)]
-    alone = Alone(models, lambda row, params: torch.optim.AdamW(params, lr=0.1), [1] * 4)
-    pop = hf.Population(models, optimizer=lambda p: hf.optim.AdamW(p, lr=0.1), loss=F.cross_entropy)
-    for rows in ([1], [0, 2], [3, 0], [3, 0], [1, 2, 3], [2]):
-        xs, ys = batches(len(rows))
-        losses = pop.step(hf.stacked(xs), hf.stacked(ys), rows=rows)
-        for row, x, y in zip(rows, xs, ys, strict=True):
-            assert_close(losses[row], alone.step(row, x, y))
-    alone.check(pop)
-
-
-def test_a_step_of_some_rows_captures_nothing() -> None:
-    """Programs of the whole array serve its rows."""
-    pop = hf.Population([normed() for _ in range(8)], optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.mse_loss)
-    captures = []
-    pop.step(torch.randn(5, 4, dtype=DOUBLE), torch.zeros(5, 3, dtype=DOUBLE))
-    before = torch.export.export
-    try:
-        torch.export.export = lambda *args, **kwargs: captures.append(args) or before(*args, **kwargs)  # type: ignore
-        pop.step(torch.randn(5, 4, dtype=DOUBLE), torch.zeros(5, 3, dtype=DOUBLE), rows=[5, 2])
-    finally:
-        torch.export.export = before  # type: ignore[assignment]
-    assert captures == []
-
-
-def test_a_nonfinite_member_among_some_rows_is_named_and_nothing_is_changed() -> None:
-    torch.manual_seed(0)
-    pop = hf.Population(
-        [normed() for _ in range(4)],
-        optimizer=lambda p: hf.optim.SGD(p, lr=0.1),
-        loss=F.cross_entropy,
-        on_nonfinite="raise",
-        compile=False,
-    )
-    before = copy.deepcopy(pop.fused.state_dict())
-    xs, ys = batches(2)
-    xs[1] = math.inf
-    with pytest.raises(hf.NonFiniteError, match=r"'member 2' \(row 2\)"):
-        pop.step(hf.stacked(xs), hf.stacked(ys), rows=[3, 2])
-    assert all(torch.equal(before[name], tensor) for name, tensor in pop.fused.state_dict().items())
-    pop.array._on_nonfinite = "freeze"
-    pop.step(hf.stacked(xs), hf.stacked(ys), rows=[3, 2])
-    assert (pop.frozen, pop.ages.tolist(), pop.lineage[-1].tag) == ([2], [0, 0, 0, 1], "member 2")
-
-
 REFUSED: dict[str, tuple[Callable[[hf.Population], object], type[Exception], str]] = {
     "no rows": (lambda pop: pop.step(*batches(1), rows=[]), ValueError, "is empty"),
     "twice": (lambda pop: pop.step(*batches(1), rows=[1, 1]), ValueError, "row 1 comes 2 times"),
@@ -315,64 +222,3 @@ def test_wrong_rows_are_refused(name: str) -> None:
     with pytest.raises(error, match=words):
         act(pop)
     assert all(torch.equal(before[name], tensor) for name, tensor in pop.fused.state_dict().items())
-
-
-def test_hooks_that_take_all_members_are_refused() -> None:
-    pop = hf.Population([normed() for _ in range(3)], optimizer=lambda p: hf.optim.SGD(p, lr=0.1), loss=F.cross_entropy)
-    handles: list[Callable[[], Any]] = [
-        lambda: pop.optimizer.register_step_pre_hook(lambda *_: None),
-        lambda: pop.fused.register_forward_hook(lambda *_: None),
-        lambda: pop.fused.get_parameter("0.weight").register_hook(lambda grad: grad),
-        lambda: pop.models[1].register_forward_hook(lambda *_: None),  # type: ignore[union-attr]
-    ]
-    for add in handles:
-        handle = add()
-        with pytest.raises(hf.FusionError, match="hook"):
-            pop.step(*batches(1), rows=[1])
-        handle.remove()
-
-
-def test_members_join_and_go_on_in_the_midst_of_updates() -> None:
-    torch.manual_seed(0)
-    models = [normed() for _ in range(3)]
-    alone = Alone(models, lambda row, params: torch.optim.AdamW(params, lr=0.01), [2, 3, 1])
-    pop = hf.Population(
-        models[:2], optimizer=lambda p: hf.optim.AdamW(p, lr=0.01), loss=F.cross_entropy, accumulate=[2, 3]
-    )
-    with pytest.raises(ValueError, match="accumulate differs between the members"):
-        pop.start(None, models[2])
-    for step in range(14):
-        if step == 1:
-            pop.start(None, models[2], accumulate=1)
-        xs, ys = batches(len(pop))
-        pop.step(hf.stacked(xs), hf.stacked(ys))
-        for row in range(len(pop)):
-            alone.step(row, xs[row], ys[row])
-    assert pop.ages.tolist() == [7, 4, 13]
-    alone.check(pop)
-
-
-@pytest.mark.parametrize("some", [False, True])
-def test_batches_and_updates_of_own_sizes(some: bool) -> None:
-    """Batches of 3, 5 and 64 samples, updates of 1, 2 and 4 calls, of all members or of some of them."""
-    torch.manual_seed(0)
-    sizes, accumulate = [3, 5, 64], [1, 2, 4]
-    models = [normed() for _ in sizes]
-    alone = Alone(models, lambda row, params: torch.optim.Adam(params, lr=0.01 * (row + 1)), accumulate)
-    pop = hf.Population(
-        models,
-        optimizer=lambda params: hf.optim.Adam(params, lr=[0.01, 0.02, 0.03]),
-        loss=F.cross_entropy,
-        accumulate=accumulate,
-        compile=False,
-    )
-    for step in range(20):
-        rows = [2, 0] if some and step % 2 else [0, 1, 2]
-        xs = [torch.randn(sizes[row], 4, dtype=DOUBLE) for row in rows]
-        ys = [torch.randint(3, (sizes[row],)) for row in rows]
-        losses = pop.step(hf.stacked(xs), hf.stacked(ys), rows=rows)
-        for row, x, y in zip(rows, xs, ys, strict=True):
-            assert_close(losses[row], alone.step(row, x, y))
-    alone.check(pop)
-    with pytest.raises(ValueError, match=r"holds 2 entries, and rows=\[0\] names 1"):
-        pop.step(hf.stacked(xs[:2]), hf.stacked(ys[:2]), rows=[0])

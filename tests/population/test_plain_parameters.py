@@ -102,41 +102,6 @@ def test_a_replaced_parameter_is_trained(change: str, at: int) -> None:
         torch.testing.assert_close(dict(member.state_dict()), dict(model.state_dict()), rtol=1e-9, atol=1e-12)
 
 
-def test_a_reference_to_what_was_given_shows_the_member() -> None:
-    pop, _ = population()
-    [model] = [pop.models[0]]
-    assert model is not None
-    layer = model.get_submodule("first")
-    layer.weight = weight = nn.Parameter(torch.zeros_like(layer.get_parameter("weight")))
-    pop.step(*batch(0))
-    assert weight.any()
-    assert torch.equal(weight, layer.get_parameter("weight"))
-
-
-def test_a_save_holds_what_was_given(tmp_path: Path) -> None:
-    pop, _ = population()
-    [model] = [pop.models[0]]
-    assert model is not None
-    parameter(model)
-    pop.save(tmp_path)
-    other = hf.Population.load(tmp_path, lambda tag: Normed(int(tag)).double(), optimizer=sgd, loss=F.cross_entropy)
-    for saved, loaded in zip(pop.models, other.models, strict=True):
-        assert saved is not None
-        assert loaded is not None
-        torch.testing.assert_close(dict(saved.state_dict()), dict(loaded.state_dict()), rtol=0, atol=0)
-
-
-def test_a_copy_has_a_buffer_that_was_given() -> None:
-    models = [nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width)) for width in (3, 5)]
-    pop = hf.Population(models, optimizer=sgd, loss=F.cross_entropy)
-    [model] = [pop.models[0]]
-    assert model is not None
-    model.get_submodule("1").running_mean = torch.ones(3)
-    [copied] = [copy.deepcopy(pop).models[0]]
-    assert copied is not None
-    assert torch.equal(copied.get_buffer("1.running_mean"), torch.ones(3))
-
-
 def without_bias(model: nn.Module) -> None:
     model.get_submodule("last").bias = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hfusion as hf
-from hfusion.passes.cost.padding import SizeCosts
 
 SIZES = [3, 5, 64]
 
@@ -71,62 +69,6 @@ def test_twenty_steps_equal_members_alone(make: Callable[[], nn.Module], name: s
             torch.testing.assert_close(pop.models[b].state_dict()[key], tensor, rtol=1e-9, atol=1e-10)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("make", [plain, normed])
-@pytest.mark.parametrize("padded", [True, False])
-def test_sizes_and_accumulation_of_each_member(
-    make: Callable[[], nn.Module], padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SizeCosts, "padded", lambda *_: 0.0 if padded else 1e9)
-    models, counts = [make() for _ in SIZES], [1, 2, 4]
-    pop = hf.Population(models, optimizer=partial(hf.optim.Adam, lr=0.01), loss=F.cross_entropy, accumulate=counts)
-    batches = [[(torch.randn(n, 4), torch.randint(3, (n,))) for _ in range(20)] for n in SIZES]
-    for minibatch in zip(*batches, strict=True):
-        xs, ts = zip(*minibatch, strict=True)
-        pop.step(hf.stacked(xs), hf.stacked(ts))
-    for b, model in enumerate(models):
-        alone(model, batches[b], counts[b])
-        for key, tensor in model.state_dict().items():
-            torch.testing.assert_close(pop.models[b].state_dict()[key], tensor, rtol=1e-9, atol=1e-10)  # type: ignore[union-attr]
-    assert ("in one call" in str(pop.fused.report())) == (padded and make is plain)
-
-
-def test_ragged_and_equal_steps_in_turn() -> None:
-    models = [normed() for _ in SIZES]
-    fused = hf.fuse(models)
-    step = hf.train_step(fused, F.cross_entropy, hf.optim.Adam(fused.parameters(), lr=0.01), compile=True)
-    batches: list[list[tuple[Tensor, Tensor]]] = [[] for _ in SIZES]
-    for k in range(6):
-        sizes = SIZES if k % 2 else [7] * 3
-        for member_batches, n in zip(batches, sizes, strict=True):
-            member_batches.append((torch.randn(n, 4), torch.randint(3, (n,))))
-        step(
-            hf.stacked([member_batches[-1][0] for member_batches in batches]),
-            hf.stacked([member_batches[-1][1] for member_batches in batches]),
-        )
-    assert "members' batches have different sizes" in str(step.report())
-    for b, model in enumerate(models):
-        alone(model, batches[b])
-        for key, tensor in model.state_dict().items():
-            torch.testing.assert_close(fused.state_dict()[key][b], tensor, rtol=1e-9, atol=1e-10)
-
-
-def test_a_bad_member_is_frozen_and_others_go_on() -> None:
-    models = [normed() for _ in SIZES]
-    twins = copy.deepcopy(models)
-    pop = hf.Population(models, optimizer=partial(hf.optim.SGD, lr=0.1), loss=F.cross_entropy)
-    xs, ts = [torch.randn(n, 4) for n in SIZES], [torch.randint(3, (n,)) for n in SIZES]
-    xs[1][0] = torch.nan
-    pop.step(hf.stacked(xs), hf.stacked(ts))
-    assert pop.frozen == [1]
-    for b in (0, 2):
-        opt = torch.optim.SGD(twins[b].parameters(), lr=0.1)
-        F.cross_entropy(twins[b](xs[b]), ts[b]).backward()
-        opt.step()
-    for b, twin in enumerate(twins):
-        for key, tensor in twin.state_dict().items():
-            torch.testing.assert_close(pop.models[b].state_dict()[key], tensor, rtol=1e-9, atol=1e-10)  # type: ignore[union-attr]
-
-
 class Accuracy:
     def reset(self) -> None:
         self.right, self.count = 0, 0
@@ -161,16 +103,6 @@ def test_evaluation(metric: Any) -> None:
         )
 
 
-def test_free_rows_get_any_batch() -> None:
-    models = [plain() for _ in SIZES]
-    pop = hf.Population(models, optimizer=partial(hf.optim.SGD, lr=0.1), loss=F.cross_entropy)
-    pop.stop(1)
-    losses = pop.step(
-        hf.stacked([torch.randn(n, 4) for n in SIZES]), hf.stacked([torch.randint(3, (n,)) for n in SIZES])
-    )
-    assert losses.isnan().tolist() == [False, True, False]
-
-
 class Act(nn.Module):
     """Models of one shape whose forwards differ."""
 
@@ -184,34 +116,6 @@ class Act(nn.Module):
 
 
 ACTS = ["tanh", "tanh", "relu", "tanh", "sigmoid", "relu", "tanh"]
-
-
-@pytest.mark.parametrize("sizes", [(3, 5, 5, 5, 5, 3, 5), (3, 5, 3, 5, 3, 5, 5), (2, 3, 4, 5, 6, 7, 8)])
-@pytest.mark.parametrize("rows", [None, [1, 2, 3, 4, 6]])
-def test_forwards_that_differ_meet_in_batches_of_some_sizes(sizes: tuple[int, ...], rows: list[int] | None) -> None:
-    """The sizes of the first batches decide which members are found to differ first."""
-    models = [Act(act) for act in ACTS]
-    pop = hf.Population(models, optimizer=partial(hf.optim.Adam, lr=0.01), loss=F.cross_entropy)
-    stepping = list(range(len(ACTS))) if rows is None else rows
-    batches = [[(torch.randn(sizes[row], 4), torch.randint(3, (sizes[row],))) for _ in range(3)] for row in stepping]
-    for minibatch in zip(*batches, strict=True):
-        xs, ts = zip(*minibatch, strict=True)
-        pop.step(hf.stacked(xs), hf.stacked(ts), rows=rows)
-    for row, of_row in zip(stepping, batches, strict=True):
-        alone(models[row], of_row)
-    for model, trained in zip(models, pop.models, strict=True):
-        for key, tensor in model.state_dict().items():
-            torch.testing.assert_close(trained.state_dict()[key], tensor, rtol=0, atol=1e-12)
-
-
-def test_forwards_that_differ_are_found_by_an_evaluation_of_unequal_batches() -> None:
-    models = [Act(act) for act in ACTS]
-    pop = hf.Population(models, optimizer=partial(hf.optim.Adam, lr=0.01), loss=F.cross_entropy)
-    batches = [(torch.randn(3 + row % 2, 4), torch.randint(3, (3 + row % 2,))) for row in range(len(ACTS))]
-    xs, ts = zip(*batches, strict=True)
-    losses = pop.evaluate(F.cross_entropy, [(hf.stacked(xs), hf.stacked(ts))])
-    expected = [F.cross_entropy(model(x), t) for model, (x, t) in zip(models, batches, strict=True)]
-    torch.testing.assert_close(losses, torch.stack(expected).detach())
 
 
 def test_an_array_names_the_members_that_differ() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -127,36 +124,3 @@ def test_a_metric_that_is_none_is_told_with_its_member(metric: Any, words: str) 
     with pytest.raises((ValueError, ZeroDivisionError), match=words) as raised:
         pop.evaluate(metric, [BATCH])
     assert raised.value.__notes__ == ["This is of the metric of member 'a' in row 0."]
-
-
-@pytest.mark.parametrize(
-    "value",
-    [16777217.0, 1e300, 2**53 - 1, 2**53 + 1, 10**30, True, Fraction(1, 3), Decimal("1e-200"), np.float64(1e-300),
-     np.float16(0.1), np.int64(2**53 - 1), np.uint64(2**63), np.longdouble(0.1), np.array([16777217.0]), [16777217.0],
-     torch.tensor(16777217.0, dtype=torch.float64), torch.tensor([[1e300]], dtype=torch.float64),
-     torch.tensor(2**53 - 1), torch.tensor(0.1, dtype=torch.bfloat16), torch.tensor(True),
-     torch.tensor(0.1, requires_grad=True), math.inf],
-    ids=repr,
-)  # fmt: skip
-def test_a_metric_is_not_rounded(value: Any) -> None:
-    expected = float(value[0] if isinstance(value, list) else getattr(value, "item", lambda: value)())
-    assert population(1).evaluate(lambda output, target: value, [BATCH]).tolist() == [expected]
-
-
-def test_numbers_that_decide_are_not_rounded() -> None:
-    """By less than float32 knows, they get better."""
-    pop, patience = population(1), hf.Patience(0)
-    for value in (16777218.0, 16777217.0, 16777216.0):
-        assert patience(pop, [value]) == []
-    optimizer = hf.optim.SGD(pop.fused.parameters(), lr=1.0)
-    schedule = hf.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.0)
-    for value in (16777218.0, 16777217.0, 16777216.0):
-        schedule.step([value])
-    assert optimizer.param_groups[0]["lr"].tolist() == [1.0]
-
-
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"scaler": hf.optim.GradScaler()}])
-def test_as_many_samples_as_members_are_no_reason_to_warn(options: dict[str, Any]) -> None:
-    """The weights of the losses are no outputs of members."""
-    x, y = BATCH
-    population(4, **options).step(x[:4], y[:4])

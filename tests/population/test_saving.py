@@ -267,21 +267,6 @@ def test_a_trained_array_merges_with_one_that_is_not(kind: str, last: bool, tmp_
     assert sorted(merged.ages.tolist()) == [3, 4, 4]
 
 
-def test_a_free_row_may_have_the_model_of_a_member_at_load(tmp_path: Path) -> None:
-    base = nn.Linear(3, 3).requires_grad_(False)
-    models = {f"member {b}": nn.Sequential(base, nn.Linear(3, 2)) for b in range(3)}
-    options: dict[str, Any] = {"optimizer": partial(hf.optim.SGD, lr=0.1), "loss": F.mse_loss, "compile": False}
-    pop = hf.Population(list(models.values()), **options)
-    pop.stop(1)
-    pop.save(tmp_path / "pop")
-    loaded = hf.Population.load(tmp_path / "pop", lambda tag: models[tag], **options)
-    assert loaded.tags == ["member 0", None, "member 2"]
-    # The base is still one for all.
-    assert loaded.fused.get_parameter("0.weight").shape == (3, 3)
-    x, y = torch.randn(4, 3), torch.randn(4, 2)
-    assert torch.equal(pop.step(x, y)[[0, 2]], loaded.step(x, y)[[0, 2]])
-
-
 def test_members_that_join_after_a_load_begin_as_those_before_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"loss": F.mse_loss, "compile": False}
