@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.two_tensor import TwoTensor
 
 import hfusion as hf
-from hfusion.core.membership import mark, membership
 from tests.optim.arrays import Array, run, start
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,32 +65,6 @@ def test_converted_parameters(name: str, options: dict[str, Any], steps: int, to
     message = rf"of parameter 'p0' is float32 \[3, 40, 30\] on cpu, the parameter {kind} \[3, 40, 30\] on cpu"
     with pytest.raises(hf.FusionError, match=rf"{message}.*opt\.load_state_dict\(opt\.state_dict\(\)\)"):
         fused.step()
-
-
-@ALL
-@STEPS
-def test_the_remedy_helps(name: str, options: dict[str, Any], steps: int) -> None:
-    fused, array = begun(name, options, steps)
-    for params in (array.params, *array.members):
-        for param in params:
-            convert(param, dtype=torch.float64)
-    fused.load_state_dict(fused.state_dict())
-    before = fused.state_dict()
-    fused.step()
-    again = Array(3, shapes=[(40, 30), (5,)])
-    assert all(
-        stack.dtype is torch.float64 for entry in fused.state.values() for k, stack in entry.items() if k != "step"
-    )
-    assert all((entry["step"] == steps + 1).all() for entry in fused.state.values())
-    for target, param in zip(again.params, array.params, strict=True):
-        target.data, target.grad = param.data.clone(), torch.ones_like(param)
-        param.grad = torch.ones_like(param)
-    other = getattr(hf.optim, name)(again.params, lr=0.01, **options)
-    other.load_state_dict(fused.state_dict())
-    for optimizer in (fused, other):
-        optimizer.step()
-    assert all(map(torch.equal, array.params, again.params))
-    assert before["state"]
 
 
 def state(fused: Any, array: Array) -> dict[str, Tensor]:
@@ -193,41 +164,6 @@ def test_gradients_that_do_not_fit(name: str, options: dict[str, Any], steps: in
             act()
 
 
-def test_counts_are_counted_on_the_cpu_wherever_they_were_loaded() -> None:
-    fused, array = begun("Adam", {}, 3)
-    saved = fused.state_dict()
-    for entry in saved["state"].values():
-        entry["step"] = entry["step"].to("meta")
-    again = hf.optim.Adam(array.params)
-    again.load_state_dict(saved)
-    with pytest.raises(hf.FusionError, match=r"step counts of parameter 'p0' are float32 \[3\] on meta"):
-        again.step()
-
-
-@pytest.mark.gpu
-@ALL
-def test_an_array_that_moves_to_a_gpu(name: str, options: dict[str, Any]) -> None:
-    fused, array = begun(name, options, 3)
-    for param in array.params:
-        convert(param, device="cuda")
-    with pytest.raises(hf.FusionError, match=r"on cpu, the parameter .* on cuda:0"):
-        fused.step()
-    saved = fused.state_dict()
-    for entry in saved["state"].values():
-        entry["step"] = entry["step"].cuda()
-    fused.load_state_dict(saved)
-    fused.step()
-    assert all(entry["step"].is_cpu and (entry["step"] == 4).all() for entry in fused.state.values())
-
-
-def test_a_learning_rate_of_another_kind() -> None:
-    fused, _ = begun("Adam", {}, 3)
-    for value in (torch.tensor([0.1, 0.2, 0.3], dtype=torch.float16), [torch.tensor(0.1)] * 3, torch.tensor(1)):
-        fused.param_groups[0]["lr"] = value
-        fused.step()
-        assert fused.param_groups[0]["lr"].dtype is torch.float64
-
-
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "fewer": lambda t: t[:2].clone(),
     "more": lambda t: torch.cat([t, t]),
@@ -251,88 +187,6 @@ def test_stacks_of_other_members(name: str, options: dict[str, Any], steps: int,
     with pytest.raises(hf.FusionError, match=r"parameter 'p0' has shape .* in an array of 3 members.*through .data"):
         fused.step()
     assert torch.equal(array.params[1], other)
-
-
-class Named(torch.Tensor):
-    """Has memory as any other."""
-
-
-class Weight(nn.Parameter):
-    """A parameter of a model that distinguishes its parameters by class."""
-
-
-def fake(tensor: Tensor) -> Tensor:
-    faked: Tensor = FakeTensorMode().from_tensor(tensor)
-    return faked
-
-
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
-    "subclass": lambda t: nn.Parameter(t.as_subclass(Named)),
-    "parameter subclass": Weight,
-}
-ELSEWHERE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "fake": (fake, "got FakeTensor.*step outside the FakeTensorMode"),
-    "wrapper": (lambda t: TwoTensor(t, t.clone()), "got TwoTensor.*use torch.optim"),
-}
-
-
-@ALL
-@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
-def test_subclasses_with_memory(name: str, options: dict[str, Any], make: Callable[[Tensor], Tensor]) -> None:
-    array = Array(3, shapes=[(4, 2), (5,)])
-    array.params = [mark(make(p.detach()), membership(p)) for p in array.params]  # type: ignore[arg-type, misc]
-    fused, alone = start(name, {"lr": 0.01, **options}, array)
-    run(array, fused, alone, 4)
-    array.assert_equal()
-    for param in array.params:
-        assert param.grad is not None
-        param.grad = param.grad.as_subclass(Named)
-    for param, row in zip(array.members[1], array.params, strict=True):
-        param.grad = row.grad[1].as_subclass(Tensor).clone()  # type: ignore[index]
-    for optimizer in (fused, *alone):
-        optimizer.step()
-    array.assert_equal()
-
-
-@ALL
-@pytest.mark.parametrize(("make", "message"), ELSEWHERE.values(), ids=ELSEWHERE)
-def test_tensors_without_memory(
-    name: str, options: dict[str, Any], make: Callable[[Tensor], Tensor], message: str
-) -> None:
-    fused, array = begun(name, options, 3)
-    param, before = array.params[0], array.params[0].detach().clone()
-    entry = state(fused, array)
-    original = entry[stack(entry)]
-    entry[stack(entry)] = make(original)
-    with pytest.raises(hf.FusionError, match=f"the state '{stack(entry)}' of parameter 'p0' .*{message}"):
-        fused.step()
-    entry[stack(entry)] = original
-    param.grad = make(torch.ones_like(param))
-    with pytest.raises(hf.FusionError, match=f"the gradient of 'p0' .*{message}"):
-        fused.step()
-    assert torch.equal(param, before)
-    for trained in (True, False):
-        other = nn.Parameter(make(param.detach()), requires_grad=trained)
-        mark(other, membership(param))  # type: ignore[arg-type]
-        if trained:
-            with pytest.raises(hf.FusionError, match=f"parameter 'p0' .*{message}"):
-                getattr(hf.optim, name)([other], lr=0.1)
-        else:
-            getattr(hf.optim, name)([other], lr=0.1)
-
-
-@ALL
-def test_steps_on_the_meta_device_compute_shapes(name: str, options: dict[str, Any]) -> None:
-    array = Array(3, shapes=[(4, 2), (5,)])
-    params = [mark(nn.Parameter(p.detach().to("meta")), membership(p)) for p in array.params]  # type: ignore[arg-type]
-    fused = getattr(hf.optim, name)(params, lr=[0.1, 0.2, 0.3], **options)
-    for _ in range(3):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        fused.step()
-    entry = fused.state[params[0]]
-    assert entry[stack(entry)].is_meta
-    assert entry[stack(entry)].shape == (3, 4, 2)
 
 
 def test_a_module_that_is_converted_with_its_optimizer() -> None:

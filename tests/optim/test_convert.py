@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from hfusion import FusionError, optim
 from hfusion.core.membership import Membership, mark
-from tests.optim.arrays import EVERY, Array, alone_class, for_member, run, start, start_alone
+from tests.optim.arrays import EVERY, Array, run, start, start_alone
 
 BOTH = pytest.mark.parametrize(("name", "options"), EVERY.values(), ids=EVERY)
 
@@ -60,24 +60,6 @@ def test_unfused_dicts_are_those_of_the_members(name: str, options: dict[str, An
                 torch.testing.assert_close(unfused["state"][number][key], value, rtol=1e-9, atol=1e-12)
 
 
-@BOTH
-def test_round_trip(name: str, options: dict[str, Any]) -> None:
-    array = Array(3)
-    fused, alone = start(name, options, array)
-    run(array, fused, alone, 2, skip=[1])
-    fresh = [alone_class(name)(params) for params in array.members]
-    for optimizer, state in zip(fresh, fused.unfuse(), strict=True):
-        optimizer.load_state_dict(state)
-        # As it was: torch gives all of the state but `step` the dtype of its parameter.
-        for entry in optimizer.state.values():
-            entry.update({key: entry[key].float() for key in fused.numbers if key in entry})
-    run(array, fused, fresh, 2)
-    array.assert_equal()
-    again = optim.fuse(fresh, array, into=into(name))
-    run(array, again, fresh, 2)
-    array.assert_equal()
-
-
 def test_groups_keep_their_order_and_what_schedulers_left() -> None:
     array = Array(2)
     groups: list[list[dict[str, Any]]] = [[{"params": p[3:]}, {"params": p[:3], "lr": 0.5}] for p in array.members]
@@ -93,15 +75,6 @@ def test_groups_keep_their_order_and_what_schedulers_left() -> None:
     for optimizer, state in zip(fresh, fused.unfuse(), strict=True):
         optimizer.load_state_dict(state)
     run(array, fused, fresh, 2)
-    array.assert_equal()
-
-
-def test_torch_options_that_only_say_how_to_run_are_dropped() -> None:
-    array = Array(2)
-    alone = [torch.optim.Adam(p, lr=torch.tensor(0.1), fused=True) for p in array.members]
-    step_alone(array, alone, [2, 2])
-    fused = optim.fuse(alone, array)
-    run(array, fused, alone, 2)
     array.assert_equal()
 
 
@@ -134,17 +107,3 @@ def test_frozen_shared_parameters_ride_along() -> None:
         optimizer.step()
     with pytest.raises(FusionError, match="'base' is one tensor for all members, and 2 optimizers have updated it"):
         optim.fuse(alone, array)
-
-
-def adam(params: Any, **options: Any) -> Any:
-    return torch.optim.Adam(params, **options)
-
-
-def test_unfused_dicts_are_copies() -> None:
-    array = Array(2)
-    fused, alone = start("Adam", for_member({"lr": 0.1}, 0), array)
-    run(array, fused, alone, 1)
-    first = fused.unfuse()[0]["state"][0]["exp_avg"]
-    before = first.clone()
-    run(array, fused, alone, 1)
-    assert torch.equal(first, before)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -57,13 +56,6 @@ def test_elementwise_ones_equal_alone(name: str, options: dict[str, Any], foreac
         for optimizer in optimizers:
             optimizer.step()
     array.assert_equal(1e-12)
-
-
-def test_sparse_adam_refuses_dense_gradients_by_itself() -> None:
-    array = Array(2, shapes=[(4, 3)])
-    array.draw_grads()
-    with pytest.raises(RuntimeError, match="does not support dense gradients"):
-        torch.optim.SparseAdam(array.params).step()
 
 
 class Scale(nn.Module):
@@ -152,99 +144,6 @@ def test_an_unknown_one_is_warned_of_once() -> None:
     step(Apart, array.params)
 
 
-class SAM(Optimizer):
-    """Steps another optimizer, and never itself."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-        self.base = torch.optim.SGD(self.param_groups, lr=lr)
-        self.param_groups = self.base.param_groups
-
-    def second_step(self) -> None:
-        self.base.step()
-
-
-class Lookahead(Optimizer):
-    """Takes the param groups of another, without the constructor of its class."""
-
-    def __init__(self, base: Optimizer) -> None:
-        self.__setstate__({"base": base, "param_groups": base.param_groups, "defaults": base.defaults})
-        self.base = base
-
-    def update(self) -> None:
-        self.base.step()
-
-
-class Reset(Lookahead):
-    """Is seen when it resets gradients."""
-
-    def update(self) -> None:
-        self.zero_grad()
-
-
-class Larc:
-    """No optimizer by its class."""
-
-    def __init__(self, base: Optimizer) -> None:
-        self.base = base
-
-    @property
-    def param_groups(self) -> Any:
-        return self.base.param_groups
-
-    def update(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad *= 0.1 / param.grad.norm()
-        self.base.step()
-
-
-def wrapped(kind: Any, base: Any) -> Callable[[Array], Any]:
-    return lambda array: kind(base(array.params, lr=0.1)).update()
-
-
-WRAPPERS: dict[str, tuple[Callable[[Array], Any], str]] = {
-    "SAM": (lambda array: SAM(array.params, 0.1), "SAM"),
-    "Lookahead": (wrapped(Lookahead, torch.optim.SGD), "Lookahead"),
-    "Reset": (wrapped(Reset, torch.optim.SGD), "Reset"),
-    "LARC": (wrapped(Larc, torch.optim.SGD), "Larc"),
-    "LARC of ours": (wrapped(Larc, hf.optim.SGD), "Larc"),
-}
-
-
-@pytest.mark.parametrize(("use", "name"), WRAPPERS.values(), ids=WRAPPERS)
-def test_wrappers_of_an_optimizer_are_warned_of(use: Callable[[Array], Any], name: str) -> None:
-    coupling._warned.clear()
-    array = Array(2, shapes=[(3,)])
-    array.draw_grads()
-    with pytest.warns(UserWarning, match=f"{name} is not known to hfusion.*every element by itself") as records:
-        use(array)
-    assert records[0].filename == __file__
-    use(array)
-    # A single member has no other to be coupled with.
-    single = Array(1, shapes=[(3,)])
-    single.draw_grads()
-    coupling._warned.clear()
-    use(single)
-
-
-class Trainer:
-    """Has param groups, which are not those of its optimizer."""
-
-    param_groups: ClassVar[list[Any]] = [{"params": []}]
-
-    def fit(self, array: Array, optimizer: Any) -> None:
-        array.draw_grads()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, hf.optim.SGD])
-def test_a_caller_of_an_optimizer_may_have_its_own_param_groups(kind: Any) -> None:
-    array = Array(2, shapes=[(3,)])
-    Trainer().fit(array, kind(array.params, lr=0.1))
-
-
 NORMS: dict[str, Callable[[Any], Any]] = {
     "clip_grad_norm_": lambda fused: nn.utils.clip_grad_norm_(fused.parameters(), 1.0),
     "one parameter": lambda fused: nn.utils.clip_grad_norm_(fused.weight, 1.0, foreach=False),
@@ -262,35 +161,3 @@ def test_torchs_norm_of_an_array_is_warned_of_once(norm: Callable[[Any], Any]) -
         norm(fused)
     assert records[0].filename == __file__
     norm(fused)
-
-
-def test_other_norms_and_limits_are_left_in_peace() -> None:
-    coupling._warned.clear()
-    model, fused = nn.Linear(3, 2), hf.fuse([nn.Linear(3, 2) for _ in range(2)])
-    for module in (model, fused, *fused):
-        module(torch.ones(1, 3)).sum().backward()
-    for module in (model, *fused, hf.fuse([nn.Linear(3, 2)])):
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-    nn.utils.clip_grad_value_(fused.parameters(), 1.0)
-    assert hf.optim.clip_grad_norm_(fused.parameters(), 1.0).shape == (2,)
-
-
-def test_models_alone_are_left_in_peace() -> None:
-    array = Array(2, shapes=[(3, 3)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for make, _ in COUPLING.values():
-            optimizer: Any = make([array.members[0][0]])
-            array.members[0][0].grad = torch.ones(3, 3).double()
-            optimizer.step(lambda: 0.0)
-        step(type("Other", (torch.optim.SGD,), {}), array.members[1])
-
-
-def test_fused_ones_keep_their_short_way() -> None:
-    array = Array(2, shapes=[(3,)])
-    fused = hf.optim.SGD(array.params)
-    for _ in range(3):
-        array.draw_grads()
-        fused.step()
-    assert fused._cache is not None or not coupling.hooks()
-    assert coupling.hooks() == 1

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hfusion as hf
-from hfusion.optim import clip, gpu
-from tests.optim.arrays import CASES, Array, Per, beside_a_bad_member, for_array, run, run_shared, start
+from hfusion.optim import gpu
+from tests.optim.arrays import CASES, Array, beside_a_bad_member, for_array, run, start
 from tests.optim.interpreted import forget, interpret
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,40 +50,6 @@ def test_equals_alone(name: str, options: dict[str, Any], members: int) -> None:
     array.assert_equal()
 
 
-@BOTH
-def test_equals_alone_in_single_precision(name: str, options: dict[str, Any]) -> None:
-    array = Array(2, dtype=torch.float32, device=DEVICE)
-    fused, alone = start(name, options, array)
-    run(array, fused, alone, 4)
-    array.assert_equal(rtol=1e-5)
-
-
-@ONE_EACH
-def test_tensors_of_many_blocks(name: str, options: dict[str, Any]) -> None:
-    array = Array(2, shapes=[(3,), (gpu.library().BLOCK * 2 + 7,), (gpu.library().BLOCK,)], device=DEVICE)
-    fused, alone = start(name, options, array)
-    run(array, fused, alone, 3)
-    array.assert_equal()
-
-
-@ONE_EACH
-def test_members_without_momentum_or_decay_beside_others(name: str, options: dict[str, Any]) -> None:
-    mixed = {"weight_decay": Per(0.1, 0.0)} | ({"momentum": Per(0.9, 0.0)} if name == "SGD" else {})
-    array = Array(3, shapes=[(4,)], device=DEVICE)
-    fused, alone = start(name, {**options, **mixed}, array)
-    # It shall not reach the state of a member without decay.
-    for member, params in enumerate(array.members):
-        for tensor in (array.params[0][member], params[0]):
-            tensor.detach()[2] = float("inf")
-    with np.errstate(invalid="ignore"):
-        run(array, fused, alone, 3)
-    expected = torch.stack([params[0].detach() for params in array.members])
-    torch.testing.assert_close(array.params[0].detach(), expected, rtol=1e-9, atol=1e-12, equal_nan=True)
-    for key, value in fused.state[array.params[0]].items():
-        if key != "step":
-            assert value[1:].isfinite().all()
-
-
 @ONE_EACH
 def test_a_bad_member_leaves_its_neighbours_bit_identical(name: str, options: dict[str, Any]) -> None:
     with np.errstate(invalid="ignore"):
@@ -93,80 +58,6 @@ def test_a_bad_member_leaves_its_neighbours_bit_identical(name: str, options: di
         ]
     for outcome in others:
         assert all(torch.equal(actual, clean) for actual, clean in zip(outcome, first, strict=True))
-
-
-@ONE_EACH
-def test_a_shared_parameter_is_one_ordinary_parameter(name: str, options: dict[str, Any]) -> None:
-    array = Array(3, device=DEVICE)
-    _, shared, plain = run_shared(name, options, array)
-    array.assert_equal()
-    torch.testing.assert_close(shared, plain, rtol=1e-9, atol=1e-12)
-
-
-@ONE_EACH
-def test_memory_that_moves(name: str, options: dict[str, Any]) -> None:
-    array = Array(2, device=DEVICE)
-    fused, alone = start(name, options, array)
-    for _ in range(3):
-        run(array, fused, alone, 2)
-        for param in array.params:
-            fused.state[param].update(
-                {key: value.clone() for key, value in fused.state[param].items() if key != "step"}
-            )
-            param.data = param.data.clone()
-        fused.forget()
-    array.assert_equal()
-
-
-@pytest.mark.parametrize("offset", [0, 1])
-def test_addresses_of_tensors_are_sent_to_the_device_once(offset: int) -> None:
-    """Rows of 8, 6 and 0 elements, at multiples of 16 bytes and not."""
-    stacks = [
-        [
-            torch.zeros(2 * size + offset, dtype=torch.float32, device=DEVICE)[offset:].view(2, size)
-            for size in (8, 6, 0)
-        ]
-        for _ in range(2)
-    ]
-    counts = [torch.zeros(2) for _ in stacks[0]]
-    stepper = gpu.TritonStepper(hf.optim.Adam, [stacks[0], stacks[1], stacks[0]], counts)
-    first = stepper._params
-    assert first.wide == (offset == 0)
-    stepper.move([stacks[1], stacks[0], stacks[1]])
-    assert stepper._params is not first
-    stepper.move([stacks[0], stacks[1], stacks[0]])
-    assert stepper._params is first
-    assert [lanes for lanes, _ in stepper._launches] == [4, 1]
-
-
-class _Counting(TorchDispatchMode):
-    """Counts the operators that are called, except for views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("kind", [hf.optim.Adam, hf.optim.AdamW, hf.optim.Adadelta])
-def test_the_host_calls_few_operators_for_a_step(kind: type[hf.optim.FusedOptimizer]) -> None:
-    array = Array(2, shapes=[(4,)] * 20, device=DEVICE)
-    fused = kind(array.params, lr=[0.1, 0.2])  # type: ignore[call-arg]
-    for _ in range(2):
-        array.draw_grads()
-        fused.step()
-    ((settings, parts),) = fused._prepared.values()
-    assert parts is not None
-    (part,) = parts.with_gradients([param.grad for param in array.params if param.grad is not None])
-    stepper, counting = part[0].recordable, _Counting()
-    assert stepper is not None
-    with counting:
-        stepper.ready(part[1], settings)
-    # Twenty counts are compared with what the device has counted, and go on.
-    assert counting.count <= 4
 
 
 class Driver:
@@ -211,26 +102,6 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     driver._active = before
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("order", clip.ORDERS)
-def test_tritons_launcher_takes_the_kernels_that_clip(
-    compiling: Any, order: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clip._tables.cache_clear()
-    kernels = {name: Unlaunched(getattr(compiling, name)) for name in ("partial_norms", "row_norms", "scale_rows")}
-    for name, kernel in kernels.items():
-        monkeypatch.setattr(compiling, name, kernel)
-    grads = [torch.zeros(3, 8, dtype=dtype), torch.zeros(3, 3, dtype=torch.float32)]
-    table = clip.on_accelerator(grads, 3)
-    assert table is not None
-    table.norms(order)
-    table.scale(torch.ones(3, dtype=dtype))
-    launches = 1 if dtype is torch.float32 else 2
-    assert [len(kernel.compiled) for kernel in kernels.values()] == [2, launches, 2]
-    assert all("cubin" in compiled.asm for kernel in kernels.values() for compiled in kernel.compiled)
-    clip._tables.cache_clear()
-
-
 @ONE_EACH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_tritons_launcher_takes_the_kernels(compiling: Any, name: str, options: Any, dtype: torch.dtype) -> None:
@@ -246,20 +117,6 @@ def test_tritons_launcher_takes_the_kernels(compiling: Any, name: str, options: 
     # One launch for rows of multiples of 16 bytes, one for others.
     assert len(steps.compiled) == 2
     assert all("cubin" in compiled.asm for compiled in [*steps.compiled, *scalars.compiled])
-
-
-def test_no_argument_has_the_name_of_a_variable_of_the_launcher(compiling: Any) -> None:
-    from triton.compiler import make_backend
-    from triton.runtime import JITFunction
-    from triton.runtime.jit import create_function_from_signature
-
-    kernels = {name: value for name, value in vars(compiling).items() if isinstance(value, JITFunction)}
-    assert kernels.keys() >= {*compiling.SCALARS, *(f"{name}_scalars" for name in compiling.SCALARS)}
-    target = make_backend(Driver().get_current_target())
-    for name, kernel in kernels.items():
-        bind = create_function_from_signature(kernel.signature, kernel.params, target)
-        bound, _, _ = bind(*[torch.zeros(4)] * len(kernel.params))
-        assert list(bound) == list(kernel.signature.parameters), name
 
 
 COMPILES = """

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from hfusion import optim
-from hfusion.optim import clip, gpu
+from hfusion.optim import clip
 from tests.optim.arrays import Array
 from tests.optim.interpreted import forget, interpret
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MANY = 1024 + 5
 SHAPES = ((4, 3), (), (5,), (0,), (MANY,), (16, 8))
-HALVES = (torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 """Of half precision one rounding to the next number: the order of a sum in float32 may decide which is nearer."""
 
@@ -75,18 +74,6 @@ def test_equals_alone(members: int, norm_type: float, dtype: torch.dtype, kernel
     assert len(kernels) == 2
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32), HALVES], ids=str)
-def test_gradients_of_several_dtypes(dtypes: tuple[torch.dtype, ...], kernels: list[object]) -> None:
-    arrays = [Array(3, SHAPES, dtype, DEVICE) for dtype in dtypes]
-    combined = Array(3, (), device=DEVICE)
-    combined.params = [param for array in arrays for param in array.params]
-    combined.members = [[param for array in arrays for param in array.members[member]] for member in range(3)]
-    combined.draw_grads()
-    norms = optim.clip_grad_norm_(combined.params, [0.1, 3.0, 1e4])
-    assert_equal(combined, norms, clip_alone(combined, [0.1, 3.0, 1e4], 2.0))
-    assert len(kernels) == 1
-
-
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, inf])
 @pytest.mark.parametrize("value", [nan, inf, -inf])
 def test_a_bad_member_leaves_its_neighbours_bit_identical(value: float, norm_type: float) -> None:
@@ -112,29 +99,6 @@ def test_a_bad_member_leaves_its_neighbours_bit_identical(value: float, norm_typ
         assert torch.equal(clean[[0, 2]], spoiled[[0, 2]])
 
 
-def test_nothing_is_scaled_where_a_norm_is_an_error() -> None:
-    array = Array(2, SHAPES, torch.float32, DEVICE)
-    array.draw_grads()
-    array.params[0].grad[1] = nan  # type: ignore[index]
-    before = [param.grad.clone() for param in array.params if param.grad is not None]
-    with pytest.raises(RuntimeError, match=r"not finite for members \{1: nan\}"):
-        optim.clip_grad_norm_(array.params, 1e-3, error_if_nonfinite=True)
-    for param, grad in zip(array.params, before, strict=True):
-        torch.testing.assert_close(param.grad, grad, rtol=0, atol=0, equal_nan=True)
-
-
-def test_gradients_that_do_not_lie_in_the_order_of_their_dims(kernels: list[object]) -> None:
-    array = Array(3, [(4, 3, 2), (6,)], device=DEVICE)
-    array.draw_grads()
-    grad = array.params[0].grad
-    assert grad is not None
-    array.params[0].grad = grad.transpose(1, 3).contiguous().transpose(1, 3)
-    version = array.params[0].grad._version
-    assert_equal(array, optim.clip_grad_norm_(array.params, 0.5), clip_alone(array, [0.5] * 3, 2.0))
-    assert len(kernels) == 1
-    assert array.params[0].grad._version > version
-
-
 @pytest.mark.parametrize("kind", ["order", "strided", "members last", "twice", "complex", "HFUSION_NATIVE=0"])
 def test_gradients_that_kernels_do_not_take(kind: str, kernels: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     array = Array(2, [(4, 3), (6,)], torch.complex128 if kind == "complex" else torch.float64, DEVICE)
@@ -156,14 +120,3 @@ def test_gradients_that_kernels_do_not_take(kind: str, kernels: list[object], mo
     else:
         assert_equal(array, optim.clip_grad_norm_(array.params, 0.5, order), clip_alone(array, [0.5] * 2, order))
     assert not kernels
-
-
-def test_launches_know_how_gradients_are_aligned() -> None:
-    assert gpu.WIDTH == 16
-    whole = torch.randn(2 * 8 + 1, device=DEVICE)
-    for offset in (0, 1):
-        grad = whole[offset : offset + 16].view(2, 8)
-        table = clip.on_accelerator([grad], 2)
-        assert table is not None
-        assert table._wide == (offset == 0)
-        torch.testing.assert_close(table.norms(2.0)[0], grad.norm(dim=1))

@@ -15,8 +15,6 @@ from hfusion.core.membership import Membership, mark
 from hfusion.optim.hyper import MemberVector, member_vector
 from tests.optim.arrays import Array
 
-NAN = float("nan")
-
 
 def test_shared_parameters_need_one_value() -> None:
     shared = mark(Parameter(torch.zeros(2)), Membership("base.weight", 2, False))

@@ -16,11 +16,9 @@ from torch.nn import Parameter
 
 import hfusion as hf
 from hfusion.optim import base
-from tests.optim.arrays import CASES, EVERY, FORMULAS, Array, alone_class, for_array, for_member, start
+from tests.optim.arrays import CASES, EVERY, FORMULAS, Array, alone_class, for_array, for_member
 from tests.optim.interpreted import forget, interpret
 from tests.optim.tape import Closure
-from tests.tasks.resumed import CutError, planned_as
-from tests.trained import machine
 
 SHAPES = ((7, 5), (2,), (0,), (131,))
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
@@ -96,35 +94,6 @@ def test_steps_are_recorded_on_an_accelerator(
     forget()
 
 
-def test_small_updates_are_not_lost() -> None:
-    """A bfloat16 weight of 1 has neighbours at a distance of 2**-8 and 2**-7."""
-    results = {}
-    for masters in (False, True):
-        fused = hf.fuse([nn.Linear(4, 1, bias=False).to(torch.bfloat16) for _ in range(2)])
-        with torch.no_grad():
-            fused.stacks["weight"].fill_(1.0)
-        optimizer = hf.optim.SGD(fused.parameters(), lr=[2.0**-12, 0.0], master_weights=masters)
-        for _ in range(64):
-            optimizer.zero_grad()
-            fused(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
-            optimizer.step()
-        results[masters] = fused.stacks["weight"].detach().float()[:, 0, 0].tolist()
-    assert results == {False: [1.0, 1.0], True: [1.0 - 2.0**-6, 1.0]}
-
-
-def test_parameters_of_other_dtypes_are_stepped_as_without_it() -> None:
-    array = Array(2, ((3, 2), (4,)), torch.float32)
-    fused, alone = start("AdamW", {"lr": 0.1}, array)
-    masters = hf.optim.AdamW(array.params, lr=0.1, master_weights=True)
-    array.draw_grads()
-    masters.step()
-    for optimizer in alone:
-        optimizer.step()
-    array.assert_equal(1e-6)
-    assert "master_param" not in masters.state[array.params[0]]
-    assert masters.state_stacks == fused.state_stacks == 2
-
-
 def models(count: int = 3, dtype: torch.dtype = torch.bfloat16) -> list[nn.Module]:
     torch.manual_seed(5)
     return [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype) for _ in range(count)]
@@ -142,28 +111,6 @@ def steps(optimizer: Any, fused: Any, batches: list[tuple[Tensor, Tensor]]) -> N
 
 def weights(fused: Any) -> list[Tensor]:
     return [param.detach().clone() for param in fused.parameters()]
-
-
-def test_a_saved_state_goes_on_with_the_same_bits(tmp_path: Path) -> None:
-    batches = [batch() for _ in range(6)]
-    whole = hf.fuse(models())
-    steps(hf.optim.AdamW(whole.parameters(), lr=[1e-2, 1e-3, 1e-4], master_weights=True), whole, batches)
-    first = hf.fuse(models())
-    optimizer = hf.optim.AdamW(first.parameters(), lr=[1e-2, 1e-3, 1e-4], master_weights=True)
-    steps(optimizer, first, batches[:3])
-    torch.save([first.state_dict(), optimizer.state_dict()], tmp_path / "state.pt")
-    state, saved = torch.load(tmp_path / "state.pt", weights_only=True)
-    again = hf.fuse(models())
-    again.load_state_dict(state)
-    loaded = hf.optim.AdamW(again.parameters())
-    loaded.load_state_dict(saved)
-    steps(loaded, again, batches[3:])
-    for weight, other in zip(weights(whole), weights(again), strict=True):
-        assert torch.equal(weight, other)
-    copied, fused = copy.deepcopy((optimizer, first))
-    steps(copied, fused, batches[3:])
-    for weight, other in zip(weights(whole), weights(fused), strict=True):
-        assert torch.equal(weight, other)
 
 
 class Matrices(nn.Module):
@@ -221,51 +168,6 @@ def test_a_save_goes_on_with_the_same_bits(name: str, dtype: torch.dtype, tmp_pa
     for actual, expected in zip(all_state(again, loaded), all_state(whole, optimizer), strict=True):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)
-
-
-@DTYPES
-@pytest.mark.parametrize("widths", [[5], [5, 5, 5], [5, 6, 6]], ids=["one", "array", "groups"])
-@pytest.mark.parametrize("name", ["SGD", "NAdam", "Muon"])
-def test_a_saved_population_goes_on_with_the_same_bits(
-    name: str, widths: list[int], dtype: torch.dtype, tmp_path: Path
-) -> None:
-    batches = [batch(dtype) for _ in range(6)]
-    options: dict[str, Any] = {"optimizer": with_masters(name), "loss": F.mse_loss, "compile": False}
-    pop = hf.Population(saved_models(name, dtype, widths), **options)
-    for x, y in batches[:3]:
-        pop.step(x, y)
-    pop.save(tmp_path)
-    models_by_tag = dict(zip(pop.tags, saved_models(name, dtype, widths), strict=True))
-    again = hf.Population.load(tmp_path, lambda tag: models_by_tag[tag], **options)
-    for x, y in batches[3:]:
-        assert torch.equal(pop.step(x, y), again.step(x, y))
-    for model, other in zip(pop.models, again.models, strict=True):
-        for param, expected in zip(other.parameters(), model.parameters(), strict=True):
-            assert torch.equal(param, expected)
-
-
-@DTYPES
-@pytest.mark.parametrize("mode", ["resident", "spilled"])
-def test_a_resumed_run_goes_on_with_the_same_bits(mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    batches = [batch(dtype) for _ in range(4)]
-
-    def run(root: Path | None, cut: int | None = None) -> list[Tensor]:
-        def stop(heard: Any) -> None:
-            if isinstance(heard, hf.Step) and heard.epoch * 4 + heard.step == cut:
-                raise CutError
-
-        fused = hf.fuse(saved_models("AdamW", dtype, [5, 5]))
-        optimizer = with_masters("AdamW")(fused.parameters())
-        options: dict[str, Any] = {"epochs": 2, "callbacks": [stop], "compile": False, "name": "t"}
-        tasks = [hf.Task(fused, F.mse_loss, lambda params: optimizer, batches, **options)]
-        hf.train(tasks, machine(), plan=planned_as(tasks, machine(), [mode]), checkpoint=root, every=1)
-        return all_state(fused, optimizer)
-
-    expected = run(None)
-    with pytest.raises(hf.TrainError):
-        run(tmp_path, cut=5)
-    for actual, value in zip(run(tmp_path), expected, strict=True):
-        assert torch.equal(actual, value)
 
 
 def test_a_save_with_master_weights_needs_an_optimizer_with_them(tmp_path: Path) -> None:
@@ -352,9 +254,3 @@ def test_invalid_use_is_refused() -> None:
     optimizer.param_groups[0]["master_weights"] = False
     with pytest.raises(hf.FusionError, match="is float32"):
         steps(optimizer, fused, [batch()])
-
-
-def test_estimates_count_them() -> None:
-    """Of a bfloat16 parameter: two moments, the weights and the gradients, each of twice its size."""
-    fused = hf.fuse(models())
-    assert hf.optim.AdamW(fused.parameters(), master_weights=True).state_stacks == 8

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch.amp import GradScaler
 
 import hfusion as hf
-from tests.optim.arrays import Array, Per, beside_a_bad_member, run, start, start_alone
+from tests.optim.arrays import Array, Per, run, start
 
 SHAPES = [(4, 3), (3, 5), (6, 6)]
 CASES: dict[str, dict[str, Any]] = {
@@ -48,52 +46,6 @@ def test_equals_alone(options: dict[str, Any], members: int, dtype: torch.dtype)
         for stack, parameter in zip(array.params, params, strict=True):
             expected = optimizer.state[parameter]["momentum_buffer"]
             torch.testing.assert_close(fused.state[stack]["momentum_buffer"][member], expected, rtol=1e-6, atol=1e-9)
-
-
-@ALL
-def test_state_continues(options: dict[str, Any]) -> None:
-    array = Array(3, SHAPES)
-    alone = start_alone("Muon", options, array)
-    fused = hf.optim.fuse(alone, array)
-    assert type(fused) is hf.optim.Muon
-    run(array, fused, alone, 2)
-    again = hf.optim.Muon(array.params)
-    again.load_state_dict(copy.deepcopy(fused.state_dict()))
-    for optimizer, state in zip(alone, again.unfuse(), strict=True):
-        expected = optimizer.state_dict()
-        assert state["param_groups"] == expected["param_groups"]
-        assert state["state"].keys() == expected["state"].keys()
-        optimizer.load_state_dict(state)
-    run(array, again, alone, 2)
-    assert_equal(array, 4)
-
-
-def test_a_bad_member_leaves_its_neighbours_bit_identical() -> None:
-    first, *others = [
-        beside_a_bad_member("Muon", CASES["lr"], value, shapes=SHAPES) for value in (1.0, float("nan"), float("inf"))
-    ]
-    for outcome in others:
-        assert all(torch.equal(actual, clean) for actual, clean in zip(outcome, first, strict=True))
-
-
-def test_a_member_that_overflows_is_held_back_alone() -> None:
-    array = Array(3, SHAPES)
-    fused, alone = start("Muon", CASES["lr"], array)
-    scaler = GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.zeros(()))
-    array.draw_grads()
-    for param in array.params:
-        assert param.grad is not None
-        param.grad.mul_(4.0)
-    grad = array.params[1].grad
-    assert grad is not None
-    grad[2, 0, 0] = float("inf")
-    before = [param.detach()[2].clone() for param in array.params]
-    scaler.step(fused)
-    for optimizer in alone[:2]:
-        optimizer.step()
-    assert all(torch.equal(param.detach()[2], old) for param, old in zip(array.params, before, strict=True))
-    assert_equal(array, 1)
 
 
 @pytest.mark.parametrize(

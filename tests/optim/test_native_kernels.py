@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from hfusion import optim
@@ -66,29 +64,6 @@ def test_a_cut_between_elements_changes_no_bit(name: str, options: dict[str, Any
 
 
 @BOTH
-@DTYPES
-@pytest.mark.usefixtures("compiler")
-def test_a_member_alone_gives_the_same_bits(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    shape = (13, 5)
-    whole = trained(name, for_array(options, MEMBERS), shape, dtype, lambda tensor: [tensor])
-    for member in range(MEMBERS):
-        values = {key: one_of(value, member) for key, value in for_array(options, MEMBERS).items()}
-        alone = trained(name, values, shape, dtype, rows(member))
-        for (full,), (other,) in zip(whole, alone, strict=True):
-            assert torch.equal(full[member : member + 1], other)
-
-
-def rows(member: int) -> Callable[[Tensor], list[Tensor]]:
-    return lambda tensor: [tensor[member : member + 1]]
-
-
-def one_of(value: Any, member: int) -> Any:
-    if isinstance(value, tuple):
-        return tuple(one_of(item, member) for item in value)
-    return value[member] if isinstance(value, list) else value
-
-
-@BOTH
 @pytest.mark.usefixtures("compiler")
 def test_threads_change_no_bit(name: str, options: dict[str, Any]) -> None:
     shape, values = (20011,), for_array(options, MEMBERS)
@@ -133,12 +108,6 @@ def test_without_a_library_formulas_run(
     array.assert_equal()
 
 
-def test_the_benchmark_reports_the_form(compiler: list[str]) -> None:
-    assert bench.form(torch.device("cpu")) == "native"
-    triton = importlib.util.find_spec("triton") is not None
-    assert bench.form(torch.device("cuda")) == ("native" if triton else "formula: triton is not installed")
-
-
 DENORMAL = 1e-40
 
 
@@ -162,16 +131,6 @@ def test_moments_that_died_down_become_zero_and_nothing_else_does(name: str, opt
 
 
 @pytest.mark.usefixtures("compiler")
-def test_denormal_squares_count_where_eps_is_as_small() -> None:
-    """Adam with an eps below the root of any float: its first step is as long as the learning rate."""
-    param = mark(Parameter(torch.zeros(2, 9)), Membership("w", 2, True))
-    fused = optim.Adam([param], lr=0.1, eps=1e-30)
-    param.grad = torch.full_like(param, 1e-18)
-    fused.step()
-    torch.testing.assert_close(param.detach(), torch.full((2, 9), -0.1), rtol=1e-2, atol=0)
-
-
-@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_numbers_that_are_not_finite_are_found_wherever_they_are(dtype: torch.dtype) -> None:
     check, largest = native_kernels.FiniteCheck(), torch.finfo(dtype).max
@@ -184,16 +143,3 @@ def test_numbers_that_are_not_finite_are_found_wherever_they_are(dtype: torch.dt
             assert check(values) is False
     assert check(tensors[:1]) is True
     assert check([tensors[0][:2], *tensors[1:]]) is True
-
-
-@pytest.mark.usefixtures("compiler")
-def test_tensors_the_finite_check_cannot_read_are_left_to_torch() -> None:
-    check, x = native_kernels.FiniteCheck(), torch.ones(4, 4)
-
-    class Other(Tensor):
-        pass
-
-    mixed = [x, x.double()]
-    for tensors in (mixed, [x.half()], [x.t()[:2]], [x, x.as_subclass(Other)], [x.to_sparse()], [x.to("meta")]):
-        assert check(tensors) is None
-        assert check([x]) is True

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import nn
 
 from hfusion import CheckpointError, optim
 from hfusion.optim.hyper import MemberVector
-from tests.optim.arrays import CASES, EVERY, Array, for_array, run, start
+from tests.optim.arrays import EVERY, Array, run, start
 
 BOTH = pytest.mark.parametrize(("name", "options"), EVERY.values(), ids=EVERY)
 
@@ -35,17 +33,6 @@ def test_state_dict_round_trip_through_a_file(name: str, options: dict[str, Any]
     array.assert_equal()
 
 
-@BOTH
-def test_state_layout(name: str, options: dict[str, Any]) -> None:
-    array = Array(3)
-    fused, alone = start(name, options, array)
-    run(array, fused, alone, 2)
-    for param in array.params:
-        for key, value in fused.state[param].items():
-            assert value.shape == ((3,) if key in fused.numbers else param.shape)
-            assert value.is_contiguous()
-
-
 def test_counts_in_a_state_dict_do_not_go_on() -> None:
     array = Array(2)
     fused, alone = start("Adam", {"lr": 0.1}, array)
@@ -53,61 +40,6 @@ def test_counts_in_a_state_dict_do_not_go_on() -> None:
     saved = fused.state_dict()
     run(array, fused, alone, 2)
     assert [entry["step"].tolist() for entry in saved["state"].values()] == [[1.0, 1.0]] * len(array.params)
-
-
-def test_loaded_state_is_a_copy() -> None:
-    array = Array(2)
-    fused, alone = start("Adam", {"lr": 0.1}, array)
-    run(array, fused, alone, 1)
-    again = optim.Adam(array.params)
-    again.load_state_dict(fused.state_dict())
-    before = copy.deepcopy(fused.state_dict())
-    run(array, again, alone, 1)
-    for number, state in fused.state_dict()["state"].items():
-        assert all(torch.equal(value, before["state"][number][key]) for key, value in state.items())
-
-
-@BOTH
-def test_deepcopy_and_pickle(name: str, options: dict[str, Any]) -> None:
-    array = Array(3, shapes=[(4, 2), (3,)])
-    fused, alone = start(name, options, array)
-    run(array, fused, alone, 2)
-    copies = [copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))]
-    run(array, fused, alone, 2)
-    for fused_copy in copies:
-        assert type(fused_copy.param_groups[0]["lr"]) is MemberVector
-        params = fused_copy.param_groups[0]["params"]
-        assert all(param is not old for param, old in zip(params, array.params, strict=True))
-        state = [fused_copy.state[param] for param in params]
-        assert all(
-            ("step" in entry) == ("step" in fused.state[p]) for entry, p in zip(state, array.params, strict=True)
-        )
-        for param in params:
-            param.grad = torch.ones_like(param)
-        fused_copy.step()
-
-
-def test_a_copy_of_module_and_optimizer_steps_as_the_original() -> None:
-    array = Array(3, shapes=[(4, 2)])
-    fused, alone = start("Adam", CASES["adam"][1], array)
-    run(array, fused, alone, 2)
-    fused_copy = copy.deepcopy(fused)
-    array.draw_grads()
-    (param,), (copied,) = array.params, fused_copy.param_groups[0]["params"]
-    assert param.grad is not None
-    copied.grad = param.grad.clone()
-    fused_copy.step()
-    fused.step()
-    assert torch.equal(param, copied)
-
-
-def test_saved_counts_have_storages_of_their_own() -> None:
-    array = Array(3)
-    fused, alone = start("Adam", {"lr": 0.1}, array)
-    run(array, fused, alone, 2)
-    counts = [state["step"] for state in fused.state_dict()["state"].values()]
-    assert [count.tolist() for count in counts] == [[2.0] * 3] * len(array.params)
-    assert all(count.untyped_storage().nbytes() == 3 * 4 for count in counts)
 
 
 def test_state_of_another_array_is_refused() -> None:
@@ -172,11 +104,3 @@ def test_an_invalid_state_is_refused(change: Callable[[Any], Any], message: str)
         fused.load_state_dict(change(fused.state_dict()))
     run(array, fused, alone, 2)
     array.assert_equal()
-
-
-def test_hyper_parameters_of_a_copy_are_its_own() -> None:
-    array = Array(3)
-    fused = optim.Adam(array.params, **for_array(CASES["adam-all"][1], 3))
-    fused_copy = copy.deepcopy(fused)
-    fused_copy.param_groups[0]["lr"].fill_(7.0)
-    assert fused.param_groups[0]["lr"].tolist() == [0.1, 0.05, 0.025]

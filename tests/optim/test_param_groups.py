@@ -84,14 +84,6 @@ def test_a_rule_for_one_model_gives_the_groups_of_an_array(rule: Rule) -> None:
         torch.testing.assert_close(stack, expected, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_parameters_of_equal_options_are_one_group_and_torch_takes_it() -> None:
-    fused = hf.fuse([Net() for _ in range(2)])
-    groups = hf.optim.groups(fused, nanogpt)
-    assert [len(group["params"]) for group in groups] == [3, 2] or [len(g["params"]) for g in groups] == [4, 1]
-    assert groups[0]["weight_decay"] != groups[1]["weight_decay"]
-    torch.optim.AdamW(groups, lr=0.1)
-
-
 @pytest.mark.parametrize("rule", [nanogpt, marked], ids=lambda rule: rule.__name__)
 def test_a_population_and_a_sweep_take_groups(rule: Rule) -> None:
     """The optimizer is made from parameters alone, and tried on others before."""
@@ -141,12 +133,6 @@ def test_rules_that_do_not_suit_an_array_are_refused(answer: Callable[[int], Any
         hf.optim.groups(fused, lambda name, p: answer(next(numbers)))
 
 
-@pytest.mark.parametrize("other", [nn.Linear(2, 2), nn.Linear(2, 2).parameters()], ids=["module", "parameters"])
-def test_groups_of_other_objects_are_refused(other: Any) -> None:
-    with pytest.raises(hf.FusionError, match=r"hf.optim.groups (expects what hf.fuse|got a parameter)"):
-        hf.optim.groups(other, nanogpt)
-
-
 def split(fused: nn.Module) -> list[dict[str, Any]]:
     """As nanoGPT does, over the stacks."""
     params = list(fused.parameters())
@@ -162,26 +148,6 @@ def test_a_rule_that_saw_stacks_is_warned_of(kind: Any) -> None:
     with pytest.warns(UserWarning, match=r"single numbers.*p.dim\(\) >= 2.*hf.optim.groups\(fused, rule\)") as records:
         kind(split(fused), lr=0.1)
     assert records[0].filename == __file__
-
-
-def test_an_empty_group_of_such_a_rule() -> None:
-    fused = hf.fuse([nn.Linear(4, 3) for _ in range(2)])
-    with pytest.warns(UserWarning, match=r"param group 1 is empty.*p.dim\(\) >= 2"):
-        torch.optim.AdamW(split(fused), lr=0.1)
-    with pytest.raises(ValueError, match=r"empty.*hf.optim.groups\(fused, rule\)"):
-        hf.optim.AdamW(split(fused), lr=0.1)
-
-
-def test_groups_that_are_right_are_not_warned_of() -> None:
-    model, fused = Net(), hf.fuse([Net() for _ in range(2)])
-    for groups in (split(model), hf.optim.groups(fused, nanogpt)):
-        torch.optim.AdamW(groups, lr=0.1)
-    stacks = dict(fused.named_parameters())
-    bias = stacks.pop("linear.bias")
-    torch.optim.AdamW([{"params": list(stacks.values())}, {"params": [bias], "weight_decay": 0.0}], lr=0.1)
-    # One rate for all of them says nothing of dims.
-    uniform = [{"params": group["params"]} for group in split(fused)]
-    hf.optim.AdamW(uniform, lr=0.1)
 
 
 def head(name: str, p: nn.Parameter) -> dict[str, Any]:
@@ -294,19 +260,6 @@ def test_defaults_of_new_members_leave_what_groups_were_given(rule: Rule, act: s
     assert_row(fused, row, model)
 
 
-def test_a_group_with_a_value_for_each_member_takes_that_of_new_members() -> None:
-    fused = hf.fuse([Net() for _ in range(2)])
-    *first, last = fused.parameters()
-    each = {"params": first, "lr": [0.1, 0.2], "betas": ([0.8, 0.9], 0.5)}
-    optimizer = hf.optim.AdamW([each, {"params": [last], "lr": 0.3, "betas": (0.6, 0.5)}])
-    with pytest.raises(ValueError, match="lr differs between the members"):
-        optimizer.append(1, betas=(0.7, 0.8))
-    fused.append([Net()])
-    optimizer.append(1, lr=0.4, betas=(0.7, 0.8))
-    for group, expected in zip(optimizer.param_groups, [(0.4, 0.7, 0.5), (0.3, 0.6, 0.5)], strict=True):
-        assert (group["lr"][2], group["betas"][0][2], group["betas"][1][2]) == expected
-
-
 @pytest.mark.parametrize("join", ["append", "restart"])
 def test_a_value_that_no_group_takes_is_an_error_and_changes_nothing(join: str) -> None:
     fused = hf.fuse([Net() for _ in range(2)])
@@ -315,38 +268,6 @@ def test_a_value_that_no_group_takes_is_an_error_and_changes_nothing(join: str) 
     with pytest.raises(ValueError, match=r"every param group of the AdamW was given its own weight_decay"):
         getattr(optimizer, join)(1, lr=0.2, weight_decay=0.5)
     assert repr(optimizer) == before
-
-
-@pytest.mark.parametrize("rule", EXPLICIT, ids=lambda rule: rule.__name__)
-@pytest.mark.parametrize("kind", ["array", "groups", "one"])
-def test_members_that_start_leave_what_groups_were_given(kind: str, rule: Rule) -> None:
-    models: list[nn.Module] = [Net(), nn.Sequential(Net()) if kind == "groups" else Net()][: 1 + (kind != "one")]
-    pop = hf.Population(
-        models,
-        optimizer=lambda params: hf.optim.AdamW(hf.optim.groups(params, rule), **DEFAULTS),
-        loss=F.mse_loss,
-        compile=False,
-    )
-    x, y = torch.randn(5, 4).double(), torch.zeros(5, 3).double()
-    pop.step(x, y)
-    new = [Net(), Net()]
-    copies = copy.deepcopy(new)
-    pop.stop(0)
-    rows = [pop.start(row, model, **NEW) for row, model in zip([0, None], new, strict=True)]
-    others = [alone(model, rule, **NEW) for model in copies]
-    pop.hparams["weight_decay"][rows[0]] = 0.7
-    for group in others[0].param_groups:
-        if group["weight_decay"] != 0.0:
-            group["weight_decay"] = 0.7
-    for _ in range(3):
-        pop.step(x, y)
-        for model, other in zip(copies, others, strict=True):
-            model.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            other.step()
-    for row, model in zip(rows, copies, strict=True):
-        for actual, expected in zip(pop.models[row].parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_hyper_parameters_that_every_group_was_given_are_written_to_the_groups() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor
 
 import hfusion as hf
-from hfusion.core.errors import FusionError
-from hfusion.device import recordings
 from hfusion.optim import base, group
 from tests.optim.arrays import EVERY, FORMULAS, Array, run, start
 from tests.optim.interpreted import forget, interpret
@@ -96,21 +93,6 @@ def test_equals_alone_with_rates_that_change_between_replays(recorded_case: Made
         array.assert_equal()
 
 
-def test_counts_are_those_of_a_state_that_was_loaded(recorded_case: Made) -> None:
-    array, fused, alone, tape = recorded_case
-    steady = Steady(array)
-    steady.run(fused, alone, 1)
-    early = [deepcopy(optimizer.state_dict()) for optimizer in (fused, *alone)]
-    steady.run(fused, alone, 4)
-    fused.load_state_dict(early[0])
-    for optimizer, state in zip(alone, early[1:], strict=True):
-        optimizer.load_state_dict(state)
-    steady.run(fused, alone, 5)
-    # torch loads the product of NAdam's momenta, which is of float32, as float64.
-    array.assert_equal(1e-6 if isinstance(fused, hf.optim.NAdam) else 1e-9)
-    assert tape.made == 2
-
-
 @pytest.mark.parametrize("event", ["held", "overflown", "began anew", "copied"])
 def test_members_whose_counts_differ(monkeypatch: pytest.MonkeyPatch, event: str) -> None:
     for kind, case in (("formula", "nadam"), ("formula", "adam"), ("triton", "adam-all"), ("triton", "sgd-momentum")):
@@ -179,18 +161,6 @@ def test_gradients_that_lie_elsewhere_at_every_step_are_not_recorded(monkeypatch
     assert fused.launches.startswith("launched one by one so far: gradients must lie at the same addresses")
 
 
-def test_memory_that_moves_again_and_again_is_no_longer_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    array, fused, alone, tape = with_formula(monkeypatch, "rmsprop-all")
-    steady = Steady(array)
-    for _ in range(recordings.MAX_MOVES + 2):
-        steady.run(fused, alone, 4)
-        for param in array.params:
-            param.data = param.data.clone()
-    array.assert_equal()
-    assert tape.made == recordings.MAX_MOVES
-    assert fused.launches == f"launched one by one: its tensors have moved {recordings.MAX_MOVES} times"
-
-
 class Reading(hf.optim.SGD):
     """Its update looks at values."""
 
@@ -209,33 +179,3 @@ def test_a_formula_that_reads_values_is_launched_as_it_is(monkeypatch: pytest.Mo
         Steady(array).run(fused, alone, 6)
         array.assert_equal()
         assert fused.launches == "launched one by one: RuntimeError: operation not permitted when stream is capturing"
-
-
-def test_a_device_that_records_nothing_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    for array, fused, alone, _ in _made(monkeypatch, "formula", "Adam", {"lr": 0.1}):
-        monkeypatch.setattr(base, "recording_on", lambda device: "launched one by one: no graphs")
-        Steady(array).run(fused, alone, 5)
-        fused.forget()
-        Steady(array).run(fused, alone, 2)
-        array.assert_equal()
-        assert fused.launches == "launched one by one: no graphs"
-
-
-def test_steps_of_torchs_own_class_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    tape = Tape()
-    monkeypatch.setattr(base, "recording_on", lambda device: base.RecordedUpdates(tape))
-    array = Array(2, dtype=torch.bfloat16)
-    fused, alone = start("Adam", {"lr": 0.1}, array)
-    assert fused.launches == ""
-    Steady(array).run(fused, alone, 5)
-    array.assert_equal()
-    assert fused.launches.startswith("launched one by one: torch's own Adam steps the members of bfloat16 parameters")
-
-
-def test_a_step_within_a_graph_of_the_users_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    array, fused, alone, tape = with_formula(monkeypatch, "lion")
-    run(array, fused, alone, 1)
-    tape.recording = True
-    array.draw_grads()
-    with pytest.raises(FusionError, match="while a graph of the device is being captured"):
-        fused.step()

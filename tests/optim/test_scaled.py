@@ -61,37 +61,6 @@ def test_equals_alone(name: str, options: dict[str, Any], variant: str) -> None:
     assert not hasattr(fused, "found_inf")
 
 
-def test_the_scale_goes_on_as_torch_has_it() -> None:
-    array = Array(3, shapes=[(4, 3), (5,)])
-    fused, _ = start("Adam", {}, array)
-    plain = torch.optim.Adam([nn.Parameter(p.detach().clone()) for p in array.params])
-    fused_scaler, plain_scaler = scaler(), scaler()
-    for step in range(6):
-        draw(array, step, fused_scaler, [fused_scaler] * 3)
-        for param, plain_param in zip(array.params, plain.param_groups[0]["params"], strict=True):
-            plain_param.grad = param.grad.clone() if param.grad is not None else None
-        for grad_scaler, optimizer in ((fused_scaler, fused), (plain_scaler, plain)):
-            grad_scaler.step(optimizer)
-            grad_scaler.update()
-        assert fused_scaler.get_scale() == plain_scaler.get_scale()
-
-
-def test_several_optimizers_and_a_group_without_gradient() -> None:
-    array = Array(2, shapes=[(4,), (3,), (2,)])
-    optimizers = [hf.optim.SGD([array.params[0], array.params[2]], lr=1.0), hf.optim.SGD([array.params[1]], lr=1.0)]
-    before = [param.detach().clone() for param in array.params]
-    grad_scaler = scaler()
-    array.draw_grads(skip=[2])
-    grads = [param.grad for param in array.params]
-    assert grads[0] is not None
-    grads[0][1, 2] = float("nan")
-    for optimizer in optimizers:
-        grad_scaler.step(optimizer)
-    grad_scaler.update()
-    moved = [(param.detach() != old).any(1).tolist() for param, old in zip(array.params, before, strict=True)]
-    assert moved == [[True, False], [True, True], [False, False]]
-
-
 def test_an_overflow_that_was_clipped_away_is_refused() -> None:
     array = Array(2, shapes=[(4,)])
     fused, _ = start("SGD", {}, array)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from torch.optim import lr_scheduler as ls
 import hfusion as hf
 from hfusion import FusionError
 from tests.optim.arrays import Array, Per, run, start
-from tests.optim.schedules import ALL, MAKERS
+from tests.optim.schedules import MAKERS
 
 
 def test_every_scheduler_of_torch_is_tried() -> None:
@@ -41,20 +40,6 @@ def test_equals_alone(make: Callable[[Any], Any], members: int, name: str) -> No
     array.assert_equal()
 
 
-def test_a_schedule_per_member() -> None:
-    array = Array(2, shapes=[(3,)])
-    fused, _ = start("SGD", {"lr": 1.0}, array)
-
-    def factors(epoch: int) -> Any:
-        return torch.tensor([1.0, 0.5**epoch])
-
-    scheduler = ls.LambdaLR(fused, factors)
-    for _ in range(2):
-        fused.step()
-        scheduler.step()
-    assert fused.param_groups[0]["lr"].tolist() == [1.0, 0.25]
-
-
 def test_a_scheduler_resumes() -> None:
     array = Array(3, shapes=[(3,)])
     fused, _ = start("SGD", {"lr": Per(0.1, 0.5)}, array)
@@ -77,45 +62,6 @@ def test_a_scheduler_resumes() -> None:
         again.step()
         resumed.step()
         assert again.param_groups[0]["lr"].tolist() == rates[step]
-
-
-@pytest.mark.parametrize("rates", [torch.tensor([0.1, 0.3], dtype=torch.float64), [0.1, 0.3], 0.2], ids=type)
-def test_members_go_on_with_a_schedule_at_an_epoch(rates: Any) -> None:
-    """As torch's schedulers do where ``initial_lr`` is in the param groups."""
-    array = Array(2, shapes=[(3,)])
-    fused, alone = start("SGD", {"lr": Per(0.05, 0.5)}, array)
-    fused.param_groups[0]["initial_lr"] = rates
-    makes = [lambda o: ls.StepLR(o, 2, 0.5, last_epoch=3), lambda o: ls.ExponentialLR(o, 0.9, last_epoch=4)]
-    schedulers = [hf.optim.lr_scheduler.PerMember(fused, makes)]
-    for member, optimizer in enumerate(alone):
-        optimizer.param_groups[0]["initial_lr"] = rates if isinstance(rates, float) else float(rates[member])
-        schedulers.append(makes[member](optimizer))  # type: ignore[no-untyped-call]
-    for _ in range(4):
-        run(array, fused, alone, 1)
-        for scheduler in schedulers:
-            scheduler.step()
-    array.assert_equal()
-    expected = [optimizer.param_groups[0]["lr"] for optimizer in alone]
-    assert fused.param_groups[0]["lr"].tolist() == pytest.approx(expected)
-    assert schedulers[0].last_epochs.tolist() == [scheduler.last_epoch for scheduler in schedulers[1:]]
-
-
-def test_an_epoch_without_a_first_rate_is_an_error_as_alone() -> None:
-    array = Array(2, shapes=[(3,)])
-    fused, (first, _) = start("SGD", {"lr": 0.1}, array)
-    for optimizer in (fused, first):
-        kind = hf.optim.lr_scheduler.PerMember if optimizer is fused else lambda o, make: make(o)
-        with pytest.raises(KeyError, match="'initial_lr' is not specified"):
-            kind(optimizer, lambda o: ls.StepLR(o, 2, last_epoch=3))  # type: ignore[operator]
-
-
-def test_plateau_is_refused_in_words() -> None:
-    array = Array(3, shapes=[(3,)])
-    fused, _ = start("SGD", {"lr": 0.1}, array)
-    scheduler = ls.ReduceLROnPlateau(fused, patience=0)
-    scheduler.step(1.0)
-    with pytest.raises(FusionError, match=r"one value for each of 3 members, .*lr_scheduler.ReduceLROnPlateau"):
-        scheduler.step(2.0)
 
 
 METRICS = torch.rand(14, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -243,52 +189,6 @@ def test_a_class_with_a_value_per_member(name: str, groups: int) -> None:
             assert group["lr"].tolist() == [float(o.param_groups[index]["lr"]) for o in optimizers]
 
 
-LISTS: dict[str, Callable[[Any], Any]] = {
-    "OneCycleLR": lambda o: ls.OneCycleLR(o, max_lr=[0.1, 0.2, 0.3], total_steps=9),
-    "CyclicLR": lambda o: ls.CyclicLR(o, base_lr=[0.1, 0.2, 0.3], max_lr=0.5),
-    "LambdaLR": lambda o: ls.LambdaLR(o, [lambda epoch: 1.0] * 3),
-    "ReduceLROnPlateau": lambda o: ls.ReduceLROnPlateau(o, min_lr=[0.1, 0.2, 0.3]),
-}
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_a_list_in_the_function_of_one_member_is_refused_in_words(name: str) -> None:
-    fused, _ = start("SGD", {"momentum": 0.9}, Array(3, shapes=[(3,)]))
-    with pytest.raises(
-        ValueError, match=r"scheduler of member 0 cannot be made: .*one function for each member, or the"
-    ):
-        hf.optim.lr_scheduler.PerMember(fused, LISTS[name])
-    with pytest.raises(ValueError, match="options or a list of functions, not both: gamma"):
-        hf.optim.lr_scheduler.PerMember(fused, [ls.ExponentialLR] * 3, gamma=0.5)
-
-
-def test_a_list_that_torch_takes_whole_is_a_list_for_each_member() -> None:
-    fused, _ = start("SGD", {}, Array(3, shapes=[(3,)]))
-    with pytest.raises(ValueError, match="milestones is a list of lists"):
-        hf.optim.lr_scheduler.PerMember(fused, ls.MultiStepLR, milestones=[1, 2, 3])
-    scheduler = hf.optim.lr_scheduler.PerMember(fused, ls.MultiStepLR, milestones=[[1, 3], [2], [3]])
-    fused.step()
-    scheduler.step()
-    first, *others = fused.param_groups[0]["lr"].tolist()
-    assert [first / others[0], others[1] / others[0]] == pytest.approx([0.1, 1.0])
-
-
-def test_torchs_one_cycle_takes_a_vector() -> None:
-    array = Array(3, shapes=[(3,)])
-    fused, optimizers = start("Adam", {}, array)
-    scheduler = ls.OneCycleLR(fused, max_lr=torch.tensor([0.5, 0.1, 0.02], dtype=torch.float64), total_steps=12)
-    references = [
-        ls.OneCycleLR(o, max_lr, total_steps=12) for o, max_lr in zip(optimizers, [0.5, 0.1, 0.02], strict=True)
-    ]
-    for _ in range(9):
-        run(array, fused, optimizers, 1)
-        for current in (scheduler, *references):
-            current.step()
-        rates = [o.param_groups[0]["lr"] for o in optimizers]
-        assert fused.param_groups[0]["lr"].tolist() == pytest.approx(rates, rel=1e-12)
-    array.assert_equal()
-
-
 def test_arguments_that_do_not_fit_are_refused() -> None:
     array = Array(3, shapes=[(3,)])
     fused, optimizers = start("Adam", {}, array)
@@ -302,150 +202,3 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     other, _ = start("Adam", {}, Array(2, shapes=[(3,)]))
     with pytest.raises(FusionError, match="of 2 members does not fit one of 3"):
         plateau(fused).load_state_dict(plateau(other).state_dict())
-
-
-def test_torch_takes_a_list_for_one_value_per_param_group() -> None:
-    fused, _ = start("Adam", {}, Array(3, shapes=[(3,)]))
-    with pytest.raises(ValueError, match="max_lr has 3 values, param_groups has 1"):
-        ls.OneCycleLR(fused, max_lr=[0.1, 0.2, 0.3], total_steps=9)
-    with pytest.raises(ValueError, match="Expected 1 lr_lambdas, but got 3"):
-        ls.LambdaLR(fused, [lambda epoch: 1.0] * 3)
-
-
-def test_readers_of_one_learning_rate() -> None:
-    array = Array(2, shapes=[(3,)])
-    fused, _ = start("SGD", {"lr": Per(0.1, 0.5)}, array)
-    scheduler = ls.StepLR(fused, 2)
-    lr, (last,) = fused.param_groups[0]["lr"], scheduler.get_last_lr()
-    assert f"{lr:.3e} {last:.1f}" == "[1.000e-01, 5.000e-02] [0.1, 0.1]"
-    assert "0.1000" in f"{lr}"
-    for read in (float, lambda lr: lr.item(), lambda lr: "%.3e" % lr):  # noqa: UP031
-        with pytest.raises(FusionError, match=r"one value for each of 2 members.*value\.tolist\(\)"):
-            read(lr)
-    single, _ = start("SGD", {"lr": 0.25}, Array(1, shapes=[(3,)]))
-    lr = single.param_groups[0]["lr"]
-    assert (f"{lr:.2f}", float(lr), lr.item(), "%.2f" % lr) == ("0.25", 0.25, 0.25, "0.25")  # noqa: UP031
-
-
-class Living:
-    """Members with an optimizer and a scheduler each, beside an array whose members come and go as they do."""
-
-    def __init__(self, makes: list[Callable[[Any], Any]], kind: str) -> None:
-        self.kind, self.makes = kind, makes
-        self.options: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
-        self.fused = hf.build(lambda: torch.nn.Linear(2, 2).double(), seeds=range(len(makes)))
-        rates = [0.1 * 0.7**member for member in range(len(makes))]
-        self.opt = getattr(hf.optim, kind)(self.fused.parameters(), lr=rates, **self.options)
-        self.schedule = hf.optim.lr_scheduler.PerMember(self.opt, makes)
-        self.alone = [
-            self.single(model, rate, make) for model, rate, make in zip(self.fused, rates, makes, strict=True)
-        ]
-
-    def single(self, model: torch.nn.Module, rate: float, make: Callable[[Any], Any]) -> list[Any]:
-        model = copy.deepcopy(model)
-        opt = getattr(torch.optim, self.kind)(model.parameters(), lr=rate, **self.options)
-        return [model, opt, make(opt)]
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            metrics = torch.rand(len(self.alone), dtype=torch.float64)
-            for param in self.fused.parameters():
-                param.grad = torch.randn_like(param)
-            for row, (model, opt, schedule) in enumerate(self.alone):
-                for member_param, stack in zip(model.parameters(), self.fused.parameters(), strict=True):
-                    member_param.grad = stack.grad[row].clone()  # type: ignore[index]
-                opt.step()
-                plateau = isinstance(schedule, ls.ReduceLROnPlateau)
-                schedule.step(metrics[row].item()) if plateau else schedule.step()
-            self.opt.step()
-            self.schedule.step(metrics=metrics)
-        rates = [float(opt.param_groups[0]["lr"]) for _, opt, _ in self.alone]
-        assert self.opt.param_groups[0]["lr"].tolist() == pytest.approx(rates, rel=1e-12)
-        for stack, *rows in zip(self.fused.parameters(), *(m.parameters() for m, _, _ in self.alone), strict=True):
-            torch.testing.assert_close(stack.detach(), torch.stack(rows).detach(), rtol=1e-12, atol=1e-14)
-
-    def keep(self, rows: list[int]) -> None:
-        for part in (self.fused, self.opt, self.schedule):
-            part.keep(rows)
-        self.alone = [self.alone[row] for row in rows]
-
-    def copy(self, src: int, dst: int) -> None:
-        for part in (self.fused, self.opt, self.schedule):
-            part.copy(src, dst)
-        model, opt, schedule = self.alone[src]
-        twin = self.single(model, 1.0, self.makes[0])
-        twin[1].load_state_dict(copy.deepcopy(opt.state_dict()))
-        groups = copy.deepcopy(twin[1].param_groups)
-        twin[2].load_state_dict(copy.deepcopy(schedule.state_dict()))
-        twin[1].param_groups[0].update({k: v for k, v in groups[0].items() if k != "params"})
-        self.alone[dst] = twin
-
-    def append(self, rate: float, make: Callable[[Any], Any]) -> None:
-        model = torch.nn.Linear(2, 2).double()
-        self.fused.append([model])
-        self.opt.append(1, lr=rate)
-        self.schedule.append(1, make)
-        self.alone.append(self.single(model, rate, make))
-
-    def restart(self, row: int, rate: float) -> None:
-        model = torch.nn.Linear(2, 2).double()
-        self.fused.put(row, model)
-        self.opt.restart(row, lr=rate, **self.options)
-        self.schedule.restart(row, self.makes[0])
-        self.alone[row] = self.single(model, rate, self.makes[0])
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("kind", ["SGD", "Adam"])
-def test_members_that_join_late_begin_their_own_schedule(name: str, kind: str) -> None:
-    torch.manual_seed(2)
-    living = Living([ALL[name]] * 3, kind)
-    living.run(3)
-    living.append(0.05, ALL[name])
-    living.run(2)
-    living.copy(0, 1)
-    living.run(2)
-    living.restart(2, 0.2)
-    living.keep([3, 2, 1])
-    living.run(3)
-
-
-def test_kinds_and_lengths_of_the_members_own() -> None:
-    makes: list[Callable[[Any], Any]] = [
-        lambda o: ls.LinearLR(o, 0.1, total_iters=2),
-        lambda o: ls.LinearLR(o, 0.2, total_iters=5),
-        lambda o: ls.CosineAnnealingLR(o, 7),
-        lambda o: ls.SequentialLR(o, [ls.LinearLR(o, 0.1, total_iters=3), ls.ExponentialLR(o, 0.9)], [3]),
-        lambda o: ls.ReduceLROnPlateau(o, patience=0),
-    ]
-    living = Living(makes, "Adam")
-    living.run(4)
-    living.append(0.3, makes[2])
-    living.run(4)
-    assert living.schedule.last_epochs.tolist() == [8, 8, 8, 8, 8, 4]
-    state = copy.deepcopy(living.schedule.state_dict())
-    again = hf.optim.lr_scheduler.PerMember(living.opt, [*makes, makes[2]])
-    for rate, single in zip(living.opt.param_groups[0]["lr"], living.alone, strict=True):
-        rate.copy_(torch.as_tensor(single[1].param_groups[0]["lr"], dtype=torch.float64))
-    again.load_state_dict(state)
-    living.schedule = again
-    living.run(3)
-
-
-def test_a_schedule_that_differs_must_be_given_to_who_joins() -> None:
-    living = Living([lambda o: ls.ExponentialLR(o, 0.9), lambda o: ls.ExponentialLR(o, 0.8)], "SGD")
-    living.fused.append([torch.nn.Linear(2, 2).double()])
-    living.opt.append(lr=0.1)
-    with pytest.raises(ValueError, match="the members' schedules differ"):
-        living.schedule.append()
-    with pytest.raises(ValueError, match="2 functions that make schedulers for 3 members"):
-        hf.optim.lr_scheduler.PerMember(living.opt, living.makes)
-    with pytest.raises(TypeError, match="scheduler of member 0 gave NoneType: let it give one of torch"):
-        hf.optim.lr_scheduler.PerMember(living.opt, lambda o: None)
-    with pytest.raises(ValueError, match="options or a list of functions, not both"):
-        hf.optim.lr_scheduler.ReduceLROnPlateau(living.opt, living.makes, patience=2)
-    plateau = hf.optim.lr_scheduler.PerMember(living.opt, lambda o: ls.ReduceLROnPlateau(o))
-    with pytest.raises(ValueError, match="member 0 has a ReduceLROnPlateau: give step metrics"):
-        plateau.step()
-    with pytest.raises(ValueError, match="needs a function that makes the scheduler of one member"):
-        hf.optim.lr_scheduler.PerMember(living.opt)

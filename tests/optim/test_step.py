@@ -19,7 +19,6 @@ from tests.optim.arrays import (
     SHAPES,
     Array,
     Per,
-    alone_class,
     beside_a_bad_member,
     for_array,
     for_member,
@@ -61,14 +60,6 @@ def test_equals_alone(name: str, options: dict[str, Any], members: int) -> None:
     fused, alone = start(name, options, array)
     run(array, fused, alone, 6)
     array.assert_equal(rtol=1e-12)
-
-
-@BOTH
-def test_equals_alone_in_single_precision(name: str, options: dict[str, Any]) -> None:
-    array = Array(3, dtype=torch.float32)
-    fused, alone = start(name, options, array)
-    run(array, fused, alone, 6)
-    array.assert_equal(rtol=1e-5)
 
 
 @BOTH
@@ -128,63 +119,6 @@ def test_other_dtypes_take_the_general_kernel(name: str, options: dict[str, Any]
     array.assert_equal(rtol=0.0)
 
 
-def test_half_precision_without_an_optimizer_of_torch_is_rounded_once() -> None:
-    array = Array(3, shapes=[(4, 6)], dtype=torch.bfloat16)
-    fused, _ = start("Lion", EVERY["lion-decay"][1], array)
-    array.draw_grads()
-    single = Array(3, shapes=[(4, 6)], dtype=torch.float32)
-    for member, (member_params, of_single) in enumerate(zip(array.members, single.members, strict=True)):
-        of_single[0].data, of_single[0].grad = member_params[0].detach().float(), member_params[0].grad.float()
-        alone_class("Lion")(of_single, **for_member(EVERY["lion-decay"][1], member)).step()
-    fused.step()
-    expected = torch.stack([params[0].detach() for params in single.members])
-    assert torch.equal(array.params[0].detach(), expected.bfloat16())
-
-
-@ONE_EACH
-def test_strided_gradients_and_parameters(name: str, options: dict[str, Any]) -> None:
-    array = Array(3, shapes=[(4, 6), (2, 3, 4, 4)])
-    fused, alone = start(name, options, array)
-    with torch.no_grad():
-        array.params[1].data = array.params[1].data.permute(0, 1, 3, 4, 2).contiguous().permute(0, 1, 4, 2, 3)
-    for _ in range(4):
-        array.draw_grads()
-        grad = array.params[0].grad
-        assert grad is not None
-        array.params[0].grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
-        fused.step()
-        for optimizer in alone:
-            optimizer.step()
-    array.assert_equal()
-
-
-@ONE_EACH
-def test_moved_parameters_are_noticed(name: str, options: dict[str, Any]) -> None:
-    array = Array(3)
-    fused, alone = start(name, options, array)
-    run(array, fused, alone, 2)
-    for param in array.params:
-        param.data = param.data.clone()
-        state = fused.state[param]
-        state.update({key: value.clone() for key, value in state.items()})
-    run(array, fused, alone, 2)
-    array.assert_equal()
-
-
-@ONE_EACH
-def test_a_gradient_replaced_through_data_is_refused(name: str, options: dict[str, Any]) -> None:
-    array = Array(3, shapes=[(4, 6)])
-    fused, _ = start(name, options, array)
-    array.draw_grads()
-    (param,) = array.params
-    before = param.detach().clone()
-    assert param.grad is not None
-    param.grad.data = torch.zeros(3, 2, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match=r"gradient of 'p0' has shape \[3, 2\], the parameter \[3, 4, 6\]"):
-        fused.step()
-    assert torch.equal(param, before)
-
-
 @ONE_EACH
 def test_autograd_knows_that_parameters_have_changed(name: str, options: dict[str, Any]) -> None:
     array = Array(3, shapes=[(4, 6)])
@@ -195,21 +129,6 @@ def test_autograd_knows_that_parameters_have_changed(name: str, options: dict[st
     fused.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_state_that_was_cleared_begins_again() -> None:
-    array = Array(3)
-    fused, alone = start("Adam", {"lr": 0.1}, array)
-    run(array, fused, alone, 2)
-    for optimizer in (fused, *alone):
-        optimizer.state.clear()
-    run(array, fused, alone, 2)
-    array.params[0].data.add_(0.0)
-    fused.state[array.params[0]]["step"].zero_()
-    for optimizer, params in zip(alone, array.members, strict=True):
-        optimizer.state[params[0]]["step"].zero_()
-    run(array, fused, alone, 2)
-    array.assert_equal()
 
 
 def groups_of(params: list[Any], options: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -238,13 +157,6 @@ def test_param_groups_and_a_late_one() -> None:
         optimizer.add_param_group(groups_of(params, [for_member(o, member) for o in options])[2])
     run(array, fused, alone, 3)
     array.assert_equal()
-
-
-def test_groups_do_not_share_a_vector() -> None:
-    array = Array(2, shapes=[(3,), (2,)])
-    fused = optim.Adam([{"params": [param]} for param in array.params], lr=[0.1, 0.2])
-    fused.param_groups[0]["lr"][1] = 0.7
-    assert fused.param_groups[1]["lr"].tolist() == [0.1, 0.2]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch.nn import Parameter
 
 from hfusion import optim
 from hfusion.core.membership import Membership, mark
-from hfusion.optim.base import FusedOptimizer
 from hfusion.optim.hyper import member_vector
 from hfusion.optim.native_kernels import library
 
@@ -144,85 +141,3 @@ def run(opt: Any, change: Change, before: Change | None) -> list[Tensor]:
 def test_a_change_is_seen(change: Change, before: Change | None) -> None:
     for actual, expected in zip(run(made("Adam"), change, before), run(made("Adam"), change, clear), strict=True):
         assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize(("name", "options"), [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adadelta", {})])
-@pytest.mark.parametrize("before", [None, move_all], ids=["ready", "moved"])
-def test_of_every_optimizer(name: str, options: dict[str, Any], before: Change | None) -> None:
-    for change in (ADAM["nothing"], ADAM["lr filled"]):
-        actual, expected = (run(made(name, **options), change, setup) for setup in (before, clear))
-        assert all(map(torch.equal, actual, expected))
-
-
-def test_what_has_moved_is_no_longer_held() -> None:
-    opt = made("Adam")
-    run(opt, ADAM["nothing"], None)
-    old = weakref.ref(first(opt).data.untyped_storage())
-    move_all(opt)
-    gc.collect()
-    assert old() is None
-
-
-def test_a_pair_in_a_list_may_change_in_place() -> None:
-    def runs(before: Change | None) -> list[Tensor]:
-        opt = made("Adam")
-        opt.param_groups[0]["betas"] = list(opt.param_groups[0]["betas"])
-        other = member_vector("betas[0]", 0.3, MEMBERS)
-        return run(opt, lambda opt: opt.param_groups[0]["betas"].__setitem__(0, other), before)
-
-    assert all(map(torch.equal, runs(None), runs(clear)))
-
-
-def test_a_group_taken_away_stays_as_it_is() -> None:
-    opt = made("Adam")
-    add_group(opt)
-    removed: list[Any] = []
-
-    def take(opt: Any) -> None:
-        removed.append(opt.param_groups.pop()["params"][0])
-        removed.append(removed[0].detach().clone())
-
-    run(opt, take, None)
-    assert torch.equal(removed[0], removed[1])
-
-
-def test_all_changes_but_the_first_make_a_difference() -> None:
-    """All but the first make a difference, so that the tests above could fail."""
-    before = run(made("Adam"), ADAM["nothing"], clear)
-    for name, change in list(ADAM.items())[1:]:
-        after = run(made("Adam"), change, clear)
-        is_equal = len(after) == len(before) and all(map(torch.equal, before, after))
-        assert not is_equal, name
-
-
-def test_counts_do_not_depend_on_the_default_dtype() -> None:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        opt = made("Adam")
-        run(opt, ADAM["nothing"], None)
-    finally:
-        torch.set_default_dtype(default)
-    assert state(opt)["step"].tolist() == [5.0] * MEMBERS
-    assert first(opt).isfinite().all()
-
-
-def test_errors_come_as_ever() -> None:
-    opt: FusedOptimizer = made("Adam")
-    run(opt, ADAM["nothing"], None)
-    param, other, _ = opt.param_groups[0]["params"]
-    before = [param.detach().clone(), state(opt)["step"].clone()]
-    other.grad = torch.ones(MEMBERS, 5).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
-        opt.step()
-    other.data = torch.ones(MEMBERS, 6)
-    other.grad = torch.ones(MEMBERS, 6)
-    other.data = torch.ones(MEMBERS, 5)
-    with pytest.raises(RuntimeError, match="gradient"):
-        opt.step()
-    other.grad = torch.ones(MEMBERS, 5)
-    opt.param_groups[0]["lr"].fill_(-1)
-    with pytest.raises(ValueError, match="lr of member 0 is -1"):
-        opt.step()
-    assert torch.equal(param, before[0])
-    assert torch.equal(state(opt)["step"], before[1])
