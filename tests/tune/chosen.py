@@ -1,16 +1,7 @@
-"""A sweep in which the space chooses for every function, and its trials trained alone with torch.
-
-``python -m tests.tune.chosen --trials 32`` compares such a sweep with its trials alone, and kills it and resumes.
-"""
+"""A sweep in which the space chooses for every function, and its trials trained alone with torch."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import random
-import signal
-import tempfile
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +13,6 @@ from torch.utils.data import DataLoader
 
 import hfusion as hf
 from tests.tune.cases import MACHINE, data, evaluating
-from tests.tune.killed import everything
 
 ACTIVATIONS = {"relu": torch.relu, "tanh": torch.tanh}
 
@@ -145,39 +135,3 @@ def largest_difference(result: hf.SweepResult, interval: str = "epoch") -> float
         for value, expected in zip(values, alone(trial, interval), strict=False):
             largest = max(largest, abs(value - expected) / abs(expected))
     return largest
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=32)
-    parser.add_argument("--kills", type=int, default=5)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.monotonic()
-        whole = search(options.trials, folder)
-        seconds = time.monotonic() - start
-        # The study is a journal in the folder.
-        largest, expected = largest_difference(whole), everything(whole)
-    print(f"{options.trials} trials, {seconds:.1f} s, largest difference to alone {largest:.1e}", flush=True)
-    assert largest < 1e-9
-    draw, kills = random.Random(0), 0
-    with tempfile.TemporaryDirectory() as folder:
-        while kills < options.kills:
-            child = os.fork()
-            if child == 0:
-                try:
-                    search(options.trials, folder)
-                finally:
-                    os._exit(0)
-            time.sleep(draw.uniform(0.1, 0.5) * seconds)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            kills += 1
-        assert everything(search(options.trials, folder)) == expected
-    print(f"killed {kills} times, and ended the same")
-
-
-if __name__ == "__main__":
-    main()

@@ -99,18 +99,6 @@ def test_values_are_those_of_trials_alone_and_decisions_those_of_the_pruner(tmp_
     assert len({line.split()[0] for line in (tmp_path / f"sweep/{ORDER}").read_text().splitlines()}) > 2
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_trials_in_plain_torch(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here, or spread over processes, which train those of all shapes together."""
-    monkeypatch.setattr("hfusion.tune.shape_array.seconds_saved", lambda choice: -math.inf)
-    monkeypatch.setattr("hfusion.tune.parallel_trials.start_seconds", lambda: 0.0)
-    recorded = Recorded(halving())
-    result = search(MACHINE, recorded, directory=tmp_path / "sweep", processes=workers)
-    assert_as_alone(result)
-    assert [decision[:2] for decision in recorded.said] == reported(result, tmp_path / "sweep")
-    assert decided_anew(result, recorded.said, halving()) == recorded.said
-
-
 @pytest.mark.parametrize(
     "kills",
     [
@@ -165,15 +153,6 @@ def test_lines_that_are_not_whole_and_arrays_that_are_gone(tmp_path: Path) -> No
     late = ReportOrder(tmp_path, 0)
     late.skip_missing(["array-2"])
     assert (list(late.replayed), late.count) == (["array-2"], 2)
-
-
-def test_other_values_of_rounds_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match='rounds=\'soon\': it is "together" or "asynchronous"'):
-        run(str(tmp_path), nothing, rounds="soon")
-    with pytest.raises(Killed):
-        run(str(tmp_path), at("judged", 1, kill))
-    with pytest.raises(hf.CheckpointError, match="rounds was together when the sweep was saved, and is asynchronous"):
-        run(str(tmp_path), nothing, rounds="asynchronous")
 
 
 class Deadly:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -182,81 +181,7 @@ def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> N
         chosen.search(2, **{"space": space, "make_model": Free, "loss": F.cross_entropy, "scheduler": None, **options})
 
 
-def test_progress_and_frames(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def space(trial: Any) -> dict[str, Any]:
-        return {"lr": trial.suggest_float("lr", 1e-3, 0.1), "batch_size": 20, "epochs": 1 + trial.number % 2}
-
-    # Another's trial in the same study is none of the sweep's.
-    study = optuna.create_study(pruner=optuna.pruners.NopPruner())
-    study.add_trial(optuna.trial.create_trial(value=-1.0))
-    options = {"study": study, "sampler": None, "pruner": None, "scheduler": None, "progress": True}
-    with caplog.at_level("INFO", logger="hfusion"):
-        result = chosen.search(4, space=space, make_model=Free, loss=F.cross_entropy, **options)
-    lines = [record.getMessage() for record in caplog.records if record.name.startswith("hfusion.tune")]
-    # Where trials are trained depends on measured times, and has lines of its own.
-    rounds = [line.partition(",")[0] for line in lines if line.startswith("round")]
-    assert rounds == ["round 0: 2 trials finished", "round 1: 4 trials finished"]
-    assert "Best trial: 0. Best value: -1" in capsys.readouterr().err
-    view = result._as_trained()
-    assert [trial.number for trial in view.trials] == list(result.numbers) == [1, 2, 3, 4]
-    monkeypatch.setattr(
-        import_module("optuna.visualization"), "plot_slice", lambda study, **options: (len(study.trials), options)
-    )
-    assert result.plot_slice(params=["lr"]) == (4, {"params": ["lr"]})
-    for name in ("plot_nothing", "lines"):
-        with pytest.raises(AttributeError, match=name):
-            getattr(result, name)
-    try:
-        import pandas  # noqa: F401
-    except ImportError:
-        return
-    assert list(result.trials_dataframe()["number"]) == [1, 2, 3, 4]
-
-
 def rule(name: str, param: nn.Parameter) -> dict[str, Any]:
     """Options of a param group that the space does not replace."""
     own = {"weight_decay": 0.0} if param.dim() < 2 else {}
     return {**own, "lr": 0.05, "nesterov": False} if name.startswith("layers.2") else own
-
-
-@pytest.mark.parametrize("processes", [0, 2])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_param_groups_keep_what_they_were_given(rows: int, processes: int) -> None:
-    """Trials of arrays, of rows that later trials take, and of plain models."""
-
-    def space(trial: Any) -> dict[str, Any]:
-        nesterov = trial.suggest_categorical("nesterov", [False, True])
-        return {**{key: trial.suggest_float(key, 0.01, 0.3) for key in ("lr", "weight_decay")}, "nesterov": nesterov}
-
-    def make(params: Any) -> Any:
-        return hf.optim.SGD(hf.optim.groups(params, rule), momentum=0.9)
-
-    options = {"optimizer": make, "scheduler": None, "rows": rows, "processes": processes}
-    loader = list(torch.utils.data.DataLoader(data(90, 0), batch_size=32))
-    result = chosen.search(5, space=space, make_model=Free, loss=F.cross_entropy, loader=loader, **options)
-    for trial in result.trials:
-        torch.manual_seed(trial.number)
-        model = Free()
-        groups = [{"params": [param], **rule(name, param)} for name, param in model.named_parameters()]
-        optimizer = torch.optim.SGD(groups, momentum=0.9, **trial.params)
-        for _ in range(4):
-            for inputs, target in loader:
-                optimizer.zero_grad()
-                F.cross_entropy(model(inputs), target).backward()
-                optimizer.step()
-        inputs, target = (torch.cat(part) for part in zip(*chosen.eval_batches(), strict=True))
-        assert trial.value == pytest.approx(F.cross_entropy(model.eval()(inputs), target).item(), rel=1e-9)
-
-
-def test_a_value_that_no_param_group_takes_is_an_error() -> None:
-    def make(params: Any) -> Any:
-        return hf.optim.SGD(hf.optim.groups(params, lambda name, p: {"lr": 0.1 if p.dim() > 1 else 0.2}))
-
-    def space(trial: Any) -> dict[str, Any]:
-        return {"lr": trial.suggest_float("lr", 1e-3, 0.1), "batch_size": 20}
-
-    options = {"optimizer": make, "scheduler": None}
-    with pytest.raises(ValueError, match="every param group of the SGD was given its own lr"):
-        chosen.search(2, space=space, make_model=Free, loss=F.cross_entropy, **options)

@@ -92,31 +92,6 @@ def test_by_default_as_many_trials_as_the_search_learns_from(case):
     assert max(running(sampler(), pruner())) == most
 
 
-def test_many_trials():
-    assert max(running(samplers.RandomSampler(seed=0), pruners.MedianPruner(), trials=60)) == 12
-    counts = running(samplers.TPESampler(seed=0, n_startup_trials=8), pruners.NopPruner(), trials=60)
-    # Eight startup trials, which a sampler draws at random, then a tenth.
-    assert counts[:15] == [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 1]
-
-
-def test_several_objectives_have_no_pruner():
-    directions = ["minimize", "minimize"]
-    assert max(running(samplers.RandomSampler(seed=0), None, directions=directions)) == TRIALS
-
-
-def test_a_generation_of_cma_es():
-    counts = running(samplers.CmaEsSampler(seed=0, n_startup_trials=2), pruners.NopPruner())
-    # Two startup trials, then generations of 4 + int(3 ln 2) = 6.
-    assert counts[:9] == [1, 2, 1, 2, 3, 4, 5, 6, 1]
-    assert max(running(samplers.CmaEsSampler(seed=0, popsize=5), pruners.NopPruner())) == 5
-    # The first trial is drawn at random, whatever the sampler's startup trials.
-    assert running(samplers.CmaEsSampler(seed=0, n_startup_trials=0), pruners.NopPruner())[:3] == [1, 1, 2]
-
-
 @pytest.mark.parametrize("rows", [1, 3, TRIALS])
 def test_rows_says_more_or_less(rows):
     assert max(running(samplers.TPESampler(seed=0), pruners.MedianPruner(), rows=rows)) == rows
-
-
-def test_pbt_trains_all():
-    assert max(running(samplers.TPESampler(seed=0), pruners.NopPruner(), pbt=hf.PBT())) == TRIALS

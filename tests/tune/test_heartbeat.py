@@ -14,7 +14,7 @@ import pytest
 import torch.nn.functional as F
 
 import hfusion as hf
-from hfusion.tune.heartbeat import Heartbeat, dead_runs
+from hfusion.tune.heartbeat import dead_runs
 from tests.tune.cases import MACHINE, loaders, make_model
 
 optuna = pytest.importorskip("optuna")
@@ -59,18 +59,3 @@ def test_trials_of_dead_sweeps_are_marked_failed(tmp_path: Path) -> None:
     assert [states[number] for number in others] == ["RUNNING"] * 4
     assert [trial.state.name for trial in result.trials] == ["COMPLETE"]
     assert dead_runs(study) == {"gone", "far", result.trials[0].user_attrs["hfusion:run"]}
-
-
-def test_signs_are_written_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    study, times = optuna.create_study(), [1000.0]
-    monkeypatch.setattr(time, "time", lambda: times[-1])
-    beats = Heartbeat(study, "a", None)
-    deadlines = []
-    for seconds in (1010.0, 1029.0, 1031.0, 1400.0):
-        times.append(seconds)
-        beats.beat()
-        deadlines.append(study.user_attrs["hfusion:sweep:a"]["until"])
-    assert deadlines == [1600.0, 1600.0, 1631.0, 1400.0 + 3690.0]
-    assert dead_runs(study) == set()
-    beats.end()
-    assert dead_runs(study) == {"a"}

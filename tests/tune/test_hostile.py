@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
 
 import hfusion as hf
 from tests.simulated.device import missing
@@ -162,65 +161,6 @@ def test_choices_that_no_study_on_disk_gives_back(tmp_path: Path) -> None:
     assert states(sweep(space((4,), (8,))).study) == ["COMPLETE"] * 4
 
 
-@pytest.mark.parametrize("momentum", ["of the optimizer", "of the space"])
-def test_options_of_the_optimizer_are_trials_of_their_own_array(momentum: str, tmp_path: Path) -> None:
-    def space(trial: Any) -> dict[str, Any]:
-        more = {"momentum": 0.9} if momentum == "of the space" else {}
-        return {"lr": 0.05, "nesterov": trial.suggest_categorical("nesterov", [False, True]), **more}
-
-    optimizer: Any = hf.optim.SGD if momentum == "of the space" else lambda params: hf.optim.SGD(params, momentum=0.9)
-    # Options that need hyper-parameters are there before these when a sweep goes on, too.
-    sweep(space, optimizer=optimizer, trials=3, directory=tmp_path)
-    result = sweep(space, optimizer=optimizer, trials=8, directory=tmp_path)
-    assert {trial.params["nesterov"] for trial in result.trials} == {False, True}
-    for trial in result.trials:
-        torch.manual_seed(trial.number)
-        model = make_model()
-        opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=trial.params["nesterov"])
-        data = loaders()
-        for epoch in range(2):
-            torch.manual_seed(trial.user_attrs["hfusion:round"] + epoch)
-            for inputs, target in data["loader"]:
-                opt.zero_grad()
-                F.cross_entropy(model(inputs), target).backward()
-                opt.step()
-        inputs, target = (torch.cat(parts) for parts in zip(*data["eval_loader"], strict=True))
-        assert trial.value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
-
-
-def test_what_a_trial_does_not_give_is_the_optimizers_own(tmp_path: Path) -> None:
-    """Also next to trials that give it, in one array from its start or later, and after a kill."""
-
-    def space(trial: Any) -> dict[str, Any]:
-        hyperparameters = {"lr": 0.05, "nesterov": True}
-        return hyperparameters | ({"momentum": 0.9} if trial.number % 2 else {"weight_decay": 0.3})
-
-    def metric(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        judged.append(1)
-        if len(judged) == 6:
-            raise KeyboardInterrupt
-        return F.cross_entropy(output, target)
-
-    judged: list[int] = []
-    options = {"optimizer": lambda params: hf.optim.SGD(params, momentum=0.5), "trials": 5, "rows": 3}
-    with pytest.raises(KeyboardInterrupt):
-        sweep(space, directory=tmp_path, metric=metric, **options)
-    for trial in sweep(space, directory=tmp_path, metric=metric, **options).trials:
-        torch.manual_seed(trial.number)
-        model = make_model()
-        arguments = {"momentum": 0.9} if trial.number % 2 else {"momentum": 0.5, "weight_decay": 0.3}
-        opt = torch.optim.SGD(model.parameters(), lr=0.05, nesterov=True, **arguments)
-        data = loaders()
-        for epoch in range(2):
-            torch.manual_seed(trial.user_attrs["hfusion:round"] + epoch)
-            for inputs, target in data["loader"]:
-                opt.zero_grad()
-                F.cross_entropy(model(inputs), target).backward()
-                opt.step()
-        inputs, target = (torch.cat(parts) for parts in zip(*data["eval_loader"], strict=True))
-        assert trial.value == pytest.approx(F.cross_entropy(model(inputs), target).item(), rel=1e-9)
-
-
 def test_an_optimizer_that_has_no_rows() -> None:
     with pytest.raises(ValueError, match=r"optimizer gave SGD: give a class of hf\.optim"):
         sweep(optimizer=lambda params: torch.optim.SGD(params))
@@ -297,32 +237,6 @@ def test_a_direction_is_refused_if_the_study_has_one() -> None:
         sweep(study=[])
 
 
-@pytest.mark.parametrize(
-    ("make_options", "message"),
-    [
-        (lambda: {"study": optuna.create_study(study_name="mine")}, "study 'mine' is in the memory of this process"),
-        (
-            lambda: {"study": optuna.create_study(study_name="mine", storage="sqlite:///:memory:")},
-            "study 'mine' is in the memory of this process",
-        ),
-        (lambda: {"storage": optuna.storages.InMemoryStorage()}, r"storage=<.*InMemoryStorage.* is in the memory of"),
-        (lambda: {"study": "mine", "storage": "sqlite://"}, "storage='sqlite://' is in the memory of this process"),
-    ],
-)
-def test_a_study_in_memory_does_not_go_with_a_directory(
-    make_options: Callable[[], dict[str, Any]], message: str, tmp_path: Path
-) -> None:
-    """The error comes immediately, not after a kill; no trial is asked, and no folder is created."""
-    options = make_options()
-    with pytest.raises(
-        ValueError, match=message + r".*, and directory='.*/sweep' is to go on from .*: leave study and"
-    ):
-        sweep(**options, directory=tmp_path / "sweep")
-    assert not (tmp_path / "sweep").exists()
-    if isinstance(study := options.get("study"), optuna.Study):
-        assert states(study) == []
-
-
 def test_a_study_on_disk_goes_with_a_directory(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path}/sweep.db"
     study = optuna.create_study(storage=storage, pruner=optuna.pruners.NopPruner())
@@ -372,28 +286,6 @@ def test_an_interrupted_sweep_leaves_a_study_that_goes_on(tmp_path: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         sweep(metric=metric, direction="maximize", directory=tmp_path)
     assert states(sweep(metric=metric, direction="maximize", directory=tmp_path).study) == ["COMPLETE"] * 4
-
-
-def test_another_space_or_model_than_that_of_the_folder(tmp_path: Path) -> None:
-    """After the end, and within it: one error, and nothing is written into the study."""
-
-    def interrupt(output: torch.Tensor, target: torch.Tensor) -> float:
-        raise KeyboardInterrupt
-
-    def other(trial: Any) -> dict[str, Any]:
-        return {"lr": trial.suggest_float("rate", 0.1, 1.0)}
-
-    sweep(directory=tmp_path / "ended")
-    with pytest.raises(KeyboardInterrupt):
-        sweep(directory=tmp_path / "within", metric=interrupt)
-    for folder in ("ended", "within"):
-        with pytest.raises(
-            hf.CheckpointError, match=r"another space or make_model: space does not take {'lr': .*'rate'"
-        ):
-            sweep(other, directory=tmp_path / folder, trials=6)
-        assert {name for trial in sweep(directory=tmp_path / folder).trials for name in trial.params} == {"lr"}
-    with pytest.raises(hf.CheckpointError, match=r"(?s)another model for trial \d: .*size mismatch.*a new directory"):
-        sweep(make=lambda: make_model(16), directory=tmp_path / "ended", trials=6)
 
 
 def test_a_folder_is_of_one_process(tmp_path: Path) -> None:
@@ -461,22 +353,6 @@ def test_a_loader_that_cannot_be_read_again() -> None:
     loader = iter(list(loaders()["loader"]))
     with pytest.raises(hf.PlanError, match="can be read again"):
         sweep(loader=loader)
-
-
-def test_workers_that_stay_are_read_as_those_that_do_not() -> None:
-    """In every epoch; loaders without a length are read to count their minibatches."""
-
-    class Endless:
-        def __iter__(self) -> Any:
-            yield from data["eval_loader"]
-
-    data, values = loaders(), []
-    for workers, judge in ((0, data["eval_loader"]), (1, Endless())):
-        options = {"num_workers": workers, "persistent_workers": bool(workers)}
-        loader = DataLoader(data["loader"].dataset, batch_size=32, shuffle=True, **options)
-        result = sweep(loader=loader, eval_loader=judge, epochs=3, metric=accuracy)
-        values.append([trial.intermediate_values for trial in result.trials])
-    assert values[0] == values[1]
 
 
 def test_memory_bounds_the_rows_and_shapes_wait() -> None:

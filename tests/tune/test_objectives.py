@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,11 @@ from torch.optim import lr_scheduler
 
 import hfusion as hf
 from tests.tune.cases import EPOCHS, accuracy, alone, loaders
-from tests.tune.killed import at
 from tests.tune.test_sweep import sweep
 
 optuna = pytest.importorskip("optuna")
 
 DIRECTIONS = ["minimize", "maximize"]
-
-
-class Killed(BaseException):
-    pass
-
-
-def kill() -> None:
-    raise Killed
 
 
 def both(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,18 +49,6 @@ def nsga(seed: int = 2) -> Any:
     return optuna.samplers.NSGAIISampler(population_size=4, seed=seed)
 
 
-def everything(result: hf.SweepResult) -> list[Any]:
-    trials = [
-        (trial.number, trial.params, trial.state.name, trial.values, trial.user_attrs["hfusion:round"])
-        for trial in result.trials
-    ]
-    models = {
-        number: [value.tolist() for value in model.state_dict().values()]
-        for number, model in result.best_models.items()
-    }
-    return [trials, [trial.number for trial in result.best_trials], models]
-
-
 @pytest.mark.parametrize("metric", [both, Both()], ids=["function", "updated"])
 def test_values_are_those_of_trials_alone(metric: Any) -> None:
     result = sweep(14, directions=DIRECTIONS, metric=metric, sampler=nsga())
@@ -85,27 +63,6 @@ def test_values_are_those_of_trials_alone(metric: Any) -> None:
         outputs = torch.cat([model(inputs) for inputs, _ in loaders()["eval_loader"]])
         target = torch.cat([target for _, target in loaders()["eval_loader"]])
         assert trial.values == pytest.approx([value.item() for value in both(outputs, target)], rel=1e-12)
-
-
-def test_what_shows_a_sweep(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with caplog.at_level("INFO", logger="hfusion"):
-        result = sweep(6, directions=DIRECTIONS, metric=both, progress=True)
-    front = len(result.best_trials)
-    assert f"{front} trial{'s' * (front != 1)} on the Pareto front." in capsys.readouterr().err
-    assert "on the Pareto front" in caplog.text
-    lines = str(result).splitlines()
-    assert lines[0].endswith("6 trials: 6 complete")
-    assert lines[1].split()[:3] == ["trial", "values_0", "values_1"]
-    assert [int(line.split()[0]) for line in lines[2:]] == [trial.number for trial in result.best_trials]
-    for name in ("best_trial", "best_params", "best_value", "best_model"):
-        with pytest.raises(RuntimeError, match="objective"):
-            getattr(result, name)
-    monkeypatch.setattr(
-        import_module("optuna.visualization"), "plot_pareto_front", lambda study: len(study.best_trials)
-    )
-    assert result.plot_pareto_front() == front
 
 
 def stored(folder: Path, reached: Any) -> hf.SweepResult:
@@ -136,16 +93,6 @@ def stored(folder: Path, reached: Any) -> hf.SweepResult:
     )
 
 
-def test_killed_again_and_again(tmp_path: Path) -> None:
-    whole = everything(stored(tmp_path / "whole", lambda event: None))
-    for event, count in [("asked", 3), ("asked", 7), ("judged", 2), ("judged", 9), ("told", 1), ("told", 4)]:
-        with pytest.raises(Killed):
-            stored(tmp_path / "killed", at(event, count, kill))
-    assert everything(stored(tmp_path / "killed", lambda event: None)) == whole
-    # After the end there is nothing to do.
-    assert everything(stored(tmp_path / "whole", at("judged", 1, kill))) == whole
-
-
 def test_a_value_that_is_nan_fails_its_trial() -> None:
     def judged(output: Tensor, target: Tensor) -> tuple[float, float]:
         loss, hits = both(output, target)
@@ -157,22 +104,8 @@ def test_a_value_that_is_nan_fails_its_trial() -> None:
     assert all(trial.values[1] >= 0.5 for trial in result.trials if trial.state.name == "COMPLETE")
 
 
-def test_a_member_that_goes_bad_fails_alone() -> None:
-    def space(trial: Any) -> dict[str, Any]:
-        return {"lr": 1e200 if trial.number == 1 else trial.suggest_float("lr", 1e-3, 0.1), "hidden": 8}
-
-    result = sweep(4, directions=DIRECTIONS, metric=both, space=space, optimizer=hf.optim.SGD)
-    assert [trial.state.name for trial in result.trials] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
-
-
 def plateau(optimizer: Any) -> Any:
     return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-
-
-def test_schedules_that_watch_the_loss_of_steps_go_on() -> None:
-    options = {"scheduler": plateau, "scheduler_interval": "step"}
-    result = sweep(3, directions=DIRECTIONS, metric=both, **options)
-    assert {trial.state.name for trial in result.trials} == {"COMPLETE"}
 
 
 @pytest.mark.parametrize(
@@ -267,11 +200,3 @@ def test_trials_that_break_a_constraint_are_not_the_best(directions: list[str], 
         assert not result.best_models
         with pytest.raises(ValueError if len(directions) == 1 else RuntimeError, match="best model"):
             _ = result.best_model
-
-
-def test_the_best_model_of_a_sweep_in_a_study_with_a_better_trial() -> None:
-    study = optuna.create_study(pruner=optuna.pruners.NopPruner())
-    study.add_trial(optuna.trial.create_trial(value=-1.0))
-    result = sweep(4, study=study, metric=lambda output, target: 0.0)
-    assert result.best_trial.number == 0
-    assert list(result.best_models) == [1]

@@ -112,13 +112,6 @@ def test_copies_train_as_their_originals_would(whole: hf.SweepResult) -> None:
         assert trial.state.name == "COMPLETE"
 
 
-def test_copies_leave_what_param_groups_were_given() -> None:
-    result = sweep(optimizer=lambda params: hf.optim.SGD(hf.optim.groups(params, rule)))
-    assert any("hfusion:copies" in trial.user_attrs for trial in result.trials)
-    for trial, values in zip(result.trials, alone(result.trials, rule), strict=True):
-        assert list(trial.intermediate_values.values()) == pytest.approx(values, rel=1e-9)
-
-
 def test_the_worst_of_a_shape_become_copies_of_its_best(whole: hf.SweepResult) -> None:
     trials, copied = whole.trials, 0
     for width in (1, 2):
@@ -137,30 +130,6 @@ def test_the_worst_of_a_shape_become_copies_of_its_best(whole: hf.SweepResult) -
             assert all(event["params"]["width"] == width for event in events.values())
             copied += len(events)
     assert copied > 4
-
-
-def last_params(trial: Any) -> dict[str, Any]:
-    """Return the hyper-parameters that a trial in a study was trained with last."""
-    copies = trial.user_attrs.get("hfusion:copies")
-    return copies[-1]["params"] if copies else trial.params
-
-
-def test_params_are_those_that_were_trained_with_last(whole: hf.SweepResult) -> None:
-    suggested = {trial.number: trial for trial in whole.study.trials}
-    changed = [trial for trial in whole.trials if "hfusion:copies" in trial.user_attrs]
-    assert len(changed) > 1
-    for trial in whole.trials:
-        assert trial.params == last_params(suggested[trial.number])
-        assert trial.params.keys() == trial.distributions.keys()
-        if trial in changed:
-            assert trial.user_attrs["hfusion:suggested"] == suggested[trial.number].params != trial.params
-    best = whole.study.best_trial
-    assert whole.best_params == whole.best_trial.params == last_params(best)
-    assert whole.best_model[0].out_features == 4 * whole.best_params["width"]  # type: ignore[index,union-attr]
-    # All are among the best ten.
-    for trial in changed:
-        line = next(line for line in str(whole).splitlines() if line.split()[0] == str(trial.number))
-        assert f"lr={trial.params['lr']:.4g} (first {suggested[trial.number].params['lr']:.4g})" in line
 
 
 def branching(trial: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch.nn.functional as F
-from torch import Tensor
 
 import hfusion as hf
 
@@ -151,42 +150,6 @@ def test_a_process_that_is_killed(whole: dict[str, list[Any]], tmp_path: Path) -
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert everything(run(str(tmp_path), nothing)) == whole["tpe"]
-
-
-def test_a_row_that_is_free_when_the_sweep_is_killed(tmp_path: Path) -> None:
-    """Rows are given back in blocks, of two where an array began with ten: one of these stays free, and is saved so."""
-
-    def search(folder: Path, *, fails: int = 0, ends: int = 0) -> list[Any]:
-        """Return the results of a sweep whose metric gives NaN at call ``fails`` and kills it at call ``ends``."""
-        calls: list[int] = []
-
-        def judged(output: Tensor, target: Tensor) -> float:
-            calls.append(1)
-            if len(calls) == ends:
-                raise Killed
-            return math.nan if len(calls) == fails else float(F.cross_entropy(output, target))
-
-        data = loaders()
-        result = hf.sweep(
-            make_model,
-            lambda trial: {"lr": trial.suggest_float("lr", 1e-3, 0.1)},
-            F.cross_entropy,
-            data.pop("loader"),
-            **data,
-            metric=judged,
-            sampler=optuna.samplers.RandomSampler(seed=0),
-            pruner=optuna.pruners.NopPruner(),
-            trials=10,
-            rows=10,
-            epochs=3,
-            machine=MACHINE,
-            directory=folder,
-        )
-        return everything(result)
-
-    with pytest.raises(Killed):
-        search(tmp_path / "killed", fails=1, ends=10 + 9 + 1)
-    assert search(tmp_path / "killed") == search(tmp_path / "whole", fails=1)
 
 
 def test_after_the_end_there_is_nothing_to_do_until_more_is_asked(tmp_path: Path) -> None:

@@ -107,24 +107,6 @@ def test_the_best_model_is_that_of_the_best_trial() -> None:
     assert all(len(line) <= 100 for line in lines)
 
 
-def test_gradients_are_clipped_as_alone() -> None:
-    """Of trials that begin with the array, and of those that get rows later, in it."""
-
-    def one_shape(trial: Any) -> dict[str, Any]:
-        return {
-            "lr": trial.suggest_float("lr", 1e-3, 0.3, log=True),
-            "betas": (trial.suggest_float("beta1", 0.5, 0.95), 0.99),
-            "weight_decay": trial.suggest_float("weight_decay", 1e-4, 0.5, log=True),
-            "hidden": trial.suggest_int("hidden", 8, 8),
-            "batch_norm": trial.suggest_categorical("batch_norm", [False]),
-        }
-
-    result = sweep(7, pruner=PRUNERS["none"](), clip_norm=0.05, rows=2, space=one_shape)
-    for trial in result.trials:
-        expected = alone(trial.params, trial.number, trial.user_attrs["hfusion:round"], EPOCHS, clip=0.05)
-        assert list(trial.intermediate_values.values()) == pytest.approx([row[1] for row in expected], rel=1e-9)
-
-
 def test_after_a_timeout_no_trial_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     suggested: list[int] = []
 
